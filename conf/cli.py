@@ -1,0 +1,176 @@
+"""The command line: `key=value` overrides in, a checked `Config` out, or one line that says what is wrong.
+
+Hydra composes the groups. Around it stands what Hydra leaves open: overrides are checked against the schema first (so that
+a typo is answered with the nearest name, also behind + and ++), mistakes end with status 2, and nothing is created.
+"""
+
+import difflib
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from conf.schema import Config, UserError, check, show, walk
+
+FOLDER = Path(__file__).parent
+GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
+KEYS = [name for name, _, _ in walk(Config())]
+
+
+def choices(group: str) -> list[str]:
+    return sorted(p.stem for p in (FOLDER / group).glob("*.yaml"))
+
+
+def load(overrides: Sequence[str] = ()) -> Config:
+    """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
+
+    Raises:
+        UserError: a key, group choice or value that is not allowed.
+    """
+    try:
+        parsed = OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        raise UserError(f"cannot read an override: {_first_line(error)}; write key=value, quoted for the shell") from None
+    for override in parsed:
+        _check_override(override)
+    ConfigStore.instance().store(name="schema", node=Config)
+    try:
+        with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
+            composed = compose(config_name="config", overrides=list(overrides))
+        # `+key=value` can add to the composed tree; only the schema's own keys survive this merge.
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error, parsed)) from None
+    assert isinstance(config, Config)
+    check(config)
+    return config
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved config as YAML: what `--cfg job` prints and config.yaml in a run directory holds."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
+    """Turn a command line into a `Config`; print and leave for --help, --cfg and mistakes.
+
+    Raises:
+        SystemExit: 0 after --help or --cfg job, 2 after a mistake.
+    """
+    overrides = [a for a in arguments if not a.startswith("-")]
+    flags = [a for a in arguments if a.startswith("-")]
+    if {"-h", "--help"} & set(flags):
+        print(help_text(script, purpose))
+        sys.exit(0)
+    show_only = False
+    for flag in flags:
+        if flag in ("-c", "--cfg", "--cfg=job"):
+            show_only = True
+        else:
+            fail(f"{flag}: not an option; options are --help and --cfg job, everything else is key=value")
+    if show_only and "job" in overrides:
+        overrides.remove("job")
+    try:
+        config = load(overrides)
+    except UserError as error:
+        fail(str(error), script)
+    if show_only:
+        print(to_yaml(config), end="")
+        sys.exit(0)
+    return config
+
+
+def fail(message: str, script: str = "train.py") -> NoReturn:
+    """Say one line on stderr and leave with status 2, the user's mistake."""
+    print(f"{script}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def help_text(script: str, purpose: str) -> str:
+    """Every group with its choices and every key with its type, default and sentence."""
+    lines = [
+        purpose,
+        "",
+        f"usage: python {script} [group=choice ...] [key=value ...] [--cfg job] [--help]",
+        "",
+        "groups:",
+    ]
+    lines += [f"  {group + '=':<10} {' | '.join(choices(group))}" for group in GROUPS]
+    lines += ["", "keys (defaults before the recipe's):"]
+    for section in fields(Config):
+        node = getattr(Config(), section.name)
+        for name, f, value in walk(node, f"{section.name}."):
+            default = show(value) if f.default is not MISSING or value else "[]"
+            lines.append(f"  {name + '=' + default:<42} {f.metadata['sentence']}")
+    lines += ["", "--cfg job prints the composed config and ends; --help this text."]
+    return "\n".join(lines)
+
+
+def nearest(word: str, known: Sequence[str]) -> str:
+    """`; did you mean X?` for the closest known name, or nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _check_override(override: Override) -> None:
+    name = override.key_or_group
+    text = override.input_line or name
+    if override.is_sweep_override():
+        raise UserError(f"{text}: sweeps are not supported; start one run per value")
+    if name in GROUPS and "@" not in text.split("=")[0]:
+        choice = override.value()
+        if not isinstance(choice, str) or choice not in choices(name):
+            hint = nearest(str(choice), choices(name))
+            raise UserError(f"{text}: no such {name}; choose one of {', '.join(choices(name))}{hint}")
+        if override.is_add() or override.is_delete():
+            raise UserError(f"{text}: write {name}={choice}")
+        return
+    if name.split(".")[0] == "hydra":
+        raise UserError(f"{text}: Hydra's own settings are not used here; the run's folder is run.dir=")
+    if name not in KEYS:
+        section = [k for k in KEYS if k.startswith(f"{name}.")]
+        if section:
+            raise UserError(f"{text}: {name} is a group of keys: {', '.join(section)}")
+        # A right last part in a wrong section (`train.lr`) says more than a similar spelling.
+        moved = [k for k in KEYS if k.rpartition(".")[2] == name.rpartition(".")[2]]
+        hint = f"; did you mean {moved[0]}?" if moved else nearest(name, KEYS + GROUPS)
+        raise UserError(f"{text}: there is no key {name}{hint or '; see --help'}")
+    if override.is_delete():
+        raise UserError(f"{text}: a key cannot be removed; give it a value")
+    if override.is_add():
+        raise UserError(f"{text}: write {name}={show(override.value())}")
+
+
+def _explain(error: Exception, overrides: Sequence[Override]) -> str:
+    """Turn a Hydra or OmegaConf error into `key=value: what is wrong; what to do`."""
+    cause: BaseException = error
+    while cause.__cause__ is not None and isinstance(cause.__cause__, (HydraException, OmegaConfBaseException)):
+        cause = cause.__cause__
+    name = getattr(cause, "full_key", None) or ""
+    field_of = {k: f for k, f, _ in walk(Config())}
+    base = name.split("[")[0]
+    typed = next((o.input_line for o in overrides if o.key_or_group == base and o.input_line), None)
+    if base in field_of:
+        allowed = _type_name(field_of[base].type)
+        return f"{typed or name}: {_first_line(cause)}; give {allowed}"
+    return f"{typed or name or 'config'}: {_first_line(cause)}"
+
+
+def _type_name(kind: Any) -> str:
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
+    if is_dataclass(kind):
+        return "keys"
+    return names.get(kind) or str(kind).replace("typing.", "").replace("None", "null")
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,1 @@
+"""What a training loop needs around the step. The loop itself is in train.py."""

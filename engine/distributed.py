@@ -1,0 +1,153 @@
+"""Which rank this is, on which device, and how ranks agree. One process is a world of one."""
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from conf.schema import UserError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks that torchrun started."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    device: torch.device
+
+    @property
+    def leads(self) -> bool:
+        """Rank 0 alone writes and speaks."""
+        return self.rank == 0
+
+    def agree(self, decide: Callable[[], T]) -> T:
+        """Rank 0 decides, every rank gets its answer, or raises its error."""
+        box: list[Any] = [None, None]
+        if self.leads:
+            try:
+                box[0] = decide()
+            except Exception as error:
+                box[1] = error
+        if self.size > 1:
+            dist.broadcast_object_list(box, src=0)
+        if box[1] is not None:
+            raise box[1]
+        answer: T = box[0]
+        return answer
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Add a tensor over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give every rank rank 0's buffers: BatchNorm statistics differ by rank, validation must not."""
+        if self.size > 1:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, src=0)
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """The module to call in training: averages gradients over the ranks."""
+        if self.size == 1:
+            return model
+        devices = [self.device.index] if self.device.type == "cuda" else None
+        # Buffers are shared before validation instead of at every step.
+        return nn.parallel.DistributedDataParallel(
+            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
+        )
+
+
+def resolve_device(choice: str, local_rank: int = 0) -> torch.device:
+    """The device `train.device` stands for.
+
+    Raises:
+        UserError: cuda is asked for and there is none for this rank.
+    """
+    have = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if choice == "cpu" or (choice == "auto" and have == 0):
+        return torch.device("cpu")
+    if local_rank >= have:
+        raise UserError(f"train.device={choice}: rank {local_rank} of this node has no GPU, torch sees {have}; "
+                        "start fewer ranks or use train.device=cpu")  # fmt: skip
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def join_world(device_choice: str) -> Iterator[World]:
+    """Join the ranks torchrun started (its environment variables), or be a world of one; leave on exit."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    device = resolve_device(device_choice, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    world = World(
+        rank=int(os.environ.get("RANK", 0)),
+        size=size,
+        local_rank=local_rank,
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        device=device,
+    )
+    if size == 1:
+        yield world
+        return
+    # gloo beside NCCL carries objects and the stop flag without touching the GPU
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        yield world
+    finally:
+        dist.destroy_process_group()
+
+
+class StopSignal:
+    """Notes SIGINT, SIGTERM and SIGUSR1 so that the loop can save and leave; a second Ctrl-C interrupts at once.
+
+    With several ranks, a signal to one stops all at the same step: each step's flags are added up over the ranks while the
+    step runs, and read when the next one has been launched.
+    """
+
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.received = 0
+        self._sum: Tensor | None = None
+        self._work: Any = None
+
+    def __enter__(self) -> "StopSignal":
+        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGINT and self.received == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.received = number
+
+    def agreed(self) -> int:
+        """The signal to stop for now, 0 for none. Called once a step by every rank; all get the same answer."""
+        if self.world.size == 1:
+            return self.received
+        answer = 0
+        if self._work is not None and self._sum is not None:
+            self._work.wait()
+            answer = int(self._sum)
+        if answer == 0:
+            self._sum = torch.tensor(self.received)
+            self._work = dist.all_reduce(self._sum, op=dist.ReduceOp.MAX, async_op=True)
+        return answer

@@ -1,0 +1,126 @@
+"""Loss and accuracy, summed on the device and read a step late, so that the loop never waits for the GPU."""
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from engine.distributed import World
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Means over `images` images; top1 and top5 in percent."""
+
+    loss: float
+    top1: float
+    top5: float
+    images: int
+
+
+@dataclass(frozen=True)
+class Interval:
+    """What the meter found between two log steps; `step` is the last of them."""
+
+    metrics: Metrics
+    step: int
+    lr: float
+    images_per_second: float
+
+
+def objective(
+    network: nn.Module, images: Tensor, targets: Tensor, labels: Tensor, label_smoothing: float
+) -> tuple[Tensor, Tensor]:
+    """Forward pass, loss and hits: the part that is compiled as one region.
+
+    Args:
+        images: float [B, 3, S, S].
+        targets: int64 [B] or float [B, classes].
+        labels: int64 [B], what top1 is counted against.
+
+    Returns:
+        The mean loss, and float32 [4]: summed loss, top-1 hits, top-5 hits, images.
+    """
+    logits = network(images).float()
+    loss = nn.functional.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    return loss, sums(logits, labels, loss.detach() * len(labels))
+
+
+def measure(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    """Validation's counterpart of `objective`: float32 [4] sums over the rows whose label is not negative."""
+    logits = model(images).float()
+    return sums(logits, labels, nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"))
+
+
+def sums(logits: Tensor, labels: Tensor, loss_sum: Tensor) -> Tensor:
+    """float32 [4]: summed loss, top-1 hits, top-5 hits, images; rows labelled below 0 do not count.
+
+    A hit is counted by the place of the label's logit among all, which fuses with the loss where a top-k does not. Equal
+    logits rank in the order of their classes, and NaN is no hit.
+    """
+    valid = labels >= 0
+    own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
+    earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
+    place = ((logits > own) | ((logits == own) & earlier)).sum(1)
+    good = valid & ~own[:, 0].isnan()
+    return torch.stack([loss_sum, ((place < 1) & good).sum(), ((place < 5) & good).sum(), valid.sum()]).float()
+
+
+def metrics_of(total: Tensor) -> Metrics:
+    """Read float [4] sums; waits for the device that holds them."""
+    loss, top1, top5, images = total.tolist()
+    many = max(images, 1)
+    return Metrics(loss / many, 100 * top1 / many, 100 * top5 / many, int(images))
+
+
+class Meter:
+    """Adds up sums over steps and gives means and a rate for every interval, one step late.
+
+    Args:
+        world: sums are taken over its ranks.
+        batch_size: the global batch.
+        step: where counting starts.
+    """
+
+    def __init__(self, world: World, batch_size: int, step: int) -> None:
+        self.world, self.batch_size = world, batch_size
+        self.total = torch.zeros(4, dtype=torch.float64, device=world.device)
+        on_gpu = world.device.type == "cuda"
+        self._host = torch.zeros(4, dtype=torch.float64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._sent: tuple[int, float] | None = None
+        self._clock = (step, time.perf_counter())
+        self._intervals: list[tuple[int, float]] = []  # images, seconds
+
+    def add(self, values: Tensor) -> None:
+        self.total += values
+
+    def send(self, step: int, lr: float) -> None:
+        """End an interval with step `step`: start bringing its sums over all ranks to the host, and begin the next."""
+        self._host.copy_(self.world.sum(self.total), non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self.total.zero_()
+        self._sent = (step, lr)
+
+    def read(self) -> Interval | None:
+        """The interval that was sent and not read yet, if any. Called a step later, its copy is done and nothing waits."""
+        if self._sent is None:
+            return None
+        if self._copied is not None:
+            self._copied.synchronize()
+        (step, lr), self._sent = self._sent, None
+        (begin, began), self._clock = self._clock, (step, time.perf_counter())
+        images, seconds = (step - begin) * self.batch_size, max(self._clock[1] - began, 1e-9)
+        self._intervals.append((images, seconds))
+        return Interval(metrics_of(self._host), step, lr, images / seconds)
+
+    def leave_out(self, seconds: float) -> None:
+        """Time that was not training (validation, a checkpoint) does not count in the rate."""
+        self._clock = (self._clock[0], self._clock[1] + seconds)
+
+    def images_per_second(self) -> float:
+        """The rate so far, without the first interval, which holds compilation and warm-up."""
+        counted = self._intervals[1:] or self._intervals
+        return sum(images for images, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9) if counted else 0.0

@@ -1,0 +1,59 @@
+"""The optimiser, and the learning rate as a pure function of the step."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from conf.schema import Optim, Schedule
+
+
+def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
+    """SGD or AdamW over at most two parameter groups: decayed, and with decay_norms=false the others.
+
+    What is not decayed is told by shape, not by name: every bias and norm parameter has one dimension or none (a search for
+    "bn" in names misses those inside a downsample Sequential).
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in trained if config.decay_norms or p.dim() > 1]
+    spared = [p for p in trained if not (config.decay_norms or p.dim() > 1)]
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    groups = [g for g in groups if g["params"]]
+    fused = trained[0].device.type == "cuda"
+    if config.name == "adamw":
+        betas = (config.betas[0], config.betas[1])
+        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The learning rate of every step.
+
+    Attributes:
+        peak: where warm-up ends.
+        warmup_steps: steps of linear rise from zero.
+        total_steps: where cosine and linear reach `config.final_lr`.
+    """
+
+    config: Schedule
+    peak: float
+    warmup_steps: int
+    total_steps: int
+    steps_per_epoch: float
+
+    def at(self, step: int) -> float:
+        """The learning rate of step `step`, from 0."""
+        if step < self.warmup_steps:
+            return self.peak * (step + 1) / self.warmup_steps
+        if self.config.name == "constant":
+            return self.peak
+        if self.config.name == "step":
+            # The small number keeps a drop that falls on a whole step from being rounded one step late.
+            return self.peak * self.config.step_gamma ** math.floor(
+                step / (self.steps_per_epoch * self.config.step_epochs) + 1e-9
+            )
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        left = (1 + math.cos(math.pi * done)) / 2 if self.config.name == "cosine" else 1 - done
+        return self.config.final_lr + (self.peak - self.config.final_lr) * left

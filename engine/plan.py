@@ -1,0 +1,138 @@
+"""Everything that follows from the config, the data and the machine: computed once, printed once, never changed."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from conf.schema import Config, UserError
+from engine.optim import Curve
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one run will do. Steps are optimiser steps over the global batch.
+
+    Attributes:
+        schedule_steps: the length the learning-rate curve is drawn over.
+        stop_step: where this run ends: `schedule_steps`, or train.max_steps when that is earlier.
+    """
+
+    train_images: int
+    val_images: int
+    num_classes: int
+    image_size: int
+    val_size: int
+    batch_size: int
+    batch_per_rank: int
+    world_size: int
+    epochs: float
+    schedule_steps: int
+    stop_step: int
+    curve: Curve
+    validate_every_epochs: int
+    log_every_steps: int
+    save_every_steps: int
+    workers: int
+    workers_reason: str
+    decoder: str
+    device: str
+    device_type: str
+    precision: str
+    channels_last: bool
+    compile: str
+    parameters: int
+    flops_per_image: int
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """Not whole in general: the batch at an epoch's end takes its last rows from the next epoch."""
+        return self.train_images / self.batch_size
+
+    def epoch(self, step: int) -> float:
+        """Epochs done after `step` steps."""
+        return step / self.steps_per_epoch
+
+    def epochs_ended(self, step: int) -> int:
+        """Whole epochs done after `step` steps."""
+        return step * self.batch_size // self.train_images
+
+    def validates(self, step: int) -> bool:
+        """Whether step number `step` (from 1) ends an epoch that is validated, or the run."""
+        ended, before = self.epochs_ended(step), self.epochs_ended(step - 1)
+        every = self.validate_every_epochs
+        return step > 0 and (step == self.stop_step or ended // every > before // every)
+
+    @property
+    def input_dtype(self) -> torch.dtype:
+        """Of the images on the device: bf16 halves what the first layer reads."""
+        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+
+    def autocast(self) -> torch.autocast:
+        """The context of every forward pass: bf16 where the precision says so. bf16 needs no gradient scaler."""
+        return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+    def logs(self, step: int) -> bool:
+        """Whether step number `step` (from 1) ends an interval that is reported."""
+        return step % self.log_every_steps == 0 or step == self.stop_step
+
+    def saves(self, step: int) -> bool:
+        """Whether a checkpoint follows step number `step` (from 1)."""
+        return step % self.save_every_steps == 0 or self.validates(step)
+
+    def lines(self) -> list[str]:
+        """The plan for a reader."""
+        rows = [
+            ("data", f"{self.train_images:,} training and {self.val_images:,} validation images, {self.num_classes} classes"),
+            ("steps", f"{self.stop_step:,} of {self.batch_size} images"
+             + (f" ({self.batch_per_rank} on each of {self.world_size} ranks)" if self.world_size > 1 else "")
+             + f", {self.steps_per_epoch:,.1f} an epoch"
+             + (f"; stops early, {self.epochs:g} epochs are {self.schedule_steps:,}" if self.stop_step < self.schedule_steps
+                else f", {self.epochs:g} epochs")),
+            ("model", f"{self.parameters / 1e6:.2f} M parameters, {self.flops_per_image / 1e9:.2f} GFLOP forward per "
+             f"{self.image_size} px image; validated at {self.val_size} px"),
+            ("device", f"{self.device}, {self.precision}{', channels_last' if self.channels_last else ''}, "
+             f"compile {self.compile}"),
+            ("loader", f"{self.workers} workers per rank ({self.workers_reason}), decoder {self.decoder}"),
+        ]  # fmt: skip
+        return [f"{name:<8} {text}" for name, text in rows]
+
+
+def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
+    """Optimiser steps in which every image is seen `epochs` times; the last batch is filled from the next epoch's order."""
+    return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
+
+
+def check_batch(config: Config, train_images: int, world_size: int) -> None:
+    """Refuse a batch that the data or the ranks cannot make.
+
+    Raises:
+        UserError: larger than the training split, or not divisible by the number of ranks.
+    """
+    size = config.loader.batch_size
+    if size > train_images:
+        raise UserError(f"loader.batch_size={size}: larger than the training split ({train_images} images); give at most that")
+    if size % world_size:
+        raise UserError(f"loader.batch_size={size}: the global batch must be a multiple of the {world_size} ranks")
+
+
+def choose_precision(choice: str, device: torch.device) -> str:
+    """What train.precision=auto stands for: bf16 on a GPU, fp32 on a CPU."""
+    return ("bf16" if device.type == "cuda" else "fp32") if choice == "auto" else choice
+
+
+def choose_compile(choice: str, device: torch.device) -> str:
+    """What model.compile=auto stands for: default on a GPU, off on a CPU, where compiling costs more than a small run."""
+    return ("default" if device.type == "cuda" else "off") if choice == "auto" else choice
+
+
+def count_flops(model: nn.Module, image_size: int) -> int:
+    """Operations of one image's forward pass (a multiply-add counts as two), on a model on the meta device."""
+    mode = model.training
+    model.eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, image_size, image_size, device="meta"))
+    model.train(mode)
+    return int(counter.get_total_flops())

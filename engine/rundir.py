@@ -1,0 +1,110 @@
+"""The run directory: what a run is known by. One process at a time trains in it, and the same command goes on in it."""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from conf.schema import UserError
+from engine import checkpoint
+
+
+class RunDirectory:
+    """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and at the end summary.json, below one folder.
+
+    Args:
+        path: created by `open`, not before.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.checkpoints = path / "checkpoints"
+        self._lock: int | None = None
+
+    def open(self, resume: str, identity: dict[str, Any]) -> Path | None:
+        """Claim the folder and find the checkpoint to go on from. Rank 0 calls this; nothing is created when it raises.
+
+        Args:
+            resume: `auto`, `never`, or a checkpoint's path.
+            identity: what the checkpoint's run must have in common with this one.
+
+        Returns:
+            The checkpoint, or None to start from step 0.
+
+        Raises:
+            UserError: the folder holds something else or is in use, or the checkpoint is missing or of another training.
+            CheckpointError: there are checkpoints, and none of them is whole.
+        """
+        if self.path.exists():
+            self._refuse_foreign()
+            self._claim()
+            checkpoint.remove_leftovers(self.checkpoints)
+        found: Path | None = None
+        if resume not in ("auto", "never"):
+            found = Path(resume)
+            if not found.is_file():
+                raise UserError(f"checkpoint.resume={resume}: no such file; give a checkpoint's path, auto or never")
+        elif resume == "auto" and self.checkpoints.is_dir():
+            newest = checkpoint.load_newest(self.checkpoints)
+            found = newest[0] if newest else None
+        if found is not None:
+            stored = checkpoint.load(found)
+            checkpoint.check_compatible(stored["identity"], identity, found)
+        if resume == "never" and self.path.exists():
+            self._move_aside()
+        try:
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"run.dir={self.path}: cannot be created: {error.strerror}") from None
+        if self._lock is None:
+            self._claim()
+        return found
+
+    def write(self, name: str, content: str) -> None:
+        checkpoint.replace_file(self.path / name, content)
+
+    def finished_summary(self, step: int) -> dict[str, Any] | None:
+        """The summary an earlier life left, if it finished at `step`."""
+        try:
+            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+        except (OSError, ValueError):
+            return None
+        return summary if summary.get("status") == "finished" and summary.get("step") == step else None
+
+    def close(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse_foreign(self) -> None:
+        if not self.path.is_dir():
+            raise UserError(f"run.dir={self.path}: is a file; give a folder")
+        content = {p.name for p in self.path.iterdir()}
+        if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+            raise UserError(f"run.dir={self.path}: holds other things than a run; give a folder of its own")
+
+    def _claim(self) -> None:
+        """Lock the folder; the kernel lets go when the process ends, however it ends."""
+        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            raise UserError(
+                f"run.dir={self.path}: another process is training in it; give another run.dir or run.name"
+            ) from None
+        self._lock = lock
+
+    def _move_aside(self) -> None:
+        number = 1
+        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+            number += 1
+        os.rename(self.path, aside)
+        self.close()

@@ -1,0 +1,76 @@
+"""What changes during training, in one object; its state_dict is the checkpoint."""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+
+@dataclass
+class TrainState:
+    """Model, optimiser, step and what validation found.
+
+    There is no random state in it: order, augmentation and dropout are functions of (seed, step).
+
+    Attributes:
+        step: optimiser steps done.
+        ema: moving average of the weights, when train.ema_decay is set; it is what is validated.
+        best: the validation row with the highest top1 so far.
+        last: the newest validation row.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    ema: AveragedModel | None = None
+    step: int = 0
+    best: dict[str, float] = field(default_factory=dict)
+    last: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def validated_model(self) -> nn.Module:
+        model: nn.Module = self.model if self.ema is None else self.ema.module
+        return model
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.ema is None else self.ema.module.state_dict(),
+            "ema_steps": None if self.ema is None else self.ema.n_averaged,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "best": self.best,
+            "last": self.last,
+        }
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        self.model.load_state_dict(stored["model"])
+        if self.ema is not None:
+            # A run that turns the average on when it resumes starts it from the current weights.
+            self.ema.module.load_state_dict(stored["ema"] or stored["model"])
+            if stored["ema_steps"] is not None:
+                self.ema.n_averaged.copy_(stored["ema_steps"])
+        self.optimizer.load_state_dict(stored["optimizer"])
+        self.step = stored["step"]
+        self.best, self.last = stored["best"], stored["last"]
+
+
+def build_ema(model: nn.Module, decay: float) -> AveragedModel:
+    """Exponential moving average of weights and buffers (arXiv 2110.00476 uses it; BatchNorm statistics are averaged too)."""
+    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make what torch draws in a step (dropout, stochastic depth) a function of (seed, step, rank)."""
+    digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()
+    torch.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def params_sha256(model: nn.Module) -> str:
+    """SHA-256 over the bytes of the state_dict's tensors, in order."""
+    digest = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()

@@ -1,0 +1,180 @@
+"""The table of models: torchvision's classifiers by name, our own small ones, timm's behind `timm/`.
+
+Checkpoints hold the keys as these libraries name them, so weights go both ways.
+"""
+
+import difflib
+import importlib.util
+import logging
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+from conf.schema import UserError
+from models.resnet import resnet18_cifar, resnet_tiny
+
+logger = logging.getLogger(__name__)
+
+
+def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = False) -> nn.Module:
+    """Create a classifier: float [B, 3, S, S] -> logits [B, num_classes].
+
+    Args:
+        name: from `available()`, or `timm/<name>`.
+        num_classes: outputs of the head.
+        image_size: S, for models whose shape depends on it.
+        pretrained: start from the library's published weights (downloads them); a head for another number of classes stays
+            fresh.
+
+    Raises:
+        UserError: no such model, or no published weights for it.
+    """
+    if name in OURS:
+        if pretrained:
+            raise UserError(f"model.weights=pretrained: there are no published weights for {name}; give a file")
+        return OURS[name](num_classes, image_size)
+    if name.startswith("timm/"):
+        return _build_timm(name, num_classes, pretrained)
+    if name not in _torchvision_names():
+        raise UserError(f"model.name={name}: no such model; {_nearest(name)}timm/<name> works when timm is installed; "
+                        f"our own are {', '.join(OURS)}")  # fmt: skip
+    return _build_torchvision(name, num_classes, image_size, pretrained)
+
+
+def available() -> list[str]:
+    """Every name `build` takes, apart from timm's."""
+    return sorted([*OURS, *_torchvision_names()])
+
+
+def is_convnet(model: nn.Module) -> bool:
+    """Whether channels_last pays: a transformer has one convolution, the one that cuts patches."""
+    return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
+
+
+def vit_s16(num_classes: int, image_size: int) -> nn.Module:
+    """The "small" vision transformer (arXiv 2010.11929, 2012.12877): torchvision's class, 22 M parameters."""
+    _require_multiple(image_size, 16, "vit_s16")
+    vision = import_torchvision()
+    return vision.models.VisionTransformer(
+        image_size=image_size,
+        patch_size=16,
+        num_layers=12,
+        num_heads=6,
+        hidden_dim=384,
+        mlp_dim=1536,
+        num_classes=num_classes,
+    )
+
+
+OURS: dict[str, Callable[[int, int], nn.Module]] = {
+    "resnet_tiny": resnet_tiny,
+    "resnet18_cifar": resnet18_cifar,
+    "vit_s16": vit_s16,
+}
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, also when its compiled detection operators do not fit the installed torch.
+
+    A torchvision built for CUDA beside a CPU torch cannot load them, and then fails to import because it describes their
+    shapes. Classifiers use none of them, so a declaration without an implementation is enough.
+    """
+    for _ in range(4):
+        try:
+            import torchvision
+
+            return torchvision
+        except RuntimeError as error:
+            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
+            if missing is None:
+                raise
+            torch.library.define(f"torchvision::{missing[1]}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+    raise RuntimeError("torchvision cannot be imported: it does not fit the installed torch")
+
+
+def _torchvision_names() -> list[str]:
+    vision = import_torchvision()
+    return [n for n in vision.models.list_models(module=vision.models) if n not in ("googlenet", "inception_v3")]  # two outputs
+
+
+def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained: bool) -> nn.Module:
+    vision = import_torchvision()
+    options = {"image_size": image_size} if name.startswith("vit_") else {}
+    if options:
+        _require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
+    model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
+    if pretrained:
+        weights = vision.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
+        adopt_weights(model, weights, origin=f"{name}'s published weights")
+    return model
+
+
+def _build_timm(name: str, num_classes: int, pretrained: bool) -> nn.Module:
+    if importlib.util.find_spec("timm") is None:
+        raise UserError(f"model.name={name}: timm is not installed; pip install timm")
+    import timm
+
+    short = name.removeprefix("timm/")
+    if not timm.is_model(short):
+        close = timm.list_models(f"*{short.split('.')[0][:6]}*")[:5]
+        raise UserError(f"model.name={name}: timm has no such model{'; it has ' + ', '.join(close) if close else ''}")
+    model: nn.Module = timm.create_model(short, pretrained=pretrained, num_classes=num_classes)
+    return model
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Start from a file: a state_dict, or a checkpoint of ours (its moving average when it has one).
+
+    Raises:
+        UserError: missing, not readable with weights_only, or another model's.
+    """
+    try:
+        stored = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"model.weights={path}: no such file") from None
+    except Exception as error:  # torch.load raises many kinds for what is not a checkpoint
+        raise UserError(
+            f"model.weights={path}: cannot be read ({type(error).__name__}); give a state_dict or a checkpoint"
+        ) from None
+    if "state" in stored:
+        stored = stored["state"].get("ema") or stored["state"]["model"]
+    adopt_weights(model, stored, origin=str(path))
+
+
+def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin: str) -> None:
+    """Load weights by name; a head for another number of classes stays as it was initialised.
+
+    Raises:
+        UserError: other keys are missing or have another shape: these are another model's weights.
+    """
+    own = model.state_dict()
+    fits = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
+    strange = [k for k in own if k not in fits]
+    if len(strange) > 2 or any(own[k].dim() > 2 for k in strange):
+        raise UserError(
+            f"model.weights: {origin} does not fit the model: {len(strange)} of {len(own)} tensors, e.g. {strange[0]}"
+        )
+    if strange:
+        logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(strange))
+    model.load_state_dict(fits, strict=False)
+
+
+def _nearest(name: str) -> str:
+    close = difflib.get_close_matches(name, available(), n=3)
+    return f"did you mean {', '.join(close)}? " if close else ""
+
+
+def _require_multiple(image_size: int, patch: int, name: str) -> None:
+    if image_size % patch:
+        raise UserError(f"data.image_size={image_size}: {name} needs a multiple of its {patch} px patches")

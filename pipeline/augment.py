@@ -1,0 +1,252 @@
+"""Transforms of one image, written as an ordered list in the config.
+
+Journey of a batch, 3: picture -> picture. Runs in a worker. A transform is a function of (picture, rng); its generator is a
+pure function of (seed, epoch, index), so an image is augmented alike whichever worker, start or restart it falls to.
+
+To add one: write a class with keyword-only parameters, and name it in TRANSFORMS. One that changes the image's size says so
+in `side`: the side of the square it makes, or None where that depends on the image.
+"""
+
+import difflib
+import inspect
+import math
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from PIL import Image, ImageEnhance, ImageOps
+
+from conf.schema import UserError
+from pipeline.decode import Picture
+
+Transform = Callable[[Picture, random.Random], Picture]
+
+
+def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
+    """The generator of one sample's augmentation."""
+    # Python hashes an integer seed of any length into its state, so the three fields need only not overlap.
+    return random.Random((seed << 80) | (epoch << 48) | index)
+
+
+class Compose:
+    """Apply transforms in order.
+
+    Args:
+        transforms: built by `build`.
+    """
+
+    def __init__(self, transforms: Sequence[Transform]) -> None:
+        self.transforms = list(transforms)
+
+    @property
+    def side(self) -> int | None:
+        """Side of the square image that comes out, pixels; None when the list does not fix one."""
+        side = None
+        for transform in self.transforms:
+            side = getattr(transform, "side", side)
+        return side
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        for transform in self.transforms:
+            picture = transform(picture, rng)
+        return picture
+
+
+class RandomResizedCrop:
+    """A region of random area and aspect ratio, scaled to size x size (Inception's crop, arXiv 1409.4842).
+
+    Args:
+        size: side of the result, pixels.
+        scale: range of the region's share of the image's area.
+        ratio: range of its width / height.
+    """
+
+    def __init__(self, *, size: int, scale: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)) -> None:
+        _require(0 < scale[0] <= scale[1] <= 1, "scale", scale, "two numbers, 0 < low <= high <= 1")
+        _require(0 < ratio[0] <= ratio[1], "ratio", ratio, "two numbers, 0 < low <= high")
+        self.side, self.scale, self.ratio = _side(size), tuple(scale), tuple(ratio)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        return picture.resized((self.side, self.side), self.box(*picture.size, rng))
+
+    def box(self, width: int, height: int, rng: random.Random) -> tuple[int, int, int, int]:
+        """As torchvision draws it: ten tries, then the largest centred region of an allowed ratio."""
+        low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
+        for _ in range(10):
+            area = width * height * rng.uniform(*self.scale)
+            aspect = math.exp(rng.uniform(low, high))
+            w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
+            if 0 < w <= width and 0 < h <= height:
+                left, top = int(rng.random() * (width - w + 1)), int(rng.random() * (height - h + 1))
+                return left, top, left + w, top + h
+        aspect = min(max(width / height, self.ratio[0]), self.ratio[1])
+        w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))
+        left, top = (width - w) // 2, (height - h) // 2
+        return left, top, left + w, top + h
+
+
+class Resize:
+    """Scale so that the shorter side is `size` pixels."""
+
+    side = None
+
+    def __init__(self, *, size: int) -> None:
+        self.size = _side(size)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        width, height = picture.size
+        short = min(width, height)
+        return picture.resized((int(self.size * width / short), int(self.size * height / short)))
+
+
+class CenterCrop:
+    """The middle size x size pixels; a smaller image is padded with black."""
+
+    def __init__(self, *, size: int) -> None:
+        self.side = _side(size)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        width, height = picture.size
+        left, top = round((width - self.side) / 2), round((height - self.side) / 2)
+        return picture.cropped((left, top, left + self.side, top + self.side))
+
+
+class RandomCrop:
+    """size x size pixels from a random place of the image, padded with black by `padding` on every side."""
+
+    def __init__(self, *, size: int, padding: int = 0) -> None:
+        _require(padding >= 0, "padding", padding, "a whole number >= 0")
+        self.side, self.padding = _side(size), padding
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        width, height = picture.size
+        if min(width, height) + 2 * self.padding < self.side:
+            raise ValueError(f"random_crop: {width}x{height} with padding {self.padding} is smaller than size {self.side}")
+        left = int(rng.random() * (width + 2 * self.padding - self.side + 1)) - self.padding
+        top = int(rng.random() * (height + 2 * self.padding - self.side + 1)) - self.padding
+        return picture.cropped((left, top, left + self.side, top + self.side))
+
+
+class HorizontalFlip:
+    """Mirror left to right with probability p."""
+
+    def __init__(self, *, p: float = 0.5) -> None:
+        _require(0 <= p <= 1, "p", p, "a number from 0 to 1")
+        self.p = p
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        return picture.mirrored() if rng.random() < self.p else picture
+
+
+class RandAugment:
+    """`count` random operations of strength `magnitude` (arXiv 1909.13719; torchvision's operations and ranges).
+
+    Args:
+        count: operations per image.
+        magnitude: strength from 0 to 30.
+    """
+
+    def __init__(self, *, count: int = 2, magnitude: int = 9) -> None:
+        _require(count >= 1, "count", count, "a whole number >= 1")
+        _require(0 <= magnitude <= 30, "magnitude", magnitude, "a number from 0 to 30")
+        self.count, self.strength = count, magnitude / 30
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        image = picture.pillow()
+        for _ in range(self.count):
+            image = _operate(image, rng, self.strength, wide=False)
+        return Picture(image)
+
+
+class TrivialAugment:
+    """One random operation of random strength (arXiv 2103.10158, the wide space; torchvision's V2 weights use it)."""
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        return Picture(_operate(picture.pillow(), rng, rng.random(), wide=True))
+
+
+def _affine(image: Image.Image, *matrix: float) -> Image.Image:
+    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST)
+
+
+# name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment, for TrivialAugment wide)
+OPERATIONS: dict[str, tuple[Callable[[Image.Image, float], Image.Image], float, float]] = {
+    "identity": (lambda image, v: image, 0, 0),
+    "shear_x": (lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), 0.3, 0.99),
+    "shear_y": (lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), 0.3, 0.99),
+    "translate_x": (lambda image, v: _affine(image, 1, 0, v * image.width / 224, 0, 1, 0), 224 * 150 / 331, 32),
+    "translate_y": (lambda image, v: _affine(image, 1, 0, 0, 0, 1, v * image.height / 224), 224 * 150 / 331, 32),
+    "rotate": (lambda image, v: image.rotate(v), 30, 135),
+    "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
+    "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),
+    "contrast": (lambda image, v: ImageEnhance.Contrast(image).enhance(1 + v), 0.9, 0.99),
+    "sharpness": (lambda image, v: ImageEnhance.Sharpness(image).enhance(1 + v), 0.9, 0.99),
+    "posterize": (lambda image, v: ImageOps.posterize(image, 8 - round(abs(v))), 4, 6),
+    "solarize": (lambda image, v: ImageOps.solarize(image, round(255 * (1 - abs(v)))), 1, 1),
+    "autocontrast": (lambda image, v: ImageOps.autocontrast(image), 0, 0),
+    "equalize": (lambda image, v: ImageOps.equalize(image), 0, 0),
+}
+NAMES = tuple(OPERATIONS)
+
+
+def _operate(image: Image.Image, rng: random.Random, strength: float, *, wide: bool) -> Image.Image:
+    operation, narrow_unit, wide_unit = OPERATIONS[NAMES[int(rng.random() * len(NAMES))]]
+    sign = 1 if rng.random() < 0.5 else -1
+    return operation(image, sign * strength * (wide_unit if wide else narrow_unit))
+
+
+TRANSFORMS: dict[str, Callable[..., Transform]] = {
+    "random_resized_crop": RandomResizedCrop,
+    "resize": Resize,
+    "center_crop": CenterCrop,
+    "random_crop": RandomCrop,
+    "horizontal_flip": HorizontalFlip,
+    "rand_augment": RandAugment,
+    "trivial_augment": TrivialAugment,
+}
+
+
+def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: str) -> list[Any]:
+    """Build the transforms a config list names, through an explicit table.
+
+    Args:
+        entries: each `name` or `{name: {parameter: value}}`.
+        table: what names are allowed: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
+        key: the config key, for messages.
+
+    Raises:
+        UserError: an unknown name or parameter, or a value the transform refuses; says what is allowed.
+    """
+    return [_build_one(entry, table, key) for entry in entries]
+
+
+def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
+    if isinstance(entry, dict) and len(entry) == 1:
+        name, parameters = next(iter(entry.items()))
+        parameters = {} if parameters is None else parameters
+    else:
+        name, parameters = entry, {}
+    if not isinstance(name, str) or not isinstance(parameters, dict):
+        raise UserError(f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`")
+    if name not in table:
+        close = difflib.get_close_matches(name, table, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise UserError(f"{key}: there is no transform {name}; choose from {', '.join(table)}{hint}")
+    allowed = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    unknown = next((p for p in parameters if p not in allowed), None)
+    if unknown is not None:
+        raise UserError(f"{key}: {name} has no parameter {unknown}; it has {', '.join(allowed) or 'none'}")
+    try:
+        return table[name](**parameters)
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{key}: {name}: {error}") from None
+
+
+def _side(size: Any) -> int:
+    _require(isinstance(size, int) and 0 < size <= 4096, "size", size, "a whole number from 1 to 4096")
+    return size
+
+
+def _require(good: bool, name: str, value: Any, allowed: str) -> None:
+    if not good:
+        raise ValueError(f"{name}={value}: give {allowed}")

@@ -1,0 +1,127 @@
+"""Transforms of a whole training batch on the device, written as an ordered list in the config.
+
+Journey of a batch, 5: runs on the prefetcher's side stream, after normalisation. A transform is a function of
+(images, targets, rng) with float images [B, 3, S, S] and targets float [B, classes]; its parameters are drawn on the host,
+one set per image, from a generator that is a pure function of (seed, step, rank), so a GPU and a CPU see the same draws.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BatchTransform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]
+
+
+def batch_rng(seed: int, step: int, rank: int) -> np.random.Generator:
+    """The generator of one batch's transforms."""
+    return np.random.Generator(np.random.PCG64([seed, step, rank]))
+
+
+class Mixup:
+    """Blend each image and its target with its neighbour's (arXiv 1710.09412); the weight is Beta(alpha, alpha).
+
+    Args:
+        alpha: 0.2 blends little, 1 anything.
+        p: share of the images that are blended.
+    """
+
+    def __init__(self, *, alpha: float = 0.2, p: float = 1.0) -> None:
+        self.alpha, self.p = _positive("alpha", alpha), _share("p", p)
+
+    def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        count = len(images)
+        keep = np.where(rng.random(count) < self.p, rng.beta(self.alpha, self.alpha, count), 1.0)
+        weight = to_device(keep, images)[:, None]
+        images = torch.lerp(images.roll(1, 0), images, weight[:, :, None, None])
+        return images, torch.lerp(targets.roll(1, 0), targets, weight)
+
+
+class Cutmix:
+    """Paste a random box of each image's neighbour into it; targets mix by area (arXiv 1905.04899).
+
+    Args:
+        alpha: the box's share of the area is 1 - Beta(alpha, alpha).
+        p: share of the images that get a box.
+    """
+
+    def __init__(self, *, alpha: float = 1.0, p: float = 1.0) -> None:
+        self.alpha, self.p = _positive("alpha", alpha), _share("p", p)
+
+    def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        count, side = len(images), images.shape[-1]
+        share = np.where(rng.random(count) < self.p, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
+        boxes, area = _boxes(rng, np.sqrt(share), np.sqrt(share), side)
+        images = torch.where(_inside(boxes, images), images.roll(1, 0), images)
+        return images, torch.lerp(targets, targets.roll(1, 0), to_device(area, images)[:, None])
+
+
+class RandomErasing:
+    """Set a random box of an image to the mean colour (arXiv 1708.04896).
+
+    Args:
+        p: share of the images that lose a box.
+        scale: range of the box's share of the area.
+        ratio: range of its width / height.
+    """
+
+    def __init__(self, *, p: float = 0.25, scale: Sequence[float] = (0.02, 0.33), ratio: Sequence[float] = (0.3, 3.3)) -> None:
+        self.p, self.scale, self.ratio = _share("p", p), _range("scale", scale, 1.0), _range("ratio", ratio, np.inf)
+
+    def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        count, side = len(images), images.shape[-1]
+        share = np.where(rng.random(count) < self.p, rng.uniform(*self.scale, count), 0.0)
+        aspect = np.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1]), count))
+        boxes, _ = _boxes(rng, np.sqrt(share * aspect), np.sqrt(share / aspect), side)
+        return images.masked_fill(_inside(boxes, images), 0.0), targets  # 0 is the mean after normalisation
+
+
+BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
+    "mixup": Mixup,
+    "cutmix": Cutmix,
+    "random_erasing": RandomErasing,
+}
+
+
+def to_device(values: np.ndarray, like: Tensor) -> Tensor:
+    """Copy a few host numbers beside `like` as float32 without waiting for the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
+    return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
+
+
+def _boxes(rng: np.random.Generator, width: np.ndarray, height: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    """Boxes of relative width and height around random centres, clipped to the image: float [B, 4] and their area share."""
+    half = np.stack([width, height]) * side / 2
+    centre = rng.random(half.shape) * side
+    low, high = np.clip(np.round(centre - half), 0, side), np.clip(np.round(centre + half), 0, side)
+    return np.concatenate([low, high]).T, (high - low).prod(0) / side**2
+
+
+def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:
+    """bool [B, 1, S, S]: which pixels lie in each image's (left, top, right, bottom)."""
+    left, top, right, bottom = to_device(boxes, images).T[:, :, None]  # each [B, 1]
+    place = torch.arange(images.shape[-1], device=images.device)
+    across, down = (place >= left) & (place < right), (place >= top) & (place < bottom)
+    return (across[:, None, :] & down[:, :, None])[:, None]
+
+
+def _positive(name: str, value: Any) -> float:
+    if not 0 < value < np.inf:
+        raise ValueError(f"{name}={value}: give a number > 0")
+    return float(value)
+
+
+def _share(name: str, value: Any) -> float:
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name}={value}: give a number from 0 to 1")
+    return float(value)
+
+
+def _range(name: str, values: Any, most: float) -> tuple[float, float]:
+    low, high = values
+    if not 0 < low <= high <= most:
+        raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high" + ("" if most == np.inf else f" <= {most:g}"))
+    return float(low), float(high)

@@ -1,0 +1,145 @@
+"""Puts the pieces together: config in, datasets and prefetchers out. Reads top to bottom as the journey of a batch."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from conf.schema import Config, UserError
+from pipeline import augment, decode
+from pipeline.batch_augment import BATCH_TRANSFORMS
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.demo import ensure_demo_dataset
+from pipeline.index import check_splits, load_index
+from pipeline.loader import Loader, Pinned, WorkerPool, slots_needed, start_source
+from pipeline.prefetcher import Prefetcher
+from pipeline.sampler import TrainSampler, ValSampler
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """Both splits and what follows from them.
+
+    Attributes:
+        train_side, val_side: side of the images after the transforms, pixels.
+        fingerprint: which samples these are; a run resumes only on the same.
+    """
+
+    train: Dataset
+    val: Dataset
+    classes: tuple[str, ...]
+    train_side: int
+    val_side: int
+    fingerprint: str
+
+
+def build_datasets(config: Config) -> Datasets:
+    """Build both splits' transforms and sample tables. Writes nothing but the index cache and, for data=demo, the images.
+
+    Raises:
+        UserError: a transform, a folder or its content is not as it must be.
+    """
+    train_transform = augment.Compose(augment.build(config.augment.train, augment.TRANSFORMS, key="augment.train"))
+    val_transform = augment.Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
+    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    train_side, val_side = _side(train_transform, "augment.train"), _side(val_transform, "augment.val")
+    data, seed = config.data, config.train.seed
+    if data.source == "fake":
+        train = FakeDataset(num_samples=data.fake_images, num_classes=data.fake_classes, size=train_side)
+        val = FakeDataset(num_samples=data.fake_images // 10, num_classes=data.fake_classes, size=val_side)
+        classes = tuple(f"fake{i:04d}" for i in range(data.fake_classes))
+        return Datasets(train, val, classes, train_side, val_side, f"fake-{data.fake_images}-{data.fake_classes}")
+    root = Path(data.root or "").expanduser()
+    if data.source == "demo":
+        try:
+            ensure_demo_dataset(root)
+        except (ValueError, OSError) as error:
+            raise UserError(f"data.root={root}: {error}") from None
+    elif not root.is_dir():
+        raise UserError(f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*")
+    train_index = load_index(root / data.train, key="data.train")
+    val_index = load_index(root / data.val, key="data.val")
+    check_splits(train_index, val_index)
+    decoder = decode.resolve(config.loader.decoder)
+    return Datasets(
+        FolderDataset(train_index, train_transform, decoder=decoder, seed=seed),
+        FolderDataset(val_index, val_transform, decoder=decoder, seed=seed),
+        train_index.classes,
+        train_side,
+        val_side,
+        f"{train_index.fingerprint()}-{val_index.fingerprint()}",
+    )
+
+
+@dataclass(frozen=True)
+class Feed:
+    """Batches on the device for both splits; one pool of workers serves both."""
+
+    train: Prefetcher
+    val: Prefetcher
+    val_batches: int
+    pool: WorkerPool
+
+
+@contextmanager
+def open_feed(
+    config: Config,
+    datasets: Datasets,
+    *,
+    workers: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    channels_last: bool,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Feed]:
+    """Allocate the batch buffers, start the workers, and end them on exit."""
+    loader = config.loader
+    share = loader.batch_size // world_size
+    slots = slots_needed(batch_size=share, workers=workers, prefetch_factor=loader.prefetch_factor,
+                         prefetch_batches=loader.prefetch_batches)  # fmt: skip
+    skip = config.data.on_error == "skip"
+    sources = [
+        start_source(datasets.train, batch_size=share, size=datasets.train_side, slots=slots, skip_unreadable=skip),
+        start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=slots),
+    ]
+    train_sampler = TrainSampler(num_samples=len(datasets.train), batch_size=loader.batch_size, seed=config.train.seed,
+                                 rank=rank, world_size=world_size)  # fmt: skip
+    val_sampler = ValSampler(num_samples=len(datasets.val), batch_size=loader.batch_size, rank=rank, world_size=world_size)
+    with ExitStack() as stack:
+        if loader.pin_memory and device.type == "cuda":
+            stack.enter_context(Pinned([a for source in sources for a in (source.pixels, source.labels)]))
+        pool = stack.enter_context(
+            WorkerPool(sources, workers=workers, prefetch_factor=loader.prefetch_factor,
+                       timeout_seconds=loader.timeout_seconds, start_method=loader.start_method)
+        )  # fmt: skip
+        hold = loader.prefetch_batches + 1
+        prefetcher = partial(
+            Prefetcher,
+            device=device,
+            depth=loader.prefetch_batches,
+            mean=config.data.mean,
+            std=config.data.std,
+            dtype=dtype,
+            channels_last=channels_last,
+        )
+        train = prefetcher(
+            Loader(pool, 0, train_sampler.samples, hold=hold),
+            transforms=augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch"),
+            num_classes=len(datasets.classes),
+            seed=config.train.seed,
+            rank=rank,
+        )
+        val = prefetcher(Loader(pool, 1, val_sampler.samples, hold=hold))
+        yield Feed(train, val, len(val_sampler), pool)
+
+
+def _side(transform: augment.Compose, key: str) -> int:
+    if transform.side is None:
+        raise UserError(
+            f"{key}: the list does not end in images of one size; add random_resized_crop or center_crop: {{size: 224}}"
+        )
+    return transform.side

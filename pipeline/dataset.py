@@ -1,0 +1,101 @@
+"""One sample: number in, pixels and label out.
+
+Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a label. Runs in a worker.
+"""
+
+from typing import Protocol
+
+import numpy as np
+
+from pipeline import decode
+from pipeline.augment import Compose, sample_rng
+from pipeline.index import Index
+
+
+class Dataset(Protocol):
+    """What a loader needs; also a map-style dataset for torch's own DataLoader."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]: ...
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        """uint8 [S, S, 3] and the label of one sample as epoch `epoch` sees it."""
+
+    def name(self, index: int) -> str:
+        """What to call a sample in a message: its path."""
+
+
+class BadImageError(RuntimeError):
+    """A file that cannot become a sample: names the path and the reason."""
+
+
+class FolderDataset:
+    """JPEG and other image files in class folders.
+
+    Args:
+        index: the sample table.
+        transform: from `augment.build`.
+        decoder: a name in `decode.DECODERS`.
+        seed: of the augmentation.
+    """
+
+    def __init__(self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0) -> None:
+        self.index, self.transform, self.decoder, self.seed = index, transform, decoder, seed
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.load(0, index)
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        """uint8 [S, S, 3] and the label.
+
+        Raises:
+            BadImageError: the file cannot be read, decoded or cropped; names it.
+        """
+        path = self.index.path(index)
+        try:
+            with open(path, "rb") as file:
+                data = file.read()
+            picture = decode.DECODERS[self.decoder](data)
+            pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
+        # Pillow's plugins raise many kinds of error on broken files (struct.error, IndexError, SyntaxError, ...).
+        except Exception as error:
+            raise BadImageError(f"{path}: {describe(error)}") from error
+        return pixels, int(self.index.labels.array[index])
+
+    def name(self, index: int) -> str:
+        return self.index.path(index)
+
+
+class FakeDataset:
+    """Made-up samples that cost next to nothing: to measure everything but reading and decoding.
+
+    Args:
+        num_samples: how many to pretend.
+        num_classes: labels are index modulo this.
+        size: side of the image, pixels.
+    """
+
+    def __init__(self, *, num_samples: int, num_classes: int, size: int) -> None:
+        self.num_samples, self.num_classes = num_samples, num_classes
+        # A few different images, so that a matrix product is not timed on constants.
+        self._pixels = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        return self.load(0, index)
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        return self._pixels[index % len(self._pixels)], index % self.num_classes
+
+    def name(self, index: int) -> str:
+        return f"fake sample {index}"
+
+
+def describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

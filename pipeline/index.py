@@ -1,0 +1,226 @@
+"""Which images there are: a scan of <split>/<class>/**, kept as packed bytes and cached on disk.
+
+Journey of a batch: this is what a sample's number refers to.
+
+A list of 1.28 million Python strings would be copied page by page into every worker, because reading a Python object
+writes its reference count (pytorch#13246). Here all paths are one bytes array and one offsets array in shared memory.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+import time
+import zipfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from conf.schema import UserError
+from pipeline.shared import SharedArray
+
+logger = logging.getLogger(__name__)
+
+EXTENSIONS = (b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".ppm", b".pgm", b".tif", b".tiff", b".gif")
+CACHE_FORMAT = 1
+# A folder changed within this many seconds of the scan could change again without its mtime moving: not cached.
+SETTLED_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Index:
+    """The sample table of one split.
+
+    Attributes:
+        root: the split's folder.
+        classes: class names, sorted; a label is a position in it.
+        paths: uint8 [bytes]: every path below `root`, end to end.
+        offsets: int64 [samples + 1]: where each path starts.
+        labels: int64 [samples].
+    """
+
+    root: str
+    classes: tuple[str, ...]
+    paths: SharedArray
+    offsets: SharedArray
+    labels: SharedArray
+
+    def __len__(self) -> int:
+        return len(self.labels.array)
+
+    def path(self, i: int) -> str:
+        start, stop = self.offsets.array[i : i + 2]
+        return os.path.join(self.root, os.fsdecode(self.paths.array[start:stop].tobytes()))
+
+    def fingerprint(self) -> str:
+        """SHA-256 of class names, relative paths and labels: which samples these are, wherever the folder is."""
+        digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
+        for shared in (self.paths, self.offsets, self.labels):
+            digest.update(shared.array.tobytes())
+        return digest.hexdigest()
+
+
+def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
+    """Scan a split, or read its cached scan when no folder below it has changed since.
+
+    Args:
+        folder: holds one folder per class.
+        key: the config key that named it, for messages.
+        cache_dir: where scans are kept; None is the user's cache directory.
+
+    Raises:
+        UserError: the folder is missing, holds no class folders, or a class holds no images.
+    """
+    root = os.path.abspath(os.fspath(folder))
+    if not os.path.isdir(root):
+        raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
+    cache = (cache_dir or default_cache_dir()) / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:24]}.npz"
+    scan = _read_cache(cache, root)
+    if scan is None:
+        scan = _scan(root, key)
+        _write_cache(cache, root, scan)
+    return Index(root, scan.classes, *(SharedArray.copy_of(a) for a in (scan.paths, scan.offsets, scan.labels)))
+
+
+def default_cache_dir() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "imagenet-trainer"
+
+
+def check_splits(train: Index, val: Index) -> None:
+    """Refuse splits whose classes differ: labels would shift silently.
+
+    Raises:
+        UserError: names up to five classes that are in one split only.
+    """
+    for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
+        extra = sorted(set(here.classes) - set(there.classes))
+        if extra:
+            names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            raise UserError(
+                f"data.{other}={there.root}: has no class {names}, which {name} has; both splits need the same classes"
+            )
+
+
+@dataclass(frozen=True)
+class _Scan:
+    classes: tuple[str, ...]
+    paths: np.ndarray
+    offsets: np.ndarray
+    labels: np.ndarray
+    folders: list[bytes]  # every folder looked into, relative to the root
+    mtimes: np.ndarray  # int64 nanoseconds, one per folder
+    settled: bool
+
+
+def _scan(root: str, key: str) -> _Scan:
+    started = time.time()
+    base = os.fsencode(root)
+    with os.scandir(base) as entries:
+        names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
+    if not names:
+        raise UserError(f"{key}={root}: no class folders in it; it must hold one folder per class")
+    # Threads: on a network file system the scan is latency, and listing 1,000 folders one by one takes minutes.
+    with ThreadPoolExecutor(16) as pool:
+        found = list(pool.map(lambda name: _scan_class(base, name), names))
+    empty = [os.fsdecode(name) for name, (files, _) in zip(names, found, strict=True) if not files]
+    if empty:
+        more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
+        raise UserError(f"{key}={root}: class folder {empty[0]}{more} holds no images "
+                        f"({', '.join(e.decode() for e in EXTENSIONS[:4])}, ...); fill it or remove it")  # fmt: skip
+    files = [f for files, _ in found for f in files]
+    folders = [b"."] + [folder for _, looked in found for folder in looked]
+    mtimes = _mtimes(base, folders)
+    if mtimes is None:
+        raise UserError(f"{key}={root}: changed while it was read; start again when it is complete")
+    lengths = np.fromiter((len(f) for f in files), np.int64, len(files))
+    return _Scan(
+        classes=tuple(os.fsdecode(name) for name in names),
+        paths=np.frombuffer(b"".join(files), np.uint8),
+        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        labels=np.repeat(np.arange(len(names)), [len(files) for files, _ in found]).astype(np.int64),
+        folders=folders,
+        mtimes=mtimes,
+        settled=bool(mtimes.max() < (started - SETTLED_SECONDS) * 1e9),
+    )
+
+
+def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
+    """All images below one class folder, sorted, and the folders looked into; both relative to `base`."""
+    files: list[bytes] = []
+    folders: list[bytes] = []
+    seen: set[tuple[int, int]] = set()
+    for folder in _walk(base, name, seen):
+        folders.append(folder)
+        with os.scandir(os.path.join(base, folder)) as entries:
+            # is_file follows links: a dangling link, a FIFO or a socket is not an image.
+            files += [os.path.join(folder, e.name) for e in entries if e.name.lower().endswith(EXTENSIONS) and e.is_file()]
+    return sorted(files), folders
+
+
+def _walk(base: bytes, folder: bytes, seen: set[tuple[int, int]]) -> Iterator[bytes]:
+    """Depth first, each real folder once: a link to a parent would otherwise multiply the images."""
+    info = os.stat(os.path.join(base, folder))
+    if (info.st_dev, info.st_ino) in seen:
+        return
+    seen.add((info.st_dev, info.st_ino))
+    yield folder
+    with os.scandir(os.path.join(base, folder)) as entries:
+        inner = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
+    for name in inner:
+        yield from _walk(base, os.path.join(folder, name), seen)
+
+
+def _mtimes(base: bytes, folders: Sequence[bytes]) -> np.ndarray | None:
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            values = list(pool.map(lambda folder: os.stat(os.path.join(base, folder)).st_mtime_ns, folders))
+    except OSError:
+        return None
+    return np.array(values, np.int64)
+
+
+def _read_cache(cache: Path, root: str) -> _Scan | None:
+    try:
+        with np.load(cache, allow_pickle=False) as stored:
+            if int(stored["format"]) != CACHE_FORMAT or stored["root"].tobytes() != os.fsencode(root):
+                return None
+            folders = stored["folders"].tobytes().split(b"\0")
+            mtimes = _mtimes(os.fsencode(root), folders)
+            if mtimes is None or not np.array_equal(mtimes, stored["mtimes"]):
+                return None
+            classes = tuple(os.fsdecode(name) for name in stored["classes"].tobytes().split(b"\0"))
+            return _Scan(classes, stored["paths"], stored["offsets"], stored["labels"], folders, mtimes, True)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        if not isinstance(error, FileNotFoundError):
+            logger.warning("index cache %s cannot be read (%s); scanning again", cache, error)
+        return None
+
+
+def _write_cache(cache: Path, root: str, scan: _Scan) -> None:
+    """Best effort: a cache that cannot be written costs the next start a scan, nothing else."""
+    if not scan.settled:
+        return
+    temporary = None
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache.parent, suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            np.savez(
+                file,
+                format=np.int64(CACHE_FORMAT),
+                root=np.frombuffer(os.fsencode(root), np.uint8),
+                classes=np.frombuffer(b"\0".join(map(os.fsencode, scan.classes)), np.uint8),
+                folders=np.frombuffer(b"\0".join(scan.folders), np.uint8),
+                mtimes=scan.mtimes,
+                paths=scan.paths,
+                offsets=scan.offsets,
+                labels=scan.labels,
+            )
+        os.replace(temporary, cache)
+    except OSError as error:
+        logger.warning("index cache %s cannot be written (%s); the next start scans again", cache, error)
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)

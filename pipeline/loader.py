@@ -1,0 +1,343 @@
+"""Batches of uint8 images, decoded by worker processes straight into reused, pinned buffers.
+
+Journey of a batch, 4: rows of uint8 [B, 3, S, S] and int64 [B]. Runs in the training process.
+
+There is no tensor per sample, no memory segment per batch, no collate copy and no pin-memory thread: a batch is one slot of a
+ring that the workers write into. A batch is cut into tasks of TASK_ROWS images, so that all workers work on the batch that is
+needed next. A slot is given out again only when the CUDA event of the copy out of it has completed.
+"""
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import connection
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import torch
+
+from pipeline.dataset import Dataset
+from pipeline.shared import SharedArray
+from pipeline.worker import EMPTY_ROW, Reply, Source, Task, run_task, worker_main
+
+logger = logging.getLogger(__name__)
+
+# Small enough to spread a batch over the workers, large enough that messages cost nothing: at 17,000 images/s the training
+# process handles 530 replies a second.
+TASK_ROWS = 32
+# A task that ended two workers will end a third.
+LIVES_PER_TASK = 2
+STOP_SECONDS = 1.0
+
+
+class LoaderError(RuntimeError):
+    """The input failed: an unreadable image, a dead or a stuck worker. One line that names it."""
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One slot, complete. Valid until `release` has been called and its event has completed.
+
+    Attributes:
+        images: uint8 [B, 3, S, S], channels_last.
+        labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
+        step: the sampler's step.
+        release: call with the CUDA event of the copy out of the slot, or None when it was read on the host.
+    """
+
+    images: torch.Tensor
+    labels: torch.Tensor
+    step: int
+    release: Callable[[Any], None]
+
+
+def start_source(dataset: Dataset, *, batch_size: int, size: int, slots: int, skip_unreadable: bool = False) -> Source:
+    """Allocate the ring of buffers for one dataset: `slots` batches of `batch_size` images of side `size`."""
+    pixels = SharedArray((slots, batch_size, size, size, 3), np.uint8)
+    labels = SharedArray((slots, batch_size), np.int64)
+    return Source(dataset, pixels, labels, skip_unreadable)
+
+
+def slots_needed(*, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
+    """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
+    in_hand = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
+    return max(1, in_hand) + 1 + prefetch_batches + 1
+
+
+class Pinned:
+    """Page-locks arrays for the time of a `with` block, so that copies to a GPU run asynchronously at full speed.
+
+    Locking the pages of the shared buffers themselves saves the copy into pinned memory that torch's DataLoader makes.
+    """
+
+    def __init__(self, arrays: Sequence[SharedArray]) -> None:
+        self.tensors = [torch.from_numpy(shared.array) for shared in arrays]
+        self.locked: list[int] = []
+
+    def __enter__(self) -> "Pinned":
+        for tensor in self.tensors:
+            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+            if int(error) != 0:
+                logger.warning("loader.pin_memory: %.1f MiB cannot be page-locked (%s); copies will be slower; see ulimit -l",
+                               tensor.nbytes / 2**20, error)  # fmt: skip
+                break
+            self.locked.append(tensor.data_ptr())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pointer in self.locked:
+            torch.cuda.cudart().cudaHostUnregister(pointer)
+        self.locked.clear()
+
+
+@dataclass
+class _Worker:
+    process: BaseProcess
+    pipe: Connection
+    tasks: dict[int, Task]
+
+
+class WorkerPool:
+    """Processes that run tasks for several sources (training and validation share them), kept for the whole run.
+
+    Single-threaded: everything happens inside `submit` and `wait`, so nothing competes with the training loop for the
+    interpreter lock. With `workers=0` tasks run in this process.
+
+    Args:
+        sources: tasks name one by its position.
+        workers: number of processes.
+        prefetch_factor: tasks a worker is given ahead of its replies.
+        timeout_seconds: a task without a reply for this long stops the run.
+        start_method: fork, forkserver or spawn.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        workers: int,
+        prefetch_factor: int = 2,
+        timeout_seconds: float = 120.0,
+        start_method: str = "forkserver",
+    ) -> None:
+        self.sources = list(sources)
+        self.prefetch_factor, self.timeout_seconds = prefetch_factor, timeout_seconds
+        self.waiting: deque[Task] = deque()
+        self.open: set[int] = set()
+        self.skipped: list[str] = []
+        self._lives: dict[int, int] = {}
+        self._next_number = 0
+        self._last_reply = time.monotonic()
+        self._context: Any = multiprocessing.get_context(start_method)
+        if start_method == "forkserver":
+            self._context.set_forkserver_preload(["pipeline.worker"])
+        self.workers = [self._start() for _ in range(workers)]
+
+    def submit(self, source: int, slot: int, row: int, samples: np.ndarray) -> int:
+        """Queue a task and return its number. Earlier tasks are begun first."""
+        task = Task(self._next_number, source, slot, row, samples)
+        self._next_number += 1
+        self.open.add(task.number)
+        self.waiting.append(task)
+        self._dispatch()
+        return task.number
+
+    def done(self, numbers: Sequence[int]) -> bool:
+        """Whether all these tasks have been replied to; takes in what has arrived, does not wait."""
+        if not self.open.isdisjoint(numbers):
+            self._receive(timeout=0)
+        return self.open.isdisjoint(numbers)
+
+    def wait(self, numbers: Sequence[int]) -> None:
+        """Return when all these tasks are done.
+
+        Raises:
+            LoaderError: a task failed, ended its worker twice, or gave no reply within the timeout.
+        """
+        self._last_reply = time.monotonic()  # replies that came while nobody waited say nothing about now
+        while not self.open.isdisjoint(numbers):
+            if self.workers:
+                self._receive(timeout=min(self.timeout_seconds, 5.0))
+                if time.monotonic() - self._last_reply > self.timeout_seconds:
+                    raise LoaderError(self._stuck(numbers))
+            else:
+                self._finish(run_task(self.waiting.popleft(), self.sources))
+
+    def _start(self) -> _Worker:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=worker_main, args=(theirs, self.sources), daemon=True, name="loader")
+        with _main_module_hidden():
+            process.start()
+        theirs.close()
+        return _Worker(process, ours, {})
+
+    def _dispatch(self) -> None:
+        while self.waiting and self.workers:
+            worker = min(self.workers, key=lambda w: len(w.tasks))
+            if len(worker.tasks) >= self.prefetch_factor:
+                return
+            task = self.waiting.popleft()
+            worker.tasks[task.number] = task
+            try:
+                worker.pipe.send(task)
+            except OSError:
+                self._replace(worker)
+
+    def _receive(self, timeout: float) -> None:
+        """Take in replies and deaths; wait up to `timeout` seconds for the first."""
+        ready = connection.wait([w.pipe for w in self.workers] + [w.process.sentinel for w in self.workers], timeout)
+        for worker in list(self.workers):
+            if worker.pipe in ready:
+                try:
+                    reply = worker.pipe.recv()
+                except (EOFError, OSError):
+                    self._replace(worker)
+                    continue
+                del worker.tasks[reply.number]
+                self._finish(reply)
+            elif worker.process.sentinel in ready:
+                self._replace(worker)
+        self._dispatch()
+
+    def _finish(self, reply: Reply) -> None:
+        self._last_reply = time.monotonic()
+        if reply.error is not None:
+            raise LoaderError(reply.error)
+        for line in reply.skipped:
+            logger.warning("skipped %s", line)
+        self.skipped += reply.skipped
+        self.open.discard(reply.number)
+        self._lives.pop(reply.number, None)
+
+    def _replace(self, dead: _Worker) -> None:
+        """Start another worker for a dead one and give its tasks out again: they are functions of their samples."""
+        # It may live on with its pipe or its forkserver gone, and would write into rows that are given out again.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(dead.process.pid or 0, signal.SIGKILL)
+        dead.process.join(STOP_SECONDS)
+        code = dead.process.exitcode
+        how = f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
+        hint = "; SIGKILL is often the kernel out of memory" if code == -signal.SIGKILL else ""
+        for task in dead.tasks.values():
+            self._lives[task.number] = self._lives.get(task.number, 0) + 1
+            if self._lives[task.number] >= LIVES_PER_TASK:
+                raise LoaderError(f"loader workers died twice ({how}{hint}) on the samples near {self._first_open(task)}")
+        logger.warning(
+            "loader worker %d died (%s%s); its %d tasks go to a new one", dead.process.pid, how, hint, len(dead.tasks)
+        )
+        dead.pipe.close()
+        self.workers[self.workers.index(dead)] = self._start()
+        self.waiting.extendleft(reversed(dead.tasks.values()))
+
+    def _stuck(self, numbers: Sequence[int]) -> str:
+        late = [(w, task) for w in self.workers for task in w.tasks.values() if task.number in numbers]
+        names = ", ".join(f"{self._first_open(task)} (worker {w.process.pid})" for w, task in late[:4])
+        return f"no image for {self.timeout_seconds:g} s (loader.timeout_seconds); still reading {names or 'nothing'}"
+
+    def _first_open(self, task: Task) -> str:
+        """Name the sample of a task that its worker was at."""
+        source = self.sources[task.source]
+        rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
+        place = int(np.argmax(rows == EMPTY_ROW))
+        return source.dataset.name(int(task.samples[place, 1]))
+
+    def close(self) -> None:
+        """End all workers: at once, whatever they are doing."""
+        for worker in self.workers:
+            worker.pipe.close()
+        for worker in self.workers:
+            worker.process.kill()
+            worker.process.join(STOP_SECONDS)
+        self.workers = []
+        self.waiting.clear()
+        self.open.clear()
+
+    def __enter__(self) -> "WorkerPool":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class Loader:
+    """Batches of one source, in the sampler's order.
+
+    Args:
+        pool: runs the tasks.
+        source: position of the source in the pool.
+        samples: step -> int64 [n, 2] of (epoch, index), n <= B.
+        hold: batches the consumer may hold unreleased at a time.
+    """
+
+    def __init__(self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int) -> None:
+        self.pool, self.source, self.samples = pool, source, samples
+        self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)  # uint8 [slots, B, 3, S, S]
+        self.labels = torch.from_numpy(pool.sources[source].labels.array)  # int64 [slots, B]
+        self.slots, self.batch_size = self.labels.shape
+        self.ahead = self.slots - hold
+        assert self.ahead >= 1, "the ring must hold one batch more than its consumer does"
+        self._held: set[int] = set()  # slots yielded and not released
+        self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
+        self._queue: deque[tuple[int, int, list[int]]] = deque()
+
+    def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
+        """Yield the batches of steps start ... stop - 1; work on up to `ahead` of them goes on between calls."""
+        for _, _, numbers in self._queue:  # of an iteration that was left early: its slots must come to rest
+            self.pool.wait(numbers)
+        self._queue.clear()
+        self._held.clear()
+        following = start
+        while following < stop or self._queue:
+            while following < stop and len(self._queue) < self.ahead:
+                self._queue.append(self._submit(following))
+                following += 1
+            step, slot, numbers = self._queue.popleft()
+            self.pool.wait(numbers)
+            self._held.add(slot)
+            yield HostBatch(self.images[slot], self.labels[slot], step, partial(self._release, slot))
+
+    def ready(self) -> bool:
+        """Whether the next batch is complete, so that taking it would not wait."""
+        return bool(self._queue) and self.pool.done(self._queue[0][2])
+
+    def _submit(self, step: int) -> tuple[int, int, list[int]]:
+        slot = step % self.slots
+        assert slot not in self._held, "a batch is still in use: release batches in order, hold no more than `hold`"
+        event = self._copied.pop(slot, None)
+        if event is not None:
+            event.synchronize()  # the copy out of this slot was enqueued `slots` batches ago: in practice long done
+        samples = self.samples(step)
+        self.pool.sources[self.source].labels.array[slot] = EMPTY_ROW
+        numbers = [
+            self.pool.submit(self.source, slot, row, samples[row : row + TASK_ROWS])
+            for row in range(0, len(samples), TASK_ROWS)
+        ]
+        return step, slot, numbers
+
+    def _release(self, slot: int, event: Any) -> None:
+        self._held.discard(slot)
+        if event is not None:
+            self._copied[slot] = event
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep spawned children from importing the main script again: they need pipeline.worker, not torchvision and Hydra."""
+    main: Any = vars(sys.modules["__main__"])
+    saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(saved)

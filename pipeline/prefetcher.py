@@ -1,0 +1,201 @@
+"""Batches on the device, ahead of the step: copy, normalise and mix on a side stream.
+
+Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The step never waits for a
+copy that could have been made earlier, and the host never waits for the device.
+
+Safe in both directions: the step's stream waits for `ready` before it reads a batch, and the side stream waits for `consumed`
+before it writes into that batch's memory again. The memory is owned here and reused, so no allocator is involved.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeline.batch_augment import BatchTransform, batch_rng
+from pipeline.loader import HostBatch, Loader
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as the step takes it. On a GPU its memory is reused `depth` batches later: clone what must last.
+
+    Attributes:
+        images: [B, 3, S, S] in the training dtype, normalised.
+        labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
+        targets: `labels`, or float32 [B, classes] when batch transforms mixed them.
+        step: the sampler's step.
+    """
+
+    images: Tensor
+    labels: Tensor
+    targets: Tensor
+    step: int
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Milliseconds by the device's clock over the batches since the last reading.
+
+    Attributes:
+        wait_fraction: share of the time the device had no batch to work on.
+        copy_ms: median of copy, normalisation and batch transforms.
+        step_ms: median of what the consumer did with a batch.
+    """
+
+    wait_fraction: float
+    copy_ms: float
+    step_ms: float
+
+
+@dataclass
+class _Marks:
+    """Points in time around one batch: CUDA events, or host seconds on a CPU."""
+
+    copy: list[Any] = field(default_factory=list)  # begin, end
+    use: list[Any] = field(default_factory=list)  # before waiting, batch at hand, consumer done
+
+
+class Prefetcher:
+    """Moves a loader's batches to a device, `depth` ahead; on a CPU it makes the same batches without running ahead.
+
+    Args:
+        loader: created with `hold` >= `depth` + 1.
+        device: where batches go.
+        depth: batches kept ready.
+        mean, std: per channel, in [0, 1].
+        dtype: of the images; bf16 halves what the first layer reads.
+        channels_last: memory format of the images.
+        transforms: batch transforms for training, none for validation.
+        num_classes: width of mixed targets.
+        seed, rank: of the batch transforms.
+    """
+
+    def __init__(
+        self,
+        loader: Loader,
+        *,
+        device: torch.device,
+        depth: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+        transforms: Sequence[BatchTransform] = (),
+        num_classes: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+    ) -> None:
+        self.loader, self.device, self.depth, self.dtype = loader, device, depth, dtype
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.transforms, self.num_classes, self.seed, self.rank = list(transforms), num_classes, seed, rank
+        # (x / 255 - mean) / std as one multiplication and one addition
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        self.scale = torch.tensor(scale, device=device)[:, None, None]
+        self.shift = torch.tensor(shift, device=device)[:, None, None]
+        self.cuda = device.type == "cuda"
+        self.side = torch.cuda.Stream(device) if self.cuda else None
+        self.slots: list[dict[str, Tensor]] = []
+        self._marks: list[_Marks] = []
+
+    def batches(self, start: int, stop: int) -> Iterator[Batch]:
+        """Yield the batches of steps start ... stop - 1."""
+        host = self.loader.batches(start, stop)
+        ready: deque[tuple[Batch, Any, _Marks]] = deque()
+        consumed: deque[Any] = deque(maxlen=self.depth + 1)  # by slot: when its last reader was done
+        taken, done = 0, self._mark()
+        while True:
+            # Top up without waiting; wait only when the device would have nothing to do.
+            while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
+                batch = next(host, None)
+                if batch is None:
+                    break
+                after = consumed[0] if len(consumed) == self.depth + 1 else None
+                ready.append(self._enqueue(batch, taken % (self.depth + 1), after))
+                taken += 1
+            if not ready:
+                return
+            batch_ready, event, marks = ready.popleft()
+            marks.use.append(done)
+            if self.cuda:
+                torch.cuda.current_stream(self.device).wait_event(event)
+            marks.use.append(self._mark())
+            yield batch_ready
+            done = self._mark()
+            consumed.append(done)
+            marks.use.append(done)
+            self._marks.append(marks)
+
+    def timing(self) -> Timing | None:
+        """Figures of the batches that the device has finished since the last call; None when there are none."""
+        finished = []
+        while self._marks and (not self.cuda or self._marks[0].use[2].query()):
+            finished.append(self._marks.pop(0))
+        if not finished:
+            return None
+        waits = [_milliseconds(m.use[0], m.use[1]) for m in finished]
+        steps = [_milliseconds(m.use[1], m.use[2]) for m in finished]
+        # The median step stands for all: a validation or a checkpoint between two batches is not the step's time.
+        busy = median(steps) * len(steps)
+        return Timing(
+            sum(waits) / max(sum(waits) + busy, 1e-9), median(_milliseconds(*m.copy) for m in finished), median(steps)
+        )
+
+    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, _Marks]:
+        """Start copy, normalisation and transforms of one batch into a slot, once `after` has completed."""
+        marks = _Marks()
+        with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
+            if self.side is not None and after is not None:
+                self.side.wait_event(after)
+            marks.copy.append(self._mark())
+            raw, labels = self._copied(host, slot)
+            host.release(self._mark() if self.cuda else None)
+            images = raw.to(torch.float32).mul_(self.scale).add_(self.shift)
+            targets = labels
+            if self.transforms:
+                targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
+                rng = batch_rng(self.seed, host.step, self.rank)
+                for transform in self.transforms:
+                    images, targets = transform(images, targets, rng)
+                targets = self._own("targets", slot, targets, torch.float32)
+            images = self._own("images", slot, images, self.dtype)
+            marks.copy.append(self._mark())
+        return Batch(images, labels, targets, host.step), marks.copy[1], marks
+
+    def _copied(self, host: HostBatch, slot: int) -> tuple[Tensor, Tensor]:
+        return self._own("raw", slot, host.images, torch.uint8), self._own("labels", slot, host.labels, torch.int64)
+
+    def _own(self, name: str, slot: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy into this slot's own memory, converting type and layout on the way; on a CPU into new memory."""
+        if not self.cuda:
+            layout = self.memory_format if value.dim() == 4 else torch.contiguous_format
+            return value.to(dtype=dtype, memory_format=layout, copy=True)
+        while len(self.slots) <= slot:
+            self.slots.append({})
+        owned = self.slots[slot].get(name)
+        if owned is None:
+            layout = (
+                torch.channels_last if name == "raw" else self.memory_format if value.dim() == 4 else torch.contiguous_format
+            )
+            owned = torch.empty(value.shape, dtype=dtype, device=self.device, memory_format=layout)
+            self.slots[slot][name] = owned
+        return owned.copy_(value, non_blocking=True)
+
+    def _mark(self) -> Any:
+        """Now, on the current stream's clock: an event to be read later, or host seconds on a CPU."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+def _milliseconds(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) if hasattr(begin, "elapsed_time") else (end - begin) * 1000

@@ -1,0 +1,55 @@
+"""Memory that the training process and its workers share: anonymous, gone with the last process that maps it.
+
+`memfd_create` has no name in /dev/shm, so a killed run leaves nothing behind, and the size of a container's /dev/shm mount
+(64 MiB in Docker) does not limit it; ordinary memory does.
+"""
+
+import mmap
+import os
+from multiprocessing import reduction
+from typing import Any
+
+import numpy as np
+
+
+class SharedArray:
+    """A numpy array in shared memory that can be handed to a child process under any start method.
+
+    Under fork the mapping is inherited; under spawn and forkserver pickling passes the file descriptor, never the bytes.
+
+    Attributes:
+        array: the array; writes are seen by every process that holds it.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
+        size = max(1, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
+        fd = os.memfd_create("batches", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+        except OSError:
+            os.close(fd)
+            raise
+        self._map(fd, shape, np.dtype(dtype))
+
+    @classmethod
+    def copy_of(cls, values: np.ndarray) -> "SharedArray":
+        shared = cls(values.shape, values.dtype)
+        shared.array[...] = values
+        return shared
+
+    def _map(self, fd: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self._fd = fd
+        self._memory = mmap.mmap(fd, 0)
+        self.array = np.frombuffer(self._memory, dtype=dtype, count=int(np.prod(shape, dtype=np.int64))).reshape(shape)
+
+    def __getstate__(self) -> tuple[Any, tuple[int, ...], str]:
+        return reduction.DupFd(self._fd), self.array.shape, self.array.dtype.str
+
+    def __setstate__(self, state: tuple[Any, tuple[int, ...], str]) -> None:
+        handle, shape, dtype = state
+        self._map(handle.detach(), shape, np.dtype(dtype))
+
+    def __del__(self) -> None:
+        # The mapping itself ends when the last array over it does; the descriptor is ours to close.
+        if hasattr(self, "_fd"):
+            os.close(self._fd)

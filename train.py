@@ -1,0 +1,402 @@
+"""Train an image classifier from a folder of JPEGs.
+
+    python train.py data.root=/imagenet loader.workers=auto
+    torchrun --nproc-per-node 8 train.py data.root=/imagenet
+
+This file is the algorithm, top to bottom: compose the config, plan, build or resume the state, loop, evaluate, save.
+Fork it: what it imports are parts, and none of them calls back.
+"""
+
+import sys
+
+from conf import cli
+
+if __name__ == "__main__":
+    # Before torch is imported: --help and a typo are answered in a fraction of a second.
+    CONFIG = cli.parse(sys.argv[1:], script="train.py", purpose=__doc__.split("\n")[0])
+
+import gc
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+import models
+from conf.schema import Config, UserError
+from engine import checkpoint, meters
+from engine.distributed import StopSignal, World, join_world
+from engine.evaluate import evaluate
+from engine.optim import Curve, build_optimizer
+from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
+from engine.rundir import RunDirectory
+from engine.state import TrainState, build_ema, params_sha256, seed_step
+from engine.telemetry import GpuMonitor, allocator_figures
+from engine.tracker import Tracker
+from pipeline.autotune import Budget, worker_budget
+from pipeline.build import Datasets, Feed, build_datasets, open_feed
+from pipeline.decode import resolve as resolve_decoder
+from pipeline.loader import LoaderError
+from pipeline.prefetcher import Batch
+
+logger = logging.getLogger(__name__)
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on: says at which step and what to try."""
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run to the end, or to a signal; return what summary.json holds.
+
+    Raises:
+        UserError: something the user must change; nothing has been created then.
+        LoaderError, CheckpointError, TrainingError: what went wrong, in one line.
+    """
+    started = time.time()
+    with ExitStack() as stack:
+        world = stack.enter_context(join_world(config.train.device))
+        datasets = build_datasets(config)
+        plan = make_plan(config, datasets, world)
+        set_up_torch(config, plan)
+        state = build_state(config, plan, world)
+        run = stack.enter_context(RunDirectory(Path(config.run.dir)))
+        identity = run_identity(config, datasets)
+        resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
+        if resumed is not None:
+            state.load_state_dict(checkpoint.load(resumed)["state"])
+        tracker = stack.enter_context(
+            Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
+                    tensorboard=config.log.tensorboard)
+        )  # fmt: skip
+        introduce(tracker, config, plan, run, resumed, state)
+        if state.step >= plan.stop_step and (summary := run.finished_summary(state.step)):
+            tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
+            tracker.outcome(summary)
+            return summary
+
+        feed = stack.enter_context(
+            open_feed(config, datasets, workers=plan.workers, device=world.device, dtype=plan.input_dtype,
+                      channels_last=plan.channels_last, rank=world.rank, world_size=world.size)
+        )  # fmt: skip
+        network = world.wrap(state.model)
+        objective, measure = compiled(meters.objective, plan), compiled(meters.measure, plan)
+        meter = meters.Meter(world, plan.batch_size, state.step)
+        monitor = stack.enter_context(GpuMonitor(world.device if world.leads else torch.device("cpu")))
+        stop = stack.enter_context(StopSignal(world))
+        signal_number = 0
+
+        def report() -> None:
+            interval = meter.read()
+            if interval is not None:
+                write_interval(interval, plan, tracker, feed, monitor)
+
+        def validate_and_save() -> None:
+            best = validate(state, plan, world, feed, measure, tracker, stop)
+            save(state, config, identity, run, world, best=best)
+
+        if plan.validates(state.step) and state.last.get("step") != state.step:
+            validate_and_save()  # an earlier life was stopped before it could
+
+        gc.collect()
+        gc.disable()  # a collection in the middle of a step stalls the launches; it runs at validations instead
+        for batch in feed.train.batches(state.step, plan.stop_step):
+            if batch.step == 0:
+                tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift, step=0)
+            seed_step(config.train.seed, batch.step, world.rank)
+            lr = plan.curve.at(batch.step)
+            values = train_step(state, network, objective, batch, lr=lr, config=config, plan=plan)
+            state.step += 1
+            report()  # of an earlier step: its figures have arrived while this one was launched
+            meter.add(values)
+            tracker.progress(state.step)
+            signal_number = stop.agreed()
+            if plan.logs(state.step) or signal_number:
+                meter.send(state.step, lr)
+            if plan.saves(state.step) or signal_number:
+                report()  # also refuses to save what is no longer finite
+                paused = time.perf_counter()
+                if plan.validates(state.step) and not signal_number:
+                    validate_and_save()
+                else:
+                    save(state, config, identity, run, world, best=False)
+                gc.collect()
+                meter.leave_out(time.perf_counter() - paused)
+            if signal_number:
+                break
+
+        report()
+        summary = summarise(state, plan, meter, run, started, signal_number)
+        if world.leads:
+            checkpoint.write_json(run.path / "summary.json", summary)
+        tracker.outcome(summary)
+        return summary
+
+
+def train_step(
+    state: TrainState,
+    network: nn.Module,
+    objective: Callable[..., Any],
+    batch: Batch,
+    *,
+    lr: float,
+    config: Config,
+    plan: Plan,
+) -> Tensor:
+    """Forward, loss, backward, clip, update, average. Nothing here waits for the device.
+
+    Returns:
+        float32 [4] on the device: summed loss, top-1 hits, top-5 hits, images.
+    """
+    for group in state.optimizer.param_groups:
+        group["lr"] = lr
+    with plan.autocast():
+        loss, values = objective(network, batch.images, batch.targets, batch.labels, config.train.label_smoothing)
+    loss.backward()
+    if config.optim.clip_norm is not None:
+        nn.utils.clip_grad_norm_(network.parameters(), config.optim.clip_norm)
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.ema is not None:
+        state.ema.update_parameters(state.model)
+    return values
+
+
+def validate(
+    state: TrainState,
+    plan: Plan,
+    world: World,
+    feed: Feed,
+    measure: Callable[..., Tensor],
+    tracker: Tracker,
+    stop: StopSignal,
+) -> bool:
+    """Measure the model over the whole validation split, once each image; return whether it is the best so far.
+
+    A signal ends it early, and then nothing is recorded: the next life validates again.
+    """
+    began = time.perf_counter()
+    world.share_buffers(state.model)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in feed.val.batches(0, feed.val_batches):
+            if stop.received and world.size == 1:
+                return
+            yield batch.images, batch.labels
+
+    with plan.autocast():
+        found = evaluate(state.validated_model, measure, batches(), world)
+    if found.images < plan.val_images:
+        return False
+    row = {
+        "step": state.step,
+        "epoch": plan.epoch(state.step),
+        "loss": found.loss,
+        "top1": found.top1,
+        "top5": found.top5,
+    }
+    best = not state.best or found.top1 > state.best["top1"]
+    state.last = row
+    if best:
+        state.best = row
+    seconds = time.perf_counter() - began
+    tracker.val_row({**row, "split": "val", "images": found.images, "seconds": seconds}, best=best)
+    return best
+
+
+def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDirectory, world: World, *, best: bool) -> None:
+    """Write a checkpoint; rank 0 writes, and all ranks hear of a failure."""
+    world.share_buffers(state.model)
+    content = {
+        "step": state.step,
+        "state": state.state_dict(),
+        "rng": {"seed": config.train.seed, "step": state.step},  # every draw is a function of these two
+        "identity": identity,
+        "config": cli.to_yaml(config),
+        "made_by": checkpoint.provenance(),
+    }
+    world.agree(lambda: checkpoint.save(run.checkpoints, content, keep=config.checkpoint.keep, best=best))
+
+
+def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
+    """Derive what the run will do.
+
+    Raises:
+        UserError: the batch, the model or the image size cannot be.
+    """
+    images, size = len(datasets.train), config.loader.batch_size
+    check_batch(config, images, world.size)
+    with torch.device("meta"):
+        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=datasets.train_side)
+    steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
+    channels_last = config.model.channels_last
+    if channels_last == "auto":
+        channels_last = world.device.type == "cuda" and models.is_convnet(model)
+    budget = worker_budget(world.local_size)
+    if config.loader.workers != "auto":
+        budget = Budget(config.loader.workers, "as configured")
+    return Plan(
+        train_images=images,
+        val_images=len(datasets.val),
+        num_classes=len(datasets.classes),
+        image_size=datasets.train_side,
+        val_size=datasets.val_side,
+        batch_size=size,
+        batch_per_rank=size // world.size,
+        world_size=world.size,
+        epochs=config.train.epochs,
+        schedule_steps=steps,
+        stop_step=min(steps, config.train.max_steps or steps),
+        curve=Curve(
+            config.schedule, config.optim.lr, round(config.schedule.warmup_epochs * images / size), steps, images / size
+        ),
+        validate_every_epochs=config.train.validate_every_epochs,
+        log_every_steps=config.log.every_steps,
+        save_every_steps=config.checkpoint.every_steps,
+        workers=budget.workers,
+        workers_reason=budget.reason,
+        decoder="none" if config.data.source == "fake" else resolve_decoder(config.loader.decoder),
+        device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
+        device_type=world.device.type,
+        precision=choose_precision(config.train.precision, world.device),
+        channels_last=channels_last,
+        compile=choose_compile(config.model.compile, world.device),
+        parameters=models.parameter_count(model),
+        flops_per_image=count_flops(model, datasets.train_side),
+    )
+
+
+def set_up_torch(config: Config, plan: Plan) -> None:
+    """Choose kernels: TF32 unless fp32 is asked for, cuDNN's fastest, or with train.deterministic the repeatable ones."""
+    torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
+    torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
+    torch.backends.cudnn.benchmark = not config.train.deterministic
+    if config.train.deterministic:
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS asks for it, and reads it from nowhere else
+    torch.use_deterministic_algorithms(config.train.deterministic)
+
+
+def build_state(config: Config, plan: Plan, world: World) -> TrainState:
+    """Model, optimiser and average on the device; the same initial weights on every rank and kind of device.
+
+    Raises:
+        UserError: the weights to start from are missing or do not fit.
+    """
+    torch.manual_seed(config.train.seed)
+    weights = config.model.weights
+    model = models.build(config.model.name, num_classes=plan.num_classes, image_size=plan.image_size,
+                         pretrained=weights == "pretrained")  # fmt: skip
+    if weights not in (None, "pretrained"):
+        models.load_weights(model, Path(str(weights)))
+    model = model.to(world.device)
+    if plan.channels_last:
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] - missing in torch's stubs
+    ema = build_ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+    return TrainState(model, build_optimizer(model, config.optim), ema)
+
+
+def run_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be the same training, by the name a person knows it by."""
+    return {
+        "dataset": datasets.fingerprint,
+        "classes": len(datasets.classes),
+        "model.name": config.model.name,
+        "optim.name": config.optim.name,
+        "optim.decay_norms": config.optim.decay_norms,
+        "loader.batch_size": config.loader.batch_size,
+        "train.seed": config.train.seed,
+    }
+
+
+def introduce(tracker: Tracker, config: Config, plan: Plan, run: RunDirectory, resumed: Path | None, state: TrainState) -> None:
+    """Say once what will happen; keep the config with the results."""
+    for line in plan.lines():
+        tracker.say(line)
+    tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
+    if tracker.folder is not None:
+        run.write("config.yaml", cli.to_yaml(config))
+    if resumed is None:
+        tracker.text("config", cli.to_yaml(config))
+
+
+def compiled(function: F, plan: Plan) -> F:
+    """torch.compile in the planned mode; the function itself with compile=off."""
+    return function if plan.compile == "off" else torch.compile(function, mode=plan.compile, dynamic=False)  # type: ignore[return-value]
+
+
+def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor) -> None:
+    """One log row, from what the meter, the prefetcher's clock, NVML and the allocator found since the last.
+
+    Raises:
+        TrainingError: the loss is not finite.
+    """
+    found, timing = interval.metrics, feed.train.timing()
+    if not math.isfinite(found.loss):
+        raise TrainingError(f"the loss is {found.loss} at step {interval.step} (lr {interval.lr:g}): lower optim.lr, lengthen "
+                            "schedule.warmup_epochs or set optim.clip_norm; no checkpoint holds these weights")  # fmt: skip
+    row = {
+        "step": interval.step,
+        "epoch": plan.epoch(interval.step),
+        "split": "train",
+        "loss": found.loss,
+        "top1": found.top1,
+        "top5": found.top5,
+        "lr": interval.lr,
+        "images_per_second": interval.images_per_second,
+        "data_wait_fraction": timing.wait_fraction if timing else 0.0,
+        "copy_ms": timing.copy_ms if timing else 0.0,
+        "step_ms": timing.step_ms if timing else 0.0,
+        "seconds_left": (plan.stop_step - interval.step) * plan.batch_size / interval.images_per_second,
+    }
+    tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device)})
+
+
+def summarise(
+    state: TrainState, plan: Plan, meter: meters.Meter, run: RunDirectory, started: float, signal_number: int
+) -> dict[str, Any]:
+    """What summary.json holds. A signal's number is kept: the exit status follows from it."""
+    best_step = state.best.get("step")
+    return {
+        "status": "interrupted" if signal_number else "finished",
+        "signal": signal_number,
+        "step": state.step,
+        "epoch": round(plan.epoch(state.step), 4),
+        "loss": state.last.get("loss"),
+        "top1": state.last.get("top1"),
+        "top5": state.last.get("top5"),
+        "best_top1": state.best.get("top1"),
+        "best_epoch": round(plan.epoch(int(best_step)), 4) if best_step else None,
+        "best_checkpoint": f"step-{int(best_step):08d}.pt" if best_step else None,
+        "images_per_second": meter.images_per_second(),
+        "seconds": time.time() - started,
+        "params_sha256": params_sha256(state.model),
+    }
+
+
+def main(config: Config) -> int:
+    """Train, and turn how it ended into an exit status: 0 finished, 1 failed, 2 the user's mistake, 128 + signal."""
+    leads = int(os.environ.get("RANK", 0)) == 0
+    logging.basicConfig(level=logging.INFO if leads else logging.ERROR, format="%(levelname)s: %(message)s", force=True)
+    try:
+        summary = train(config)
+    except UserError as error:
+        if leads:
+            print(f"train.py: {error}", file=sys.stderr)
+        return 2
+    except (LoaderError, checkpoint.CheckpointError, TrainingError) as error:
+        print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 128 + summary["signal"] if summary["signal"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(CONFIG))
