@@ -106,6 +106,7 @@ def train(config: Config) -> dict[str, Any]:
             validate_and_save()  # an earlier life was stopped before it could
 
         gc.collect()
+        stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at validations instead
         for batch in feed.train.batches(state.step, plan.stop_step):
             if batch.step == 0:
@@ -125,6 +126,7 @@ def train(config: Config) -> dict[str, Any]:
                 paused = time.perf_counter()
                 if plan.validates(state.step) and not signal_number:
                     validate_and_save()
+                    signal_number = stop.agreed()
                 else:
                     save(state, config, identity, run, world, best=False)
                 gc.collect()
@@ -239,6 +241,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     channels_last = config.model.channels_last
     if channels_last == "auto":
         channels_last = world.device.type == "cuda" and models.is_convnet(model)
+    warmup_steps = round(config.schedule.warmup_epochs * images / size)
     budget = worker_budget(world.local_size)
     if config.loader.workers != "auto":
         budget = Budget(config.loader.workers, "as configured")
@@ -254,9 +257,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         epochs=config.train.epochs,
         schedule_steps=steps,
         stop_step=min(steps, config.train.max_steps or steps),
-        curve=Curve(
-            config.schedule, config.optim.lr, round(config.schedule.warmup_epochs * images / size), steps, images / size
-        ),
+        curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
         validate_every_epochs=config.train.validate_every_epochs,
         log_every_steps=config.log.every_steps,
         save_every_steps=config.checkpoint.every_steps,
@@ -297,7 +298,7 @@ def build_state(config: Config, plan: Plan, world: World) -> TrainState:
         models.load_weights(model, Path(str(weights)))
     model = model.to(world.device)
     if plan.channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload] - missing in torch's stubs
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     ema = build_ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
     return TrainState(model, build_optimizer(model, config.optim), ema)
 

@@ -51,9 +51,8 @@ class Curve:
             return self.peak
         if self.config.name == "step":
             # The small number keeps a drop that falls on a whole step from being rounded one step late.
-            return self.peak * self.config.step_gamma ** math.floor(
-                step / (self.steps_per_epoch * self.config.step_epochs) + 1e-9
-            )
+            drops = math.floor(step / (self.steps_per_epoch * self.config.step_epochs) + 1e-9)
+            return self.peak * self.config.step_gamma**drops
         done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
         left = (1 + math.cos(math.pi * done)) / 2 if self.config.name == "cosine" else 1 - done
         return self.config.final_lr + (self.peak - self.config.final_lr) * left
