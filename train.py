@@ -70,13 +70,16 @@ def train(config: Config) -> dict[str, Any]:
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
         identity = run_identity(config, datasets)
         resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
+        changes: list[str] = []
         if resumed is not None:
-            state.load_state_dict(checkpoint.load(resumed)["state"])
+            stored = checkpoint.load(resumed)
+            state.load_state_dict(stored["state"])
+            changes = cli.differences(stored["config"], config)
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, config, plan, run, resumed, state)
+        introduce(tracker, config, plan, run, resumed, changes)
         if state.step >= plan.stop_step and (summary := run.finished_summary(state.step)):
             tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
             tracker.outcome(summary)
@@ -316,11 +319,15 @@ def run_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
     }
 
 
-def introduce(tracker: Tracker, config: Config, plan: Plan, run: RunDirectory, resumed: Path | None, state: TrainState) -> None:
+def introduce(
+    tracker: Tracker, config: Config, plan: Plan, run: RunDirectory, resumed: Path | None, changes: list[str]
+) -> None:
     """Say once what will happen; keep the config with the results."""
     for line in plan.lines():
         tracker.say(line)
     tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
+    for change in changes:
+        tracker.say(f"changed  {change}")
     if tracker.folder is not None:
         run.write("config.yaml", cli.to_yaml(config))
     if resumed is None:

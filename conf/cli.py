@@ -60,6 +60,15 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
+def differences(stored: str, config: Config) -> list[str]:
+    """What a config changes against one stored as YAML, key by key; its own name and folder do not count."""
+    tree = OmegaConf.create(stored)
+    now = {name: value for name, _, value in walk(config) if not name.startswith("run.")}
+    was = {name: OmegaConf.select(tree, name) for name in now}
+    was = {name: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for name, v in was.items()}
+    return [f"{name}: {show(was[name])} -> {show(now[name])}" for name in now if was[name] != now[name]]
+
+
 def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     """Turn a command line into a `Config`; print and leave for --help, --cfg and mistakes.
 

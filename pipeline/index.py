@@ -6,13 +6,13 @@ A list of 1.28 million Python strings would be copied page by page into every wo
 writes its reference count (pytorch#13246). Here all paths are one bytes array and one offsets array in shared memory.
 """
 
+import errno
 import hashlib
 import logging
 import os
 import tempfile
 import time
-import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,7 +72,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
         cache_dir: where scans are kept; None is the user's cache directory.
 
     Raises:
-        UserError: the folder is missing, holds no class folders, or a class holds no images.
+        UserError: the folder is missing or cannot be read, holds no class folders, or a class holds no images.
     """
     root = os.path.abspath(os.fspath(folder))
     if not os.path.isdir(root):
@@ -80,7 +80,10 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
     cache = (cache_dir or default_cache_dir()) / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:24]}.npz"
     scan = _read_cache(cache, root)
     if scan is None:
-        scan = _scan(root, key)
+        try:
+            scan = _scan(root, key)
+        except OSError as error:
+            raise UserError(f"{key}={root}: cannot be read ({error}); start again when it can") from None
         _write_cache(cache, root, scan)
     return Index(root, scan.classes, *(SharedArray.copy_of(a) for a in (scan.paths, scan.offsets, scan.labels)))
 
@@ -119,7 +122,7 @@ def _scan(root: str, key: str) -> _Scan:
     started = time.time()
     base = os.fsencode(root)
     with os.scandir(base) as entries:
-        names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
+        names = sorted(e.name for e in entries if not e.name.startswith(b".") and _leads_to(e.is_dir))
     if not names:
         raise UserError(f"{key}={root}: no class folders in it; it must hold one folder per class")
     # Threads: on a network file system the scan is latency, and listing 1,000 folders one by one takes minutes.
@@ -156,7 +159,7 @@ def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
         folders.append(folder)
         with os.scandir(os.path.join(base, folder)) as entries:
             # is_file follows links: a dangling link, a FIFO or a socket is not an image.
-            files += [os.path.join(folder, e.name) for e in entries if e.name.lower().endswith(EXTENSIONS) and e.is_file()]
+            files += [os.path.join(folder, e.name) for e in entries if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)]
     return sorted(files), folders
 
 
@@ -168,9 +171,19 @@ def _walk(base: bytes, folder: bytes, seen: set[tuple[int, int]]) -> Iterator[by
     seen.add((info.st_dev, info.st_ino))
     yield folder
     with os.scandir(os.path.join(base, folder)) as entries:
-        inner = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
+        inner = sorted(e.name for e in entries if not e.name.startswith(b".") and _leads_to(e.is_dir))
     for name in inner:
         yield from _walk(base, os.path.join(folder, name), seen)
+
+
+def _leads_to(kind: Callable[[], bool]) -> bool:
+    """DirEntry.is_file or is_dir; False also for a link to itself, for which they raise."""
+    try:
+        return kind()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 def _mtimes(base: bytes, folders: Sequence[bytes]) -> np.ndarray | None:
@@ -193,9 +206,10 @@ def _read_cache(cache: Path, root: str) -> _Scan | None:
                 return None
             classes = tuple(os.fsdecode(name) for name in stored["classes"].tobytes().split(b"\0"))
             return _Scan(classes, stored["paths"], stored["offsets"], stored["labels"], folders, mtimes, True)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-        if not isinstance(error, FileNotFoundError):
-            logger.warning("index cache %s cannot be read (%s); scanning again", cache, error)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # zipfile and numpy raise almost anything on a damaged file
+        logger.warning("index cache %s cannot be read (%s); scanning again", cache, error)
         return None
 
 

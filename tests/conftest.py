@@ -1,0 +1,31 @@
+"""Fixtures that all tests share: a small dataset of real JPEG files, and a cache folder of the test's own."""
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipeline.demo import draw_image
+
+CLASSES = ("checks", "dots", "stripes")
+TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
+
+
+@pytest.fixture(scope="session")
+def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train/ and val/ with three classes of 12 and 5 JPEG files of 128-320 px. Shared: copy it before changing it."""
+    root = tmp_path_factory.mktemp("images")
+    for (split, count), (label, name) in itertools.product((("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)):
+        folder = root / split / name
+        folder.mkdir(parents=True)
+        for number in range(count):
+            rng = np.random.default_rng([split == "val", label, number])
+            draw_image(name, rng).save(folder / f"{number:02d}.jpg", quality=90)
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep scans out of the user's cache folder; child processes inherit it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))

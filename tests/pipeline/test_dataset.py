@@ -1,0 +1,171 @@
+"""One sample: the same whenever it is asked for, and an unreadable one is named."""
+
+import io
+import os
+import shutil
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
+from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
+from pipeline.index import load_index
+
+
+def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
+    transform = Compose(build([{"random_resized_crop": {"size": 48}}, "horizontal_flip"], TRANSFORMS, key="augment.train"))
+    return FolderDataset(load_index(root, key="data.train"), transform, seed=seed)
+
+
+@pytest.fixture
+def changeable(image_root: Path, tmp_path: Path) -> Path:
+    """A copy of the training split that a test may damage."""
+    return shutil.copytree(image_root / "train", tmp_path / "train")
+
+
+def png_bomb(width: int, height: int) -> bytes:
+    """A few hundred bytes that claim to be a large image."""
+
+    def chunk(name: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+
+
+def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
+    dataset = open_dataset(image_root / "train", seed=5)
+    assert len(dataset) == 36
+    for index in range(0, 36, 5):
+        pixels, label = dataset.load(3, index)
+        assert (pixels.shape, pixels.dtype) == ((48, 48, 3), np.uint8)
+        path = Path(dataset.name(index))
+        assert path.parent.name == dataset.index.classes[label]
+        with Image.open(path) as image:
+            rng = sample_rng(5, 3, index)
+            crop, flip = dataset.transform.transforms
+            box = crop.box(*image.size, rng)  # type: ignore[attr-defined]
+            expected = image.resize((48, 48), Image.Resampling.BILINEAR, box=box)
+            if rng.random() < flip.p:  # type: ignore[attr-defined]
+                expected = expected.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+        np.testing.assert_array_equal(pixels, np.asarray(expected))
+
+
+def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Path) -> None:
+    dataset, again = (open_dataset(image_root / "train", seed=1) for _ in range(2))
+    first = {(epoch, index): dataset.load(epoch, index)[0].tobytes() for epoch in range(2) for index in range(6)}
+    for (epoch, index), pixels in reversed(first.items()):  # in another order
+        assert again.load(epoch, index)[0].tobytes() == pixels
+    assert len(set(first.values())) == len(first)
+    assert open_dataset(image_root / "train", seed=2).load(0, 0)[0].tobytes() != first[0, 0]
+
+
+def test_works_with_torch_dataloader(image_root: Path) -> None:
+    from torch.utils.data import DataLoader
+
+    images, labels = next(iter(DataLoader(open_dataset(image_root / "train"), batch_size=4)))  # type: ignore[arg-type]
+    assert images.shape == (4, 48, 48, 3)
+    assert labels.tolist() == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        ("truncated", "truncated"),
+        ("half a header", ""),
+        ("empty", "cannot identify"),
+        ("html", "cannot identify"),
+        ("bomb", "pixels|[Dd]ecompression bomb"),
+        ("missing", "No such file"),
+        ("folder", "Is a directory"),
+        ("truncated PNG", "truncated"),
+        ("noise", "cannot identify"),
+    ],
+)
+def test_bad_file_is_named_with_the_reason(changeable: Path, damage: str, reason: str) -> None:
+    dataset = open_dataset(changeable)
+    path = Path(dataset.name(7))
+    good = path.read_bytes()
+    if damage == "truncated":
+        path.write_bytes(good[: len(good) // 2])
+    elif damage == "half a header":
+        path.write_bytes(good[:30])
+    elif damage == "empty":
+        path.write_bytes(b"")
+    elif damage == "html":
+        path.write_bytes(b"<html><body>404 Not Found</body></html>")
+    elif damage == "bomb":
+        path.write_bytes(png_bomb(30_000, 30_000))
+    elif damage == "missing":
+        path.unlink()
+    elif damage == "folder":
+        path.unlink()
+        path.mkdir()
+    elif damage == "truncated PNG":
+        buffer = io.BytesIO()
+        Image.open(io.BytesIO(good)).save(buffer, "PNG")
+        path.write_bytes(buffer.getvalue()[:-2000])
+    elif damage == "noise":
+        path.write_bytes(np.random.default_rng(0).bytes(5000))
+    with pytest.raises(BadImageError, match=reason) as error:
+        dataset.load(0, 7)
+    assert str(error.value).startswith(f"{path}: ")
+    assert "\n" not in str(error.value)
+    dataset.load(0, 6)  # its neighbours are fine
+    dataset.load(0, 8)
+
+
+def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
+    """Bits flipped anywhere in a JPEG, a PNG and a TIFF file: pixels or BadImageError."""
+    dataset, rng = open_dataset(changeable), np.random.default_rng(0)
+    path = Path(dataset.name(0))
+    image = Image.open(path).resize((60, 60))
+    refused = 0
+    for kind in ("JPEG", "PNG", "TIFF"):
+        buffer = io.BytesIO()
+        image.save(buffer, kind)
+        good = np.frombuffer(buffer.getvalue(), np.uint8)
+        for _ in range(60):
+            bad = good.copy()
+            bad[rng.integers(0, min(len(bad), 700), 3)] ^= rng.integers(1, 256, 3).astype(np.uint8)
+            path.write_bytes(bad.tobytes())
+            try:
+                assert dataset.load(0, 0)[0].shape == (48, 48, 3)
+            except BadImageError as error:
+                assert str(path) in str(error)
+                refused += 1
+    assert refused > 30
+
+
+def test_transform_that_cannot_be_applied_names_the_image(image_root: Path) -> None:
+    dataset = open_dataset(image_root / "train")
+    dataset.transform = Compose(build([{"random_crop": {"size": 4000}}], TRANSFORMS, key="augment.train"))
+    with pytest.raises(BadImageError, match=r"00.jpg: ValueError: random_crop: .* smaller than size 4000"):
+        dataset.load(0, 0)
+
+
+def test_name_without_an_encoding_is_readable_and_nameable(tmp_path: Path, image_root: Path) -> None:
+    folder = os.path.join(os.fsencode(tmp_path), b"root", b"\xff")
+    os.makedirs(folder)
+    shutil.copy(image_root / "train" / "dots" / "00.jpg", os.path.join(folder, b"a\xe9.jpg"))
+    with open(os.path.join(folder, b"b\xe9.jpg"), "wb"):
+        pass
+    dataset = open_dataset(tmp_path / "root")
+    assert dataset.load(0, 0)[0].shape == (48, 48, 3)
+    with pytest.raises(BadImageError) as error:
+        dataset.load(0, 1)
+    assert os.fsencode(str(error.value)).startswith(os.path.join(folder, b"b\xe9.jpg: "))
+
+
+def test_fake_dataset() -> None:
+    dataset = FakeDataset(num_samples=1000, num_classes=7, size=24)
+    assert len(dataset) == 1000
+    pixels, label = dataset.load(4, 703)
+    assert (pixels.shape, pixels.dtype, label) == ((24, 24, 3), np.uint8, 703 % 7)
+    assert pixels.std() > 50
+    np.testing.assert_array_equal(dataset[703][0], pixels)
+    assert "703" in dataset.name(703)

@@ -1,0 +1,323 @@
+"""The sample table: what counts as an image, what is refused, and a cache that is never trusted wrongly."""
+
+import os
+import random
+import resource
+import shutil
+import socket
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from conf.schema import UserError
+from pipeline.index import Index, check_splits, load_index
+
+
+NOBODY = 65534  # root may read and write what permissions forbid
+
+
+def make(folder: Path, *names: str | bytes) -> Path:
+    """Create empty files, and the folders they are in; the scan looks at names only."""
+    for name in names:
+        path = os.path.join(os.fsencode(folder), os.fsencode(name))
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        open(path, "x").close()
+    return folder
+
+
+def settle(folder: Path) -> Path:
+    """Make every folder look as if it had last changed an hour ago."""
+    for path in [folder, *folder.rglob("*")]:
+        if path.is_dir():
+            info = path.stat()
+            os.utime(path, ns=(info.st_atime_ns, info.st_mtime_ns - 3600 * 10**9))
+    return folder
+
+
+def content(index: Index) -> list[tuple[str, str]]:
+    """(class, path below the root) of every sample."""
+    labels = index.labels.array.tolist()
+    return [(index.classes[labels[i]], os.path.relpath(index.path(i), index.root)) for i in range(len(index))]
+
+
+def paths(folder: Path, **options: Path) -> list[str]:
+    return [path for _, path in content(load_index(folder, key="data.train", **options))]
+
+
+@contextmanager
+def unseen_change(folder: Path) -> Iterator[None]:
+    """Change a folder within the `with` block and take its mtime back: only a new scan can find out."""
+    info = folder.stat()
+    yield
+    os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
+
+
+@contextmanager
+def as_other_user() -> Iterator[Path]:
+    """A folder of somebody who owns nothing else, and within the `with` block this process is that user (if it may)."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = os.geteuid()
+        if own == 0:
+            os.chown(folder, NOBODY, NOBODY)
+            os.seteuid(NOBODY)
+        try:
+            yield Path(folder)
+        finally:
+            if own == 0:
+                os.seteuid(0)
+
+
+# What an image is.
+
+
+def test_every_image_once_sorted_with_the_label_of_its_class(image_root: Path) -> None:
+    index = load_index(image_root / "train", key="data.train")
+    assert index.classes == ("checks", "dots", "stripes")
+    assert content(index) == [(name, f"{name}/{i:02d}.jpg") for name in index.classes for i in range(12)]
+    assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
+
+
+def test_order_is_that_of_the_names_whatever_the_order_on_disk(tmp_path: Path) -> None:
+    names = [f"{c}/{n}.jpg" for c in "acbd" for n in (10, 9, 1, 2)]
+    make(tmp_path / "one", *names)
+    make(tmp_path / "two", *reversed(names))
+    assert paths(tmp_path / "one") == paths(tmp_path / "two") == sorted(names)
+
+
+def test_only_images_count_in_folders_of_any_depth(tmp_path: Path) -> None:
+    make(tmp_path, "a/1.jpg", "a/2.JPEG", "a/deep/er/3.png", "a/4.webp", "a/notes.txt", "a/5.jpg.part", "a/jpg", "readme.jpg")
+    make(tmp_path, "a/.hidden/6.jpg", ".git/7.jpg", "a/folder.jpg/8.jpg")
+    assert paths(tmp_path) == ["a/1.jpg", "a/2.JPEG", "a/4.webp", "a/deep/er/3.png", "a/folder.jpg/8.jpg"]
+
+
+def test_links_count_once_and_what_is_no_file_not_at_all(tmp_path: Path) -> None:
+    make(tmp_path, "root/a/1.jpg", "elsewhere/2.jpg", "elsewhere/sub/3.jpg")
+    a = tmp_path / "root" / "a"
+    (a / "loop").symlink_to(a)
+    (a / "up").mkdir()
+    (a / "up" / "loop").symlink_to("..")
+    (a / "dangling.jpg").symlink_to("nowhere.jpg")
+    (a / "self.jpg").symlink_to("self.jpg")
+    (tmp_path / "root" / "self").symlink_to("self")
+    (a / "linked.jpg").symlink_to(tmp_path / "elsewhere" / "2.jpg")
+    (tmp_path / "root" / "b").symlink_to(tmp_path / "elsewhere")
+    os.mkfifo(a / "pipe.jpg")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(a / "socket.jpg"))
+        assert paths(tmp_path / "root") == ["a/1.jpg", "a/linked.jpg", "b/2.jpg", "b/sub/3.jpg"]
+
+
+def test_names_in_no_encoding_and_with_odd_characters(tmp_path: Path) -> None:
+    names = [b"caf\xe9/\xff\xfe.jpg", b"caf\xe9/new\nline.jpg", "日本/ü ber.jpg".encode(), b"-x/$(rm).jpg"]
+    settle(make(tmp_path / "root", *names))
+    for _ in range(2):  # scanned, then read from the cache
+        index = load_index(tmp_path / "root", key="data.train")
+        assert sorted(os.fsencode(path) for _, path in content(index)) == sorted(names)
+        assert sorted(os.fsencode(name) for name in index.classes) == [b"-x", b"caf\xe9", "日本".encode()]
+        assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
+        assert len(index.fingerprint()) == 64
+
+
+# What is refused, with the key and what to do.
+
+
+def test_missing_root_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "file")
+    for root in (tmp_path / "missing", tmp_path / "file"):
+        with pytest.raises(UserError, match=f"^data.val={root}: no such folder"):
+            load_index(root, key="data.val")
+
+
+def test_folder_without_classes_is_refused(tmp_path: Path) -> None:
+    make(tmp_path, "1.jpg", ".cache/2.jpg")
+    with pytest.raises(UserError, match=f"^data.train={tmp_path}: no class folders"):
+        load_index(tmp_path, key="data.train")
+
+
+def test_empty_class_is_refused_by_name(tmp_path: Path) -> None:
+    make(tmp_path, "full/1.jpg", "hollow/readme.txt")
+    with pytest.raises(UserError, match=r"^data.train=.*: class folder hollow holds no images"):
+        load_index(tmp_path, key="data.train")
+    make(tmp_path, "also/sub/notes.txt")
+    with pytest.raises(UserError, match=r"class folder also and 1 more holds no images"):
+        load_index(tmp_path, key="data.train")
+
+
+def test_class_in_one_split_only_is_refused_by_name(tmp_path: Path) -> None:
+    make(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/b/1.jpg", "more/a/1.jpg", "more/b/1.jpg")
+    make(tmp_path, "more/xylophone/1.jpg", *(f"many/{name}/1.jpg" for name in "abcdefghi"))
+    train, val, more, many = (load_index(tmp_path / name, key="data") for name in ("train", "val", "more", "many"))
+    check_splits(train, val)
+    with pytest.raises(UserError, match=r"^data.val=.*/val: has no class xylophone, which train has"):
+        check_splits(more, val)
+    with pytest.raises(UserError, match=r"^data.train=.*/train: has no class xylophone, which val has"):
+        check_splits(train, more)
+    with pytest.raises(UserError, match=r"has no class c, d, e, f, g and 2 more, which"):
+        check_splits(many, val)
+
+
+def test_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with as_other_user() as root:
+        make(root, "a/1.jpg", "b/2.jpg")
+        (root / "b").chmod(0)
+        with pytest.raises(UserError, match=rf"^data.train={root}: cannot be read .*{root}/b"):
+            load_index(root, key="data.train", cache_dir=tmp_path)
+        (root / "b").chmod(0o700)
+
+
+# The cache.
+
+
+def test_scan_is_kept_and_used_again(tmp_path: Path) -> None:
+    root = settle(make(tmp_path / "root", "a/1.jpg", "b/deep/2.jpg"))
+    first = load_index(root, key="data.train")
+    with unseen_change(root / "a"):
+        make(root, "a/unseen.jpg")
+    again = load_index(root, key="data.train")
+    assert content(again) == content(first) == [("a", "a/1.jpg"), ("b", "b/deep/2.jpg")]
+    assert again.fingerprint() == first.fingerprint()
+    assert paths(root, cache_dir=tmp_path / "another cache") == ["a/1.jpg", "a/unseen.jpg", "b/deep/2.jpg"]
+
+
+@pytest.mark.parametrize("change", ["file", "deep file", "removed", "class", "moved", "older", "link"])
+def test_scan_is_made_again_when_a_folder_has_changed(tmp_path: Path, change: str) -> None:
+    make(tmp_path / "other", "9.jpg")
+    root = make(tmp_path / "root", "a/1.jpg", "a/2.jpg", "b/deep/3.jpg")
+    (root / "c").symlink_to(tmp_path / "other")
+    settle(root)
+    settle(tmp_path / "other")
+    kept = ["a/1.jpg", "a/2.jpg", "b/deep/3.jpg", "c/9.jpg"]
+    assert paths(root) == kept
+    with unseen_change(root / "a"):
+        make(root, "a/unseen.jpg")  # only a new scan finds it
+    assert paths(root) == kept
+    if change == "file":
+        make(root, "b/4.jpg")
+        kept.append("b/4.jpg")
+    elif change == "deep file":
+        make(root, "b/deep/4.jpg")
+        kept.append("b/deep/4.jpg")
+    elif change == "removed":
+        (root / "a" / "2.jpg").unlink()
+        kept.remove("a/2.jpg")
+    elif change == "class":
+        make(root, "d/5.jpg")
+        kept.append("d/5.jpg")
+    elif change == "moved":
+        (root / "b" / "deep" / "3.jpg").rename(root / "b" / "3.jpg")
+        kept[kept.index("b/deep/3.jpg")] = "b/3.jpg"
+    elif change == "older":  # restored from a backup: not newer, but not the same
+        os.utime(root / "b", ns=(0, 10**18))
+    elif change == "link":
+        make(tmp_path / "other", "10.jpg")
+        kept.append("c/10.jpg")
+    assert paths(root) == sorted([*kept, "a/unseen.jpg"])
+
+
+def test_folder_that_may_still_be_changing_is_not_kept(tmp_path: Path) -> None:
+    root = settle(make(tmp_path / "root", "a/1.jpg", "b/2.jpg"))
+    make(root, "b/3.jpg")  # now: another file in this tick of the clock would not move b's mtime
+    assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
+    with unseen_change(root / "b"):
+        make(root, "b/4.jpg")
+    assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg"]
+
+
+def test_roots_have_caches_of_their_own(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        settle(make(tmp_path / name, f"{name}/{name}.jpg"))
+    for _ in range(2):
+        assert paths(tmp_path / "one") == ["one/one.jpg"]
+        assert paths(tmp_path / "two") == ["two/two.jpg"]
+
+
+def test_relative_root_is_the_same_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settle(make(tmp_path / "root", "a/1.jpg"))
+    monkeypatch.chdir(tmp_path)
+    index = load_index("root", key="data.train", cache_dir=tmp_path / "cache")
+    assert index.root == str(tmp_path / "root")
+    load_index(tmp_path / "root" / "", key="data.train", cache_dir=tmp_path / "cache")
+    assert len(list((tmp_path / "cache").iterdir())) == 1
+
+
+def test_damaged_cache_is_scanned_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = settle(make(tmp_path / "root", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
+    expected = paths(root, cache_dir=tmp_path)
+    (cache,) = tmp_path.glob("*.npz")
+    good, rng = cache.read_bytes(), random.Random(0)
+    damaged = [good[: rng.randrange(len(good))] for _ in range(50)]
+    damaged += [b"", b"\0" * len(good), b"<html>quota exceeded</html>", good + good]
+    for _ in range(100):
+        flipped = bytearray(good)
+        flipped[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
+        damaged.append(bytes(flipped))
+    for data in damaged:
+        caplog.clear()
+        cache.write_bytes(data)
+        assert paths(root, cache_dir=tmp_path) == expected
+        assert all(f"index cache {cache} cannot be read" in record.message for record in caplog.records)
+    assert cache.stat().st_size >= len(good)  # written anew
+
+
+def test_interrupted_write_leaves_no_half_cache(tmp_path: Path) -> None:
+    """The cache appears by a rename: while it is written it has another name."""
+    root, cache = settle(make(tmp_path / "root", "a/1.jpg")), tmp_path / "cache"
+    paths(root, cache_dir=cache)
+    (kept,) = cache.iterdir()
+    half = kept.rename(cache / "tmpabc.tmp")
+    half.write_bytes(half.read_bytes()[:100])
+    assert paths(root, cache_dir=cache) == ["a/1.jpg"]
+    assert kept.exists()
+
+
+@pytest.mark.parametrize("fault", ["file in the way", "read-only", "disk full"])
+def test_cache_that_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture, fault: str) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with as_other_user() as folder:
+        root, cache = settle(make(folder / "root", "a/1.jpg")), folder / "cache"
+        if fault == "file in the way":
+            make(folder, "cache")
+        elif fault == "read-only":
+            cache.mkdir(mode=0o500)
+        try:
+            if fault == "disk full":
+                resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+            assert paths(root, cache_dir=cache) == ["a/1.jpg"]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert not cache.is_dir() or not list(cache.iterdir())  # no temporary file is left either
+    written = [record.message for record in caplog.records if "cannot be written" in record.message]
+    assert len(written) == 1
+    assert str(cache) in written[0]
+
+
+def test_no_home_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", "/nonexistent")
+    if os.geteuid() == 0:  # could create it
+        monkeypatch.setenv("HOME", str(make(tmp_path, "file") / "file"))
+    assert paths(settle(make(tmp_path / "root", "a/1.jpg"))) == ["a/1.jpg"]
+
+
+# The fingerprint.
+
+
+def test_fingerprint_is_of_the_samples_and_not_of_their_place(tmp_path: Path) -> None:
+    def fingerprint(folder: Path) -> str:
+        return load_index(folder, key="data.train").fingerprint()
+
+    base = make(tmp_path / "base", "a/1.jpg", "a/2.jpg", "b/3.jpg")
+    moved = shutil.copytree(base, tmp_path / "else" / "where")
+    assert fingerprint(moved) == fingerprint(base)
+
+    changed = {"base": fingerprint(base)}
+    changed["renamed file"] = fingerprint(make(tmp_path / "1", "a/1.jpg", "a/2b.jpg", "b/3.jpg"))
+    changed["renamed class"] = fingerprint(make(tmp_path / "2", "a/1.jpg", "a/2.jpg", "c/3.jpg"))
+    changed["one more"] = fingerprint(make(tmp_path / "3", "a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg"))
+    changed["one fewer"] = fingerprint(make(tmp_path / "4", "a/1.jpg", "b/3.jpg"))
+    changed["other class"] = fingerprint(make(tmp_path / "5", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
+    changed["other cut"] = fingerprint(make(tmp_path / "6", "a/1.jpga/2.jpg", "a/x.jpg", "b/3.jpg"))
+    assert len(set(changed.values())) == len(changed)

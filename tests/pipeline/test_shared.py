@@ -1,0 +1,78 @@
+"""Shared memory: one copy for all processes, and nothing of it left behind."""
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline.index import load_index
+from pipeline.shared import SharedArray
+
+
+def run_in_child(start_method: str, code: str, **names: Any) -> None:
+    """Run `code` in a child process; `exec` is a target that every start method can pickle."""
+    process = multiprocessing.get_context(start_method).Process(target=exec, args=(code, names))  # type: ignore[attr-defined]
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def covers(mapping: str, address: int) -> bool:
+    begin, end = (int(bound, 16) for bound in mapping.split()[0].split("-"))
+    return begin <= address < end
+
+
+START_METHODS = ["fork", "forkserver", "spawn"]
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_child_reads_and_writes_the_same_memory(start_method: str) -> None:
+    shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
+    run_in_child(start_method, "assert shared.array[2, 3] == 11; shared.array[1] *= 10", shared=shared)
+    assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_sample_table_reaches_a_child_without_being_copied(start_method: str, image_root: Path) -> None:
+    index = load_index(image_root / "train", key="data.train")
+    names = [index.path(i) for i in range(len(index))]
+    code = "assert [index.path(i) for i in range(len(index))] == names; index.labels.array[:] = 7"
+    run_in_child(start_method, code, index=index, names=names)
+    assert set(index.labels.array.tolist()) == {7}  # so it was this memory that the child read
+
+
+def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
+    before = descriptors()
+    shared = SharedArray((1000, 1000), np.uint8)
+    values = shared.array[10:20]
+    address = values.__array_interface__["data"][0]
+    (mapping,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if covers(line, address)]
+    assert mapping.split()[1] == "rw-s"
+    assert mapping.endswith("/memfd:batches (deleted)")  # not in /dev/shm, which a container keeps small
+    del shared
+    values[:] = 9  # an array over it keeps the mapping
+    assert values.sum() == 9 * 10 * 1000
+    del values
+    assert descriptors() == before
+
+
+def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
+    before = descriptors()
+    for size in (2**59, 2**46):  # more than a file, more than an address space can hold
+        with pytest.raises(OSError):
+            SharedArray((size,), np.int64)
+    assert descriptors() == before
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 3), (1,), ()])
+def test_small_and_empty_shapes(shape: tuple[int, ...]) -> None:
+    shared = SharedArray(shape, np.float32)
+    assert shared.array.shape == shape
+    assert not shared.array.any()
