@@ -7,9 +7,13 @@ This file is the algorithm, top to bottom: compose the config, plan, build or re
 Fork it: what it imports are parts, and none of them calls back.
 """
 
+import os
 import sys
 
 from conf import cli
+
+# Threads that wait for each other sleep instead of spinning: with a busy core beside them the demo runs 6 times as fast.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read once, when torch is imported
 
 if __name__ == "__main__":
     # Before torch is imported: --help and a typo are answered in a fraction of a second.
@@ -18,7 +22,6 @@ if __name__ == "__main__":
 import gc
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -71,19 +74,26 @@ def train(config: Config) -> dict[str, Any]:
         identity = run_identity(config, datasets)
         resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
         changes: list[str] = []
+        begins = resumed is None or resumed.parent != run.checkpoints  # the folder's first life, also from another's checkpoint
         if resumed is not None:
             stored = checkpoint.load(resumed)
             state.load_state_dict(stored["state"])
+            if begins:
+                state.best, state.last = {}, {}  # those checkpoints are in another folder
             changes = cli.differences(stored["config"], config)
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     tensorboard=config.log.tensorboard)
         )  # fmt: skip
         introduce(tracker, config, plan, run, resumed, changes)
+        if begins:
+            tracker.text("config", cli.to_yaml(config))
         if state.step >= plan.stop_step and (summary := run.finished_summary(state.step)):
             tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
             tracker.outcome(summary)
             return summary
+        if world.leads:
+            (run.path / "summary.json").unlink(missing_ok=True)  # an earlier life's: this one has not ended
 
         feed = stack.enter_context(
             open_feed(config, datasets, workers=plan.workers, device=world.device, dtype=plan.input_dtype,
@@ -107,13 +117,15 @@ def train(config: Config) -> dict[str, Any]:
 
         if plan.validates(state.step) and state.last.get("step") != state.step:
             validate_and_save()  # an earlier life was stopped before it could
+            signal_number = stop.agreed()
 
         gc.collect()
         stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at validations instead
-        for batch in feed.train.batches(state.step, plan.stop_step):
-            if batch.step == 0:
-                tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift, step=0)
+        for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
+            if begins:
+                tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift, step=batch.step)
+                begins = False
             seed_step(config.train.seed, batch.step, world.rank)
             lr = plan.curve.at(batch.step)
             values = train_step(state, network, objective, batch, lr=lr, config=config, plan=plan)
@@ -188,7 +200,7 @@ def validate(
     A signal ends it early, and then nothing is recorded: the next life validates again.
     """
     began = time.perf_counter()
-    world.share_buffers(state.model)
+    world.share_buffers(state.validated_model)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in feed.val.batches(0, feed.val_batches):
@@ -217,8 +229,15 @@ def validate(
 
 
 def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDirectory, world: World, *, best: bool) -> None:
-    """Write a checkpoint; rank 0 writes, and all ranks hear of a failure."""
+    """Write a checkpoint; rank 0 writes, and all ranks hear of a failure.
+
+    Raises:
+        TrainingError: the weights are not finite: no later start could go on from them.
+        CheckpointError: it cannot be written.
+    """
     world.share_buffers(state.model)
+    if not all(bool(tensor.isfinite().all()) for tensor in state.model.state_dict().values()):  # waits for the device
+        raise diverged(f"the weights are not finite at step {state.step}")
     content = {
         "step": state.step,
         "state": state.state_dict(),
@@ -228,6 +247,11 @@ def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDi
         "made_by": checkpoint.provenance(),
     }
     world.agree(lambda: checkpoint.save(run.checkpoints, content, keep=config.checkpoint.keep, best=best))
+
+
+def diverged(how: str) -> TrainingError:
+    return TrainingError(f"{how}: lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; "
+                         "no checkpoint holds these weights")  # fmt: skip
 
 
 def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
@@ -240,6 +264,8 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     check_batch(config, images, world.size)
     with torch.device("meta"):
         model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=datasets.train_side)
+    flops = count_flops(model, datasets.train_side)
+    count_flops(model, datasets.val_side, key="augment.val")  # what would fail at the first validation is refused here
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     channels_last = config.model.channels_last
     if channels_last == "auto":
@@ -273,7 +299,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         channels_last=channels_last,
         compile=choose_compile(config.model.compile, world.device),
         parameters=models.parameter_count(model),
-        flops_per_image=count_flops(model, datasets.train_side),
+        flops_per_image=flops,
     )
 
 
@@ -330,8 +356,6 @@ def introduce(
         tracker.say(f"changed  {change}")
     if tracker.folder is not None:
         run.write("config.yaml", cli.to_yaml(config))
-    if resumed is None:
-        tracker.text("config", cli.to_yaml(config))
 
 
 def compiled(function: F, plan: Plan) -> F:
@@ -347,8 +371,7 @@ def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed
     """
     found, timing = interval.metrics, feed.train.timing()
     if not math.isfinite(found.loss):
-        raise TrainingError(f"the loss is {found.loss} at step {interval.step} (lr {interval.lr:g}): lower optim.lr, lengthen "
-                            "schedule.warmup_epochs or set optim.clip_norm; no checkpoint holds these weights")  # fmt: skip
+        raise diverged(f"the loss is {found.loss} at step {interval.step} (lr {interval.lr:g})")
     row = {
         "step": interval.step,
         "epoch": plan.epoch(interval.step),

@@ -30,16 +30,17 @@ def choices(group: str) -> list[str]:
     return sorted(p.stem for p in (FOLDER / group).glob("*.yaml"))
 
 
-def load(overrides: Sequence[str] = ()) -> Config:
+def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
+
+    Args:
+        overrides: as typed.
+        runnable: refuse a config that lacks what only the user can give, data.root.
 
     Raises:
         UserError: a key, group choice or value that is not allowed.
     """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise UserError(f"cannot read an override: {_first_line(error)}; write key=value, quoted for the shell") from None
+    parsed = [_read_override(text) for text in overrides]
     for override in parsed:
         _check_override(override)
     ConfigStore.instance().store(name="schema", node=Config)
@@ -51,7 +52,7 @@ def load(overrides: Sequence[str] = ()) -> Config:
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, parsed)) from None
     assert isinstance(config, Config)
-    check(config)
+    check(config, runnable=runnable)
     return config
 
 
@@ -85,11 +86,11 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         if flag in ("-c", "--cfg", "--cfg=job"):
             show_only = True
         else:
-            fail(f"{flag}: not an option; options are --help and --cfg job, everything else is key=value")
+            fail(f"{flag}: not an option; options are --help and --cfg job, everything else is key=value", script)
     if show_only and "job" in overrides:
         overrides.remove("job")
     try:
-        config = load(overrides)
+        config = load(overrides, runnable=not show_only)
     except UserError as error:
         fail(str(error), script)
     if show_only:
@@ -100,7 +101,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
 
 def fail(message: str, script: str = "train.py") -> NoReturn:
     """Say one line on stderr and leave with status 2, the user's mistake."""
-    print(f"{script}: {message}", file=sys.stderr)
+    print(f"{script}: {' '.join(message.splitlines())}", file=sys.stderr)
     sys.exit(2)
 
 
@@ -128,6 +129,13 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean X?` for the closest known name, or nothing."""
     close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
+
+
+def _read_override(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise UserError(f"{text}: cannot be read: {_first_line(error)}; write key=value, quoted for the shell") from None
 
 
 def _check_override(override: Override) -> None:

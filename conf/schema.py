@@ -31,15 +31,15 @@ def one_of(*allowed: Any) -> Check:
     return lambda value: None if value in allowed else f"one of {words}"
 
 
-def number(low: float, high: float = math.inf, *, above: bool = False, optional: bool = False) -> Check:
-    """A finite number in [low, high], or in (low, high] with `above`."""
+def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False, optional: bool = False) -> Check:
+    """A finite number in [low, high]; without `low` itself if `above`, without `high` itself if `below`."""
     span = f"> {low:g}" if above else f">= {low:g}"
-    span += "" if high == math.inf else f" and <= {high:g}"
+    span += "" if high == math.inf else f" and {'<' if below else '<='} {high:g}"
 
     def check(value: Any) -> str | None:
         if value is None:
             return None if optional else f"a number {span}"
-        good = math.isfinite(value) and value <= high and (value > low if above else value >= low)
+        good = math.isfinite(value) and (low < value if above else low <= value) and (value < high if below else value <= high)
         return None if good else f"a number {span}" + (" or null" if optional else "")
 
     return check
@@ -73,6 +73,7 @@ def named(value: Any) -> str | None:
 
 
 COUNT = number(1)
+EPOCHS = 1e6  # more is a slip, and steps would no longer count exactly
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
 
 
@@ -131,7 +132,7 @@ class Optim:
     lr: float = key(0.1, "peak learning rate for the whole global batch (it is not rescaled)", number(0, above=True))
     momentum: float = key(0.9, "sgd: momentum", number(0, 1))
     nesterov: bool = key(False, "sgd: Nesterov momentum")
-    betas: list[float] = key([0.9, 0.999], "adamw: decay of the two moments", each(number(0, 1), count=2))
+    betas: list[float] = key([0.9, 0.999], "adamw: decay of the two moments", each(number(0, 1, below=True), count=2))
     eps: float = key(1e-8, "adamw: added to the denominator", number(0, above=True))
     weight_decay: float = key(1e-4, "weight decay", number(0))
     decay_norms: bool = key(True, "decay biases and normalisation parameters too (pytorch/examples does)")
@@ -141,7 +142,7 @@ class Optim:
 @dataclass
 class Schedule:
     name: str = key("step", "learning-rate curve", one_of("constant", "step", "cosine", "linear"))
-    warmup_epochs: float = key(0.0, "epochs of linear warm-up from zero", number(0))
+    warmup_epochs: float = key(0.0, "epochs of linear warm-up from zero", number(0, EPOCHS))
     step_epochs: float = key(30.0, "step: epochs between drops", number(0, above=True))
     step_gamma: float = key(0.1, "step: factor of each drop", number(0, 1, above=True))
     final_lr: float = key(0.0, "cosine, linear: learning rate at the end", number(0))
@@ -149,7 +150,7 @@ class Schedule:
 
 @dataclass
 class Train:
-    epochs: float = key(90.0, "passes over the training images", number(0, above=True))
+    epochs: float = key(90.0, "passes over the training images", number(0, EPOCHS, above=True))
     max_steps: int | None = key(None, "end after this many optimiser steps, cleanly", number(1, optional=True))
     seed: int = key(0, "seed of order, augmentation, initial weights and dropout", number(0, 2**32 - 1))
     precision: str = key("auto", "auto is bf16 on a GPU, fp32 on a CPU; tf32 and fp32 keep float32 weights and activations",
@@ -173,7 +174,8 @@ class Checkpoint:
 @dataclass
 class Run:
     name: str = key("imagenet_rn50", "name of the run; recipes set their own", named)
-    dir: str = key("runs/${run.name}", "everything the run writes; the same command with the same run.dir resumes")
+    dir: str = key("runs/${run.name}", "everything the run writes; the same command with the same run.dir resumes",
+                   lambda value: None if value else "a path")  # fmt: skip
 
 
 @dataclass
@@ -206,8 +208,8 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{prefix}{f.name}", f, value
 
 
-def check(config: Config) -> None:
-    """Refuse values that the types let through.
+def check(config: Config, *, runnable: bool = True) -> None:
+    """Refuse values that the types let through, and if it is to be `runnable`, a missing data.root.
 
     Raises:
         UserError: names the key, the value and what is allowed.
@@ -217,7 +219,9 @@ def check(config: Config) -> None:
         allowed = test(value) if test else None
         if allowed:
             raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
-    if config.data.source == "folder" and config.data.root is None:
+    if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
+        raise UserError("optim.nesterov=true: there is no Nesterov momentum with optim.momentum=0; raise it or give false")
+    if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError("data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
                         "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images")  # fmt: skip
 

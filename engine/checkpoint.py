@@ -42,12 +42,21 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best: bool) -> Pat
     Raises:
         CheckpointError: the disk is full or cannot be written; what was there before is untouched.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"step-{content['step']:08d}.pt"
+    manifest_path = path.with_suffix(".json")
+    manifest = {"file": path.name, "step": content["step"], "best": best}
+    before = _read_manifest(manifest_path)
+
+    def announce(digest: str) -> None:
+        """Saving a step again: the file that is there stays valid until the new one is in its place."""
+        if before:
+            write_json(manifest_path, {**manifest, "sha256": digest, "replaces": _valid_digests(before)})
+
     try:
-        digest = _write(path, lambda temporary: torch.save({"format": FORMAT, **content}, temporary))
-        manifest = {"file": path.name, "step": content["step"], "bytes": path.stat().st_size, "sha256": digest}
-        write_json(path.with_suffix(".json"), manifest)
+        folder.mkdir(parents=True, exist_ok=True)
+        digest = _write(path, lambda temporary: torch.save({"format": FORMAT, **content}, temporary), announce)
+        manifest |= {"bytes": path.stat().st_size, "sha256": digest}
+        write_json(manifest_path, manifest)
         write_json(folder / "last.json", manifest)
         if best:
             write_json(folder / "best.json", manifest)
@@ -67,7 +76,7 @@ def load(path: Path) -> dict[str, Any]:
     try:
         if manifest_path.exists():
             manifest = json.loads(manifest_path.read_text())
-            if path.stat().st_size != manifest["bytes"] or _sha256(path) != manifest["sha256"]:
+            if _sha256(path) not in _valid_digests(manifest):
                 raise CheckpointError(f"{path}: damaged: its bytes are not those its manifest names")
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
@@ -140,23 +149,33 @@ def replace_file(path: Path, text: str) -> None:
     _write(path, lambda temporary: temporary.write_text(text))
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Delete what a killed process left half written."""
+def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
+    """Put right what a killed process left half done.
+
+    Args:
+        folder: `checkpoints/` of a run.
+        keep: not deleted for want of a manifest: a checkpoint that somebody brought and names.
+    """
     for path in folder.glob("*.tmp"):
         path.unlink(missing_ok=True)
     for path in folder.glob("step-*.pt"):
-        if not path.with_suffix(".json").exists():
+        if not path.with_suffix(".json").exists() and not (keep is not None and path.samefile(keep)):
             path.unlink(missing_ok=True)
+    for path in sorted(folder.glob("step-*.json"))[-1:]:
+        manifest = _read_manifest(path)
+        if manifest.get("best"):
+            write_json(folder / "best.json", manifest)  # the kill may have come between the two
 
 
-def _write(path: Path, fill: Callable[[Path], Any]) -> str:
-    """Fill a temporary file, sync it, move it over `path`, sync the folder; return its SHA-256."""
+def _write(path: Path, fill: Callable[[Path], Any], announce: Callable[[str], None] = lambda digest: None) -> str:
+    """Fill a temporary file, sync it, `announce` its SHA-256, move it over `path`, sync the folder; return the SHA-256."""
     temporary = path.with_name(path.name + ".tmp")
     try:
         fill(temporary)
         digest = _sha256(temporary)
         with open(temporary, "rb") as file:
             os.fsync(file.fileno())
+        announce(digest)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -169,11 +188,21 @@ def _write(path: Path, fill: Callable[[Path], Any]) -> str:
     return digest
 
 
+def _read_manifest(path: Path) -> dict[str, Any]:
+    """A manifest or pointer; nothing when it is missing or damaged."""
+    try:
+        manifest = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return manifest if isinstance(manifest, dict) else {}
+
+
+def _valid_digests(manifest: dict[str, Any]) -> list[str | None]:
+    return [manifest.get("sha256"), *manifest.get("replaces", [])]
+
+
 def _prune(folder: Path, keep: int) -> None:
-    kept = set()
-    for pointer in ("last.json", "best.json"):
-        if (folder / pointer).exists():
-            kept.add(json.loads((folder / pointer).read_text())["file"])
+    kept = {_read_manifest(folder / pointer).get("file") for pointer in ("last.json", "best.json")}
     newest = sorted(folder.glob("step-*.pt"), reverse=True)[:keep]
     for path in folder.glob("step-*.pt"):
         if path.name not in kept and path not in newest:

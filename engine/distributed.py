@@ -64,10 +64,10 @@ class World:
         if self.size == 1:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        # Buffers are shared before validation instead of at every step.
-        return nn.parallel.DistributedDataParallel(
-            model, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        network = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
+        # Shared before validation instead of at every step. Not an argument: torch 2.13 warns of it, 2.10 has no other.
+        network.broadcast_buffers = False
+        return network
 
 
 def resolve_device(choice: str, local_rank: int = 0) -> torch.device:

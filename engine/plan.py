@@ -128,11 +128,24 @@ def choose_compile(choice: str, device: torch.device) -> str:
     return ("default" if device.type == "cuda" else "off") if choice == "auto" else choice
 
 
-def count_flops(model: nn.Module, image_size: int) -> int:
-    """Operations of one image's forward pass (a multiply-add counts as two), on a model on the meta device."""
+def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_size") -> int:
+    """Operations of one image's forward pass (a multiply-add counts as two), on a model on the meta device.
+
+    Args:
+        model: left in the mode it was in.
+        image_size: side of the image, pixels.
+        key: what to change if the model does not take such images.
+
+    Raises:
+        UserError: it does not.
+    """
     mode = model.training
     model.eval()
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        model(torch.empty(1, 3, image_size, image_size, device="meta"))
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except (RuntimeError, AssertionError, ValueError) as error:  # whatever its layers say of a shape
+        reason = str(error).splitlines()[0]
+        raise UserError(f"{key}: the model does not take images of {image_size} px ({reason}); give another size") from None
     model.train(mode)
     return int(counter.get_total_flops())

@@ -36,27 +36,30 @@ class RunDirectory:
             UserError: the folder holds something else or is in use, or the checkpoint is missing or of another training.
             CheckpointError: there are checkpoints, and none of them is whole.
         """
+        given = None if resume in ("auto", "never") else Path(resume)
+        if given is not None:
+            if not os.path.isfile(given):
+                raise UserError(f"checkpoint.resume={resume}: no such file; give a checkpoint's path, auto or never")
+            checkpoint.check_compatible(checkpoint.load(given)["identity"], identity, given)
+        try:
+            return self._open(resume, identity, given)
+        except OSError as error:
+            raise UserError(f"run.dir={self.path}: cannot be used: {error.strerror}; give a folder to write in") from None
+
+    def _open(self, resume: str, identity: dict[str, Any], given: Path | None) -> Path | None:
         if self.path.exists():
             self._refuse_foreign()
             self._claim()
-            checkpoint.remove_leftovers(self.checkpoints)
-        found: Path | None = None
-        if resume not in ("auto", "never"):
-            found = Path(resume)
-            if not found.is_file():
-                raise UserError(f"checkpoint.resume={resume}: no such file; give a checkpoint's path, auto or never")
-        elif resume == "auto" and self.checkpoints.is_dir():
+            checkpoint.remove_leftovers(self.checkpoints, keep=given)
+        found = given
+        if resume == "auto" and self.checkpoints.is_dir():
             newest = checkpoint.load_newest(self.checkpoints)
-            found = newest[0] if newest else None
-        if found is not None:
-            stored = checkpoint.load(found)
-            checkpoint.check_compatible(stored["identity"], identity, found)
+            if newest is not None:
+                found, stored = newest
+                checkpoint.check_compatible(stored["identity"], identity, found)
         if resume == "never" and self.path.exists():
             self._move_aside()
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"run.dir={self.path}: cannot be created: {error.strerror}") from None
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
         if self._lock is None:
             self._claim()
         return found

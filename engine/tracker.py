@@ -63,11 +63,11 @@ class Tracker:
         """Keep the rows up to where this life begins, so that no step stands twice."""
         if path.exists():
             kept = []
-            for line in path.read_text().splitlines():
+            for line in path.read_text(errors="replace").splitlines():
                 try:
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
-                except (ValueError, KeyError):
+                except (ValueError, KeyError, TypeError):
                     continue  # a line cut off when the process was killed
             temporary = path.with_name(path.name + ".tmp")
             temporary.write_text("".join(line + "\n" for line in kept))
@@ -78,13 +78,13 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         # purge_step hides what an earlier life wrote after the step this one starts from
-        self._board = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None, flush_secs=10)
+        self._board = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
 
     def say(self, line: str) -> None:
         """A line on the console."""
         if self.folder is not None:
             self._clear_live()
-            print(line, flush=True)
+            self._print(line + "\n")
 
     def train_row(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         """A log step: `row` goes to the console, metrics.jsonl and TensorBoard, `figures` (tag -> value) to the last two."""
@@ -113,7 +113,7 @@ class Tracker:
         if self.live and now - self._last_live > 0.1:
             self._last_live = now
             done = step / max(1, self.total_steps)
-            print(f"\r\033[K  step {step:,} of {self.total_steps:,}  {100 * done:.1f} %", end="", flush=True)
+            self._print(f"\r\033[K  step {step:,} of {self.total_steps:,}  {100 * done:.1f} %")
 
     def text(self, tag: str, text: str) -> None:
         if self._board is not None:
@@ -185,7 +185,14 @@ class Tracker:
 
     def _clear_live(self) -> None:
         if self.live:
-            print("\r\033[K", end="", flush=True)
+            self._print("\r\033[K")
+
+    def _print(self, text: str) -> None:
+        try:
+            print(text, end="", flush=True)
+        except OSError as error:  # a log file on a full disk, a pipe whose reader has gone
+            logger.warning("the console cannot be written (%s); training goes on without it", error)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is left in the buffer, too
 
 
 def duration(seconds: float) -> str:

@@ -147,8 +147,10 @@ def load_weights(model: nn.Module, path: Path) -> None:
         raise UserError(
             f"model.weights={path}: cannot be read ({type(error).__name__}); give a state_dict or a checkpoint"
         ) from None
-    if "state" in stored:
-        stored = stored["state"].get("ema") or stored["state"]["model"]
+    if isinstance(stored, dict) and isinstance(stored.get("state"), dict):
+        stored = stored["state"].get("ema") or stored["state"].get("model")
+    if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
+        raise UserError(f"model.weights={path}: holds no table of tensors; give a state_dict or a checkpoint")
     adopt_weights(model, stored, origin=str(path))
 
 
@@ -159,15 +161,16 @@ def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin:
         UserError: other keys are missing or have another shape: these are another model's weights.
     """
     own = model.state_dict()
-    fits = {k: v for k, v in weights.items() if k in own and own[k].shape == v.shape}
-    strange = [k for k in own if k not in fits]
-    if len(strange) > 2 or any(own[k].dim() > 2 for k in strange):
-        raise UserError(
-            f"model.weights: {origin} does not fit the model: {len(strange)} of {len(own)} tensors, e.g. {strange[0]}"
-        )
-    if strange:
-        logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(strange))
-    model.load_state_dict(fits, strict=False)
+    counters = [k for k in own if k.endswith("num_batches_tracked")]  # torchvision's first weights are older than these
+    other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
+    wrong = [k for k in own if k not in weights and k not in counters] + [k for k in weights if k not in own]
+    wrong += [k for k in other if own[k].shape[1:] != weights[k].shape[1:]]
+    if wrong or len({(own[k].shape[:1], weights[k].shape[:1]) for k in other}) > 1:
+        raise UserError(f"model.weights: {origin} does not fit the model: {len({*wrong, *other})} tensors are missing, unknown "
+                        f"or of another shape, e.g. {(wrong + other)[0]}")  # fmt: skip
+    if other:
+        logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(other))
+    model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)
 
 
 def _nearest(name: str) -> str:

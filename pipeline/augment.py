@@ -62,9 +62,7 @@ class RandomResizedCrop:
     """
 
     def __init__(self, *, size: int, scale: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)) -> None:
-        _require(0 < scale[0] <= scale[1] <= 1, "scale", scale, "two numbers, 0 < low <= high <= 1")
-        _require(0 < ratio[0] <= ratio[1], "ratio", ratio, "two numbers, 0 < low <= high")
-        self.side, self.scale, self.ratio = _side(size), tuple(scale), tuple(ratio)
+        self.side, self.scale, self.ratio = _side(size), _range("scale", scale, 1), _range("ratio", ratio, 1000)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.resized((self.side, self.side), self.box(*picture.size, rng))
@@ -115,8 +113,7 @@ class RandomCrop:
     """size x size pixels from a random place of the image, padded with black by `padding` on every side."""
 
     def __init__(self, *, size: int, padding: int = 0) -> None:
-        _require(padding >= 0, "padding", padding, "a whole number >= 0")
-        self.side, self.padding = _side(size), padding
+        self.side, self.padding = _side(size), _number("padding", padding, 0, 4096, int)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
@@ -131,8 +128,7 @@ class HorizontalFlip:
     """Mirror left to right with probability p."""
 
     def __init__(self, *, p: float = 0.5) -> None:
-        _require(0 <= p <= 1, "p", p, "a number from 0 to 1")
-        self.p = p
+        self.p = _number("p", p, 0, 1)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture
@@ -147,9 +143,7 @@ class RandAugment:
     """
 
     def __init__(self, *, count: int = 2, magnitude: int = 9) -> None:
-        _require(count >= 1, "count", count, "a whole number >= 1")
-        _require(0 <= magnitude <= 30, "magnitude", magnitude, "a number from 0 to 30")
-        self.count, self.strength = count, magnitude / 30
+        self.count, self.strength = _number("count", count, 1, 100, int), _number("magnitude", magnitude, 0, 30) / 30
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         image = picture.pillow()
@@ -243,10 +237,17 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
 
 
 def _side(size: Any) -> int:
-    _require(isinstance(size, int) and 0 < size <= 4096, "size", size, "a whole number from 1 to 4096")
-    return size
+    return _number("size", size, 1, 4096, int)
 
 
-def _require(good: bool, name: str, value: Any, allowed: str) -> None:
-    if not good:
-        raise ValueError(f"{name}={value}: give {allowed}")
+def _number(name: str, value: Any, low: float, high: float, kind: Any = (int, float)) -> Any:
+    if not (isinstance(value, kind) and low <= value <= high):
+        raise ValueError(f"{name}={value}: give a {'whole ' if kind is int else ''}number from {low:g} to {high:g}")
+    return value
+
+
+def _range(name: str, values: Any, most: float) -> tuple[float, float]:
+    pair = isinstance(values, (list, tuple)) and len(values) == 2 and all(isinstance(v, (int, float)) for v in values)
+    if not (pair and 0 < values[0] <= values[1] <= most):
+        raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high <= {most:g}")
+    return values[0], values[1]

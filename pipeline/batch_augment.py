@@ -69,7 +69,7 @@ class RandomErasing:
     """
 
     def __init__(self, *, p: float = 0.25, scale: Sequence[float] = (0.02, 0.33), ratio: Sequence[float] = (0.3, 3.3)) -> None:
-        self.p, self.scale, self.ratio = _share("p", p), _range("scale", scale, 1.0), _range("ratio", ratio, np.inf)
+        self.p, self.scale, self.ratio = _share("p", p), _range("scale", scale, 1.0), _range("ratio", ratio, 1000)
 
     def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         count, side = len(images), images.shape[-1]
@@ -109,19 +109,19 @@ def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:
 
 
 def _positive(name: str, value: Any) -> float:
-    if not 0 < value < np.inf:
+    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
         raise ValueError(f"{name}={value}: give a number > 0")
     return float(value)
 
 
 def _share(name: str, value: Any) -> float:
-    if not 0 <= value <= 1:
+    if not (isinstance(value, (int, float)) and 0 <= value <= 1):
         raise ValueError(f"{name}={value}: give a number from 0 to 1")
     return float(value)
 
 
 def _range(name: str, values: Any, most: float) -> tuple[float, float]:
-    low, high = values
-    if not 0 < low <= high <= most:
-        raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high" + ("" if most == np.inf else f" <= {most:g}"))
-    return float(low), float(high)
+    pair = isinstance(values, (list, tuple)) and len(values) == 2 and all(isinstance(v, (int, float)) for v in values)
+    if not (pair and 0 < values[0] <= values[1] <= most):
+        raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high <= {most:g}")
+    return float(values[0]), float(values[1])

@@ -159,7 +159,9 @@ def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
         folders.append(folder)
         with os.scandir(os.path.join(base, folder)) as entries:
             # is_file follows links: a dangling link, a FIFO or a socket is not an image.
-            files += [os.path.join(folder, e.name) for e in entries if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)]
+            files += [
+                os.path.join(folder, e.name) for e in entries if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)
+            ]
     return sorted(files), folders
 
 

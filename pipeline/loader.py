@@ -7,6 +7,7 @@ ring that the workers write into. A batch is cut into tasks of TASK_ROWS images,
 needed next. A slot is given out again only when the CUDA event of the copy out of it has completed.
 """
 
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -18,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import TracebackType
@@ -29,7 +30,7 @@ import torch
 
 from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray
-from pipeline.worker import EMPTY_ROW, Reply, Source, Task, run_task, worker_main
+from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
 logger = logging.getLogger(__name__)
 
@@ -142,7 +143,14 @@ class WorkerPool:
         self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(["pipeline.worker"])
-        self.workers = [self._start() for _ in range(workers)]
+        self.workers: list[_Worker] = []
+        atexit.register(self.close)  # else multiprocessing would wait there for workers that nobody ends
+        try:
+            for _ in range(workers):
+                self.workers.append(self._start())
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, source: int, slot: int, row: int, samples: np.ndarray) -> int:
         """Queue a task and return its number. Earlier tasks are begun first."""
@@ -177,7 +185,10 @@ class WorkerPool:
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=worker_main, args=(theirs, self.sources), daemon=True, name="loader")
-        with _main_module_hidden():
+        with _signals_blocked(), _main_module_hidden():
+            if self._context.get_start_method() != "fork":
+                resource_tracker.ensure_running()  # process.start would start it, and unblock signals
+                signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
             process.start()
         theirs.close()
         return _Worker(process, ours, {})
@@ -229,7 +240,7 @@ class WorkerPool:
         code = dead.process.exitcode
         how = f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
         hint = "; SIGKILL is often the kernel out of memory" if code == -signal.SIGKILL else ""
-        for task in dead.tasks.values():
+        for task in list(dead.tasks.values())[:1]:  # the one it was at; it had not begun those behind
             self._lives[task.number] = self._lives.get(task.number, 0) + 1
             if self._lives[task.number] >= LIVES_PER_TASK:
                 raise LoaderError(f"loader workers died twice ({how}{hint}) on the samples near {self._first_open(task)}")
@@ -254,6 +265,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End all workers: at once, whatever they are doing."""
+        atexit.unregister(self.close)
         for worker in self.workers:
             worker.pipe.close()
         for worker in self.workers:
@@ -277,7 +289,7 @@ class Loader:
         pool: runs the tasks.
         source: position of the source in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
-        hold: batches the consumer may hold unreleased at a time.
+        hold: unreleased batches the consumer may have when it asks for another.
     """
 
     def __init__(self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int) -> None:
@@ -329,6 +341,16 @@ class Loader:
         self._held.discard(slot)
         if event is not None:
             self._copied[slot] = event
+
+
+@contextlib.contextmanager
+def _signals_blocked() -> Iterator[None]:
+    """Children are born with the signals blocked that workers ignore; the forkserver and its helper keep them blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

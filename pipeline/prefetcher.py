@@ -108,28 +108,30 @@ class Prefetcher:
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         host = self.loader.batches(start, stop)
-        ready: deque[tuple[Batch, Any, _Marks]] = deque()
-        consumed: deque[Any] = deque(maxlen=self.depth + 1)  # by slot: when its last reader was done
+        ready: deque[tuple[int, Batch, Any, _Marks]] = deque()
+        consumed: dict[int, Any] = {}  # slot -> when its last reader was done
         taken, done = 0, self._mark()
+        if self.side is not None:  # an iteration that was left early may still have readers
+            self.side.wait_stream(torch.cuda.current_stream(self.device))
         while True:
             # Top up without waiting; wait only when the device would have nothing to do.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
                 batch = next(host, None)
                 if batch is None:
                     break
-                after = consumed[0] if len(consumed) == self.depth + 1 else None
-                ready.append(self._enqueue(batch, taken % (self.depth + 1), after))
+                slot = taken % (self.depth + 1)
+                ready.append((slot, *self._enqueue(batch, slot, consumed.get(slot))))
                 taken += 1
             if not ready:
                 return
-            batch_ready, event, marks = ready.popleft()
+            slot, batch_ready, event, marks = ready.popleft()
             marks.use.append(done)
             if self.cuda:
                 torch.cuda.current_stream(self.device).wait_event(event)
             marks.use.append(self._mark())
             yield batch_ready
             done = self._mark()
-            consumed.append(done)
+            consumed[slot] = done
             marks.use.append(done)
             self._marks.append(marks)
 

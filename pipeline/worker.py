@@ -19,6 +19,8 @@ from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1
 """Label of a row that no sample has been written to; the loss and the metrics pass over it."""
+# Ctrl-C and a scheduler's signals reach the whole process group; the training process decides what they mean.
+IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
@@ -94,8 +96,7 @@ def _load(source: Source, epoch: int, index: int, skipped: list[str]) -> tuple[n
 
 def worker_main(pipe: Connection, sources: Sequence[Source]) -> None:
     """Serve tasks until the pipe closes or the training process is gone."""
-    # Ctrl-C and a scheduler's signals reach the whole process group; the training process decides what they mean.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+    for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:

@@ -71,6 +71,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", FORMATS)
 def test_pixels_are_those_of_pillow(name: str) -> None:
     data = FORMATS[name]()

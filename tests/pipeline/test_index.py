@@ -15,7 +15,6 @@ import pytest
 from conf.schema import UserError
 from pipeline.index import Index, check_splits, load_index
 
-
 NOBODY = 65534  # root may read and write what permissions forbid
 
 

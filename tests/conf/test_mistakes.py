@@ -1,0 +1,256 @@
+"""Bad input, all the way through: one line that names what to change, status 2, nothing created.
+
+What a config alone can tell is in test_cli.py; here are the mistakes that show in the data, the model or the run directory.
+"""
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+from conf import cli
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "model=resnet_tiny",
+    "augment=demo",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "loader.workers=0",
+    "train.max_steps=1",
+]
+
+Refusal = Callable[..., str]
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    """Everything below a folder, with the content of its files."""
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working directory."""
+    folder = tmp_path / "workplace"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    """train.main sets up the root logger as a program does."""
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+@pytest.fixture
+def refusal(workplace: Path, capsys: pytest.CaptureFixture[str], logging_restored: None) -> Refusal:
+    """Run the whole program on overrides that it must refuse; return the line it says."""
+
+    def refusal(*overrides: str) -> str:
+        before = tree(workplace)
+        try:
+            status = train.main(cli.parse([*SMALL, *overrides], script="train.py", purpose=""))
+        except SystemExit as stop:
+            status = stop.code
+        out, err = capsys.readouterr()
+        assert status == 2
+        assert out == ""
+        assert err.count("\n") == 1 and err.endswith("\n"), err
+        assert err.startswith("train.py: ") and "Traceback" not in err
+        assert tree(workplace) == before
+        return err.removeprefix("train.py: ")
+
+    return refusal
+
+
+@pytest.fixture
+def images(image_root: Path, tmp_path: Path) -> Path:
+    """A copy of the shared images that a test may break."""
+    return Path(shutil.copytree(image_root, tmp_path / "images"))
+
+
+def test_good_input_is_not_refused(image_root: Path, workplace: Path, logging_restored: None) -> None:
+    """What the tests below change one thing of."""
+    assert train.main(cli.load([*SMALL, f"data.root={image_root}", "train.max_steps=1"])) == 0
+    assert [p.name for p in workplace.iterdir()] == ["runs"]
+
+
+def test_missing_root(refusal: Refusal) -> None:
+    assert refusal("data.root=/no/such/place").startswith("data.root=/no/such/place: no such folder; it must hold train/")
+    assert refusal("data.root=nowhere").startswith("data.root=nowhere: no such folder")
+
+
+def test_root_is_a_file(refusal: Refusal, images: Path) -> None:
+    file = next(images.rglob("*.jpg"))
+    assert f"data.root={file}: " in refusal(f"data.root={file}")
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_no_train_or_no_val(refusal: Refusal, images: Path, split: str) -> None:
+    shutil.rmtree(images / split)
+    assert f"data.{split}={images / split}: no such folder" in refusal(f"data.root={images}")
+
+
+def test_empty_root(refusal: Refusal, images: Path) -> None:
+    shutil.rmtree(images)
+    images.mkdir()
+    assert "no such folder" in refusal(f"data.root={images}")
+
+
+def test_split_without_class_folders(refusal: Refusal, images: Path) -> None:
+    shutil.rmtree(images / "val")
+    (images / "val").mkdir()
+    (images / "val" / "a.jpg").write_bytes(b"")
+    assert f"data.val={images / 'val'}: no class folders" in refusal(f"data.root={images}")
+
+
+@pytest.mark.parametrize(("split", "other"), [("train", "val"), ("val", "train")])
+def test_class_in_one_split_only(refusal: Refusal, images: Path, split: str, other: str) -> None:
+    shutil.rmtree(images / other / "dots")
+    line = refusal(f"data.root={images}")
+    assert f"data.{other}={images / other}: " in line
+    assert f"no class dots, which {split} has" in line
+
+
+def test_empty_class(refusal: Refusal, images: Path) -> None:
+    for path in (images / "train" / "dots").iterdir():
+        path.rename(path.with_suffix(".txt"))
+    line = refusal(f"data.root={images}")
+    assert f"data.train={images / 'train'}: class folder dots" in line and "holds no images" in line
+
+
+def test_no_images_at_all(refusal: Refusal, images: Path) -> None:
+    for path in images.rglob("*.jpg"):
+        path.unlink()
+    line = refusal(f"data.root={images}")
+    assert f"data.train={images / 'train'}: class folder checks and 2 more" in line and "holds no images" in line
+
+
+def test_batch_larger_than_the_data(refusal: Refusal, image_root: Path) -> None:
+    line = refusal(f"data.root={image_root}", "loader.batch_size=37")
+    assert line.startswith("loader.batch_size=37: larger than the training split (36 images)")
+
+
+TRANSFORMS = {
+    "augment.train=[randon_crop]": "there is no transform randon_crop; choose from random_resized_crop,",
+    "augment.val=[center_crop, flip]": "augment.val: ",
+    "augment.batch=[mixupp]": "did you mean mixup?",
+    "augment.train=[{random_resized_crop: {sise: 32}}]": "random_resized_crop has no parameter sise; it has size, scale, ratio",
+    "augment.batch=[{mixup: {beta: 1}}]": "mixup has no parameter beta; it has alpha, p",
+    "augment.train=[{random_resized_crop: {size: 32, scale: [2, 3]}}]": "scale=[2, 3]: give two numbers, 0 < low <= high <= 1",
+    "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": "scale=[0.9, 0.1]: give",
+    "augment.train=[{random_resized_crop: {size: 32, scale: [nan, 1]}}]": "scale=[nan, 1]: give",
+    "augment.train=[{random_resized_crop: {size: 32, ratio: [0, 1]}}]": "ratio=[0, 1]: give",
+    "augment.train=[{random_resized_crop: {size: 32, scale: 0.5}}]": "scale",
+    "augment.train=[{random_resized_crop: {size: 0}}]": "size=0: give a whole number from 1 to",
+    "augment.train=[{random_resized_crop: {size: -32}}]": "size=-32: give",
+    "augment.train=[{random_resized_crop: {size: 32.5}}]": "size=32.5: give",
+    "augment.train=[{random_resized_crop: {size: big}}]": "size=big: give",
+    "augment.train=[random_resized_crop]": "size",
+    "augment.train=[{random_crop: {size: 32, padding: -1}}]": "padding=-1: give",
+    "augment.train=[{horizontal_flip: {p: 2}}]": "p=2: give a number from 0 to 1",
+    "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
+    "augment.batch=[{random_erasing: {scale: [0.5, inf]}}]": "scale=[0.5, inf]: give",
+    "augment.train=[{a: 1, b: 2}]": "is not a transform",
+    "augment.train=[[resize]]": "is not a transform",
+    "augment.train=[{resize: 5}]": "is not a transform",
+    "augment.train=[null]": "is not a transform",
+    "augment.train=[]": "does not end in images of one size",
+    "augment.val=[{resize: {size: 64}}]": "does not end in images of one size",
+}
+
+
+@pytest.mark.parametrize("override", TRANSFORMS)
+def test_transform_that_cannot_be(refusal: Refusal, image_root: Path, override: str) -> None:
+    line = refusal(f"data.root={image_root}", override)
+    assert line.startswith(override.split("=")[0])
+    assert TRANSFORMS[override] in line
+
+
+def test_unknown_model(refusal: Refusal, image_root: Path) -> None:
+    line = refusal(f"data.root={image_root}", "model.name=resnet51")
+    assert line.startswith("model.name=resnet51: no such model; did you mean resnet")
+    assert refusal(f"data.root={image_root}", "model.name=os.system").startswith("model.name=os.system: no such model")
+
+
+def test_image_too_small_for_the_model(refusal: Refusal, image_root: Path) -> None:
+    line = refusal(f"data.root={image_root}", "model.name=alexnet")
+    assert "data.image_size" in line and "32" in line and "model" in line
+
+
+def test_image_size_that_the_patches_do_not_divide(refusal: Refusal, image_root: Path) -> None:
+    assert refusal(f"data.root={image_root}", "model=vit_s16", "data.image_size=40").startswith("data.image_size=40: ")
+
+
+def test_validation_size_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
+    """Else it is found out after the first epoch."""
+    line = refusal(f"data.root={image_root}", "model=vit_s16", "augment.val=[{center_crop: {size: 48}}]")
+    assert "augment.val" in line and "48" in line
+
+
+def test_weights_that_are_not_there(refusal: Refusal, image_root: Path) -> None:
+    assert refusal(f"data.root={image_root}", "model.weights=gone.pt").startswith("model.weights=gone.pt: no such file")
+
+
+def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workplace: Path) -> None:
+    (workplace / "existing").mkdir()
+    for folder in ("new", "existing"):
+        line = refusal(f"data.root={image_root}", f"run.dir={folder}", "checkpoint.resume=gone.pt")
+        assert line.startswith("checkpoint.resume=gone.pt: no such file")
+
+
+def test_run_directory_that_holds_other_things(refusal: Refusal, image_root: Path, workplace: Path) -> None:
+    (workplace / "photos").mkdir()
+    (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
+    for resume in ("auto", "never"):
+        line = refusal(f"data.root={image_root}", "run.dir=photos", f"checkpoint.resume={resume}")
+        assert line.startswith("run.dir=photos: holds other things than a run")
+
+
+def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workplace: Path) -> None:
+    (workplace / "notes").write_text("mine")
+    assert refusal(f"data.root={image_root}", "run.dir=notes").startswith("run.dir=notes: is a file")
+    assert refusal(f"data.root={image_root}", "run.dir=notes/run").startswith("run.dir=notes/run: cannot be used")
+    long = "x" * 300
+    assert refusal(f"data.root={image_root}", f"run.dir={long}").startswith(f"run.dir={long}: ")
+
+
+def test_other_data_in_the_same_run_directory(
+    refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert train.main(cli.load([*SMALL, f"data.root={images}", "train.max_steps=1"])) == 0
+    capsys.readouterr()
+    next((images / "train" / "dots").iterdir()).unlink()
+    os.utime(images / "train" / "dots")
+    line = refusal(f"data.root={images}", "train.max_steps=2", "optim=adamw")
+    assert "cannot resume" in line and "dataset was" in line and "optim.name was sgd, is adamw" in line
+
+
+def test_cuda_without_a_gpu(image_root: Path, workplace: Path) -> None:
+    """In a process of its own: torch counts the GPUs once."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "train.py", *SMALL, f"data.root={image_root}", "train.device=cuda"],
+        cwd=workplace, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("train.py: train.device=cuda: ") and done.stderr.count("\n") == 1
+    assert list(workplace.iterdir()) == []
+
+
+def test_no_thread_or_child_is_left(refusal: Refusal, image_root: Path) -> None:
+    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
+    before = children.read_text()
+    refusal(f"data.root={image_root}", "checkpoint.resume=gone.pt", "loader.workers=2")
+    assert children.read_text() == before
+    assert not torch.distributed.is_initialized()

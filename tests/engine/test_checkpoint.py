@@ -1,0 +1,435 @@
+"""Checkpoints under kills, flipped bits, full disks and hostile files: an earlier one is always whole."""
+
+import errno
+import gc
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.schema import UserError
+from engine import checkpoint
+from engine.checkpoint import CheckpointError, load, load_newest, remove_leftovers, save
+
+ROOT = Path(__file__).parents[2]
+
+
+def content(step: int, size: int = 1000) -> dict[str, Any]:
+    """A checkpoint in which everything tells the step."""
+    return {"step": step, "state": {"weights": torch.full((size,), float(step)), "names": [str(step)]}}
+
+
+def newest(folder: Path) -> int | None:
+    """The step of the newest whole checkpoint, checked to be whole."""
+    found = load_newest(folder)
+    if found is None:
+        return None
+    path, stored = found
+    step = stored["step"]
+    assert path == folder / f"step-{step:08d}.pt"
+    assert stored["state"]["names"] == [str(step)] and (stored["state"]["weights"] == step).all()
+    return step
+
+
+def files(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def pointed(folder: Path, pointer: str) -> str:
+    manifest = json.loads((folder / pointer).read_text())
+    assert manifest == json.loads((folder / manifest["file"]).with_suffix(".json").read_text())
+    return manifest["file"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Checkpoints of steps 10 and 20."""
+    for step in (10, 20):
+        save(tmp_path / "checkpoints", content(step), keep=2, best=False)
+    return tmp_path / "checkpoints"
+
+
+def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(7), "d": torch.randn(2, 3).t()}
+    nested = {"step": 5, "state": {**tensors, "list": [1, 2.5, None, "x"]}, "config": "a: 1\n", "best": {"top1": 1.5}}
+    path = save(tmp_path / "new" / "checkpoints", nested, keep=1, best=False)
+    stored = load(path)
+    for name, tensor in tensors.items():
+        assert torch.equal(stored["state"].pop(name), tensor)
+    assert stored == {"format": 1, "step": 5, "state": {"list": [1, 2.5, None, "x"]}, "config": "a: 1\n", "best": {"top1": 1.5}}
+    assert files(path.parent) == {"step-00000005.pt", "step-00000005.json", "last.json"}
+
+
+def test_manifest_is_what_sha256sum_says(folder: Path) -> None:
+    said = subprocess.run(["sha256sum", folder / "step-00000020.pt"], capture_output=True, text=True, check=True).stdout
+    manifest = json.loads((folder / "step-00000020.json").read_text())
+    assert manifest["sha256"] == said.split()[0]
+    assert manifest["bytes"] == (folder / "step-00000020.pt").stat().st_size
+    assert (manifest["file"], manifest["step"]) == ("step-00000020.pt", 20)
+
+
+def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+    assert load_newest(tmp_path) is None
+    assert load_newest(tmp_path / "missing") is None
+
+
+def test_newest_is_the_highest_step(tmp_path: Path) -> None:
+    for step in (100, 9, 10):
+        save(tmp_path, content(step), keep=9, best=False)
+    assert newest(tmp_path) == 100
+
+
+def test_keep_and_best(tmp_path: Path) -> None:
+    kept = {}
+    for step, best in ((1, True), (2, False), (3, True), (4, False), (5, False), (6, False)):
+        save(tmp_path, content(step), keep=2, best=best)
+        kept[step] = {int(name[5:13]) for name in files(tmp_path) if name.endswith(".pt")}
+        assert pointed(tmp_path, "last.json") == f"step-{step:08d}.pt"
+        assert {name for name in files(tmp_path) if name.startswith("step-") and name.endswith(".json")} == {
+            f"step-{s:08d}.json" for s in kept[step]
+        }
+    assert kept == {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
+    assert pointed(tmp_path, "best.json") == "step-00000003.pt"
+
+
+def test_keep_one_that_is_not_the_best(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, content(step), keep=1, best=step == 1)
+    assert {n for n in files(tmp_path) if n.endswith(".pt")} == {"step-00000001.pt", "step-00000003.pt"}
+
+
+def test_saving_a_step_again_replaces_it(folder: Path) -> None:
+    again = content(20)
+    again["state"]["extra"] = torch.ones(9)
+    save(folder, again, keep=2, best=True)
+    assert torch.equal(load(folder / "step-00000020.pt")["state"]["extra"], torch.ones(9))
+    assert pointed(folder, "best.json") == "step-00000020.pt"
+
+
+def test_killed_while_a_step_is_saved_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before and after the new file takes the old one's place, what lies there is valid."""
+    replace = os.replace
+
+    def stop_before(source: Path, target: Path) -> None:
+        if target.suffix == ".pt":
+            raise KeyboardInterrupt
+        replace(source, target)
+
+    def stop_after(source: Path, target: Path) -> None:
+        replace(source, target)
+        if target.suffix == ".pt":
+            raise KeyboardInterrupt
+
+    for stop, extra in ((stop_before, None), (stop_before, None), (stop_after, "new")):
+        monkeypatch.setattr(os, "replace", stop)
+        with pytest.raises(KeyboardInterrupt):
+            save(folder, {**content(20), "extra": "new"}, keep=2, best=False)
+        assert newest(folder) == 20
+        assert load(folder / "step-00000020.pt").get("extra") == extra
+    monkeypatch.undo()
+    save(folder, content(20), keep=2, best=False)
+    assert "replaces" not in json.loads((folder / "step-00000020.json").read_text())
+    flip(folder / "step-00000020.pt", 500)
+    assert newest(folder) == 10
+
+
+@pytest.mark.parametrize("place", [0, 200, 2000, -1])
+def test_flipped_bit_is_seen_and_the_one_before_is_used(folder: Path, place: int, caplog: pytest.LogCaptureFixture) -> None:
+    flip(folder / "step-00000020.pt", place)
+    with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged"):
+        load(folder / "step-00000020.pt")
+    with caplog.at_level(logging.WARNING):
+        assert newest(folder) == 10
+    (record,) = caplog.records
+    assert "step-00000020.pt: damaged" in record.getMessage()
+    assert "going on from step-00000010.pt" in record.getMessage()
+
+
+@pytest.mark.parametrize("length", [0, 1, 100, -1])
+def test_truncated_file(folder: Path, length: int, caplog: pytest.LogCaptureFixture) -> None:
+    path = folder / "step-00000020.pt"
+    path.write_bytes(path.read_bytes()[:length])
+    with caplog.at_level(logging.WARNING):
+        assert newest(folder) == 10
+    assert "step-00000020.pt" in caplog.text and "step-00000010.pt" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "manifest", ["", "{", "[]", "null", '{"file": "step-00000020.pt"}', "\0" * 100, '{"bytes": 1, "sha256": ""}']
+)
+def test_damaged_manifest(folder: Path, manifest: str, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "step-00000020.json").write_text(manifest)
+    remove_leftovers(folder)
+    with caplog.at_level(logging.WARNING):
+        assert newest(folder) == 10
+    assert "step-00000020.pt" in caplog.text
+    save(folder, content(20), keep=2, best=False)  # the step is reached again
+    assert newest(folder) == 20
+
+
+def test_file_without_manifest_does_not_count(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "step-00000020.json").unlink()
+    assert newest(folder) == 10
+    assert not caplog.records  # a kill between the two is nothing to worry about
+    assert load(folder / "step-00000020.pt")["step"] == 20  # named outright, it is taken
+
+
+def test_manifest_without_file_does_not_count(folder: Path) -> None:
+    (folder / "step-00000020.pt").unlink()
+    remove_leftovers(folder)
+    assert newest(folder) == 10
+
+
+def test_damaged_pointers_do_not_matter(folder: Path) -> None:
+    for pointer in ("last.json", "best.json"):
+        (folder / pointer).write_text("{")
+    assert newest(folder) == 20
+    save(folder, content(30), keep=2, best=False)
+    assert newest(folder) == 30
+
+
+def test_every_one_damaged(folder: Path) -> None:
+    for path in folder.glob("*.pt"):
+        flip(path, 500)
+    with pytest.raises(CheckpointError) as error:
+        load_newest(folder)
+    message = str(error.value)
+    assert str(folder) in message and "step-00000020.pt" in message and "checkpoint.resume=never" in message
+    assert "\n" not in message
+
+
+class Evil:
+    """Pickled, it creates a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_what_would_run_code_is_refused(tmp_path: Path, with_manifest: bool) -> None:
+    mark = tmp_path / "executed"
+    path = save(tmp_path, {**content(5), "evil": Evil(mark)}, keep=1, best=False)
+    if not with_manifest:
+        path.with_suffix(".json").unlink()
+    with pytest.raises(CheckpointError, match=r"step-00000005\.pt: cannot be read as a checkpoint"):
+        load(path)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists()  # it would have
+
+
+@pytest.mark.parametrize("other", [{"format": 2, "step": 1}, {"step": 1}, [1], torch.zeros(3)])
+def test_what_is_no_checkpoint_of_ours(tmp_path: Path, other: Any) -> None:
+    torch.save(other, tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"other\.pt: not a checkpoint of this program"):
+        load(tmp_path / "other.pt")
+    with pytest.raises(CheckpointError, match=r"gone\.pt: cannot be read"):
+        load(tmp_path / "gone.pt")
+
+
+def test_leftovers_are_removed_and_nothing_else(folder: Path) -> None:
+    before = files(folder)
+    for name in ("step-00000030.pt.tmp", "step-00000030.json.tmp", "last.json.tmp", "step-00000030.pt"):
+        (folder / name).write_bytes(b"half")
+    brought = folder / "step-00000040.pt"
+    torch.save({"format": 1, **content(40)}, brought)
+    (folder / "notes.txt").write_text("mine")
+    remove_leftovers(folder, keep=folder / ".." / folder.name / "step-00000040.pt")
+    assert files(folder) == {*before, "notes.txt", "step-00000040.pt"}
+    remove_leftovers(folder)
+    assert files(folder) == {*before, "notes.txt"}
+    remove_leftovers(folder / "missing")
+
+
+def test_killed_before_the_best_was_pointed_to(folder: Path) -> None:
+    save(folder, content(25), keep=2, best=True)
+    old = (folder / "best.json").read_bytes()
+    save(folder, content(30), keep=2, best=True)
+    (folder / "best.json").write_bytes(old)  # as a kill right after the manifest leaves it
+    remove_leftovers(folder)
+    assert pointed(folder, "best.json") == "step-00000030.pt"
+    for step in (40, 50, 60):
+        save(folder, content(step), keep=2, best=False)
+    assert "step-00000030.pt" in files(folder)
+
+
+# Imports torch once; for every number it reads, a child saves from that step on until it is killed.
+SAVER = """
+import os, sys
+from pathlib import Path
+import torch
+from engine import checkpoint
+folder = Path(sys.argv[1])
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        step = int(line)
+        while True:
+            state = {"weights": torch.full((20_000,), float(step)), "names": [str(step)]}
+            for again in (False, True):  # a step is saved a second time when the next start validates it
+                checkpoint.save(folder, {"step": step, "state": state, "again": again}, keep=2, best=step % 3 == 0)
+            step += 1
+    print(child, flush=True)
+    os.waitpid(child, 0)
+    print("ended", flush=True)
+"""
+
+
+def test_sigkill_at_any_instant(tmp_path: Path) -> None:
+    """20 kills of a process that does nothing but save: none costs a checkpoint that was complete."""
+    delays = random.Random(0)
+    interrupted, step, best = 0, 0, 0
+    command = [sys.executable, "-c", SAVER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+        assert process.stdin is not None and process.stdout is not None
+        for _ in range(20):
+            process.stdin.write(f"{step + 1}\n")
+            child = int(process.stdout.readline())
+            while not (tmp_path / f"step-{step + 2:08d}.json").exists():  # until saving is in full swing
+                time.sleep(0.001)
+            time.sleep(delays.uniform(0, 0.03))
+            complete = max(int(path.name[5:13]) for path in tmp_path.glob("step-*.json"))
+            os.kill(child, signal.SIGKILL)
+            assert process.stdout.readline() == "ended\n"
+
+            interrupted += bool(list(tmp_path.glob("*.tmp"))) or len(list(tmp_path.glob("step-*.pt"))) > len(
+                list(tmp_path.glob("step-*.json"))
+            )
+            found = newest(tmp_path)
+            assert found is not None and found >= complete
+            remove_leftovers(tmp_path)
+            assert not list(tmp_path.glob("*.tmp"))
+            step = newest(tmp_path) or 0
+            assert step == found
+            if (tmp_path / "best.json").exists():
+                pointed(tmp_path, "best.json")
+                best = int(json.loads((tmp_path / "best.json").read_text())["step"])
+                assert best == step - step % 3
+            assert len(list(tmp_path.glob("step-*.pt"))) <= 5  # keep=2, the best, and what a kill kept from being removed
+        process.stdin.close()
+    assert interrupted >= 5  # the kills did come in the middle
+    assert best > 0
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_file_that_cannot_grow(folder: Path) -> None:
+    before = files(folder)
+    with file_size_limit(100_000), pytest.raises(CheckpointError) as error:
+        save(folder, content(30, size=1_000_000), keep=2, best=True)
+    assert str(error.value).startswith(f"{folder}/step-00000030.pt: cannot be written: ") and "\n" not in str(error.value)
+    assert files(folder) == before
+    assert newest(folder) == 20
+    save(folder, content(30, size=1_000_000), keep=2, best=True)
+    assert newest(folder) == 30
+
+
+@contextmanager
+def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
+    """A file system of its own size at `folder`; skips where none can be mounted."""
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("this process may not mount a file system")
+    try:
+        yield
+    finally:
+        gc.collect()
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    with small_disk(folder, 4):
+        for step in (10, 20):
+            save(folder, content(step, size=250_000), keep=2, best=False)  # 1 MB each
+        before = files(folder)
+        with pytest.raises(CheckpointError) as error:
+            save(folder, content(30, size=750_000), keep=2, best=True)
+        message = str(error.value)
+        assert message.startswith(f"{folder}/step-00000030.pt: the disk is full: 3 MiB needed, ")
+        assert message.endswith(" MiB free; earlier checkpoints are whole")
+        assert files(folder) == before
+        assert newest(folder) == 20
+        del error  # its traceback holds the unfinished file
+        gc.collect()
+        save(folder, content(40, size=250_000), keep=2, best=True)
+        assert newest(folder) == 40
+
+
+def test_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
+    """The manifest may be what no longer fits: few bytes, and still a full disk."""
+    error = OSError(errno.ENOSPC, "No space left on device")
+    message = checkpoint._why_not_written(tmp_path / "step-00000001.pt", content(1, size=2**20), error)
+    assert message.startswith(f"{tmp_path}/step-00000001.pt: the disk is full: 4 MiB needed, ")
+
+
+def test_folder_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("")
+    with pytest.raises(CheckpointError, match=r"checkpoints.*: cannot be written"):
+        save(tmp_path / "checkpoints", content(1), keep=1, best=False)
+
+
+def test_every_difference_is_named() -> None:
+    now = {"dataset": "b" * 80, "model.name": "resnet50", "train.seed": 0, "classes": 10}
+    checkpoint.check_compatible(dict(now), now, Path("step-00000001.pt"))
+    stored = {"dataset": "a" * 80, "model.name": "resnet18", "train.seed": 0}
+    with pytest.raises(UserError) as error:
+        checkpoint.check_compatible(stored, now, Path("step-00000001.pt"))
+    message = str(error.value)
+    assert message.startswith("cannot resume step-00000001.pt: dataset was aaaaaaaaaaaaaaaa..., is bbbbbbbbbbbbbbbb...; ")
+    assert "model.name was resnet18, is resnet50; classes was None, is 10; give another run.dir" in message
+    assert "train.seed" not in message
+
+
+def test_provenance() -> None:
+    made_by = checkpoint.provenance()
+    assert made_by["torch"] == str(torch.__version__)
+    assert made_by["python"] == ".".join(map(str, sys.version_info[:3]))
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    assert made_by["git_commit"].removesuffix("-dirty") == (head or "unknown")
+
+
+def test_provenance_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert checkpoint.provenance()["git_commit"] == "unknown"
+
+
+def test_text_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    checkpoint.write_json(path, {"status": "finished"})
+    with file_size_limit(1000), pytest.raises(OSError):
+        checkpoint.write_json(path, {"status": "x" * 5000})
+    assert json.loads(path.read_text()) == {"status": "finished"}
+    assert files(tmp_path) == {"summary.json"}

@@ -1,0 +1,160 @@
+"""Which parameters are decayed, and the learning rate at points worked out by hand."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from conf.schema import Optim, Schedule
+from engine.optim import Curve, build_optimizer
+from models.resnet import resnet_tiny
+from models.zoo import vit_s16
+
+
+def decays(model: nn.Module, config: Optim) -> dict[str, float]:
+    """Parameter name -> its weight decay."""
+    of = {id(p): group["weight_decay"] for group in build_optimizer(model, config).param_groups for p in group["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters() if id(p) in of}
+
+
+def test_norms_and_biases_are_spared() -> None:
+    model = resnet_tiny(10, 32)
+    found = decays(model, Optim(weight_decay=0.5, decay_norms=False))
+    assert found.keys() == dict(model.named_parameters()).keys()
+    decayed = {name for name, decay in found.items() if decay == 0.5}
+    assert decayed == {n for n in found if n.endswith("weight") and "bn" not in n and "downsample.1" not in n}
+    assert {found["layer2.0.downsample.1.weight"], found["fc.bias"], found["bn1.weight"]} == {0.0}
+
+
+def test_all_are_decayed_as_in_pytorch_examples() -> None:
+    model = resnet_tiny(10, 32)
+    optimizer = build_optimizer(model, Optim(weight_decay=0.5))
+    assert len(optimizer.param_groups) == 1
+    assert set(decays(model, Optim(weight_decay=0.5)).values()) == {0.5}
+
+
+def test_every_parameter_is_in_one_group() -> None:
+    with torch.device("meta"):
+        model = vit_s16(10, 32)
+    for config in (Optim(name="adamw", decay_norms=False), Optim(decay_norms=True)):
+        groups = build_optimizer(model, config).param_groups
+        ids = [id(p) for group in groups for p in group["params"]]
+        assert sorted(ids) == sorted(id(p) for p in model.parameters())
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = resnet_tiny(10, 32)
+    model.conv1.requires_grad_(False)
+    assert "conv1.weight" not in decays(model, Optim(decay_norms=False))
+    only_norms = nn.BatchNorm1d(3)
+    assert len(build_optimizer(only_norms, Optim(decay_norms=False)).param_groups) == 1
+
+
+def test_sgd_options() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), Optim(name="sgd", lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.1))
+    assert isinstance(optimizer, torch.optim.SGD)
+    (group,) = optimizer.param_groups
+    assert {k: group[k] for k in ("lr", "momentum", "nesterov", "weight_decay", "dampening")} == {
+        "lr": 0.3,
+        "momentum": 0.8,
+        "nesterov": True,
+        "weight_decay": 0.1,
+        "dampening": 0,
+    }
+
+
+def test_adamw_options() -> None:
+    optimizer = build_optimizer(nn.Linear(2, 2), Optim(name="adamw", lr=0.3, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.1))
+    assert isinstance(optimizer, torch.optim.AdamW)
+    (group,) = optimizer.param_groups
+    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (0.3, (0.8, 0.95), 1e-6, 0.1)
+
+
+def test_a_step_of_sgd_by_hand() -> None:
+    """Velocity = momentum * velocity + gradient + decay * weight; weight -= lr * velocity."""
+    weight = nn.Parameter(torch.tensor([[2.0]]))
+    model = nn.Module()
+    model.weight = weight
+    optimizer = build_optimizer(model, Optim(lr=0.5, momentum=0.9, weight_decay=0.1))
+    expected, velocity = 2.0, 0.0
+    for gradient in (1.0, -2.0):
+        weight.grad = torch.tensor([[gradient]])
+        optimizer.step()
+        velocity = 0.9 * velocity + gradient + 0.1 * expected
+        expected -= 0.5 * velocity
+    assert weight.item() == pytest.approx(expected)
+
+
+def curve(name: str, *, warmup: int = 0, total: int = 100, per_epoch: float = 10, **options: float) -> Curve:
+    return Curve(Schedule(name=name, **options), 2.0, warmup, total, per_epoch)
+
+
+def values(curve: Curve, *steps: int) -> list[float]:
+    return [curve.at(step) for step in steps]
+
+
+def test_constant() -> None:
+    assert values(curve("constant"), 0, 50, 99, 1000) == [2, 2, 2, 2]
+
+
+def test_warmup_rises_in_equal_steps_and_ends_at_the_peak() -> None:
+    assert values(curve("constant", warmup=4), 0, 1, 2, 3, 4, 5) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
+    assert values(curve("linear", warmup=4, total=14), 3, 4, 5) == [2.0, 2.0, 1.8]
+
+
+def test_step_drops_after_whole_epochs() -> None:
+    drops = curve("step", total=90, step_epochs=3, step_gamma=0.1)
+    assert values(drops, 0, 29) == [2, 2]
+    assert values(drops, 30, 59, 60, 89) == pytest.approx([0.2, 0.2, 0.02, 0.02])
+
+
+def test_step_drops_where_epochs_do_not_end_at_a_step() -> None:
+    """1,281,167 / 256 = 5004.56 steps an epoch: 30 epochs end within step 150,136 (from 0), the next one is the first after."""
+    drops = curve("step", per_epoch=1_281_167 / 256, total=450_411, step_epochs=30)
+    assert values(drops, 150_136, 300_273) == pytest.approx([2, 0.2])
+    assert values(drops, 150_137, 300_274) == pytest.approx([0.2, 0.02])
+
+
+def test_step_drop_that_falls_on_a_whole_step_is_not_late() -> None:
+    """0.1 * 3 * 10 is 3.0000000000000004 in floating point."""
+    for epochs in (0.1, 0.3, 0.7):
+        whole = round(epochs * 30)
+        drops = curve("step", per_epoch=30, step_epochs=epochs)
+        assert values(drops, whole - 1, whole) == pytest.approx([2, 0.2])
+
+
+def test_cosine() -> None:
+    cosine = curve("cosine", warmup=20, total=100)
+    assert values(cosine, 20, 40, 60, 80, 100) == pytest.approx([2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0])
+    assert cosine.at(19) == 2
+    assert values(curve("cosine", final_lr=0.5), 0, 50, 100) == pytest.approx([2, 1.25, 0.5])
+
+
+def test_linear() -> None:
+    assert values(curve("linear"), 0, 25, 50, 99, 100) == pytest.approx([2, 1.5, 1, 0.02, 0])
+    assert values(curve("linear", final_lr=1.0), 0, 50, 100) == pytest.approx([2, 1.5, 1])
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear"])
+def test_after_the_end_the_rate_stays(name: str) -> None:
+    """A run that goes on with more steps than its curve was drawn for does not climb again."""
+    assert values(curve(name, final_lr=0.25), 100, 150, 10_000) == pytest.approx([0.25] * 3)
+
+
+@pytest.mark.parametrize("name", ["constant", "step", "cosine", "linear"])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (10, 5), (5, 5)])
+def test_short_runs(name: str, warmup: int, total: int) -> None:
+    rates = values(curve(name, warmup=warmup, total=total, step_epochs=1), *range(total + 2))
+    assert all(math.isfinite(rate) and 0 <= rate <= 2 for rate in rates)
+    assert rates[0] > 0
+
+
+@pytest.mark.parametrize("name", ["constant", "step", "cosine", "linear"])
+def test_the_rate_is_a_function_of_the_step(name: str) -> None:
+    one, other = curve(name, warmup=7, step_epochs=2), curve(name, warmup=7, step_epochs=2)
+    forwards = [one.at(step) for step in range(100)]
+    assert [other.at(step) for step in reversed(range(100))] == forwards[::-1]
+    after = forwards[7:]
+    assert after == sorted(after, reverse=True)
+    assert len(set(forwards)) >= 7

@@ -1,0 +1,160 @@
+"""What follows from config, data and machine: steps, when to validate, log and save, precision, FLOPs."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+import models
+from conf.schema import Config, Schedule, UserError
+from engine.optim import Curve
+from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int | None = None, **changes) -> Plan:
+    steps = count_steps(epochs=epochs, train_images=images, batch_size=batch)
+    given = Plan(
+        train_images=images,
+        val_images=20,
+        num_classes=10,
+        image_size=224,
+        val_size=256,
+        batch_size=batch,
+        batch_per_rank=batch,
+        world_size=1,
+        epochs=epochs,
+        schedule_steps=steps,
+        stop_step=min(steps, max_steps or steps),
+        curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
+        validate_every_epochs=1,
+        log_every_steps=5,
+        save_every_steps=4,
+        workers=3,
+        workers_reason="as configured",
+        decoder="pillow",
+        device="cpu",
+        device_type="cpu",
+        precision="fp32",
+        channels_last=False,
+        compile="off",
+        parameters=25_557_032,
+        flops_per_image=8_178_000_000,
+    )
+    return dataclasses.replace(given, **changes)
+
+
+def steps_where(plan: Plan, test: str) -> list[int]:
+    return [step for step in range(plan.stop_step + 1) if getattr(plan, test)(step)]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "images", "batch", "steps"),
+    [
+        (90, 1_281_167, 256, 450_411),  # 450,410.3
+        (1, 100, 50, 2),
+        (1, 101, 50, 3),
+        (0.001, 100, 50, 1),
+        (0.1, 30, 3, 1),  # 0.1 * 30 / 3 is 1.0000000000000002 at some orders of these factors
+        (0.3, 100, 10, 3),  # 0.3 * 100 is 30.000000000000004
+        (1.1, 1000, 10, 110),
+    ],
+)
+def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None:
+    assert count_steps(epochs=epochs, train_images=images, batch_size=batch) == steps
+
+
+@pytest.mark.parametrize(("images", "batch"), [(100, 30), (100, 100), (100, 1), (36, 8), (1_281_167, 1024)])
+def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
+    """After the first step at which it has ended: (step - 1) * batch < epoch * images <= step * batch."""
+    found = steps_where(plan(images, batch, epochs=4), "validates")
+    assert found == [math.ceil(epoch * images / batch) for epoch in (1, 2, 3, 4)]
+
+
+def test_every_second_epoch_and_the_end_are_validated() -> None:
+    assert steps_where(plan(100, 10, epochs=5, validate_every_epochs=2), "validates") == [20, 40, 50]
+    assert steps_where(plan(100, 10, epochs=1.5), "validates") == [10, 15]
+    assert steps_where(plan(100, 10, epochs=5, max_steps=33), "validates") == [10, 20, 30, 33]
+    assert steps_where(plan(100, 10, epochs=2, validate_every_epochs=50), "validates") == [20]
+
+
+def test_logs() -> None:
+    assert steps_where(plan(100, 10, epochs=1.2), "logs")[1:] == [5, 10, 12]
+
+
+def test_saves_every_so_often_and_whenever_it_validates() -> None:
+    assert steps_where(plan(100, 10, epochs=1.5), "saves")[1:] == [4, 8, 10, 12, 15]
+
+
+def test_epochs_of_a_step() -> None:
+    given = plan(100, 30)
+    assert given.steps_per_epoch == pytest.approx(10 / 3)
+    assert [given.epochs_ended(step) for step in (0, 3, 4, 6, 7, 10)] == [0, 0, 1, 1, 2, 3]
+    assert [given.epoch(step) for step in (0, 5, 10)] == pytest.approx([0, 1.5, 3])
+    assert plan(1_281_167, 256).epochs_ended(450_411) == 90
+
+
+def test_a_plan_does_not_change() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan().batch_size = 5  # type: ignore[misc]
+
+
+def test_precision() -> None:
+    assert [choose_precision(choice, CPU) for choice in ("auto", "bf16", "fp32")] == ["fp32", "bf16", "fp32"]
+    assert [choose_precision(choice, CUDA) for choice in ("auto", "tf32", "fp32")] == ["bf16", "tf32", "fp32"]
+    low, full = plan(precision="bf16"), plan(precision="tf32")
+    assert (low.input_dtype, full.input_dtype) == (torch.bfloat16, torch.float32)
+    for given, dtype in ((low, torch.bfloat16), (full, torch.float32)):
+        with given.autocast():
+            assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+
+
+def test_compile() -> None:
+    assert [choose_compile(choice, CPU) for choice in ("auto", "off", "default")] == ["off", "off", "default"]
+    assert [choose_compile(choice, CUDA) for choice in ("auto", "off", "max-autotune")] == ["default", "off", "max-autotune"]
+
+
+def test_batches_that_cannot_be() -> None:
+    config = Config()
+    config.loader.batch_size = 12
+    check_batch(config, 12, 4)
+    with pytest.raises(UserError, match=r"^loader\.batch_size=12: larger than the training split \(11 images\)"):
+        check_batch(config, 11, 1)
+    with pytest.raises(UserError, match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks"):
+        check_batch(config, 100, 5)
+
+
+def test_lines_say_what_was_derived() -> None:
+    text = "\n".join(plan(1_281_167, 256, epochs=90).lines())
+    for part in (
+        "1,281,167 training and 20 validation images, 10 classes",
+        "450,411 of 256 images, 5,004.6 an epoch, 90 epochs",
+        "25.56 M parameters, 8.18 GFLOP forward per 224 px image; validated at 256 px",
+        "cpu, fp32, compile off",
+        "3 workers per rank (as configured), decoder pillow",
+    ):
+        assert part in text
+    early = "\n".join(plan(100, 10, epochs=5, max_steps=33, world_size=2, batch_per_rank=5, channels_last=True).lines())
+    assert "33 of 10 images (5 on each of 2 ranks), 10.0 an epoch; stops early, 5 epochs are 50" in early
+    assert "cpu, fp32, channels_last, compile off" in early
+
+
+def test_published_flops() -> None:
+    """torchvision publishes 4.089 G multiply-adds for ResNet-50 at 224 px; each counts as two."""
+    with torch.device("meta"):
+        model = models.build("resnet50", num_classes=1000, image_size=224)
+    assert count_flops(model, 224) == pytest.approx(2 * 4.089e9, rel=0.001)
+    assert model.training
+
+
+def test_size_that_the_model_does_not_take() -> None:
+    with torch.device("meta"):
+        small, fixed = (models.build(name, num_classes=10, image_size=32) for name in ("alexnet", "vit_s16"))
+    with pytest.raises(
+        UserError, match=r"^data\.image_size: the model does not take images of 32 px \(.*\); give another size$"
+    ):
+        count_flops(small, 32)
+    with pytest.raises(UserError, match=r"^augment\.val: the model does not take images of 48 px"):
+        count_flops(fixed, 48, key="augment.val")

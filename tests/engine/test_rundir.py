@@ -1,0 +1,238 @@
+"""The run directory: one process at a time, nothing foreign touched, nothing changed by a refusal."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conf.schema import UserError
+from engine import checkpoint
+from engine.checkpoint import CheckpointError
+from engine.rundir import RunDirectory
+
+ROOT = Path(__file__).parents[2]
+IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
+
+
+def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY) -> Path | None:
+    """Open and close."""
+    with RunDirectory(path) as run:
+        return run.open(resume, identity)
+
+
+def add_checkpoint(path: Path, step: int, identity: dict[str, Any] = IDENTITY) -> Path:
+    content = {"step": step, "identity": identity, "state": {"weights": torch.ones(10)}}
+    return checkpoint.save(path / "checkpoints", content, keep=9, best=False)
+
+
+def tree(folder: Path) -> dict[str, bytes | None]:
+    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run directory with checkpoints of steps 10 and 20."""
+    path = tmp_path / "run"
+    assert open_run(path) is None
+    for step in (10, 20):
+        add_checkpoint(path, step)
+    (path / "config.yaml").write_text("a: 1\n")
+    return path
+
+
+def test_new_folder_with_its_parents(tmp_path: Path) -> None:
+    assert open_run(tmp_path / "a" / "b" / "run name") is None
+    assert set(tree(tmp_path / "a" / "b" / "run name")) == {".lock", "checkpoints"}
+
+
+def test_nothing_is_created_before_open(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run"):
+        assert tree(tmp_path) == {}
+
+
+def test_empty_folder_is_taken(tmp_path: Path) -> None:
+    assert open_run(tmp_path) is None
+
+
+def test_auto_goes_on_from_the_newest(run: Path) -> None:
+    assert open_run(run) == run / "checkpoints" / "step-00000020.pt"
+
+
+def test_auto_passes_over_what_is_damaged(run: Path) -> None:
+    (run / "checkpoints" / "step-00000020.pt").write_bytes(b"half")
+    assert open_run(run) == run / "checkpoints" / "step-00000010.pt"
+    (run / "checkpoints" / "step-00000010.pt").write_bytes(b"half")
+    with pytest.raises(CheckpointError, match="is whole"):
+        open_run(run)
+
+
+def test_what_a_killed_process_left_is_removed(run: Path) -> None:
+    before = tree(run)
+    (run / "checkpoints" / "step-00000030.pt").write_bytes(b"no manifest yet")
+    (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"half")
+    assert open_run(run) == run / "checkpoints" / "step-00000020.pt"
+    assert tree(run) == before
+
+
+def test_a_path_is_taken_as_it_is(run: Path, tmp_path: Path) -> None:
+    ten = run / "checkpoints" / "step-00000010.pt"
+    assert open_run(run, str(ten)) == ten
+    assert open_run(tmp_path / "other", str(ten)) == ten
+
+
+def test_a_path_without_manifest_survives(run: Path, tmp_path: Path) -> None:
+    """Somebody copied one file from another machine."""
+    brought = run / "checkpoints" / "step-00000030.pt"
+    add_checkpoint(tmp_path / "elsewhere", 30).rename(brought)
+    before = brought.read_bytes()
+    assert open_run(run, str(brought)) == brought
+    assert brought.read_bytes() == before
+
+
+def test_never_moves_aside(run: Path, tmp_path: Path) -> None:
+    before = tree(run)
+    for number in (1, 2):
+        assert open_run(run, "never") is None
+        assert set(tree(run)) == {".lock", "checkpoints"}
+        (run / "mine").write_text(str(number))
+    assert tree(tmp_path / "run.old-1") == before
+    assert (tmp_path / "run.old-2" / "mine").read_text() == "1"
+    assert open_run(tmp_path / "new", "never") is None
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "run", "run.old-1", "run.old-2"]
+
+
+def test_never_does_not_look_at_the_checkpoints(run: Path) -> None:
+    for path in (run / "checkpoints").glob("*.pt"):
+        path.write_bytes(b"half")
+    assert open_run(run, "never", {"dataset": "other"}) is None
+
+
+REFUSALS = {
+    "foreign folder": (r"run\.dir=.*/run: holds other things than a run", "auto"),
+    "file": (r"run\.dir=.*/run: is a file", "auto"),
+    "below a file": (r"run\.dir=.*/run/below: cannot be used", "auto"),
+    "path that is not there": (r"checkpoint\.resume=gone\.pt: no such file", "gone.pt"),
+    "path that is a folder": (r"checkpoint\.resume=.*: no such file", "."),
+    "too long": (r"run\.dir=.*: cannot be used: File name too long", "auto"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_refusals_change_nothing(case: str, tmp_path: Path) -> None:
+    message, given = REFUSALS[case]
+    path = tmp_path / "run"
+    if case == "foreign folder":
+        (path / "photos").mkdir(parents=True)
+        (path / "photos" / "cat.jpg").write_bytes(b"mine")
+    elif "file" in case:
+        path.write_text("mine")
+    elif case.startswith("path"):
+        path.mkdir()
+    if case == "below a file":
+        path = path / "below"
+    elif case == "too long":
+        path = tmp_path / ("x" * 300)
+    before = tree(tmp_path)
+    for resume in ("auto", "never") if given == "auto" else (given,):
+        with pytest.raises(UserError, match=message) as error:
+            open_run(path, resume)
+        assert "\n" not in str(error.value)
+        assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000010.pt"])
+def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str) -> None:
+    before = tree(run)
+    path = resume if resume == "auto" else str(run / resume)
+    with pytest.raises(UserError, match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; give another run\.dir"):
+        open_run(run, path, {**IDENTITY, "model.name": "resnet50"})
+    assert tree(run) == before
+
+
+def test_another_training_named_by_path_leaves_an_empty_folder_empty(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match="cannot resume"):
+        open_run(tmp_path / "empty", str(run / "checkpoints" / "step-00000010.pt"), {"dataset": "other"})
+    assert tree(tmp_path / "empty") == {}
+
+
+def test_lock_that_cannot_be_taken_is_one_line(run: Path) -> None:
+    (run / ".lock").unlink()
+    (run / ".lock").mkdir()
+    with pytest.raises(UserError, match=r"run\.dir=.*: cannot be used: Is a directory"):
+        open_run(run)
+
+
+def test_second_user_in_the_same_process_is_refused(run: Path) -> None:
+    before = tree(run)
+    with RunDirectory(run) as first:
+        first.open("auto", IDENTITY)
+        for resume in ("auto", "never"):
+            with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
+                open_run(run, resume)
+        assert tree(run) == before
+    assert open_run(run) is not None
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from engine.rundir import RunDirectory
+run = RunDirectory(Path(sys.argv[1]))
+run.open("auto", {})
+print("open", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_second_process_waits_for_nobody_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == "open\n"
+        with pytest.raises(UserError, match="another process is training in it"):
+            open_run(tmp_path / "run", identity={})
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.wait()
+    assert open_run(tmp_path / "run", identity={}) is None
+
+
+def test_lock_is_not_inherited(run: Path) -> None:
+    """A compiler or a viewer that outlives the trainer must not keep the folder locked."""
+    code = "import time; print('ready', flush=True); time.sleep(1000)"
+    with RunDirectory(run) as first:
+        first.open("auto", IDENTITY)
+        child = subprocess.Popen([sys.executable, "-c", code], close_fds=False, stdout=subprocess.PIPE, text=True)
+        with child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            first.close()
+            assert open_run(run) is not None
+            child.kill()
+
+
+def test_write(run: Path) -> None:
+    RunDirectory(run).write("config.yaml", "b: 2\n")
+    assert (run / "config.yaml").read_text() == "b: 2\n"
+    assert not list(run.glob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ('{"status": "finished", "step": 20, "top1": 5}', {"status": "finished", "step": 20, "top1": 5}),
+        ('{"status": "finished", "step": 10}', None),
+        ('{"status": "interrupted", "step": 20}', None),
+        ("", None),
+        ('{"status": "fin', None),
+        (None, None),
+    ],
+)
+def test_finished_summary(run: Path, text: str | None, found: dict[str, Any] | None) -> None:
+    if text is not None:
+        (run / "summary.json").write_text(text)
+    assert RunDirectory(run).finished_summary(20) == found

@@ -1,0 +1,331 @@
+"""What a run says: rows and curves that a restart neither doubles nor loses, and that never stop training."""
+
+import io
+import json
+import logging
+import resource
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from engine.tracker import HEADER, Tracker, duration, grid
+
+FIGURES = {"gpu/utilization": 95.0, "gpu/power_watts": 600.0, "memory/allocated_gib": 10.0, "memory/reserved_gib": 12.0,
+           "memory/alloc_retries": 0, "memory/ooms": 0}  # fmt: skip
+SCALARS = {
+    "train/loss", "train/top1", "train/top5", "val/loss", "val/top1", "val/top5", "lr", "throughput/images_per_second",
+    "time/data_wait_fraction", "time/copy_ms", "time/step_ms", *FIGURES,
+}  # fmt: skip
+
+
+def train_row(step: int, loss: float = 1.0) -> dict[str, Any]:
+    """As train.py writes them."""
+    return {"step": step, "epoch": step / 10, "split": "train", "loss": loss, "top1": 50.0, "top5": 90.0, "lr": 0.1,
+            "images_per_second": 1234.5678, "data_wait_fraction": 0.25, "copy_ms": 1.5, "step_ms": 20.0,
+            "seconds_left": 3723.0}  # fmt: skip
+
+
+def val_row(step: int, top1: float = 60.0) -> dict[str, Any]:
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "loss": 0.5,
+        "top1": top1,
+        "top5": 95.0,
+        "split": "val",
+        "images": 500,
+        "seconds": 2.0,
+    }
+
+
+def life(folder: Path, start: int, steps: list[int], loss: float) -> None:
+    """One start of a program: a log row at each step, a validation at each 20th."""
+    with Tracker(folder, start_step=start, total_steps=100, epochs=10) as tracker:
+        if start == 0:
+            tracker.text("config", f"loss: {loss}")
+            tracker.images("train/images", torch.zeros(2, 3, 4, 4), scale=torch.tensor(1.0), shift=torch.tensor(0.0), step=0)
+        for step in steps:
+            tracker.train_row(train_row(step, loss), FIGURES)
+            if step % 20 == 0:
+                tracker.val_row(val_row(step, top1=loss), best=False)
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def curves(folder: Path) -> EventAccumulator:
+    """What TensorBoard shows."""
+    events = EventAccumulator(str(folder / "tensorboard"))
+    return events.Reload()
+
+
+def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
+    return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Files of this process cannot grow beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_rows_are_written_at_once(tmp_path: Path) -> None:
+    with Tracker(tmp_path, tensorboard=False) as tracker:
+        tracker.train_row(train_row(1), FIGURES)
+        assert len(rows(tmp_path)) == 1
+        tracker.val_row(val_row(1), best=True)
+        train, val = rows(tmp_path)
+    assert train == {**train_row(1), "images_per_second": 1234.57, **{k.replace("/", "_"): v for k, v in FIGURES.items()}}
+    assert val == val_row(1)
+
+
+def test_rows_after_a_restart(tmp_path: Path) -> None:
+    life(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
+    life(tmp_path, 30, [40, 50, 60], loss=2)
+    found = [(row["split"], row["step"], row["loss" if row["split"] == "train" else "top1"]) for row in rows(tmp_path)]
+    assert found == [("train", 10, 1), ("train", 20, 1), ("val", 20, 1), ("train", 30, 1),
+                     ("train", 40, 2), ("val", 40, 2), ("train", 50, 2), ("train", 60, 2), ("val", 60, 2)]  # fmt: skip
+
+
+def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
+    life(tmp_path, 0, [10, 20], loss=1)
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    line = whole.splitlines()[0]
+    for half in (line[: len(line) // 2], line[:1], b"\0" * 50, b"\xff\xfe{", b"[]", b"3", b"null", b'{"loss": 1}'):
+        (tmp_path / "metrics.jsonl").write_bytes(whole + half)
+        with Tracker(tmp_path, start_step=20, tensorboard=False) as tracker:
+            tracker.train_row(train_row(30), {})
+        assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
+
+
+def test_curves_after_a_restart_have_no_doubled_or_dead_steps(tmp_path: Path) -> None:
+    life(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
+    life(tmp_path, 30, [40, 50, 60], loss=2)
+    life(tmp_path, 50, [60, 70, 80], loss=3)
+    events = curves(tmp_path)
+    assert curve(events, "train/loss") == [(10, 1), (20, 1), (30, 1), (40, 2), (50, 2), (60, 3), (70, 3), (80, 3)]
+    assert curve(events, "val/top1") == [(20, 1), (40, 2), (60, 3), (80, 3)]
+    assert [event.step for event in events.Scalars("gpu/utilization")] == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert len(events.Images("train/images")) == 1
+    assert b"loss: 1" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+
+
+def test_curves_after_a_restart_from_nothing(tmp_path: Path) -> None:
+    """Killed before the first checkpoint: what it wrote is dead from the first step on."""
+    life(tmp_path, 0, [10, 20, 30], loss=1)
+    life(tmp_path, 0, [10, 20], loss=2)
+    events = curves(tmp_path)
+    assert curve(events, "train/loss") == [(10, 2), (20, 2)]
+    assert len(events.Images("train/images")) == 1
+    text = events.Tensors("config/text_summary")[-1]  # texts alone are not purged; the last one is shown first
+    assert b"loss: 2" in text.tensor_proto.string_val[0]
+
+
+def test_tags(tmp_path: Path) -> None:
+    life(tmp_path, 0, [20], loss=1)
+    tags = curves(tmp_path).Tags()
+    assert set(tags["scalars"]) == SCALARS
+    assert tags["images"] == ["train/images"]
+    assert tags["tensors"] == ["config/text_summary"]
+    design = """
+        train/loss train/top1 val/loss val/top1 val/top5 lr throughput/images_per_second
+        time/data_wait_fraction time/copy_ms time/step_ms gpu/utilization gpu/power_watts
+        memory/allocated_gib memory/reserved_gib memory/alloc_retries
+    """
+    assert set(design.split()) <= SCALARS
+
+
+def test_curves_hold_the_values_at_the_step(tmp_path: Path) -> None:
+    life(tmp_path, 0, [20], loss=1.25)
+    events = curves(tmp_path)
+    assert {tag: curve(events, tag) for tag in ("lr", "throughput/images_per_second", "time/step_ms", "gpu/power_watts")} == {
+        "lr": [(20, 0.1)],
+        "throughput/images_per_second": [(20, 1234.5677)],  # float32
+        "time/step_ms": [(20, 20.0)],
+        "gpu/power_watts": [(20, 600.0)],
+    }
+    assert curve(events, "train/loss") == [(20, 1.25)]
+    assert curve(events, "val/loss") == [(20, 0.5)]
+
+
+def test_without_tensorboard(tmp_path: Path) -> None:
+    with Tracker(tmp_path, tensorboard=False) as tracker:
+        tracker.text("config", "a: 1")
+        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=torch.tensor(1.0), shift=torch.tensor(0.0), step=0)
+        tracker.train_row(train_row(1), {})
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize("broken", ["metrics.jsonl", "tensorboard"])
+def test_log_that_cannot_be_opened(tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+    """A file in the place of a folder and the reverse: unlike permissions, this stops root too."""
+    if broken == "tensorboard":
+        (tmp_path / broken).write_text("")
+    else:
+        (tmp_path / broken).mkdir()
+    with caplog.at_level(logging.WARNING):
+        life(tmp_path, 0, [10, 20, 30], loss=1)
+    (record,) = caplog.records
+    assert "cannot be written" in record.getMessage() and "training goes on without it" in record.getMessage()
+    if broken == "tensorboard":
+        assert "TensorBoard" in record.getMessage()
+        assert len(rows(tmp_path)) == 4
+    else:
+        assert "metrics.jsonl" in record.getMessage()
+        assert len(curve(curves(tmp_path), "train/loss")) == 3
+
+
+def test_folder_that_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "run").write_text("")
+    life(tmp_path / "run", 0, [10, 20], loss=1)
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # one for each writer
+    assert capsys.readouterr().out.count("\n") == 4  # the header, two rows, a validation
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread says it, too
+def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with Tracker(tmp_path, total_steps=100, epochs=10) as tracker:
+        tracker.train_row(train_row(10), FIGURES)
+        noise = torch.rand(64, 3, 64, 64)
+        with file_size_limit(10_000):
+            for step in range(20, 1000, 10):
+                tracker.train_row(train_row(step), FIGURES)
+            tracker.images("train/images", noise, scale=torch.tensor(1 / 255), shift=torch.tensor(0.0), step=0)
+            for step in range(1000, 1100, 10):
+                tracker.train_row(train_row(step), FIGURES)
+            tracker.close()
+    assert 1 <= len(caplog.records) <= 2
+    assert "metrics.jsonl cannot be written" in caplog.text and "File too large" in caplog.text
+    life(tmp_path, 10, [20], loss=2)  # and the next start finds what is whole
+    assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20]
+
+
+def test_tensorboard_that_is_not_installed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    life(tmp_path, 0, [10], loss=1)
+    (record,) = caplog.records
+    assert "TensorBoard cannot be written" in record.getMessage()
+    assert len(rows(tmp_path)) == 1
+
+
+def test_silent_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Tracker(None, total_steps=10, epochs=1) as tracker:
+        tracker.say("hello")
+        tracker.text("config", "a: 1")
+        tracker.progress(5)
+        tracker.train_row(train_row(1), FIGURES)
+        tracker.val_row(val_row(1), best=True)
+        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=torch.tensor(1.0), shift=torch.tensor(0.0), step=0)
+        tracker.outcome(SUMMARY)
+    assert capsys.readouterr() == ("", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_grid() -> None:
+    for count, shape in {1: (3, 5, 5), 7: (3, 5, 35), 8: (3, 5, 40), 9: (3, 10, 40), 64: (3, 40, 40)}.items():
+        images = torch.randint(1, 256, (count, 3, 5, 5), dtype=torch.uint8)
+        sheet = grid(images)
+        assert (sheet.shape, sheet.dtype) == (shape, torch.uint8)
+        for i in range(count):
+            row, column = divmod(i, 8)
+            assert torch.equal(sheet[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5], images[i])
+    assert grid(torch.ones(9, 3, 5, 5, dtype=torch.uint8))[:, 5:, 5:].sum() == 0
+
+
+def test_images_are_shown_as_they_were_before_normalising(tmp_path: Path) -> None:
+    from PIL import Image
+
+    pixels = torch.randint(0, 256, (70, 3, 6, 6), dtype=torch.uint8)
+    mean, std = torch.tensor([0.485, 0.456, 0.406])[:, None, None], torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    scale, shift = 1 / (255 * std), -mean / std
+    with Tracker(tmp_path) as tracker:
+        tracker.images("train/images", pixels.float() * scale + shift, scale=scale, shift=shift, step=7)
+    (image,) = curves(tmp_path).Images("train/images")
+    assert image.step == 7
+    shown = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).tobytes()), dtype=torch.uint8)
+    assert torch.equal(shown.view(48, 48, 3).permute(2, 0, 1), grid(pixels[:64]))
+
+
+def test_console_lines_stand_under_their_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
+        tracker.progress(5)  # no terminal: nothing
+        tracker.train_row(train_row(10), {})
+        tracker.train_row(train_row(20), {})
+        tracker.val_row(val_row(20), best=True)
+        tracker.val_row(val_row(30), best=False)
+    header, first, second, best, other = capsys.readouterr().out.splitlines()
+    assert header == HEADER
+    assert len(first) == len(second) == len(HEADER)
+    assert first.split() == ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
+    for title, value in zip(("step", "loss", "top1 %", "img/s", "wait %", "lr", "left"), first.split()[1:], strict=True):
+        assert first.index(value, header.index(title) - 3) + len(value) == header.index(title) + len(title)
+    assert best.endswith("validation: top5 95.00 %, 500 images, 2.0 s  best so far")
+    assert other.endswith("500 images, 2.0 s")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_on_a_terminal_a_live_line_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    with Tracker(tmp_path, total_steps=200, epochs=10, tensorboard=False) as tracker:
+        tracker.progress(50)
+        assert screen.getvalue() == "\r\033[K  step 50 of 200  25.0 %"
+        tracker.say("hello")
+    assert screen.getvalue() == "\r\033[K  step 50 of 200  25.0 %\r\033[Khello\n\r\033[K"
+
+
+SUMMARY = {"status": "finished", "step": 1500, "epoch": 10.0, "top1": 71.25, "top5": 90.5, "best_top1": 72.5, "best_epoch": 9.0,
+           "best_checkpoint": "step-00001350.pt", "images_per_second": 2950.4, "seconds": 65.4}  # fmt: skip
+
+
+def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a run"
+    folder.mkdir()
+    with Tracker(folder, tensorboard=False) as tracker:
+        tracker.outcome(SUMMARY)
+        tracker.outcome({**SUMMARY, "status": "interrupted", "top1": None, "best_checkpoint": None})
+    text = capsys.readouterr().out
+    for line in (
+        "status    finished after 1,500 steps, 10 epochs, in 1:05",
+        "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
+        "speed     2,950 images/s",
+        f"run       {folder}",
+        f"curves    tensorboard --logdir '{folder}/tensorboard'",
+        f"best      {folder}/checkpoints/step-00001350.pt",
+        "status    interrupted after 1,500 steps, 10 epochs, in 1:05",
+        "accuracy  not validated",
+        "best      no checkpoint was validated",
+    ):
+        assert f"\n{line}\n" in text
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.4, 59.6, 60, 3599, 3600, 90061)] == [
+        "0:00",
+        "0:59",
+        "1:00",
+        "1:00",
+        "59:59",
+        "1:00:00",
+        "25:01:01",
+    ]

@@ -1,0 +1,242 @@
+"""The table of models: names, refusals, and weights that come from somewhere else."""
+
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from conf.schema import UserError
+from models.zoo import OURS, adopt_weights, import_torchvision, load_weights
+
+ROOT = Path(__file__).parents[2]
+
+
+def tiny(num_classes: int = 10, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return models.build("resnet_tiny", num_classes=num_classes, image_size=32)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Path:
+    """A state_dict of resnet_tiny with 10 classes."""
+    path = tmp_path / "weights.pt"
+    torch.save(tiny(seed=5).state_dict(), path)
+    return path
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_models_run_and_learn(name: str) -> None:
+    model = models.build(name, num_classes=7, image_size=32)
+    logits = model(torch.randn(2, 3, 32, 32))
+    assert logits.shape == (2, 7) and logits.isfinite().all()
+    logits.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet50", "vit_b_16", "efficientnet_b0", "mobilenet_v3_small", "vgg11_bn", "swin_t"])
+def test_torchvision_models_by_name(name: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, num_classes=7, image_size=64).eval()
+        assert model(torch.empty(2, 3, 64, 64)).shape == (2, 7)
+
+
+def test_available_names() -> None:
+    names = models.available()
+    assert names == sorted(set(names))
+    assert {*OURS, "resnet18", "resnet50", "vit_b_16", "convnext_tiny"} <= set(names)
+    assert len(names) > 60
+    # detection and segmentation are other modules of torchvision; these two give a tuple in training
+    assert set(names).isdisjoint({"fasterrcnn_resnet50_fpn", "fcn_resnet50", "googlenet", "inception_v3"})
+
+
+def test_published_parameter_counts() -> None:
+    with torch.device("meta"):
+        counts = {n: models.parameter_count(models.build(n, num_classes=1000, image_size=224)) for n in ("resnet50", "vit_s16")}
+    assert counts == {"resnet50": 25_557_032, "vit_s16": 22_050_664}
+
+
+@pytest.mark.parametrize(
+    "name", ["resnet51", "ResNet50", "", "resnet50.evil", "os.system", "fasterrcnn_resnet50_fpn", "googlenet"]
+)
+def test_unknown_model(name: str) -> None:
+    with pytest.raises(UserError) as error:
+        models.build(name, num_classes=10, image_size=32)
+    message = str(error.value)
+    assert message.startswith(f"model.name={name}: no such model; ")
+    assert "timm/<name>" in message and all(ours in message for ours in OURS) and "\n" not in message
+    if name == "resnet51":
+        assert "did you mean resnet" in message
+
+
+def test_timm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    with pytest.raises(UserError, match=r"^model\.name=timm/resnet18: timm is not installed; pip install timm$"):
+        models.build("timm/resnet18", num_classes=10, image_size=32)
+
+
+@pytest.mark.parametrize("name", ["vit_s16", "vit_b_16"])
+def test_image_that_the_patches_do_not_divide(name: str) -> None:
+    with pytest.raises(UserError, match=rf"^data\.image_size=40: {name} needs a multiple of its 16 px patches"):
+        models.build(name, num_classes=10, image_size=40)
+
+
+def test_no_published_weights_for_ours() -> None:
+    with pytest.raises(UserError, match=r"^model\.weights=pretrained: there are no published weights for resnet_tiny"):
+        models.build("resnet_tiny", num_classes=10, image_size=32, pretrained=True)
+
+
+def test_is_convnet() -> None:
+    with torch.device("meta"):
+        kinds = {
+            n: models.is_convnet(models.build(n, num_classes=2, image_size=32)) for n in ("resnet_tiny", "resnet50", "vit_s16")
+        }
+    assert kinds == {"resnet_tiny": True, "resnet50": True, "vit_s16": False}
+
+
+def test_import_torchvision() -> None:
+    vision = import_torchvision()
+    assert vision is sys.modules["torchvision"]
+    assert callable(vision.models.get_model)
+
+
+def test_import_torchvision_whose_operators_do_not_load(tmp_path: Path) -> None:
+    """A stand-in that describes an operator that is not there, as one built for CUDA does beside a CPU torch."""
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "__init__.py").write_text(
+        "import torch\n"
+        "for name in ('nms', 'roi_align'):\n"
+        "    torch.library.register_fake(f'torchvision::{name}', lambda dets, scores, iou_threshold: dets)\n"
+        "whole = True\n"
+    )
+    code = "from models.zoo import import_torchvision; print(import_torchvision().whole)"
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.stdout == "True\n", done.stderr
+
+
+def test_weights_from_a_state_dict(weights: Path) -> None:
+    model = tiny()
+    load_weights(model, weights)
+    assert same(model.state_dict(), torch.load(weights, weights_only=True))
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_weights_from_a_checkpoint_are_the_validated_ones(tmp_path: Path, averaged: bool) -> None:
+    plain, average = tiny(seed=1).state_dict(), tiny(seed=2).state_dict()
+    state = {"model": plain, "ema": average if averaged else None, "optimizer": {}, "step": 3}
+    torch.save({"format": 1, "step": 3, "state": state}, tmp_path / "step-00000003.pt")
+    model = tiny()
+    load_weights(model, tmp_path / "step-00000003.pt")
+    assert same(model.state_dict(), average if averaged else plain)
+
+
+def test_weights_for_another_number_of_classes(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny(num_classes=3)
+    fresh = {k: v.clone() for k, v in model.state_dict().items()}
+    with caplog.at_level(logging.WARNING):
+        load_weights(model, weights)
+    stored, now = torch.load(weights, weights_only=True), model.state_dict()
+    assert all(torch.equal(now[k], (fresh if k.startswith("fc.") else stored)[k]) for k in now)
+    (record,) = caplog.records
+    assert "fc.weight, fc.bias stay freshly initialised" in record.getMessage()
+
+
+def test_weights_for_another_number_of_classes_where_the_head_is_a_convolution() -> None:
+    model = models.build("squeezenet1_1", num_classes=3, image_size=64)
+    stored = models.build("squeezenet1_1", num_classes=10, image_size=64).state_dict()
+    adopt_weights(model, stored, origin="test")
+    assert torch.equal(model.state_dict()["features.0.weight"], stored["features.0.weight"])
+
+
+def test_weights_older_than_the_batch_counters(caplog: pytest.LogCaptureFixture) -> None:
+    """torchvision's first weights, resnet18's among them, have no num_batches_tracked."""
+    stored = {k: v for k, v in tiny(seed=5).state_dict().items() if not k.endswith("num_batches_tracked")}
+    model = tiny()
+    adopt_weights(model, stored, origin="test")
+    assert all(torch.equal(model.state_dict()[k], stored[k]) for k in stored)
+    assert not caplog.records
+
+
+OTHERS = ["resnet18-resnet34", "resnet34-resnet18", "resnet50-wide_resnet50_2", "resnet18-resnet18_cifar", "vit_s16-resnet18"]
+
+
+@pytest.mark.parametrize("pair", OTHERS)
+@pytest.mark.parametrize("num_classes", [10, 3])
+def test_weights_of_another_model(pair: str, num_classes: int) -> None:
+    name, other = pair.split("-")
+    with torch.device("meta"):
+        model = models.build(name, num_classes=10, image_size=32)
+        stored = models.build(other, num_classes=num_classes, image_size=32).state_dict()
+    with pytest.raises(UserError, match=r"^model\.weights: their file does not fit the model: "):
+        adopt_weights(model, stored, origin="their file")
+
+
+@pytest.mark.parametrize("lost", ["bn1.weight", "fc.bias", "layer1.0.conv1.weight"])
+def test_weights_with_one_missing(lost: str) -> None:
+    stored = tiny().state_dict()
+    del stored[lost]
+    with pytest.raises(UserError, match=lost):
+        adopt_weights(tiny(), stored, origin="their file")
+
+
+def test_refused_weights_leave_the_model_as_it_was() -> None:
+    model, before = tiny(seed=1), tiny(seed=1).state_dict()
+    stored = tiny(seed=2).state_dict()
+    del stored["layer3.0.conv1.weight"]
+    with pytest.raises(UserError):
+        adopt_weights(model, stored, origin="their file")
+    assert same(model.state_dict(), before)
+
+
+class Evil:
+    """Pickled, it creates a file where it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+def test_weights_that_would_run_code(tmp_path: Path) -> None:
+    path, mark = tmp_path / "weights.pt", tmp_path / "executed"
+    torch.save({**tiny().state_dict(), "evil": Evil(mark)}, path)
+    with pytest.raises(UserError, match=rf"^model\.weights={path}: cannot be read"):
+        load_weights(tiny(), path)
+    assert not mark.exists()
+    torch.load(path, weights_only=False)
+    assert mark.exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    "content", [[1, 2], torch.zeros(3), 5, {"conv1.weight": 5}, {"state": 5}, {"state": {}}, {}, {1: 2}, None]
+)
+def test_files_that_hold_something_else(tmp_path: Path, content: Any) -> None:
+    torch.save(content, tmp_path / "weights.pt")
+    with pytest.raises(UserError, match=r"model\.weights"):
+        load_weights(tiny(), tmp_path / "weights.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip file", b"PK\x03\x04"])
+def test_files_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "weights.pt").write_bytes(content)
+    with pytest.raises(UserError, match=r"weights\.pt: cannot be read"):
+        load_weights(tiny(), tmp_path / "weights.pt")
+    with pytest.raises(UserError, match=r"cannot be read"):
+        load_weights(tiny(), tmp_path)
+    with pytest.raises(UserError, match=r"gone\.pt: no such file"):
+        load_weights(tiny(), tmp_path / "gone.pt")

@@ -1,0 +1,643 @@
+"""Batches from workers: those of their samples, whatever happens to the workers; else an error that says why."""
+
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.dataset import FakeDataset, FolderDataset
+from pipeline.index import load_index
+from pipeline.loader import HostBatch, Loader, LoaderError, Pinned, WorkerPool, slots_needed, start_source
+from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.worker import EMPTY_ROW
+
+REPOSITORY = Path(__file__).parents[2]
+SIZE = 24
+START_METHODS = ["fork", "forkserver", "spawn"]
+# A watchdog, not a measurement: long enough for the slowest machine, so that a test of something broken ends.
+PATIENCE_SECONDS = 60
+
+
+def until(condition: Callable[[], Any]) -> Any:
+    """Wait for something that another process does; return what `condition` returned at last."""
+    give_up = time.monotonic() + PATIENCE_SECONDS
+    while not (value := condition()):
+        assert time.monotonic() < give_up, "waited in vain"
+        time.sleep(0.005)
+    return value
+
+
+def process_state(pid: int) -> str:
+    """As in proc(5): R running, S sleeping, T stopped, Z zombie, ...; X when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def is_running(pid: int) -> bool:
+    return process_state(pid) not in "ZX"
+
+
+def children(pid: int) -> list[int]:
+    """All descendants of a process."""
+    try:
+        own = [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return own + [grandchild for child in own for grandchild in children(child)]
+
+
+def open_dataset(root: Path, *, side: int = SIZE) -> FolderDataset:
+    transform = Compose(build([{"random_resized_crop": {"size": side}}, "horizontal_flip"], TRANSFORMS, key="augment.train"))
+    return FolderDataset(load_index(root, key="data.train"), transform, seed=7)
+
+
+@contextmanager
+def open_loader(
+    dataset: FolderDataset,
+    *,
+    workers: int = 2,
+    start_method: str = "fork",
+    batch_size: int = 8,
+    slots: int = 4,
+    hold: int = 1,
+    skip: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Loader]:
+    source = start_source(dataset, batch_size=batch_size // world_size, size=SIZE, slots=slots, skip_unreadable=skip)
+    sampler = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3, rank=rank, world_size=world_size)
+    with WorkerPool([source], workers=workers, start_method=start_method, timeout_seconds=PATIENCE_SECONDS) as pool:
+        yield Loader(pool, 0, sampler.samples, hold=hold)
+
+
+def check(batch: HostBatch, dataset: FolderDataset, samples: np.ndarray) -> None:
+    """Compare a batch with its samples, loaded here one by one."""
+    assert (batch.images.dtype, batch.labels.dtype) == (torch.uint8, torch.int64)
+    for row, (epoch, index) in enumerate(samples.tolist()):
+        pixels, label = dataset.load(epoch, index)
+        np.testing.assert_array_equal(batch.images[row].numpy(), pixels.transpose(2, 0, 1))
+        assert batch.labels[row].item() == label
+    assert (batch.labels[len(samples) :] == EMPTY_ROW).all()
+
+
+def check_all(loader: Loader, dataset: FolderDataset, start: int, stop: int) -> None:
+    steps = []
+    for batch in loader.batches(start, stop):
+        check(batch, dataset, loader.samples(batch.step))
+        batch.release(None)
+        steps.append(batch.step)
+    assert steps == list(range(start, stop))
+
+
+def drain(batches: Iterator[HostBatch]) -> None:
+    for batch in batches:
+        batch.release(None)
+
+
+@pytest.fixture
+def changeable(image_root: Path, tmp_path: Path) -> Path:
+    """A copy of the training split that a test may damage."""
+    return shutil.copytree(image_root / "train", tmp_path / "train")
+
+
+class Trap:
+    """A FIFO in an image's place: the worker that comes to it waits until it is killed."""
+
+    def __init__(self, path: str) -> None:
+        self.path = Path(path)
+        self.image = self.path.rename(f"{path}.kept")
+        os.mkfifo(self.path)
+
+    def catch(self, pool: WorkerPool) -> int:
+        """Wait until a worker is reading the FIFO; return its id."""
+
+        def opened() -> int | None:
+            try:
+                return os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError as error:
+                if error.errno != errno.ENXIO:  # no reader yet
+                    raise
+                return None
+
+        self.writer = until(opened)  # kept open, or the worker would read an empty file
+        return until(lambda: next((w.process.pid for w in pool.workers if self._is_open_in(w.process.pid)), None))
+
+    def _is_open_in(self, pid: int) -> bool:
+        try:
+            return any(os.path.samefile(fd, self.path) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.exists())
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    def kill(self, pid: int) -> None:
+        os.kill(pid, signal.SIGSTOP)  # it must not see that the FIFO has ended
+        until(lambda: process_state(pid) == "T")
+        os.close(self.writer)  # before the worker that replaces it is forked, or that one would have it open too
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not is_running(pid))
+
+    def remove(self) -> None:
+        self.image.replace(self.path)
+
+
+# Equal batches.
+
+
+@pytest.mark.parametrize(
+    ("workers", "start_method"),
+    [(0, "forkserver"), (1, "fork"), (1, "spawn"), (2, "fork"), (2, "forkserver"), (4, "forkserver"), (4, "spawn")],
+)
+def test_batches_are_equal_for_any_number_of_workers_and_start_method(
+    image_root: Path, workers: int, start_method: str
+) -> None:
+    dataset = open_dataset(image_root / "train")
+    # 80 images: tasks of 32, 32 and 16; a batch straddles three epochs of 36
+    with open_loader(dataset, workers=workers, start_method=start_method, batch_size=80, slots=3) as loader:
+        assert len(loader.pool.workers) == workers
+        check_all(loader, dataset, 0, 4)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_iteration_starts_anywhere_and_can_be_left_and_taken_up_elsewhere(image_root: Path, workers: int) -> None:
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset, workers=workers) as loader:
+        check_all(loader, dataset, 5, 9)
+        for batch in loader.batches(0, 100):
+            if batch.step == 2:
+                break  # with this batch not released and others in work
+            batch.release(None)
+        check_all(loader, dataset, 1001, 1006)
+        assert list(loader.batches(7, 7)) == []
+
+
+def test_ranks_together_load_what_one_rank_loads(image_root: Path) -> None:
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset) as alone, open_loader(dataset, rank=0, world_size=2) as first:
+        with open_loader(dataset, rank=1, world_size=2) as second:
+            for whole, *halves in zip(*(loader.batches(2, 8) for loader in (alone, first, second)), strict=True):
+                assert torch.equal(torch.cat([half.images for half in halves]), whole.images)
+                assert torch.equal(torch.cat([half.labels for half in halves]), whole.labels)
+                for batch in (whole, *halves):
+                    batch.release(None)
+
+
+def test_training_and_validation_share_the_workers(image_root: Path) -> None:
+    train, val = open_dataset(image_root / "train"), open_dataset(image_root / "val")
+    sources = [start_source(dataset, batch_size=8, size=SIZE, slots=4) for dataset in (train, val)]
+    order = TrainSampler(num_samples=36, batch_size=8, seed=3)
+    once = ValSampler(num_samples=15, batch_size=8)
+    with WorkerPool(sources, workers=2, start_method="fork") as pool:
+        training, validation = Loader(pool, 0, order.samples, hold=1), Loader(pool, 1, once.samples, hold=1)
+        batches = training.batches(0, 12)
+        for step in range(12):
+            batch = next(batches)
+            if step % 4 == 2:  # in the middle, with training batches under way
+                lengths = []
+                for val_batch in validation.batches(0, len(once)):
+                    check(val_batch, val, once.samples(val_batch.step))
+                    lengths.append(int((val_batch.labels != EMPTY_ROW).sum()))
+                    val_batch.release(None)
+                assert lengths == [8, 7]
+            check(batch, train, order.samples(step))
+            batch.release(None)
+
+
+def test_batches_say_when_they_are_ready(image_root: Path) -> None:
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset) as loader:
+        assert not loader.ready()  # nothing has been asked for
+        batches = loader.batches(0, 3)
+        next(batches).release(None)
+        until(loader.ready)
+        next(batches).release(None)
+        next(batches).release(None)
+        assert not loader.ready()  # there are no more
+
+
+def test_fake_dataset_makes_batches_too() -> None:
+    dataset = FakeDataset(num_samples=100, num_classes=10, size=SIZE)
+    source = start_source(dataset, batch_size=50, size=SIZE, slots=3)
+    with WorkerPool([source], workers=2, start_method="spawn") as pool:
+        loader = Loader(pool, 0, TrainSampler(num_samples=100, batch_size=50, seed=0).samples, hold=1)
+        seen = [label for batch in loader.batches(0, 2) for label in batch.labels.tolist()]
+    assert sorted(seen) == sorted(list(range(10)) * 10)
+
+
+# Buffers.
+
+
+@pytest.mark.parametrize(("workers", "hold"), [(0, 1), (2, 1), (2, 3)])
+def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, hold: int) -> None:
+    """The consumer looks at each batch as late as it may, when `hold` others have been taken after it."""
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset, workers=workers, slots=5, hold=hold) as loader:
+        held: list[HostBatch] = []
+        places = set()
+        for batch in loader.batches(0, 20):
+            places.add((batch.images.data_ptr(), batch.labels.data_ptr()))
+            held.append(batch)
+            if len(held) == hold + 1:
+                # The workers are as far ahead as they can be; without workers, nothing is done ahead.
+                until(lambda: not workers or loader.pool.done(sorted(loader.pool.open)))
+                check(held[0], dataset, loader.samples(held[0].step))
+                held.pop(0).release(None)
+        assert len(places) == 5
+
+
+def test_holding_too_many_batches_is_our_mistake(image_root: Path) -> None:
+    with open_loader(open_dataset(image_root / "train"), slots=4, hold=2) as loader:
+        batches = loader.batches(0, 10)
+        held = [next(batches), next(batches), next(batches)]  # it had two when it asked for the third
+        with pytest.raises(AssertionError, match="still in use"):
+            held.append(next(batches))
+        assert len(held) == 3
+
+
+def test_ring_that_is_too_small_is_our_mistake(image_root: Path) -> None:
+    source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=2)
+    with WorkerPool([source], workers=0) as pool, pytest.raises(AssertionError, match="one batch more"):
+        Loader(pool, 0, lambda step: np.zeros((8, 2), np.int64), hold=2)
+
+
+class Event:
+    """Stands for the CUDA event of a copy; counts how often it has been waited for."""
+
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def test_slot_is_written_again_only_after_the_copy_out_of_it(image_root: Path) -> None:
+    with open_loader(open_dataset(image_root / "train"), slots=4, hold=1) as loader:
+        events = []
+        for batch in loader.batches(0, 12):
+            events.append(Event())
+            batch.release(events[-1])
+            # 3 batches are under way: of the 4 slots all but that of the newest has been waited for
+            submitted = min(batch.step + 3, 12)
+            assert [event.waited for event in events] == [int(step < submitted - 4) for step in range(len(events))]
+        assert sum(event.waited for event in events) == 12 - 4
+
+
+@pytest.mark.parametrize("batch_size", [8, 32, 100, 256, 1024])
+@pytest.mark.parametrize("workers", [0, 1, 4, 15])
+@pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
+def test_ring_has_room_for_the_workers_and_the_prefetcher(batch_size: int, workers: int, prefetch_factor: int) -> None:
+    slots = slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=prefetch_factor, prefetch_batches=2)
+    ahead = slots - 3  # the prefetcher may hold two and the step one
+    assert ahead >= 1
+    assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker has its hands full
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) -> None:
+    """Docker gives /dev/shm 64 MiB, and what a killed run leaves there stays."""
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset, start_method=start_method) as loader:
+        check_all(loader, dataset, 0, 3)
+        for pid in (os.getpid(), *(w.process.pid for w in loader.pool.workers)):
+            mapped = Path(f"/proc/{pid}/maps").read_text()
+            assert "/memfd:batches" in mapped
+            assert "/dev/shm" not in mapped
+            assert not any("/dev/shm" in os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink())
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_closing_leaves_no_process_and_no_descriptor(image_root: Path, start_method: str) -> None:
+    dataset = open_dataset(image_root / "train")
+    pids, descriptors = set(), []
+    for _ in range(3):
+        with open_loader(dataset, start_method=start_method) as loader:
+            next(loader.batches(0, 1)).release(None)
+            pids |= {w.process.pid for w in loader.pool.workers}
+        del loader
+        descriptors.append(len(os.listdir("/proc/self/fd")))
+    assert len(pids) == 6
+    assert not any(is_running(pid) for pid in pids)
+    assert descriptors[1] == descriptors[2]  # the first start may open a pipe to the forkserver
+
+
+def test_workers_import_no_torch(image_root: Path) -> None:
+    """They start in a fraction of a second and stay small."""
+    with open_loader(open_dataset(image_root / "train"), workers=1, start_method="spawn") as loader:
+        next(loader.batches(0, 1)).release(None)
+        assert "libtorch" not in Path(f"/proc/{loader.pool.workers[0].process.pid}/maps").read_text()
+        assert "libtorch" in Path("/proc/self/maps").read_text()
+
+
+# Workers that die.
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_killed_worker_is_replaced_and_batches_stay_equal(
+    changeable: Path, caplog: pytest.LogCaptureFixture, start_method: str
+) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, start_method=start_method) as loader:
+        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))  # the worker owns the slot of step 1, half written
+        batches = loader.batches(0, 12)
+        first = next(batches)
+        pid = trap.catch(loader.pool)
+        trap.remove()
+        trap.kill(pid)
+        check(first, dataset, loader.samples(0))
+        first.release(None)
+        for batch in batches:
+            check(batch, dataset, loader.samples(batch.step))
+            batch.release(None)
+        assert batch.step == 11
+        assert len([w for w in loader.pool.workers if is_running(w.process.pid)]) == 2
+        assert not is_running(pid)
+    assert len(caplog.records) == 1
+    assert f"loader worker {pid} died (SIGKILL; SIGKILL is often the kernel out of memory)" in caplog.text
+
+
+def test_all_workers_killed_between_batches(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset, workers=3) as loader:
+        for batch in loader.batches(0, 30):
+            check(batch, dataset, loader.samples(batch.step))
+            batch.release(None)
+            if batch.step % 10 == 4:  # idle or at work, as it happens
+                for worker in loader.pool.workers:
+                    os.kill(worker.process.pid, signal.SIGKILL)
+    assert len(caplog.records) == 9
+    assert all("died (SIGKILL" in record.message for record in caplog.records)
+
+
+def test_task_that_kills_its_worker_twice_is_named(changeable: Path) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset) as loader, ThreadPoolExecutor(1) as thread:
+        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
+
+        def kill_twice() -> None:
+            for _ in range(2):
+                trap.kill(trap.catch(loader.pool))
+
+        batches = loader.batches(0, 12)
+        next(batches).release(None)
+        killer = thread.submit(kill_twice)
+        with pytest.raises(LoaderError) as error:
+            drain(batches)
+        killer.result()
+    assert str(error.value).startswith("loader workers died twice (SIGKILL")
+    assert str(error.value).endswith(str(trap.path))
+
+
+def test_task_that_waited_behind_a_deadly_one_is_not_blamed(changeable: Path, caplog: pytest.LogCaptureFixture) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, workers=1) as loader:  # it has two tasks in hand
+        traps = [Trap(dataset.name(int(loader.samples(step)[0, 1]))) for step in (1, 2)]
+        with ThreadPoolExecutor(1) as thread:
+
+            def kill_at_both() -> None:
+                for trap in traps:
+                    pid = trap.catch(loader.pool)
+                    trap.remove()
+                    trap.kill(pid)
+
+            killer = thread.submit(kill_at_both)
+            check_all(loader, dataset, 0, 5)
+            killer.result()
+    assert len(caplog.records) == 2
+
+
+def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A scheduler's signal to the whole process group ends it; its workers then belong to nobody."""
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset, start_method="forkserver", batch_size=80) as loader:
+        orphans = [w.process.pid for w in loader.pool.workers]
+        server = int(Path(f"/proc/{orphans[0]}/stat").read_text().rpartition(")")[2].split()[1])
+        assert server != os.getpid()
+        taken = []
+        for batch in loader.batches(0, 12):
+            taken.append(replace(batch, images=batch.images.clone(), labels=batch.labels.clone()))
+            batch.release(None)  # at once: the next is then not ready, and waiting for it shows that the workers are lost
+            if batch.step == 1:
+                os.kill(server, signal.SIGKILL)
+                until(lambda: not is_running(server))
+        assert not any(is_running(pid) for pid in orphans)
+    for batch in taken:
+        check(batch, dataset, loader.samples(batch.step))
+    assert [f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans] == [True, True]
+
+
+GROUP = """
+import os, signal, sys, threading
+from pathlib import Path
+import numpy as np
+from pipeline.dataset import FakeDataset
+from pipeline.loader import WorkerPool, start_source
+
+def state(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+def descendants(pid):
+    own = [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
+    return own + [grandchild for child in own for grandchild in descendants(child)]
+
+def send_all():
+    while not finished.is_set():
+        for number in numbers:
+            os.killpg(0, number)
+        finished.wait(0.001)
+
+received, finished = set(), threading.Event()
+numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
+for number in numbers:
+    signal.signal(number, lambda number, frame: received.add(number))
+source = start_source(FakeDataset(num_samples=100, num_classes=2, size=64), batch_size=64, size=64, slots=3)
+sender = threading.Thread(target=send_all, daemon=True)
+sender.start()
+with WorkerPool([source], workers=3, start_method=sys.argv[1]) as pool:
+    started = descendants(os.getpid())
+    for step in range(50):
+        pool.wait([pool.submit(0, 0, row, np.zeros((16, 2), np.int64)) for row in range(0, 64, 16)])
+    finished.set()
+    sender.join()
+    assert received == set(numbers), received
+    assert [pid for pid in started if state(pid) in "ZX"] == [], [(pid, state(pid)) for pid in started]
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
+"""
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_signals_to_the_process_group_are_left_to_the_training_process(start_method: str) -> None:
+    """Ctrl-C and a scheduler's warning reach every process; it is the training process that decides when to end.
+
+    Signals come by the hundred from before the first worker is started.
+    """
+    command = [sys.executable, "-c", GROUP, start_method]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS, process_group=0)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# Files that cannot be read.
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_file_ends_the_run_and_is_named(changeable: Path, workers: int) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, workers=workers) as loader:
+        path = Path(dataset.name(int(loader.samples(2)[3, 1])))
+        path.write_bytes(path.read_bytes()[:-500])
+        check_all(loader, dataset, 0, 2)
+        with pytest.raises(LoaderError, match=f"^{path}: OSError: .*truncated"):
+            next(loader.batches(2, 3))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest.LogCaptureFixture, workers: int) -> None:
+    dataset = open_dataset(changeable)
+    bad = {20, 21, 35}  # two neighbours, and the last, whose successor is the first
+    for index in bad:
+        Path(dataset.name(index)).write_bytes(b"<html>404</html>")
+    with open_loader(dataset, workers=workers, skip=True) as loader:
+        for batch in loader.batches(0, 9):  # two epochs
+            samples = loader.samples(batch.step)
+            replaced = [(epoch, {20: 22, 21: 22, 35: 0}.get(index, index)) for epoch, index in samples.tolist()]
+            check(batch, dataset, np.array(replaced))
+            batch.release(None)
+        skipped = loader.pool.skipped
+    assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
+    assert {line.split(":")[0] for line in skipped} == {dataset.name(index) for index in bad}
+    assert len(caplog.records) == len(skipped)
+    assert all(record.message.startswith("skipped /") for record in caplog.records)
+
+
+def test_nothing_readable_is_an_error_even_when_skipping(changeable: Path) -> None:
+    dataset = open_dataset(changeable)
+    for index in range(len(dataset)):
+        Path(dataset.name(index)).write_bytes(b"")
+    with open_loader(dataset, skip=True) as loader, pytest.raises(LoaderError, match=r"35 images before it: none can be read"):
+        next(loader.batches(0, 1))
+
+
+def test_images_of_another_size_than_the_buffer_are_named(image_root: Path) -> None:
+    dataset = open_dataset(image_root / "train", side=30)
+    with open_loader(dataset) as loader:
+        path = dataset.name(int(loader.samples(0)[0, 1]))
+        with pytest.raises(LoaderError, match=f"^{path}: the transforms made 30x30 pixels, the batch holds 24x24"):
+            next(loader.batches(0, 1))
+
+
+@pytest.mark.parametrize("start_method", ["fork", "forkserver"])
+def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str) -> None:
+    """As on a network file system that has gone away."""
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, start_method=start_method) as loader:
+        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
+        batches = loader.batches(0, 12)
+        next(batches).release(None)
+        loader.pool.timeout_seconds = 0.5
+        with pytest.raises(LoaderError, match=r"no image for 0.5 s \(loader.timeout_seconds\); still reading") as error:
+            drain(batches)
+        assert f"{trap.path} (worker " in str(error.value)
+        pids = [w.process.pid for w in loader.pool.workers]
+    assert not any(is_running(pid) for pid in pids)
+
+
+def test_slow_consumer_is_no_stuck_worker(image_root: Path) -> None:
+    """A validation or a checkpoint may take longer than the timeout."""
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset) as loader:
+        batches = loader.batches(0, 8)
+        next(batches).release(None)
+        loader.pool.timeout_seconds = 0.5
+        until(lambda: loader.pool.done(sorted(loader.pool.open)))
+        time.sleep(0.6)
+        for batch in batches:
+            check(batch, dataset, loader.samples(batch.step))
+            batch.release(None)
+
+
+# Nothing outlives the training process.
+
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.dataset import FolderDataset
+from pipeline.index import load_index
+from pipeline.loader import WorkerPool, start_source
+
+index = load_index(sys.argv[1], key="data.train")
+os.remove(index.path(0))
+os.mkfifo(index.path(0))
+transform = Compose(build([{"center_crop": {"size": 24}}], TRANSFORMS, key="augment.train"))
+source = start_source(FolderDataset(index, transform), batch_size=1, size=24, slots=3)
+pool = WorkerPool([source], workers=3, start_method=sys.argv[2], timeout_seconds=1000)
+pool.submit(0, 0, 0, np.array([[0, 0]]))  # this worker will never be done
+pool.wait([pool.submit(0, 1, 0, np.array([[0, 1]]))])
+print(index.path(0), flush=True)
+pool.wait([0])
+"""
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -> None:
+    command = [sys.executable, "-c", SCRIPT, str(changeable), start_method]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        fifo = process.stdout.readline().strip()
+        with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it waiting for more
+            family = children(process.pid)
+            assert len(family) >= 3
+            assert all(is_running(pid) for pid in family)
+            process.kill()
+            process.wait()
+            until(lambda: not any(is_running(pid) for pid in family))
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_interpreter_can_end_without_closing_the_pool(changeable: Path, start_method: str) -> None:
+    command = [sys.executable, "-c", SCRIPT.replace("pool.wait([0])", ""), str(changeable), start_method]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_method: str) -> None:
+    source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=3)
+    WorkerPool([source], workers=1, start_method=start_method).close()  # a forkserver is there afterwards in any case
+    before = set(children(os.getpid()))
+    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
+    free = [number for number in range(1000) if number not in used]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            WorkerPool([source], workers=40, start_method=start_method)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    until(lambda: not any(map(is_running, set(children(os.getpid())) - before)))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_buffers_are_page_locked_while_in_use(image_root: Path) -> None:
+    source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=4)
+    pixels = torch.from_numpy(source.pixels.array)
+    with Pinned([source.pixels, source.labels]) as pinned:
+        assert len(pinned.locked) == 2
+        assert pixels.is_pinned()
+        assert pixels[3].is_pinned()
+    assert not pixels.is_pinned()

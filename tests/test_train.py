@@ -1,0 +1,768 @@
+"""The real train() and the real command line, end to end on small JPEG files.
+
+Faults come from outside: signals, broken files, a full disk, a console nobody reads. A training process whose console is a
+4 KiB pipe that nobody reads stands still after a known number of log lines; that is how a signal is sent at a known place
+without a word about time.
+"""
+
+import contextlib
+import fcntl
+import gc
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import train
+from conf import cli
+from conf.schema import Config
+from engine import checkpoint
+
+REPOSITORY = Path(train.__file__).parent
+BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.epochs=2",
+        "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
+# 36 images in batches of 8: 54 steps, validated after 32 and 54, a checkpoint besides after 35 (in the middle of an epoch).
+LONG = ["train.epochs=12", "train.validate_every_epochs=7", "checkpoint.every_steps=35"]
+# The console of a LONG run holds 38 log lines in any case and never all 54.
+STOP_AFTER_ROW = 38
+HANGS_SECONDS = 120  # only ends a test that would hang
+PLAIN_TAGS = {"train/loss", "train/top1", "val/loss", "val/top1", "val/top5", "lr", "throughput/images_per_second",
+              "time/data_wait_fraction", "time/copy_ms", "time/step_ms"}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """One thread, here and in child processes: bits depend on the number, and on a busy machine two wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()  # train() collects garbage: it need not look through what pytest and torch have imported
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """main() sets up the root logger for its process; here it is given back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
+    return train.train(compose(root, folder, *overrides))
+
+
+def compose(root: Path, folder: Path, *overrides: str) -> Config:
+    return cli.load([*BASE, f"data.root={root}", f"run.dir={folder}", *overrides])
+
+
+def command(root: Path, folder: Path, *overrides: str) -> list[str]:
+    return [sys.executable, str(REPOSITORY / "train.py"), *BASE, f"data.root={root}", f"run.dir={folder}", *overrides]
+
+
+def torchrun(root: Path, folder: Path, *overrides: str) -> list[str]:
+    """The command line for two ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return launcher + command(root, folder, *overrides)[1:]
+
+
+def rows(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, without what the clock says."""
+    everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in everything if row["split"] == split]
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """The state in a run's newest checkpoint."""
+    found = checkpoint.load_newest(folder / "checkpoints")
+    assert found is not None
+    state: dict[str, Any] = found[1]["state"]
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, through all containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def files(folder: Path) -> dict[str, tuple[int, int]]:
+    """Every file below a folder with what changes when somebody writes it."""
+    found = [p for p in sorted(folder.rglob("*")) if p.is_file()]
+    return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
+    deadline = time.monotonic() + HANGS_SECONDS
+    while not condition():
+        assert process is None or process.poll() is None, f"ended early with status {process.returncode}"
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.01)
+
+
+@contextmanager
+def stalled(
+    arguments: Sequence[str], folder: Path, after_row: int
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """A training process that has logged step `after_row`, whose console is full before step 54, and what lets it go on."""
+    read, write = os.pipe()
+    fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    console: list[bytes] = []
+    drain = threading.Thread(target=lambda: console.extend(iter(lambda: os.read(read, 65536), b"")))
+
+    def logged() -> bool:
+        path = folder / "metrics.jsonl"
+        return path.exists() and any(json.loads(x)["step"] >= after_row for x in path.read_text().split("\n")[:-1])
+
+    def let_go() -> str:
+        drain.start()
+        process.wait(HANGS_SECONDS)
+        drain.join(HANGS_SECONDS)
+        return b"".join(console).decode()
+
+    with subprocess.Popen(arguments, stdout=write, start_new_session=True) as process:
+        os.close(write)
+        try:
+            wait_until(logged, process)
+            yield process, let_go
+        finally:
+            if process.poll() is None:
+                for left in family(process.pid):
+                    os.kill(left, signal.SIGKILL)
+            drain.is_alive() or drain.ident or drain.start()
+            process.wait()
+    drain.join(HANGS_SECONDS)
+    os.close(read)
+
+
+def family(process: int) -> list[int]:
+    """A process and its descendants, eldest first."""
+    found = [process]
+    for pid in found:
+        with contextlib.suppress(OSError):
+            found += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+    return found
+
+
+def rank_of(process: int) -> str:
+    variables = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
+    return next((v[5:].decode() for v in variables if v.startswith(b"RANK=")), "")
+
+
+def survivors(session: int) -> list[str]:
+    """Processes of a session that still run."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, _, _, own_session = stat.read_text().rpartition(")")[2].split()[:4]
+            if int(own_session) == session and state not in "ZX":
+                found.append((stat.parent / "cmdline").read_text().replace("\0", " "))
+        except OSError:
+            continue  # it ended while we looked
+    return found
+
+
+@pytest.fixture(scope="module")
+def short(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 9 steps and its summary."""
+    folder = tmp_path_factory.mktemp("short") / "run"
+    return folder, run(image_root, folder, "log.tensorboard=true")
+
+
+@pytest.fixture(scope="module")
+def straight(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A run of 54 steps that nothing stops, and its summary."""
+    folder = tmp_path_factory.mktemp("straight") / "run"
+    return folder, run(image_root, folder, *LONG, "log.tensorboard=true")
+
+
+def check_continued(folder: Path, summary: dict[str, Any], straight: tuple[Path, dict[str, Any]]) -> None:
+    """A run that was stopped ended as the one that never was; its rows are there once each, in order."""
+    assert summary["status"] == "finished"
+    assert summary["params_sha256"] == straight[1]["params_sha256"]
+    assert same(stored(folder), stored(straight[0]))
+    assert rows(folder, "val") == rows(straight[0], "val")
+    assert [r["step"] for r in rows(folder, "train")] == [r["step"] for r in rows(straight[0], "train")]
+    learned = [(r["loss"], r["top1"], r["lr"]) for r in rows(folder, "train")]
+    assert learned == [(r["loss"], r["top1"], r["lr"]) for r in rows(straight[0], "train")]
+
+
+def check_curves(folder: Path, *, log_every: int = 1) -> EventAccumulator:
+    """TensorBoard shows what metrics.jsonl holds: each step once, rising, under the names of the design."""
+    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    board.Reload()
+    assert set(board.Tags()["scalars"]) >= PLAIN_TAGS
+    for tag, split, key in (
+        ("train/loss", "train", "loss"),
+        ("train/top1", "train", "top1"),
+        ("lr", "train", "lr"),
+        ("throughput/images_per_second", "train", "images_per_second"),
+        ("time/data_wait_fraction", "train", "data_wait_fraction"),
+        ("time/copy_ms", "train", "copy_ms"),
+        ("time/step_ms", "train", "step_ms"),
+        ("val/loss", "val", "loss"),
+        ("val/top1", "val", "top1"),
+        ("val/top5", "val", "top5"),
+    ):
+        expected = {row["step"]: pytest.approx(row[key], rel=1e-4, abs=1e-6) for row in rows(folder, split)}
+        events = board.Scalars(tag)
+        assert [e.step for e in events] == list(expected), tag
+        assert {e.step: e.value for e in events} == expected, tag
+    return board
+
+
+# The same seed gives the same model, whatever brings the images.
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["loader.workers=1"],  # the same again
+        ["loader.workers=0"],
+        ["loader.workers=2"],
+        ["loader.workers=4"],
+        ["loader.workers=2", "loader.start_method=fork"],
+        ["loader.workers=2", "loader.start_method=spawn"],
+        ["loader.workers=2", "loader.prefetch_batches=1", "loader.prefetch_factor=1"],
+        ["loader.workers=2", "loader.prefetch_batches=5", "loader.prefetch_factor=7"],
+        ["log.every_steps=4", "log.tensorboard=true", "checkpoint.every_steps=2"],
+    ],
+    ids=" ".join,
+)
+def test_same_result(overrides: list[str], image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    summary = run(image_root, tmp_path / "run", *overrides)
+    assert summary["params_sha256"] == short[1]["params_sha256"]
+    assert same(stored(tmp_path / "run"), stored(short[0]))
+    assert rows(tmp_path / "run", "val") == rows(short[0], "val")
+
+
+def test_another_seed(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    summary = run(image_root, tmp_path / "run", "train.seed=1")
+    assert summary["status"] == "finished" and summary["params_sha256"] != short[1]["params_sha256"]
+
+
+# What a run leaves behind.
+
+
+def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = short
+    names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
+    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "summary.json"}
+    assert json.loads((folder / "summary.json").read_text()) == summary
+
+    val = rows(folder, "val")
+    assert summary["status"] == "finished" and summary["step"] == 9
+    assert (summary["top1"], summary["top5"]) == (pytest.approx(val[-1]["top1"]), pytest.approx(val[-1]["top5"]))
+    assert summary["images_per_second"] > 0
+    state = stored(folder)
+    model = train.models.build("resnet_tiny", num_classes=3, image_size=32)
+    model.load_state_dict(state["model"])
+    assert summary["params_sha256"] == train.params_sha256(model)
+
+    assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
+    assert [(r["step"], r["images"]) for r in val] == [(5, 15), (9, 15)]
+    named = {"step", "epoch", "split", "loss", "top1", "top5", "lr", "images_per_second", "data_wait_fraction"}
+    assert all(row.keys() >= named for row in rows(folder, "train"))
+    assert rows(folder, "train")[-1]["epoch"] == 2
+
+    saved = {p.name for p in (folder / "checkpoints").iterdir()}
+    steps = {"step-00000005.pt", "step-00000005.json", "step-00000009.pt", "step-00000009.json"}
+    assert saved == steps | {"last.json", "best.json"}
+    assert json.loads((folder / "checkpoints" / "last.json").read_text())["file"] == "step-00000009.pt"
+    assert not list(folder.rglob("*.tmp"))
+
+
+def test_config_is_kept(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = short
+    kept = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
+    assert OmegaConf.to_object(kept) == compose(image_root, folder, "log.tensorboard=true")
+
+
+def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
+    folder, _ = short
+    board = check_curves(folder)
+    text = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert "batch_size: 8" in text and f"dir: {folder}" in text
+    (grid,) = board.Images("train/images")
+    assert (grid.step, grid.height, grid.width) == (0, 32, 8 * 32)
+
+
+def test_finished_run_is_left_alone(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    options = ["schedule.name=constant", "log.tensorboard=true"]
+    first = run(image_root, folder, *options)
+    before = files(folder / "checkpoints")
+    metrics = (folder / "metrics.jsonl").read_text()
+    assert run(image_root, folder, *options) == first
+    assert "this run is finished" in capfd.readouterr().out
+    assert files(folder / "checkpoints") == before
+    assert (folder / "metrics.jsonl").read_text() == metrics
+
+    # More epochs go on; with a constant learning rate that is the longer run.
+    longer = run(image_root, folder, *options, "train.epochs=4")
+    once = run(image_root, tmp_path / "once", *options, "train.epochs=4")
+    assert longer["step"] == once["step"] == 18
+    assert longer["params_sha256"] == once["params_sha256"] != first["params_sha256"]
+    assert rows(folder, "val") == rows(tmp_path / "once", "val")
+    check_curves(folder)
+
+
+def test_best_follows_top1(straight: tuple[Path, dict[str, Any]], image_root: Path, tmp_path: Path) -> None:
+    """The best checkpoint is that of the highest top1, and a resume that makes it worse neither loses nor moves it."""
+    folder = tmp_path / "run"
+    first = run(image_root, folder, "train.epochs=8", "checkpoint.keep=1")
+    val = rows(folder, "val")
+    best = max(val, key=lambda row: row["top1"])  # the first of equals
+    pointer = json.loads((folder / "checkpoints" / "best.json").read_text())
+    assert pointer["step"] == best["step"] and first["best_top1"] == pytest.approx(best["top1"])
+    assert best["top1"] > 100 / 3 + 1, "nothing was learned: the rest would prove nothing"
+    weights = checkpoint.load(folder / "checkpoints" / pointer["file"])
+
+    second = run(image_root, folder, "train.epochs=10", "checkpoint.keep=1", "optim.lr=3", "schedule.name=constant")
+    assert rows(folder, "val")[-1]["top1"] < best["top1"]
+    assert second["best_top1"] == first["best_top1"] and second["best_checkpoint"] == pointer["file"]
+    assert json.loads((folder / "checkpoints" / "best.json").read_text()) == pointer
+    assert same(checkpoint.load(folder / "checkpoints" / pointer["file"]), weights)
+    assert {p.name for p in (folder / "checkpoints").glob("*.pt")} == {pointer["file"], f"step-{second['step']:08d}.pt"}
+
+
+# Stopped and gone on = never stopped.
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.ema_decay=0.9", "optim.weight_decay=0.01", "optim.nesterov=false"],
+        ["model=vit_s16", "model.name=mobilenet_v3_small", "data.image_size=64", "optim=adamw", "train.ema_decay=0.9",
+         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]"],
+        ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.01", "loader.workers=0"],
+    ],
+    ids=["momentum and average", "dropout, AdamW, average, mixup, cutmix", "dropout, no BatchNorm"],
+)  # fmt: skip
+def test_max_steps_and_on(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
+    whole = run(image_root, tmp_path / "whole", *overrides)
+    part = run(image_root, tmp_path / "parts", *overrides, "train.max_steps=3")
+    assert (part["status"], part["step"]) == ("finished", 3)
+    assert [r["step"] for r in rows(tmp_path / "parts", "val")] == [3]
+    assert stored(tmp_path / "parts")["step"] == 3
+
+    rest = run(image_root, tmp_path / "parts", *overrides, "loader.workers=2")
+    assert rest["params_sha256"] == whole["params_sha256"]
+    assert same({**stored(tmp_path / "parts"), "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
+    assert rows(tmp_path / "parts", "val")[1:] == rows(tmp_path / "whole", "val")
+    assert [r["loss"] for r in rows(tmp_path / "parts", "train")] == [r["loss"] for r in rows(tmp_path / "whole", "train")]
+
+
+def test_sigkill(
+    image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    arguments = command(image_root, folder, *LONG, "log.tensorboard=true", "loader.workers=2")
+    with stalled(arguments, folder, STOP_AFTER_ROW) as (process, _):
+        assert len(survivors(process.pid)) >= 3  # it has workers
+        assert train.main(compose(image_root, folder, *LONG)) == 2
+        assert "another process is training in it" in capfd.readouterr().err
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(HANGS_SECONDS)
+        wait_until(lambda: not survivors(process.pid))
+    assert [p.name for p in sorted((folder / "checkpoints").glob("*.pt"))] == ["step-00000032.pt", "step-00000035.pt"]
+    assert not (folder / "summary.json").exists()
+    assert rows(folder, "train")[-1]["step"] >= STOP_AFTER_ROW
+
+    summary = run(image_root, folder, *LONG, "log.tensorboard=true", "loader.workers=0")
+    check_continued(folder, summary, straight)
+    board = check_curves(folder)
+    assert len(board.Images("train/images")) == 1 and len(board.Tensors("config/text_summary")) >= 1
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
+def test_signal(
+    number: signal.Signals, status: int, image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
+) -> None:
+    """To the whole process group, as a terminal and a cluster send it: workers and the forkserver get it too."""
+    folder = tmp_path / "run"
+    with stalled(command(image_root, folder, *LONG, "loader.workers=2"), folder, STOP_AFTER_ROW) as (process, let_go):
+        os.killpg(process.pid, number)
+        console = let_go()
+        assert process.returncode == status
+        wait_until(lambda: not survivors(process.pid))
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["status"] == "interrupted" and f"interrupted after {summary['step']} steps" in console
+    assert STOP_AFTER_ROW < summary["step"] < 54
+    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == summary["step"]
+    assert [r["step"] for r in rows(folder, "train")] == list(range(1, summary["step"] + 1))
+    check_continued(folder, run(image_root, folder, *LONG, "loader.workers=1"), straight)
+
+
+def test_signal_while_validating(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A validation that a signal ends is not recorded: the next life makes up for it, also when nothing else is left to do."""
+    measure = train.meters.measure
+
+    def interrupted(*arguments: Any) -> torch.Tensor:
+        signal.raise_signal(signal.SIGTERM)
+        return measure(*arguments)
+
+    folder = tmp_path / "run"
+    at_the_end = "train.validate_every_epochs=5"
+    with monkeypatch.context() as patch:
+        patch.setattr(train.meters, "measure", interrupted)
+        first = run(image_root, folder)
+        assert (first["status"], first["step"], first["signal"]) == ("interrupted", 5, signal.SIGTERM)
+    second = run(image_root, folder, "train.max_steps=8")
+    assert [r["step"] for r in rows(folder, "val")] == [5, 8]
+    with monkeypatch.context() as patch:
+        patch.setattr(train.meters, "measure", interrupted)
+        for _ in range(2):
+            third = run(image_root, folder, at_the_end)
+            assert (third["status"], third["step"], third["signal"]) == ("interrupted", 9, signal.SIGTERM)
+    last = run(image_root, folder, at_the_end)
+    assert second["status"] == last["status"] == "finished"
+    assert last["params_sha256"] == short[1]["params_sha256"]
+    assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(short[0], "val")
+
+
+def test_damaged_checkpoint(
+    image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    """A life that begins before the last one ended takes back its rows and curves."""
+    folder = tmp_path / "run"
+    shutil.copytree(straight[0], folder)
+    with open(folder / "checkpoints" / "step-00000054.pt", "r+b") as file:
+        file.truncate(10_000)
+    options = [*LONG, "log.tensorboard=true"]
+    part = run(image_root, folder, *options, "train.max_steps=40")
+    assert "step-00000054.pt: damaged" in caplog.text and "going on from step-00000035.pt" in caplog.text
+    assert part["step"] == 40
+    check_curves(folder)
+    summary = run(image_root, folder, *options)
+    assert summary["params_sha256"] == straight[1]["params_sha256"]
+    assert [r for r in rows(folder, "val") if r["step"] != 40] == rows(straight[0], "val")
+    check_curves(folder)
+
+
+def test_killed_before_the_first_checkpoint(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(short[0], folder)
+    for path in [*(folder / "checkpoints").iterdir(), folder / "summary.json"]:
+        path.unlink()
+    (folder / "checkpoints" / "step-00000005.pt.tmp").write_bytes(b"half")
+    (folder / "checkpoints" / "step-00000009.pt").write_bytes(b"no manifest yet")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write('{"step": 10, "epo')
+    summary = run(image_root, folder, "log.tensorboard=true")
+    assert summary["params_sha256"] == short[1]["params_sha256"]
+    assert rows(folder, "val") == rows(short[0], "val")
+    assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
+    board = check_curves(folder)
+    assert len(board.Images("train/images")) == 1 and len(board.Tensors("config/text_summary")) >= 1
+
+
+def test_resume_from_a_path(image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]) -> None:
+    """A checkpoint of one run begins another, in a folder that stands on its own and leaves the first alone."""
+    before = files(straight[0])
+    path = straight[0] / "checkpoints" / "step-00000035.pt"
+    same_folder, worse_folder = tmp_path / "same", tmp_path / "worse"
+    summary = run(image_root, same_folder, *LONG, f"checkpoint.resume={path}", "log.tensorboard=true")
+    assert summary["params_sha256"] == straight[1]["params_sha256"]
+    assert rows(same_folder, "val") == rows(straight[0], "val")[1:]
+    board = EventAccumulator(str(same_folder / "tensorboard")).Reload()
+    assert f"dir: {same_folder}" in board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert [image.step for image in board.Images("train/images")] == [35]
+
+    worse = run(image_root, worse_folder, *LONG, f"checkpoint.resume={path}", "optim.lr=3", "schedule.name=constant")
+    assert worse["top1"] < straight[1]["best_top1"]
+    assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000054.pt", worse["top1"])
+    assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 54
+    assert files(straight[0]) == before
+
+
+def test_resume_path_missing(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert train.main(compose(image_root, tmp_path / "run", f"checkpoint.resume={tmp_path}/none.pt")) == 2
+    assert capfd.readouterr().err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_never(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(short[0], folder)
+    before = {name: (folder / name).read_bytes() for name in files(folder)}
+    summary = run(image_root, folder, "checkpoint.resume=never", "train.max_steps=2")
+    assert summary["step"] == 2 and [r["step"] for r in rows(folder, "train")] == [1, 2]
+    aside = tmp_path / "run.old-1"
+    assert {name: (aside / name).read_bytes() for name in before} == before
+    run(image_root, folder, "checkpoint.resume=never", "train.max_steps=1")
+    assert {p.name for p in tmp_path.iterdir()} == {"run", "run.old-1", "run.old-2"}
+
+
+def test_resume_refused(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, folder = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(image_root, root)
+    shutil.copytree(short[0], folder)
+    before = files(folder)
+
+    def refused(*overrides: str) -> str:
+        capfd.readouterr()
+        assert train.main(compose(root, folder, *overrides)) == 2
+        error = capfd.readouterr().err
+        assert error.startswith("train.py: cannot resume") and error.count("\n") == 1
+        assert {name: v for name, v in files(folder).items() if name != ".lock"} == {
+            k: v for k, v in before.items() if k != ".lock"
+        }
+        return error
+
+    assert "model.name was resnet_tiny, is resnet18_cifar" in refused("model.name=resnet18_cifar")
+    assert "loader.batch_size was 8, is 9" in refused("loader.batch_size=9")
+    assert "train.seed was 0, is 3" in refused("train.seed=3")
+    error = refused("optim.name=adamw", "train.seed=3")
+    assert "optim.name was sgd, is adamw" in error and "train.seed" in error
+    shutil.copy(root / "train" / "dots" / "00.jpg", root / "train" / "dots" / "more.jpg")
+    assert "dataset was" in refused()
+    (root / "train" / "dots" / "more.jpg").unlink()
+    (root / "val" / "dots" / "04.jpg").rename(root / "val" / "dots" / "05.jpg")
+    assert "dataset was" in refused()
+    (root / "val" / "dots" / "05.jpg").rename(root / "val" / "dots" / "04.jpg")
+    assert train.main(compose(root, folder, "train.epochs=3")) == 0
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("overrides", [[], ["loader.workers=0"]], ids=["a worker", "no worker"])
+def test_corrupt_training_image(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
+    root, folder = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(image_root, root)
+    broken = root / "train" / "dots" / "03.jpg"
+    broken.write_bytes(broken.read_bytes()[:2000])
+    result = subprocess.run(command(root, folder, *overrides), capture_output=True, text=True, timeout=HANGS_SECONDS)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"train.py: {broken}: ") and result.stderr.count("\n") == 1
+
+
+def test_corrupt_training_image_skipped(image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Skipping puts the same image in its place whatever the number of workers."""
+    root = tmp_path / "images"
+    shutil.copytree(image_root, root)
+    broken = root / "train" / "stripes" / "11.jpg"  # the last of all: its successor is the first
+    broken.write_bytes(b"")
+    skipped = [run(root, tmp_path / f"run{n}", "data.on_error=skip", f"loader.workers={n}") for n in (0, 2)]
+    assert caplog.text.count(f"skipped {broken}") == 4  # 2 epochs of 2 runs
+    assert skipped[0]["status"] == "finished" and skipped[0]["params_sha256"] == skipped[1]["params_sha256"]
+
+
+def test_corrupt_validation_image(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    root, folder = tmp_path / "images", tmp_path / "run"
+    shutil.copytree(image_root, root)
+    broken = root / "val" / "checks" / "02.jpg"
+    broken.write_bytes(b"GIF89a, it is not")
+    assert train.main(compose(root, folder, "data.on_error=skip")) == 1
+    error = capfd.readouterr().err
+    assert error.startswith(f"train.py: {broken}: ") and error.count("\n") == 1
+    assert not (folder / "summary.json").exists()
+
+
+@pytest.mark.parametrize("log_every", [1, 50])
+def test_loss_not_finite(log_every: int, image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nothing that is not finite is ever saved, also between two log rows; a tamer learning rate goes on from what is."""
+    folder = tmp_path / "run"
+    options = [f"log.every_steps={log_every}", "schedule.name=constant", "train.max_steps=7", "train.validate_every_epochs=5"]
+    assert run(image_root, folder, *options, "train.max_steps=2")["status"] == "finished"
+    capfd.readouterr()
+    assert train.main(compose(image_root, folder, *options, "optim.lr=1e30")) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("train.py: ") and " at step " in error and "lower optim.lr" in error and error.count("\n") == 1
+    for path in (folder / "checkpoints").glob("*.pt"):
+        weights = checkpoint.load(path)["state"]["model"].values()
+        assert all(w.isfinite().all() for w in weights if w.is_floating_point()), path
+    assert run(image_root, folder, *options, "optim.lr=1e-3")["status"] == "finished"
+
+
+@pytest.mark.parametrize("what", ["TensorBoard", "metrics.jsonl"])
+def test_log_cannot_be_written(
+    what: str, image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, short: tuple[Path, dict[str, Any]]
+) -> None:
+    """A folder where a file should be, or a file where a folder should: one warning, and the run goes on."""
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    if what == "TensorBoard":
+        (folder / "tensorboard").write_text("in the way")
+    else:
+        (folder / "metrics.jsonl").mkdir()
+    summary = run(image_root, folder, "log.tensorboard=true")
+    assert summary["params_sha256"] == short[1]["params_sha256"]
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert len(warnings) == 1 and warnings[0].startswith(f"{what} cannot be written")
+
+
+def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    """A log file on a full disk costs the lines, not the training."""
+    folder = tmp_path / "run"
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            command(image_root, folder), stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS_SECONDS
+        )
+    assert result.returncode == 0
+    assert result.stderr.startswith("WARNING: ") and result.stderr.count("\n") == 1
+    assert json.loads((folder / "summary.json").read_text())["params_sha256"] == short[1]["params_sha256"]
+
+
+def test_disk_full(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint that cannot be written ends the run; the one before is whole, and the next start goes on from it."""
+    folder = tmp_path / "run"
+    run(image_root, folder, "train.max_steps=3")
+    size = (folder / "checkpoints" / "step-00000003.pt").stat().st_size
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    capfd.readouterr()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
+    try:
+        assert train.main(compose(image_root, folder)) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capfd.readouterr().err
+    assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error and error.count("\n") == 1
+    assert {p.name for p in (folder / "checkpoints").glob("step*")} == {"step-00000003.json", "step-00000003.pt"}
+    assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
+
+
+# From anywhere.
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkout in a path with a space."""
+    copy = tmp_path_factory.mktemp("a space") / "a checkout"
+    copy.mkdir()
+    for name in ("train.py", "conf", "engine", "models", "pipeline"):
+        source = REPOSITORY / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, copy / name)
+    return copy
+
+
+def test_help_and_cfg_from_anywhere(spaced: Path, tmp_path: Path) -> None:
+    for options, expected in ((["--help"], "loader.batch_size=256"), (["recipe=demo", "--cfg", "job"], "name: resnet_tiny")):
+        result = subprocess.run([sys.executable, str(spaced / "train.py"), *options], cwd=tmp_path, capture_output=True,
+                                text=True, timeout=HANGS_SECONDS)  # fmt: skip
+        assert (result.returncode, result.stderr) == (0, "")
+        assert expected in result.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_train_from_anywhere(spaced: Path, image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+    """A path with a space, another working directory, relative paths, and torch.compile's cache nowhere near."""
+    (tmp_path / "the images").symlink_to(image_root)
+    arguments = [
+        sys.executable,
+        str(spaced / "train.py"),
+        *BASE,
+        "data.root='the images'",
+        "run.dir='my runs/first'",
+        "loader.workers=2",
+    ]
+    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_SECONDS)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert (
+        json.loads((tmp_path / "my runs" / "first" / "summary.json").read_text())["params_sha256"] == short[1]["params_sha256"]
+    )
+    assert {p.name for p in tmp_path.iterdir()} == {"the images", "my runs"}
+
+
+# Two ranks, as torchrun starts them.
+
+
+def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path) -> None:
+    """Without BatchNorm and dropout, which see a rank's share alone, the losses tell that the samples are the same."""
+    options = ["model=vit_s16", "data.image_size=16", "optim.lr=0.01"]
+    parts = ["train.max_steps=3", "train.max_steps=5"]
+    for part in parts:
+        run(image_root, tmp_path / "one", *options, part)
+    two = subprocess.run(torchrun(image_root, tmp_path / "two", *options, parts[0]), capture_output=True, text=True,
+                         timeout=HANGS_SECONDS)  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("finished after 3 steps") == 1 and "4 on each of 2 ranks" in two.stdout
+    assert {p.name for p in tmp_path.iterdir()} == {"one", "two"}
+    assert [(r["step"], r["images"]) for r in rows(tmp_path / "two", "val")] == [(3, 15)]
+    run(image_root, tmp_path / "two", *options, parts[1])  # one rank goes on from two
+
+    for split in ("train", "val"):
+        one, two_rows = rows(tmp_path / "one", split), rows(tmp_path / "two", split)
+        assert [r["step"] for r in one] == [r["step"] for r in two_rows]
+        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two_rows], abs=1e-4)
+    losses = [r["loss"] for r in rows(tmp_path / "one", "train")]
+    assert max(losses) - min(losses) > 0.01, "the losses do not tell one step from another"
+
+
+def test_two_ranks_stop_together(image_root: Path, tmp_path: Path) -> None:
+    """A signal to one rank, or to torchrun, stops both at one step; gone on with, the run ends as one never stopped."""
+    options = ["train.epochs=24", "train.validate_every_epochs=7", "checkpoint.every_steps=35", "train.ema_decay=0.9"]
+    folder, straight = tmp_path / "run", tmp_path / "straight"
+    reached = 0
+    for number in (signal.SIGUSR1, signal.SIGTERM):
+        with stalled(torchrun(image_root, folder, *options), folder, reached + 10) as (process, let_go):
+            (rank_1,) = (pid for pid in family(process.pid)[1:3] if rank_of(pid) == "1")
+            ranks = family(process.pid)[1:3]
+            os.kill(rank_1 if number == signal.SIGUSR1 else process.pid, number)
+            let_go()
+            assert process.returncode != 0
+            wait_until(lambda ranks=ranks: not any(survivors(pid) for pid in ranks))
+        summary = json.loads((folder / "summary.json").read_text())
+        assert (summary["status"], summary["signal"]) == ("interrupted", number)
+        assert reached + 10 < summary["step"] < 108
+        reached = summary["step"]
+        assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == reached
+        assert [r["step"] for r in rows(folder, "train")] == list(range(1, reached + 1))
+    for target in (folder, straight):
+        result = subprocess.run(torchrun(image_root, target, *options), capture_output=True, text=True, timeout=HANGS_SECONDS)
+        assert result.returncode == 0, result.stderr
+    check_continued(folder, json.loads((folder / "summary.json").read_text()),
+                    (straight, json.loads((straight / "summary.json").read_text())))  # fmt: skip
+
+    # What two ranks validated is the model in the checkpoint: one rank finds the same.
+    last = straight / "checkpoints" / "step-00000108.pt"
+    run(image_root, tmp_path / "alone", *options, f"checkpoint.resume={last}")
+    (alone,) = rows(tmp_path / "alone", "val")
+    assert alone == {**rows(straight, "val")[-1], "loss": pytest.approx(alone["loss"], rel=1e-4)}
+
+
+def test_two_ranks_and_a_corrupt_image(image_root: Path, tmp_path: Path) -> None:
+    """The rank that meets it says so, and the other does not wait for it for ever."""
+    root = tmp_path / "images"
+    shutil.copytree(image_root, root)
+    broken = root / "train" / "dots" / "03.jpg"
+    broken.write_bytes(broken.read_bytes()[:2000])
+    with subprocess.Popen(
+        torchrun(root, tmp_path / "run"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    ) as process:
+        _, error = process.communicate(timeout=HANGS_SECONDS)
+    assert process.returncode == 1
+    assert error.count(f"train.py: {broken}: ") == 1
