@@ -43,8 +43,7 @@ from engine.state import TrainState, build_ema, params_sha256, seed_step
 from engine.telemetry import GpuMonitor, allocator_figures
 from engine.tracker import Tracker
 from pipeline.autotune import Budget, worker_budget
-from pipeline.build import Datasets, Feed, build_datasets, open_feed
-from pipeline.decode import resolve as resolve_decoder
+from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 
@@ -96,7 +95,7 @@ def train(config: Config) -> dict[str, Any]:
             (run.path / "summary.json").unlink(missing_ok=True)  # an earlier life's: this one has not ended
 
         feed = stack.enter_context(
-            open_feed(config, datasets, workers=plan.workers, device=world.device, dtype=plan.input_dtype,
+            open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
                       channels_last=plan.channels_last, rank=world.rank, world_size=world.size)
         )  # fmt: skip
         network = world.wrap(state.model)
@@ -120,6 +119,8 @@ def train(config: Config) -> dict[str, Any]:
             signal_number = stop.agreed()
 
         gc.collect()
+        gc.freeze()  # what lives as long as the run is not looked through again
+        stack.callback(gc.unfreeze)
         stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at validations instead
         for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
@@ -271,7 +272,8 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     if channels_last == "auto":
         channels_last = world.device.type == "cuda" and models.is_convnet(model)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
-    budget = worker_budget(world.local_size)
+    decoder = choose_decoder(config, world.device)
+    budget = worker_budget(world.local_size, only_reading=decoder == "gpu")
     if config.loader.workers != "auto":
         budget = Budget(config.loader.workers, "as configured")
     return Plan(
@@ -292,7 +294,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         save_every_steps=config.checkpoint.every_steps,
         workers=budget.workers,
         workers_reason=budget.reason,
-        decoder="none" if config.data.source == "fake" else resolve_decoder(config.loader.decoder),
+        decoder=decoder,
         device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
         device_type=world.device.type,
         precision=choose_precision(config.train.precision, world.device),

@@ -107,8 +107,9 @@ class Loader:
     batch_size: int = key(256, "global batch: what one optimiser step sees, over all ranks", COUNT)
     workers: Any = key("auto", "worker processes per rank: auto, or a number (0 decodes in the training process)",
                        auto_or(number(0, 4096), "a whole number >= 0", int))  # fmt: skip
-    decoder: str = key("auto", "what turns JPEG bytes into pixels: auto takes the best that is installed",
-                       one_of("auto", "pillow"))  # fmt: skip
+    decoder: str = key("auto", "what turns JPEG bytes into pixels: auto takes the first of turbojpeg, simplejpeg, "
+                       "pillow that is installed; gpu the GPU's engines; hybrid both",
+                       one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"))  # fmt: skip
     pin_memory: bool = key(True, "page-lock the batch buffers, so that the copy to a GPU runs beside the step")
     prefetch_factor: int = key(2, "tasks (32 images) each worker has in hand", number(1, 64))
     prefetch_batches: int = key(2, "batches kept ready on the device", number(1, 64))

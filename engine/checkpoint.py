@@ -163,7 +163,7 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
             path.unlink(missing_ok=True)
     for path in sorted(folder.glob("step-*.json"))[-1:]:
         manifest = _read_manifest(path)
-        if manifest.get("best"):
+        if manifest.get("best") and manifest != _read_manifest(folder / "best.json"):
             write_json(folder / "best.json", manifest)  # the kill may have come between the two
 
 

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -86,11 +87,10 @@ class Meter:
     def __init__(self, world: World, batch_size: int, step: int) -> None:
         self.world, self.batch_size = world, batch_size
         self.total = torch.zeros(4, dtype=torch.float64, device=world.device)
-        on_gpu = world.device.type == "cuda"
-        self._host = torch.zeros(4, dtype=torch.float64, pin_memory=on_gpu)
-        self._copied = torch.cuda.Event() if on_gpu else None
-        self._sent: tuple[int, float] | None = None
-        self._clock = (step, time.perf_counter())
+        self._host = torch.zeros(4, dtype=torch.float64, pin_memory=world.device.type == "cuda")
+        self._sent: tuple[int, float, Any] | None = None
+        self._last = (step, self._now())
+        self._left_out = 0.0
         self._intervals: list[tuple[int, float]] = []  # images, seconds
 
     def add(self, values: Tensor) -> None:
@@ -99,26 +99,34 @@ class Meter:
     def send(self, step: int, lr: float) -> None:
         """End an interval with step `step`: start bringing its sums over all ranks to the host, and begin the next."""
         self._host.copy_(self.world.sum(self.total), non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
         self.total.zero_()
-        self._sent = (step, lr)
+        self._sent = (step, lr, self._now())
 
     def read(self) -> Interval | None:
         """The interval that was sent and not read yet, if any. Called a step later, its copy is done and nothing waits."""
         if self._sent is None:
             return None
-        if self._copied is not None:
-            self._copied.synchronize()
-        (step, lr), self._sent = self._sent, None
-        (begin, began), self._clock = self._clock, (step, time.perf_counter())
-        images, seconds = (step - begin) * self.batch_size, max(self._clock[1] - began, 1e-9)
+        (step, lr, now), self._sent = self._sent, None
+        if isinstance(now, torch.cuda.Event):
+            now.synchronize()
+        (begin, began), self._last = self._last, (step, now)
+        passed = began.elapsed_time(now) / 1000 if isinstance(now, torch.cuda.Event) else now - began
+        images, seconds = (step - begin) * self.batch_size, max(passed - self._left_out, 1e-9)
+        self._left_out = 0.0
         self._intervals.append((images, seconds))
         return Interval(metrics_of(self._host), step, lr, images / seconds)
 
     def leave_out(self, seconds: float) -> None:
-        """Time that was not training (validation, a checkpoint) does not count in the rate."""
-        self._clock = (self._clock[0], self._clock[1] + seconds)
+        """Time since the last interval that was not training (validation, a checkpoint) does not count in the rate."""
+        self._left_out += seconds
+
+    def _now(self) -> Any:
+        """A point in time on the device's clock: an event, or on a CPU host seconds."""
+        if self.world.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def images_per_second(self) -> float:
         """The rate so far, without the first interval, which holds compilation and warm-up."""

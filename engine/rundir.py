@@ -52,11 +52,17 @@ class RunDirectory:
             self._claim()
             checkpoint.remove_leftovers(self.checkpoints, keep=given)
         found = given
-        if resume == "auto" and self.checkpoints.is_dir():
-            newest = checkpoint.load_newest(self.checkpoints)
-            if newest is not None:
-                found, stored = newest
-                checkpoint.check_compatible(stored["identity"], identity, found)
+        newest = checkpoint.load_newest(self.checkpoints) if resume != "never" and self.checkpoints.is_dir() else None
+        if newest is not None:
+            own, stored = newest
+            inside = given is not None and given.parent.samefile(self.checkpoints)
+            if given is not None and inside and given.name < own.name:
+                raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.name}; leave the key out to "
+                                "go on from there, or give another run.dir to branch off")  # fmt: skip
+            # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
+            if not inside:
+                found = own
+                checkpoint.check_compatible(stored["identity"], identity, own)
         if resume == "never" and self.path.exists():
             self._move_aside()
         self.checkpoints.mkdir(parents=True, exist_ok=True)

@@ -65,7 +65,7 @@ class RandomResizedCrop:
         self.side, self.scale, self.ratio = _side(size), _range("scale", scale, 1), _range("ratio", ratio, 1000)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return picture.resized((self.side, self.side), self.box(*picture.size, rng))
+        return picture.resized((self.side, self.side), self.box(*picture.size, rng), quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> tuple[int, int, int, int]:
         """As torchvision draws it: ten tries, then the largest centred region of an allowed ratio."""
@@ -149,14 +149,14 @@ class RandAugment:
         image = picture.pillow()
         for _ in range(self.count):
             image = _operate(image, rng, self.strength, wide=False)
-        return Picture(image)
+        return Picture.of_pillow(image)
 
 
 class TrivialAugment:
     """One random operation of random strength (arXiv 2103.10158, the wide space; torchvision's V2 weights use it)."""
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return Picture(_operate(picture.pillow(), rng, rng.random(), wide=True))
+        return Picture.of_pillow(_operate(picture.pillow(), rng, rng.random(), wide=True))
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:

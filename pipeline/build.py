@@ -13,10 +13,13 @@ from pipeline import augment, decode
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.demo import ensure_demo_dataset
+from pipeline.gpu_decode import EngineError, GpuDecoder
 from pipeline.index import check_splits, load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Prefetcher
 from pipeline.sampler import TrainSampler, ValSampler
+
+ON_GPU = ("gpu", "hybrid")  # decoders that leave files to the GPU
 
 
 @dataclass(frozen=True)
@@ -63,7 +66,8 @@ def build_datasets(config: Config) -> Datasets:
     train_index = load_index(root / data.train, key="data.train")
     val_index = load_index(root / data.val, key="data.val")
     check_splits(train_index, val_index)
-    decoder = decode.resolve(config.loader.decoder)
+    # With gpu and hybrid, what the engines do not take still goes through the best of these.
+    decoder = decode.resolve("auto" if config.loader.decoder in ON_GPU else config.loader.decoder)
     return Datasets(
         FolderDataset(train_index, train_transform, decoder=decoder, seed=seed),
         FolderDataset(val_index, val_transform, decoder=decoder, seed=seed),
@@ -90,6 +94,7 @@ def open_feed(
     datasets: Datasets,
     *,
     workers: int,
+    decoder: str,
     device: torch.device,
     dtype: torch.dtype,
     channels_last: bool,
@@ -102,16 +107,26 @@ def open_feed(
     slots = slots_needed(batch_size=share, workers=workers, prefetch_factor=loader.prefetch_factor,
                          prefetch_batches=loader.prefetch_batches)  # fmt: skip
     skip = config.data.on_error == "skip"
+    engines = decoder in ON_GPU
+    train_bytes, val_bytes = (file_room(dataset) if engines else 0 for dataset in (datasets.train, datasets.val))
     sources = [
-        start_source(datasets.train, batch_size=share, size=datasets.train_side, slots=slots, skip_unreadable=skip),
-        start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=slots),
+        start_source(
+            datasets.train,
+            batch_size=share,
+            size=datasets.train_side,
+            slots=slots,
+            file_bytes=train_bytes,
+            skip_unreadable=skip,
+        ),
+        start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=slots, file_bytes=val_bytes),
     ]
     train_sampler = TrainSampler(num_samples=len(datasets.train), batch_size=loader.batch_size, seed=config.train.seed,
                                  rank=rank, world_size=world_size)  # fmt: skip
     val_sampler = ValSampler(num_samples=len(datasets.val), batch_size=loader.batch_size, rank=rank, world_size=world_size)
     with ExitStack() as stack:
         if loader.pin_memory and device.type == "cuda":
-            stack.enter_context(Pinned([a for source in sources for a in (source.pixels, source.labels)]))
+            arrays = [a for s in sources for a in (s.pixels, s.labels, s.files, s.geometry) if a is not None]
+            stack.enter_context(Pinned(arrays))
         pool = stack.enter_context(
             WorkerPool(sources, workers=workers, prefetch_factor=loader.prefetch_factor,
                        timeout_seconds=loader.timeout_seconds, start_method=loader.start_method)
@@ -125,6 +140,8 @@ def open_feed(
             std=config.data.std,
             dtype=dtype,
             channels_last=channels_last,
+            gpu_decoder=GpuDecoder(device, share) if engines else None,
+            hybrid=decoder == "hybrid",
         )
         train = prefetcher(
             Loader(pool, 0, train_sampler.samples, hold=hold),
@@ -135,6 +152,32 @@ def open_feed(
         )
         val = prefetcher(Loader(pool, 1, val_sampler.samples, hold=hold))
         yield Feed(train, val, len(val_sampler), pool)
+
+
+def choose_decoder(config: Config, device: torch.device) -> str:
+    """What loader.decoder stands for on this machine.
+
+    Raises:
+        UserError: it is not installed, or there are no engines for gpu and hybrid.
+    """
+    name = config.loader.decoder
+    if config.data.source == "fake":
+        return "none"
+    if name not in ON_GPU:
+        return decode.resolve(name)
+    try:
+        if device.type != "cuda":
+            raise EngineError("training runs on the CPU")
+        GpuDecoder(device, 1)
+    except EngineError as error:
+        raise UserError(f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {error}; use auto") from None
+    return name
+
+
+def file_room(dataset: Dataset) -> int:
+    """Bytes a row gets for its file. A task's rows share theirs: half as much again as the mean is nearly always enough."""
+    mean = dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0
+    return max(1 << 15, int(1.5 * mean))
 
 
 def _side(transform: augment.Compose, key: str) -> int:

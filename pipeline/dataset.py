@@ -3,13 +3,28 @@
 Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a label. Runs in a worker.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
+from pipeline.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sample for the GPU's decoder engines: its file and what the transforms want of it."""
+
+    data: bytes
+    image_size: tuple[int, int]  # width, height of the file's image
+    picture: NotedPicture
+    label: int
 
 
 class Dataset(Protocol):
@@ -21,6 +36,9 @@ class Dataset(Protocol):
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """uint8 [S, S, 3] and the label of one sample as epoch `epoch` sees it."""
+
+    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
+        """The same sample for the GPU's decoder engines; None when they or the transforms do not allow that."""
 
     def name(self, index: int) -> str:
         """What to call a sample in a message: its path."""
@@ -55,16 +73,47 @@ class FolderDataset:
         Raises:
             BadImageError: the file cannot be read, decoded or cropped; names it.
         """
-        path = self.index.path(index)
-        try:
-            with open(path, "rb") as file:
-                data = file.read()
-            picture = decode.DECODERS[self.decoder](data)
+        with self._blamed(index):
+            picture = decode.open_picture(self._read(index), self.decoder)
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
+        return pixels, int(self.index.labels.array[index])
+
+    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
+        """The file, and what the transforms noted with the same draws as in `load`.
+
+        Raises:
+            BadImageError: the file cannot be read.
+        """
+        with self._blamed(index):
+            data = self._read(index)
+            picture = open_noted(data)
+            if picture is None:
+                return None
+            try:
+                noted = self.transform(picture, sample_rng(self.seed, epoch, index))
+            except NeedsPixelsError:
+                return None
+            assert isinstance(noted, NotedPicture)
+        return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
+
+    def mean_bytes(self) -> float:
+        """Mean size of the files, from up to 256 of them spread over the split."""
+        places = np.linspace(0, len(self) - 1, min(len(self), 256)).astype(int)
+        sizes = [os.path.getsize(path) for path in map(self.index.path, places) if os.path.exists(path)]
+        return float(np.mean(sizes)) if sizes else 0.0
+
+    def _read(self, index: int) -> bytes:
+        with open(self.index.path(index), "rb") as file:
+            return file.read()
+
+    @contextmanager
+    def _blamed(self, index: int) -> Iterator[None]:
+        """Turn whatever goes wrong into an error that names the file."""
+        try:
+            yield
         # Pillow's plugins raise many kinds of error on broken files (struct.error, IndexError, SyntaxError, ...).
         except Exception as error:
-            raise BadImageError(f"{path}: {describe(error)}") from error
-        return pixels, int(self.index.labels.array[index])
+            raise BadImageError(f"{self.index.path(index)}: {describe(error)}") from error
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -92,6 +141,9 @@ class FakeDataset:
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return self._pixels[index % len(self._pixels)], index % self.num_classes
+
+    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
+        return None  # there are no files
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"

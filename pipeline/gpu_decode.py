@@ -1,42 +1,27 @@
 """JPEG bytes to normalised crops on the GPU: the decoder engines of the chip, then one kernel that crops and resizes.
 
 Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, draws its augmentation and writes bytes
-and geometry into the slot; here nvJPEG decodes a batch on the hardware engines (20,800 images/s on an H200, one host thread that
-waits without the interpreter lock), and `crop_resize` makes the batch: float [B, 3, S, S], normalised.
+and geometry into the slot; here nvJPEG decodes a batch on the hardware engines (20,800 images/s on an H200 with one host
+thread, which waits without the interpreter lock), and one kernel makes the batch: float [B, 3, S, S], normalised.
 
-The engines take baseline YCbCr JPEGs. Whatever else is in the batch was decoded by a worker and goes through the same kernel.
+The engines take baseline YCbCr JPEGs. What else is in a batch was decoded by a worker and goes through the same kernel.
 """
 
 import ctypes
 import importlib.util
 import sys
+import time
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-# Columns of a slot's geometry, float64 [B, COLUMNS]; whole numbers below 2**53 are exact in it.
-LENGTH, OFFSET, WIDTH, HEIGHT = 0, 1, 2, 3  # of the file in the slot's bytes; LENGTH 0: the row's pixels are decoded already
-CLIP_LEFT, CLIP_TOP, CLIP_RIGHT, CLIP_BOTTOM = 4, 5, 6, 7  # the pixels that may be used
-SOURCE_LEFT, SOURCE_TOP, SCALE_X, SCALE_Y = 8, 9, 10, 11  # source = SOURCE + SCALE * (target pixel + 0.5)
-MIRRORED = 12
-ADDRESS, PITCH = 13, 14  # of the decoded pixels on the device, filled in by the training process
-COLUMNS = 16
-
-ALIGNMENT = 256
+from pipeline.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 
 
 class EngineError(RuntimeError):
     """The engines refused a batch."""
-
-
-class _Image(ctypes.Structure):
-    """nvjpegImage_t: device pointers and pitches of up to four planes; interleaved RGB uses the first."""
-
-    _fields_ = [("channel", ctypes.c_void_p * 4), ("pitch", ctypes.c_size_t * 4)]
 
 
 class Engines:
@@ -58,7 +43,8 @@ class Engines:
         self.library = library
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(
-            library.nvjpegCreateEx(self.HARDWARE_BACKEND, None, None, ctypes.c_uint(0), ctypes.byref(self._handle)), "nvjpegCreateEx"
+            library.nvjpegCreateEx(self.HARDWARE_BACKEND, None, None, ctypes.c_uint(0), ctypes.byref(self._handle)),
+            "nvjpegCreateEx",
         )
         self._check(library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state)), "nvjpegJpegStateCreate")
         self._count = 0
@@ -80,7 +66,12 @@ class Engines:
             self._check(initialize(self._handle, self._state, n, 1, self.RGB_INTERLEAVED), "nvjpegDecodeBatchedInitialize")
             self._count = n
         status = self.library.nvjpegDecodeBatched(
-            self._handle, self._state, _pointer(files), _pointer(lengths), _pointer(targets), ctypes.c_void_p(stream.cuda_stream)
+            self._handle,
+            self._state,
+            _pointer(files),
+            _pointer(lengths),
+            _pointer(targets),
+            ctypes.c_void_p(stream.cuda_stream),
         )
         if status:
             self._count = 0
@@ -113,88 +104,87 @@ def find_library() -> ctypes.CDLL | None:
     return None
 
 
-def crop_resize(geometry: Tensor, out: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Make a batch from decoded images of any sizes: crop, resize bilinear and antialiased, mirror, normalise.
+ALIGNMENT = 256  # bytes; each image of a batch begins at a multiple of it
 
-    Agrees with `decode.resize` to one level of 255: both weigh with the same triangle; this one rounds once, that one after
-    each direction.
+
+class GpuDecoder:
+    """Decodes the encoded rows of a batch and makes the batch from all of them.
 
     Args:
-        geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
-        out: float [B, 3, S, S], channels_last or contiguous.
-        scale, shift: float32 [3] on the device: level * scale + shift.
+        device: a GPU.
+        batch_size: rows of a batch.
+
+    Raises:
+        EngineError: no nvJPEG, or no engines.
     """
-    import triton  # noqa: PLC0415 - comes with torch's CUDA builds only
 
-    batch, _, size, _ = out.shape
-    block = 16
-    tiles = triton.cdiv(size, block)
-    _kernel()[(batch, tiles, tiles)](
-        geometry, out, scale, shift, size, *out.stride(), COLUMNS=COLUMNS, BLOCK=block, num_warps=4
-    )  # fmt: skip
+    def __init__(self, device: torch.device, batch_size: int) -> None:
+        library = find_library()
+        if library is None:
+            raise EngineError("nvJPEG is not installed: it comes with torchvision for CUDA, or pip install nvidia-nvjpeg")
+        self.engines = Engines(library)
+        self.device = device
+        self._targets = np.zeros((batch_size, 8), np.uint64)  # nvjpegImage_t: four device pointers, four pitches
+        self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
+        self._settled = torch.cuda.Event()
+        self.seconds_per_image = 0.0  # of the newest batch
+        self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3], what workers decoded
+
+    def make_batch(
+        self, files: np.ndarray, geometry: torch.Tensor, pixels: torch.Tensor, out: torch.Tensor, scale: torch.Tensor,
+        shift: torch.Tensor,
+    ) -> None:  # fmt: skip
+        """Enqueue decoding and the kernel on the current stream; waits on the host until the engines have the files.
+
+        Args:
+            files: uint8 [bytes] of the slot, in host memory.
+            geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are filled in here.
+            pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned: the rows that a worker has decoded.
+            out: float [B, 3, S, S] on the device.
+            scale, shift: float32 [3] on the device.
+
+        Raises:
+            EngineError: a file that the engines do not take.
+        """
+        from pipeline.gpu_kernel import crop_resize
+
+        table = geometry.numpy()
+        files_here = table[:, LENGTH] > 0
+        if self._raw is None:
+            self._raw = torch.empty_like(pixels, device=self.device)
+        for first, last in _runs(np.flatnonzero(~files_here)):
+            self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
+        row_bytes = pixels[0].nbytes
+        table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
+        table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
+        if files_here.any():
+            address = self._room(table[files_here])
+            table[files_here, ADDRESS] = address
+            targets = self._targets[: len(address)]
+            targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
+            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(np.uint64)
+            lengths = table[files_here, LENGTH].astype(np.uint64)
+            self._settled.synchronize()  # the engines work on one batch at a time
+            began = time.perf_counter()
+            self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
+            self._settled.record()
+            self.seconds_per_image = (time.perf_counter() - began) / len(source)
+        crop_resize(geometry.to(self.device, non_blocking=True), out, scale, shift)
+
+    def _room(self, rows: np.ndarray) -> np.ndarray:
+        """Device addresses for the decoded images of these rows of the geometry: int64 [n]."""
+        size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        total = int(size.sum())
+        if total > len(self._decoded):
+            # The old memory goes back to this stream's pool: what still reads it comes first. It grows a few times only.
+            self._decoded = torch.empty(total + total // 4, dtype=torch.uint8, device=self.device)
+        address: np.ndarray = self._decoded.data_ptr() + np.cumsum(size) - size
+        return address
 
 
-@cache
-def _kernel() -> Any:
-    """The Triton kernel; defined on first use, because Triton is absent beside a CPU torch."""
-    import triton  # noqa: PLC0415
-    import triton.language as tl  # noqa: PLC0415
-
-    @triton.jit
-    def kernel(geometry, out, scale, shift, size, stride_b, stride_c, stride_y, stride_x, COLUMNS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: ANN001, ANN202
-        image = tl.program_id(0)
-        row = geometry + image * COLUMNS
-        clip_left, clip_top = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
-        clip_right, clip_bottom = tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
-        left, top = tl.load(row + 8).to(tl.float32), tl.load(row + 9).to(tl.float32)
-        scale_x, scale_y = tl.load(row + 10).to(tl.float32), tl.load(row + 11).to(tl.float32)
-        mirrored = tl.load(row + 12) > 0.5
-        source = tl.load(row + 13).to(tl.int64).to(tl.pointer_type(tl.uint8))
-        pitch = tl.load(row + 14).to(tl.int64)
-
-        y = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        x = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        from_x = tl.where(mirrored, size - 1 - x, x)
-        # As torch weighs: a triangle of half-width max(scale, 1) around the source point, cut at the clip and made to sum to 1.
-        width_x, width_y = tl.maximum(scale_x, 1.0), tl.maximum(scale_y, 1.0)
-        centre_x = left + scale_x * (from_x.to(tl.float32) + 0.5)
-        centre_y = top + scale_y * (y.to(tl.float32) + 0.5)
-        first_x = tl.maximum((centre_x - width_x + 0.5).to(tl.int32), clip_left)
-        first_y = tl.maximum((centre_y - width_y + 0.5).to(tl.int32), clip_top)
-        last_x = tl.minimum((centre_x + width_x + 0.5).to(tl.int32), clip_right)
-        last_y = tl.minimum((centre_y + width_y + 0.5).to(tl.int32), clip_bottom)
-        taps_x = (2 * width_x).to(tl.int32) + 2
-        taps_y = (2 * width_y).to(tl.int32) + 2
-
-        red = tl.zeros([BLOCK, BLOCK], tl.float32)
-        green = tl.zeros([BLOCK, BLOCK], tl.float32)
-        blue = tl.zeros([BLOCK, BLOCK], tl.float32)
-        total_y = tl.zeros([BLOCK], tl.float32)
-        total_x = tl.zeros([BLOCK], tl.float32)
-        for i in range(taps_x):
-            place_x = first_x + i
-            total_x += tl.where(place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0)
-        for j in range(taps_y):
-            place_y = first_y + j
-            weight_y = tl.where(place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0)
-            total_y += weight_y
-            line = source + place_y.to(tl.int64) * pitch
-            for i in range(taps_x):
-                place_x = first_x + i
-                weight_x = tl.where(place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0)
-                weight = weight_y[:, None] * weight_x[None, :]
-                pixel = line[:, None] + place_x[None, :] * 3
-                good = weight > 0.0
-                red += weight * tl.load(pixel, mask=good, other=0).to(tl.float32)
-                green += weight * tl.load(pixel + 1, mask=good, other=0).to(tl.float32)
-                blue += weight * tl.load(pixel + 2, mask=good, other=0).to(tl.float32)
-        norm = 1.0 / (total_y[:, None] * total_x[None, :])
-        target = out + image.to(tl.int64) * stride_b + y[:, None] * stride_y + x[None, :] * stride_x
-        inside = (y < size)[:, None] & (x < size)[None, :]
-        # Rounded to a level, as the CPU path's bytes are.
-        red, green, blue = tl.floor(red * norm + 0.5), tl.floor(green * norm + 0.5), tl.floor(blue * norm + 0.5)
-        tl.store(target, red * tl.load(scale) + tl.load(shift), mask=inside)
-        tl.store(target + stride_c, green * tl.load(scale + 1) + tl.load(shift + 1), mask=inside)
-        tl.store(target + 2 * stride_c, blue * tl.load(scale + 2) + tl.load(shift + 2), mask=inside)
-
-    return kernel
+def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Consecutive rows as (first, last + 1): a hybrid batch has one run, a stray PNG its own."""
+    if not len(rows):
+        return []
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]

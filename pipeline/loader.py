@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from pipeline.dataset import Dataset
+from pipeline.geometry import COLUMNS, identity
 from pipeline.shared import SharedArray
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
@@ -54,6 +55,8 @@ class HostBatch:
         images: uint8 [B, 3, S, S], channels_last.
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
         step: the sampler's step.
+        files, geometry: for rows that the GPU's engines are to decode: uint8 [bytes], float64 [B, COLUMNS].
+        decode_here: decodes these rows in this process instead, when the engines refuse one.
         release: call with the CUDA event of the copy out of the slot, or None when it was read on the host.
     """
 
@@ -61,13 +64,26 @@ class HostBatch:
     labels: torch.Tensor
     step: int
     release: Callable[[Any], None]
+    files: np.ndarray | None = None
+    geometry: torch.Tensor | None = None
+    decode_here: Callable[[], None] = lambda: None
 
 
-def start_source(dataset: Dataset, *, batch_size: int, size: int, slots: int, skip_unreadable: bool = False) -> Source:
-    """Allocate the ring of buffers for one dataset: `slots` batches of `batch_size` images of side `size`."""
-    pixels = SharedArray((slots, batch_size, size, size, 3), np.uint8)
-    labels = SharedArray((slots, batch_size), np.int64)
-    return Source(dataset, pixels, labels, skip_unreadable)
+def start_source(
+    dataset: Dataset, *, batch_size: int, size: int, slots: int, file_bytes: int = 0, skip_unreadable: bool = False
+) -> Source:
+    """Allocate the ring of buffers for one dataset: `slots` batches of `batch_size` images of side `size`.
+
+    With `file_bytes` per row there is room for files that the GPU will decode.
+    """
+    return Source(
+        dataset,
+        pixels=SharedArray((slots, batch_size, size, size, 3), np.uint8),
+        labels=SharedArray((slots, batch_size), np.int64),
+        files=SharedArray((slots, batch_size * file_bytes), np.uint8) if file_bytes else None,
+        geometry=SharedArray((slots, batch_size, COLUMNS), np.float64) if file_bytes else None,
+        skip_unreadable=skip_unreadable,
+    )
 
 
 def slots_needed(*, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
@@ -137,6 +153,7 @@ class WorkerPool:
         self.waiting: deque[Task] = deque()
         self.open: set[int] = set()
         self.skipped: list[str] = []
+        self.decode_seconds, self.replies = 0.0, 0  # per image that a worker decoded, a running mean
         self._lives: dict[int, int] = {}
         self._next_number = 0
         self._last_reply = time.monotonic()
@@ -152,9 +169,9 @@ class WorkerPool:
             self.close()
             raise
 
-    def submit(self, source: int, slot: int, row: int, samples: np.ndarray) -> int:
+    def submit(self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0) -> int:
         """Queue a task and return its number. Earlier tasks are begun first."""
-        task = Task(self._next_number, source, slot, row, samples)
+        task = Task(self._next_number, source, slot, row, samples, encoded)
         self._next_number += 1
         self.open.add(task.number)
         self.waiting.append(task)
@@ -229,6 +246,9 @@ class WorkerPool:
             logger.warning("skipped %s", line)
         self.skipped += reply.skipped
         self.open.discard(reply.number)
+        if reply.decoded:
+            self.decode_seconds += (reply.seconds / reply.decoded - self.decode_seconds) / min(50, self.replies + 1)
+            self.replies += 1
         self._lives.pop(reply.number, None)
 
     def _replace(self, dead: _Worker) -> None:
@@ -290,10 +310,14 @@ class Loader:
         source: position of the source in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
         hold: unreleased batches the consumer may have when it asks for another.
+
+    Attributes:
+        encoded_share: share of a batch's rows that is left to the GPU's engines; the consumer may change it.
     """
 
     def __init__(self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int) -> None:
         self.pool, self.source, self.samples = pool, source, samples
+        self.encoded_share = 0.0
         self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)  # uint8 [slots, B, 3, S, S]
         self.labels = torch.from_numpy(pool.sources[source].labels.array)  # int64 [slots, B]
         self.slots, self.batch_size = self.labels.shape
@@ -317,7 +341,7 @@ class Loader:
             step, slot, numbers = self._queue.popleft()
             self.pool.wait(numbers)
             self._held.add(slot)
-            yield HostBatch(self.images[slot], self.labels[slot], step, partial(self._release, slot))
+            yield self._batch(step, slot)
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""
@@ -330,12 +354,38 @@ class Loader:
         if event is not None:
             event.synchronize()  # the copy out of this slot was enqueued `slots` batches ago: in practice long done
         samples = self.samples(step)
-        self.pool.sources[self.source].labels.array[slot] = EMPTY_ROW
-        numbers = [
-            self.pool.submit(self.source, slot, row, samples[row : row + TASK_ROWS])
-            for row in range(0, len(samples), TASK_ROWS)
-        ]
+        source = self.pool.sources[self.source]
+        source.labels.array[slot] = EMPTY_ROW
+        if source.geometry is not None:
+            identity(source.geometry.array[slot, len(samples) :], source.pixels.array.shape[2])
+        encoded = round(self.encoded_share * self.batch_size) if source.files is not None else 0
+        numbers = []
+        for row in range(0, len(samples), TASK_ROWS):
+            part = samples[row : row + TASK_ROWS]
+            numbers.append(self.pool.submit(self.source, slot, row, part, min(max(encoded - row, 0), len(part))))
         return step, slot, numbers
+
+    def _batch(self, step: int, slot: int) -> HostBatch:
+        source = self.pool.sources[self.source]
+        return HostBatch(
+            self.images[slot],
+            self.labels[slot],
+            step,
+            partial(self._release, slot),
+            files=None if source.files is None else source.files.array[slot],
+            geometry=None if source.geometry is None else torch.from_numpy(source.geometry.array[slot]),
+            decode_here=partial(self._decode_here, step, slot),
+        )
+
+    def _decode_here(self, step: int, slot: int) -> None:
+        """Decode a whole slot in this process.
+
+        Raises:
+            LoaderError: an image cannot be read; names it.
+        """
+        reply = run_task(Task(-1, self.source, slot, 0, self.samples(step)), self.pool.sources)
+        if reply.error is not None:
+            raise LoaderError(reply.error)
 
     def _release(self, slot: int, event: Any) -> None:
         self._held.discard(slot)

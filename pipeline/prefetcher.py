@@ -7,9 +7,11 @@ Safe in both directions: the step's stream waits for `ready` before it reads a b
 before it writes into that batch's memory again. The memory is owned here and reused, so no allocator is involved.
 """
 
+import logging
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
@@ -19,7 +21,12 @@ import torch
 from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_rng
+from pipeline.gpu_decode import EngineError, GpuDecoder
 from pipeline.loader import HostBatch, Loader
+
+logger = logging.getLogger(__name__)
+
+FIRST_SHARE = 0.6  # of a hybrid batch for the engines, until the rates are known
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,9 @@ class Prefetcher:
         transforms: batch transforms for training, none for validation.
         num_classes: width of mixed targets.
         seed, rank: of the batch transforms.
+        gpu_decoder: decodes what the workers left encoded; its calls run in a thread, where they wait without the interpreter
+            lock.
+        hybrid: share each batch between workers and engines by the rates that are seen.
     """
 
     def __init__(
@@ -91,6 +101,8 @@ class Prefetcher:
         num_classes: int = 0,
         seed: int = 0,
         rank: int = 0,
+        gpu_decoder: GpuDecoder | None = None,
+        hybrid: bool = False,
     ) -> None:
         self.loader, self.device, self.depth, self.dtype = loader, device, depth, dtype
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -104,11 +116,14 @@ class Prefetcher:
         self.side = torch.cuda.Stream(device) if self.cuda else None
         self.slots: list[dict[str, Tensor]] = []
         self._marks: list[_Marks] = []
+        self.gpu_decoder, self.hybrid = gpu_decoder, hybrid
+        self._thread = ThreadPoolExecutor(1, "gpu decode") if gpu_decoder is not None else None
+        loader.encoded_share = 0.0 if gpu_decoder is None else FIRST_SHARE if hybrid else 1.0
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
         host = self.loader.batches(start, stop)
-        ready: deque[tuple[int, Batch, Any, _Marks]] = deque()
+        ready: deque[tuple[int, Future[tuple[Batch, Any, _Marks]]]] = deque()
         consumed: dict[int, Any] = {}  # slot -> when its last reader was done
         taken, done = 0, self._mark()
         if self.side is not None:  # an iteration that was left early may still have readers
@@ -120,11 +135,12 @@ class Prefetcher:
                 if batch is None:
                     break
                 slot = taken % (self.depth + 1)
-                ready.append((slot, *self._enqueue(batch, slot, consumed.get(slot))))
+                ready.append((slot, self._begin(batch, slot, consumed.get(slot))))
                 taken += 1
             if not ready:
                 return
-            slot, batch_ready, event, marks = ready.popleft()
+            slot, future = ready.popleft()
+            batch_ready, event, marks = future.result()
             marks.use.append(done)
             if self.cuda:
                 torch.cuda.current_stream(self.device).wait_event(event)
@@ -150,6 +166,14 @@ class Prefetcher:
             sum(waits) / max(sum(waits) + busy, 1e-9), median(_milliseconds(*m.copy) for m in finished), median(steps)
         )
 
+    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, _Marks]]":
+        """Enqueue a batch now, or in the thread when the engines decode."""
+        if self._thread is not None:
+            return self._thread.submit(self._enqueue, host, slot, after)
+        done: Future[tuple[Batch, Any, _Marks]] = Future()
+        done.set_result(self._enqueue(host, slot, after))
+        return done
+
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, _Marks]:
         """Start copy, normalisation and transforms of one batch into a slot, once `after` has completed."""
         marks = _Marks()
@@ -157,10 +181,9 @@ class Prefetcher:
             if self.side is not None and after is not None:
                 self.side.wait_event(after)
             marks.copy.append(self._mark())
-            raw, labels = self._copied(host, slot)
+            labels = targets = self._own("labels", slot, host.labels, torch.int64)
+            images = self._normalised(host, slot)
             host.release(self._mark() if self.cuda else None)
-            images = raw.to(torch.float32).mul_(self.scale).add_(self.shift)
-            targets = labels
             if self.transforms:
                 targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
                 rng = batch_rng(self.seed, host.step, self.rank)
@@ -171,24 +194,51 @@ class Prefetcher:
             marks.copy.append(self._mark())
         return Batch(images, labels, targets, host.step), marks.copy[1], marks
 
-    def _copied(self, host: HostBatch, slot: int) -> tuple[Tensor, Tensor]:
-        return self._own("raw", slot, host.images, torch.uint8), self._own("labels", slot, host.labels, torch.int64)
+    def _normalised(self, host: HostBatch, slot: int) -> Tensor:
+        """float [B, 3, S, S] on the device, from the slot's pixels or its files."""
+        if self.gpu_decoder is None:
+            raw = self._own("raw", slot, host.images, torch.uint8)
+            return raw.to(torch.float32).mul_(self.scale).add_(self.shift)
+        assert host.files is not None and host.geometry is not None
+        # Batch transforms make new images of these; without them, these are what the step takes.
+        out = self._memory("mixed" if self.transforms else "images", slot, host.images.shape, self.dtype)
+        pixels = host.images.permute(0, 2, 3, 1)
+        scale, shift = self.scale.flatten(), self.shift.flatten()
+        try:
+            self.gpu_decoder.make_batch(host.files, host.geometry, pixels, out, scale, shift)
+        except EngineError as error:
+            logger.warning("%s for a batch: a worker's decoder takes it over", error)
+            host.decode_here()
+            self.gpu_decoder.make_batch(host.files, host.geometry, pixels, out, scale, shift)
+        if self.hybrid:
+            self._share_out()
+        return out
+
+    def _share_out(self) -> None:
+        """Leave the engines the share of a batch that lets them and the workers finish together."""
+        assert self.gpu_decoder is not None
+        pool, engine_seconds = self.loader.pool, self.gpu_decoder.seconds_per_image
+        if pool.replies and engine_seconds:
+            engines, workers = 1 / engine_seconds, max(1, len(pool.workers)) / max(pool.decode_seconds, 1e-9)
+            self.loader.encoded_share = engines / (engines + workers)
 
     def _own(self, name: str, slot: int, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy into this slot's own memory, converting type and layout on the way; on a CPU into new memory."""
         if not self.cuda:
             layout = self.memory_format if value.dim() == 4 else torch.contiguous_format
             return value.to(dtype=dtype, memory_format=layout, copy=True)
+        owned = self._memory(name, slot, value.shape, dtype)
+        return owned if owned is value else owned.copy_(value, non_blocking=True)
+
+    def _memory(self, name: str, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """This slot's own memory on the device."""
         while len(self.slots) <= slot:
             self.slots.append({})
-        owned = self.slots[slot].get(name)
-        if owned is None:
-            layout = (
-                torch.channels_last if name == "raw" else self.memory_format if value.dim() == 4 else torch.contiguous_format
-            )
-            owned = torch.empty(value.shape, dtype=dtype, device=self.device, memory_format=layout)
-            self.slots[slot][name] = owned
-        return owned.copy_(value, non_blocking=True)
+        if name not in self.slots[slot]:
+            layout = self.memory_format if len(shape) == 4 else torch.contiguous_format
+            layout = torch.channels_last if name == "raw" else layout  # as it lies in host memory
+            self.slots[slot][name] = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
+        return self.slots[slot][name]
 
     def _mark(self) -> Any:
         """Now, on the current stream's clock: an event to be read later, or host seconds on a CPU."""

@@ -1,20 +1,23 @@
 """The worker process: takes tasks from a pipe, writes samples into rows of shared batch buffers.
 
-Journey of a batch, 2-4 happen here. Imports no torch: a worker starts in a fraction of a second and stays small.
+Journey of a batch, 2-4 happen here. Of torch only the resize is used, in one thread.
 """
 
 import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing import connection, parent_process
 from multiprocessing.connection import Connection
 
 import numpy as np
+import torch
 
 from pipeline.dataset import BadImageError, Dataset, describe
+from pipeline.geometry import HEIGHT, LENGTH, OFFSET, WIDTH, identity
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1
@@ -30,32 +33,42 @@ class Source:
     Attributes:
         pixels: uint8 [slots, B, S, S, 3].
         labels: int64 [slots, B].
+        files: uint8 [slots, bytes], for the rows that the GPU's engines will decode; each row has an equal share of it, which
+            the rows of a task use together. None when a CPU decodes everything.
+        geometry: float64 [slots, B, COLUMNS], what the GPU makes of each row's file or pixels; None likewise.
         skip_unreadable: replace an unreadable sample by the next readable one instead of failing.
     """
 
     dataset: Dataset
     pixels: SharedArray
     labels: SharedArray
+    files: SharedArray | None = None
+    geometry: SharedArray | None = None
     skip_unreadable: bool = False
 
 
 @dataclass(frozen=True)
 class Task:
-    """Rows `row` ... of one slot, to be filled with `samples`, int64 [n, 2] of (epoch, index)."""
+    """Rows `row` ... of one slot, to be filled with `samples`, int64 [n, 2] of (epoch, index).
+
+    The first `encoded` of them are left to the GPU's decoder engines where these take the file.
+    """
 
     number: int
     source: int
     slot: int
     row: int
     samples: np.ndarray
+    encoded: int = 0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a task: seconds it took, what was skipped, or why it failed."""
+    """What came of a task: seconds it took, rows decoded here, what was skipped, or why it failed."""
 
     number: int
     seconds: float = 0.0
+    decoded: int = 0
     skipped: list[str] = field(default_factory=list)
     error: str | None = None
 
@@ -64,29 +77,77 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill a task's rows. A failure is part of the reply: it must reach the training process, not end the worker."""
     started = time.perf_counter()
     source = sources[task.source]
-    pixels, labels = source.pixels.array[task.slot], source.labels.array[task.slot]
+    labels = source.labels.array[task.slot]
     skipped: list[str] = []
+    room = _FileRoom(source, task)
+
+    def fill(row: int, epoch: int, index: int) -> int:
+        label = room.put_file(row, epoch, index) if row < task.row + task.encoded else None
+        return put_pixels(source, task.slot, row, epoch, index) if label is None else label
+
     try:
         for row, (epoch, index) in enumerate(task.samples.tolist(), start=task.row):
-            image, label = _load(source, epoch, index, skipped)
-            if image.shape != pixels.shape[1:]:
-                raise BadImageError(f"{source.dataset.name(index)}: the transforms made {image.shape[1]}x{image.shape[0]} "
-                                    f"pixels, the batch holds {pixels.shape[2]}x{pixels.shape[1]}")  # fmt: skip
-            pixels[row] = image
-            labels[row] = label  # last: a row whose label is set is complete
+            labels[row] = _first_readable(source, index, skipped, partial(fill, row, epoch))  # last: the row is complete
     except BadImageError as error:
         return Reply(task.number, error=str(error))
     except Exception as error:  # e.g. out of memory; anything else would leave the main process waiting
         return Reply(task.number, error=describe(error))
-    return Reply(task.number, seconds=time.perf_counter() - started, skipped=skipped)
+    return Reply(task.number, seconds=time.perf_counter() - started, decoded=len(task.samples) - room.files, skipped=skipped)
 
 
-def _load(source: Source, epoch: int, index: int, skipped: list[str]) -> tuple[np.ndarray, int]:
-    """One sample, or its nearest readable successor when the source skips."""
+def put_pixels(source: Source, slot: int, row: int, epoch: int, index: int) -> int:
+    """Decode a sample into its row and return its label.
+
+    Raises:
+        BadImageError: it cannot be read, or the transforms make another size than the batch has.
+    """
+    image, label = source.dataset.load(epoch, index)
+    batch = source.pixels.array[slot]
+    if image.shape != batch.shape[1:]:
+        raise BadImageError(f"{source.dataset.name(index)}: the transforms made {image.shape[1]}x{image.shape[0]} "
+                            f"pixels, the batch holds {batch.shape[2]}x{batch.shape[1]}")  # fmt: skip
+    batch[row] = image
+    if source.geometry is not None:
+        identity(source.geometry.array[slot, row], batch.shape[1])
+    return label
+
+
+class _FileRoom:
+    """The part of a slot's file bytes that belongs to a task's rows."""
+
+    def __init__(self, source: Source, task: Task) -> None:
+        self.source, self.slot, self.files = source, task.slot, 0
+        if source.files is not None:
+            share = source.files.array.shape[1] // source.labels.array.shape[1]
+            self.place, self.end = task.row * share, (task.row + len(task.samples)) * share
+
+    def put_file(self, row: int, epoch: int, index: int) -> int | None:
+        """Leave a sample to the engines and return its label; None when they do not take it or there is no room left."""
+        source = self.source
+        if source.files is None or source.geometry is None:
+            return None
+        sample = source.dataset.load_encoded(epoch, index)
+        if sample is None or self.place + len(sample.data) > self.end:
+            return None
+        side, picture = source.pixels.array.shape[2], sample.picture
+        if picture.size != (side, side):
+            return None  # put_pixels says what is wrong
+        note = source.geometry.array[self.slot, row]
+        picture.write(note)
+        note[LENGTH], note[OFFSET] = len(sample.data), self.place
+        note[WIDTH], note[HEIGHT] = sample.image_size
+        source.files.array[self.slot, self.place : self.place + len(sample.data)] = np.frombuffer(sample.data, np.uint8)
+        self.place += len(sample.data)
+        self.files += 1
+        return sample.label
+
+
+def _first_readable(source: Source, index: int, skipped: list[str], fill: Callable[[int], int]) -> int:
+    """Fill a row with a sample, or for a source that skips, with its nearest readable successor; return the label."""
     size = len(source.dataset)
     for step in range(min(size, 100)):
         try:
-            return source.dataset.load(epoch, (index + step) % size)
+            return fill((index + step) % size)
         except BadImageError as error:
             if not source.skip_unreadable:
                 raise
@@ -98,6 +159,7 @@ def worker_main(pipe: Connection, sources: Sequence[Source]) -> None:
     """Serve tasks until the pipe closes or the training process is gone."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)  # there is a worker for every core
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
         while True:

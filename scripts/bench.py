@@ -100,7 +100,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
 
 @contextmanager
 def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> Iterator[Feed]:
-    with open_feed(config, datasets, workers=plan.workers, device=world.device, dtype=plan.input_dtype,
+    with open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
                    channels_last=plan.channels_last) as feed:  # fmt: skip
         yield feed
 

@@ -277,7 +277,7 @@ def test_killed_before_the_best_was_pointed_to(folder: Path) -> None:
 
 # Imports torch once; for every number it reads, a child saves from that step on until it is killed.
 SAVER = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 import torch
 from engine import checkpoint
@@ -285,6 +285,7 @@ folder = Path(sys.argv[1])
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
+        signal.alarm(60)  # should nobody kill it
         step = int(line)
         while True:
             state = {"weights": torch.full((20_000,), float(step)), "names": [str(step)]}
@@ -307,7 +308,9 @@ def test_sigkill_at_any_instant(tmp_path: Path) -> None:
         for _ in range(20):
             process.stdin.write(f"{step + 1}\n")
             child = int(process.stdout.readline())
+            deadline = time.monotonic() + 60  # not a measure of speed, but the sign of a hang
             while not (tmp_path / f"step-{step + 2:08d}.json").exists():  # until saving is in full swing
+                assert time.monotonic() < deadline
                 time.sleep(0.001)
             time.sleep(delays.uniform(0, 0.03))
             complete = max(int(path.name[5:13]) for path in tmp_path.glob("step-*.json"))

@@ -168,6 +168,20 @@ def test_rates(clock: Clock) -> None:
     assert meter.images_per_second() == (3 + 10) * 10 / (1 + 2)  # the first interval holds the warm-up
 
 
+def test_an_interval_ends_where_it_is_sent(clock: Clock) -> None:
+    """Not where it is read, a step later."""
+    meter = Meter(ALONE, batch_size=10, step=0)
+    rates = []
+    for step, seconds, until_read in ((2, 1.0, 3.0), (4, 2.0, 0.0)):
+        clock.now += seconds
+        meter.send(step, lr=1)
+        clock.now += until_read
+        interval = meter.read()
+        assert interval is not None
+        rates.append(interval.images_per_second)
+    assert rates == [20 / 1, 20 / (3 + 2)]
+
+
 def test_pauses_are_left_out_of_the_rate(clock: Clock) -> None:
     meter = Meter(ALONE, batch_size=10, step=0)
     clock.now += 1

@@ -117,11 +117,11 @@ def test_step_drops_where_epochs_do_not_end_at_a_step() -> None:
 
 
 def test_step_drop_that_falls_on_a_whole_step_is_not_late() -> None:
-    """0.1 * 3 * 10 is 3.0000000000000004 in floating point."""
-    for epochs in (0.1, 0.3, 0.7):
-        whole = round(epochs * 30)
-        drops = curve("step", per_epoch=30, step_epochs=epochs)
-        assert values(drops, whole - 1, whole) == pytest.approx([2, 0.2])
+    """55 / (50 * 1.1) is 0.9999999999999999 in floating point."""
+    drops = curve("step", per_epoch=50, step_epochs=1.1)
+    assert values(drops, 54, 55, 109, 110) == pytest.approx([2, 0.2, 0.2, 0.02])
+    drops = curve("step", per_epoch=100 / 3, step_epochs=0.1)
+    assert values(drops, 9, 10) == pytest.approx([0.02, 0.002])
 
 
 def test_cosine() -> None:

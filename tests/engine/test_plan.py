@@ -57,9 +57,8 @@ def steps_where(plan: Plan, test: str) -> list[int]:
         (1, 100, 50, 2),
         (1, 101, 50, 3),
         (0.001, 100, 50, 1),
-        (0.1, 30, 3, 1),  # 0.1 * 30 / 3 is 1.0000000000000002 at some orders of these factors
-        (0.3, 100, 10, 3),  # 0.3 * 100 is 30.000000000000004
-        (1.1, 1000, 10, 110),
+        (1.1, 100, 10, 11),  # 11.000000000000002 in floating point
+        (2.2, 50_000, 8, 13_750),
     ],
 )
 def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None:

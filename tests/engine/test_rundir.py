@@ -79,10 +79,25 @@ def test_what_a_killed_process_left_is_removed(run: Path) -> None:
     assert tree(run) == before
 
 
-def test_a_path_is_taken_as_it_is(run: Path, tmp_path: Path) -> None:
+def test_a_path_is_where_a_new_run_begins(run: Path, tmp_path: Path) -> None:
     ten = run / "checkpoints" / "step-00000010.pt"
+    branch = tmp_path / "branch"
+    assert open_run(branch, str(ten)) == ten
+    assert open_run(branch, str(ten)) == ten  # killed before its first checkpoint
+    own = add_checkpoint(branch, 15)
+    assert open_run(branch, str(ten)) == own  # the same command again goes on
+
+
+def test_a_path_in_the_same_run(run: Path) -> None:
+    """Going back would leave two futures in one folder."""
+    ten, twenty = (run / "checkpoints" / f"step-000000{step}.pt" for step in (10, 20))
+    assert open_run(run, str(twenty)) == twenty
+    before = tree(run)
+    with pytest.raises(UserError, match=r"checkpoint\.resume=.*: .* holds a later one, step-00000020\.pt; "):
+        open_run(run, str(ten))
+    assert tree(run) == before
+    twenty.write_bytes(b"half")
     assert open_run(run, str(ten)) == ten
-    assert open_run(tmp_path / "other", str(ten)) == ten
 
 
 def test_a_path_without_manifest_survives(run: Path, tmp_path: Path) -> None:
@@ -180,39 +195,40 @@ def test_second_user_in_the_same_process_is_refused(run: Path) -> None:
 
 
 HOLDER = """
-import sys, time
+import sys
 from pathlib import Path
 from engine.rundir import RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
 run.open("auto", {})
 print("open", flush=True)
-time.sleep(1000)
+sys.stdin.read()
 """
 
 
-def test_second_process_waits_for_nobody_and_a_killed_one_lets_go(tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDER, tmp_path / "run"], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    ) as holder:
+def start(code: str, *arguments: object, close_fds: bool = True) -> subprocess.Popen[str]:
+    """A Python process that ends, at the latest, when its standard input is closed."""
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, close_fds=close_fds)
+
+
+def test_second_process_is_refused_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+    with start(HOLDER, tmp_path / "run") as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "open\n"
         with pytest.raises(UserError, match="another process is training in it"):
             open_run(tmp_path / "run", identity={})
         os.kill(holder.pid, signal.SIGKILL)
         holder.wait()
-    assert open_run(tmp_path / "run", identity={}) is None
+        assert open_run(tmp_path / "run", identity={}) is None
 
 
 def test_lock_is_not_inherited(run: Path) -> None:
     """A compiler or a viewer that outlives the trainer must not keep the folder locked."""
-    code = "import time; print('ready', flush=True); time.sleep(1000)"
     with RunDirectory(run) as first:
         first.open("auto", IDENTITY)
-        child = subprocess.Popen([sys.executable, "-c", code], close_fds=False, stdout=subprocess.PIPE, text=True)
-        with child:
+        with start("import sys; print('ready', flush=True); sys.stdin.read()", close_fds=False) as child:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
             first.close()
             assert open_run(run) is not None
-            child.kill()
 
 
 def test_write(run: Path) -> None:

@@ -133,31 +133,28 @@ def test_crop_of_an_image_of_impossible_ratio_is_torchvisions(transforms: Module
 
 
 def test_crop_is_resized_as_torchvision_resizes(transforms: ModuleType, photo: Image.Image) -> None:
-    """Ours may look at pixels beside the box, theirs cannot: equal but for the outermost rows and columns."""
+    """To one level of torchvision's resize of a Pillow image, which rounds elsewhere; exactly its resize of a tensor."""
     for box in ((0, 0, 300, 260), (20, 10, 220, 180), (100, 100, 140, 150)):
         left, top, right, bottom = box
-        ours = np.asarray(photo.resize((64, 64), Image.Resampling.BILINEAR, box=box), np.int16)
-        assert (Picture(photo).resized((64, 64), box).pixels() == ours).all()
+        ours = Picture.of_pillow(photo).resized((64, 64), box).pixels()
         theirs = transforms.functional.resized_crop(photo, top, left, bottom - top, right - left, [64, 64])
-        difference = abs(ours - np.asarray(theirs, np.int16))
-        assert difference[2:-2, 2:-2].max() <= 1
-        assert difference.max() <= (0 if box == (0, 0, 300, 260) else 40)
+        assert abs(ours.astype(int) - np.asarray(theirs, int)).max() <= 1
 
 
 # Validation.
 
 
-@pytest.mark.parametrize("size", [(300, 260), (260, 300), (64, 64), (500, 65), (64, 700), (97, 101)])
+@pytest.mark.parametrize("size", [(300, 260), (260, 300), (64, 64), (500, 65), (64, 700), (97, 101), (75, 64), (64, 75)])
 def test_resize_and_center_crop_are_torchvisions(transforms: ModuleType, photo: Image.Image, size: tuple[int, int]) -> None:
     image = photo.resize(size)
-    picture = Compose([Resize(size=64), CenterCrop(size=56)])(Picture(image), random.Random(0))
+    picture = Compose([Resize(size=64), CenterCrop(size=56)])(Picture.of_pillow(image), random.Random(0))
     theirs = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(56)])(image)
-    np.testing.assert_array_equal(picture.pixels(), np.asarray(theirs))
+    assert abs(picture.pixels().astype(int) - np.asarray(theirs, int)).max() <= 1
 
 
 def test_center_crop_pads_a_small_image_with_black(photo: Image.Image) -> None:
     small = photo.resize((20, 30))
-    pixels = CenterCrop(size=40)(Picture(small), random.Random(0)).pixels()
+    pixels = CenterCrop(size=40)(Picture.of_pillow(small), random.Random(0)).pixels()
     assert pixels.shape == (40, 40, 3)
     np.testing.assert_array_equal(pixels[5:35, 10:30], np.asarray(small))
     assert pixels.sum() == np.asarray(small).sum()
@@ -169,9 +166,9 @@ def test_center_crop_pads_a_small_image_with_black(photo: Image.Image) -> None:
 def test_horizontal_flip(photo: Image.Image) -> None:
     straight, mirrored = np.asarray(photo), np.asarray(photo)[:, ::-1]
     rng = random.Random(0)
-    np.testing.assert_array_equal(one({"horizontal_flip": {"p": 0}})(Picture(photo), rng).pixels(), straight)
-    np.testing.assert_array_equal(one({"horizontal_flip": {"p": 1}})(Picture(photo), rng).pixels(), mirrored)
-    flip, small = one("horizontal_flip"), Picture(photo.resize((8, 8)))
+    np.testing.assert_array_equal(one({"horizontal_flip": {"p": 0}})(Picture.of_pillow(photo), rng).pixels(), straight)
+    np.testing.assert_array_equal(one({"horizontal_flip": {"p": 1}})(Picture.of_pillow(photo), rng).pixels(), mirrored)
+    flip, small = one("horizontal_flip"), Picture.of_pillow(photo.resize((8, 8)))
     flipped = sum(not np.array_equal(flip(small, rng).pixels(), small.pixels()) for _ in range(1000))
     assert 430 < flipped < 570
 
@@ -182,11 +179,11 @@ def test_random_crop_takes_every_place_and_pads_with_black(photo: Image.Image) -
     padded = np.pad(pixels, ((2, 2), (2, 2), (0, 0)))
     windows = {padded[top : top + 9, left : left + 9].tobytes() for top in range(8) for left in range(6)}
     crop, rng = one({"random_crop": {"size": 9, "padding": 2}}), random.Random(0)
-    assert {crop(Picture(small), rng).pixels().tobytes() for _ in range(1000)} == windows
+    assert {crop(Picture.of_pillow(small), rng).pixels().tobytes() for _ in range(1000)} == windows
     exact = one({"random_crop": {"size": 10}})
-    assert exact(Picture(small), rng).pixels().shape == (10, 10, 3)
+    assert exact(Picture.of_pillow(small), rng).pixels().shape == (10, 10, 3)
     with pytest.raises(ValueError, match="smaller than size 11"):
-        one({"random_crop": {"size": 11}})(Picture(small), rng)
+        one({"random_crop": {"size": 11}})(Picture.of_pillow(small), rng)
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {
@@ -202,9 +199,9 @@ def test_every_transform_runs_and_makes_the_side_it_declares(photo: Image.Image,
     transform = one({name: PARAMETERS.get(name, {})})
     for seed, image in itertools.product(range(10), (photo, photo.resize((41, 200)), photo.resize((40, 40)))):
         before = image.tobytes()
-        pixels = transform(Picture(image), random.Random(seed)).pixels()
+        pixels = transform(Picture.of_pillow(image), random.Random(seed)).pixels()
         assert (pixels.dtype, pixels.ndim, pixels.shape[2]) == (np.uint8, 3, 3)
-        again = transform(Picture(image), random.Random(seed)).pixels()
+        again = transform(Picture.of_pillow(image), random.Random(seed)).pixels()
         np.testing.assert_array_equal(pixels, again)
         assert image.tobytes() == before
         side = getattr(transform, "side", "kept")
@@ -235,7 +232,7 @@ COLOURS: list[tuple[str, float, Callable[[ModuleType, Image.Image], Image.Image]
     ("color", 0.7, lambda f, image: f.adjust_saturation(image, 1.7)),
     ("contrast", -0.9, lambda f, image: f.adjust_contrast(image, 0.1)),
     ("sharpness", 0.5, lambda f, image: f.adjust_sharpness(image, 1.5)),
-    ("posterize", -2.4, lambda f, image: f.posterize(image, 6)),
+    ("posterize", -2.6, lambda f, image: f.posterize(image, 5)),
     ("solarize", 0.4, lambda f, image: f.solarize(image, 153)),
     ("autocontrast", 0, lambda f, image: f.autocontrast(image)),
     ("equalize", 0, lambda f, image: f.equalize(image)),
@@ -295,10 +292,12 @@ def test_strong_augmentation_uses_every_operation_both_ways() -> None:
     grey = Image.new("RGB", (32, 32), (128, 100, 60))
     grey.paste((250, 10, 30), (4, 4, 20, 12))
     for name in ("trivial_augment", "rand_augment"):
-        results = {one(name)(Picture(grey), random.Random(seed)).pixels().tobytes() for seed in range(300)}
+        results = {one(name)(Picture.of_pillow(grey), random.Random(seed)).pixels().tobytes() for seed in range(300)}
         assert len(results) > 20
     still = one({"rand_augment": {"count": 1, "magnitude": 0}})
-    same = sum(np.array_equal(still(Picture(grey), random.Random(seed)).pixels(), np.asarray(grey)) for seed in range(100))
+    same = sum(
+        np.array_equal(still(Picture.of_pillow(grey), random.Random(seed)).pixels(), np.asarray(grey)) for seed in range(100)
+    )
     assert same > 70  # at strength 0 all but autocontrast, equalize and rounding leave the image as it is
 
 

@@ -38,6 +38,7 @@ def cgroup(folder: Path, path: str, limits: dict[str, str]) -> tuple[Path, Path]
         ({"a/b": "150000 100000"}, 1.5),
         ({"a": "400000 100000", "a/b": "max 100000"}, 4),  # a parent's quota holds for its children
         ({"": "200000 100000", "a": "800000 100000", "a/b": "50000 10000"}, 2),  # the tightest counts
+        ({"": "800000 100000", "a/b": "250000 100000"}, 2.5),
         ({"a/b": "not a quota at all"}, math.inf),
         ({"a": "", "": "300000 100000"}, 3),
     ],

@@ -6,8 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
+from conf.schema import UserError
+from models.zoo import import_torchvision
 from pipeline import decode
 from pipeline.demo import draw_image
 
@@ -44,6 +47,10 @@ def animated() -> bytes:
     return encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")])
 
 
+def opened(data: bytes, decoder: str = "pillow") -> decode.Picture:
+    return decode.open_picture(data, decoder)
+
+
 FORMATS: dict[str, Callable[[], bytes]] = {
     "JPEG": lambda: encoded(drawn()),
     "JPEG 4:4:4": lambda: encoded(drawn(), subsampling=0),
@@ -75,7 +82,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("name", FORMATS)
 def test_pixels_are_those_of_pillow(name: str) -> None:
     data = FORMATS[name]()
-    picture = decode.open_pillow(data)
+    picture = opened(data)
     with Image.open(io.BytesIO(data)) as image:
         assert picture.size == image.size
         expected = np.asarray(image.convert("RGB"))
@@ -89,39 +96,111 @@ def test_pixels_are_those_of_pillow(name: str) -> None:
 def test_16_bit_grey_keeps_its_upper_byte(kind: str, dtype: str) -> None:
     """Pillow's own conversion clips it: nearly everything becomes white."""
     image = wide_grey(dtype)
-    pixels = decode.open_pillow(encoded(image, kind)).pixels()
+    pixels = opened(encoded(image, kind)).pixels()
     expected = np.asarray(image) // 256
     np.testing.assert_array_equal(pixels, np.stack([expected] * 3, axis=-1))
 
 
 def test_exif_orientation_is_not_applied() -> None:
     """The published models have been trained on images as they are stored."""
-    picture = decode.open_pillow(rotated_by_exif())
+    picture = opened(rotated_by_exif())
     assert picture.size == drawn().size
-    np.testing.assert_array_equal(picture.pixels(), decode.open_pillow(encoded(drawn())).pixels())
+    np.testing.assert_array_equal(picture.pixels(), opened(encoded(drawn())).pixels())
 
 
 def test_nothing_is_decoded_before_pixels_are_needed() -> None:
     data = encoded(drawn())
-    picture = decode.open_pillow(data[:1000])  # the header is there, the rest is not
+    picture = opened(data[:1000])  # the header is there, the rest is not
     assert picture.size == drawn().size
     with pytest.raises(OSError, match="truncated"):
         picture.pixels()
 
 
-def test_resized_region() -> None:
-    picture = decode.open_pillow(encoded(drawn()))
-    whole = drawn().size
-    np.testing.assert_array_equal(picture.resized(whole).pixels(), picture.pixels())
-    np.testing.assert_array_equal(
-        picture.resized((50, 40), box=(10, 20, 90, 110)).pixels(),
-        np.asarray(picture.pillow().resize((50, 40), Image.Resampling.BILINEAR, box=(10, 20, 90, 110))),
-    )
-    assert picture.resized((1, 3)).size == (1, 3)
+JPEGS = {
+    "4:2:0": lambda image: encoded(image, quality=90),
+    "4:2:2": lambda image: encoded(image, subsampling=1),
+    "4:4:4": lambda image: encoded(image, subsampling=0),
+    "progressive": lambda image: encoded(image, progressive=True),
+    "optimised": lambda image: encoded(image, optimize=True, quality=60),
+    "restart markers": lambda image: encoded(image, restart_marker_blocks=3),
+    "grey": lambda image: encoded(image.convert("L")),
+    "CMYK": lambda image: encoded(image.convert("CMYK")),
+}
+
+
+def photo(width: int, height: int) -> Image.Image:
+    """A drawing of a given size; odd sizes end in the middle of a block."""
+    return draw_image("plaid", np.random.default_rng(3)).resize((width, height), Image.Resampling.BICUBIC)
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("kind", JPEGS)
+@pytest.mark.parametrize("size", [(333, 251), (64, 97), (17, 9)])
+def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple[int, int]) -> None:
+    """Whole, and every region a crop may ask for: a decoder is a matter of speed only."""
+    data = JPEGS[kind](photo(*size))
+    whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
+    picture = opened(data, decoder)
+    assert picture.size == size
+    np.testing.assert_array_equal(picture.pixels(), whole)
+    width, height = size
+    corner, strip = (width - 9, height - 7, width, height), (0, height // 2, 16, height // 2 + 1)
+    inside = (width // 3, 1, width // 3 + 5, 8)
+    for left, top, right, bottom in [(0, 0, width, height), (1, 2, width, height), inside, corner, strip]:
+        region = picture.resized((right - left, bottom - top), (left, top, right, bottom))
+        np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+def test_resize_is_torchvisions(decoder: str) -> None:
+    """Crop and resize as torchvision does it for uint8 tensors, exactly: no pixel beside the box is used."""
+    import_torchvision()
+    from torchvision.transforms.v2 import functional
+
+    data = encoded(photo(333, 251), quality=95)
+    whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
+    picture = opened(data, decoder)
+    for left, top, right, bottom in [(0, 0, 333, 251), (20, 10, 220, 180), (100, 100, 140, 150), (3, 3, 300, 9)]:
+        for size in [(64, 64), (150, 149), (250, 3)]:
+            theirs = functional.resized_crop(whole, top, left, bottom - top, right - left, [size[1], size[0]], antialias=True)
+            ours = picture.resized(size, (left, top, right, bottom)).pixels()
+            np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize(
+    ("size", "box", "scale"), [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)]
+)
+def test_decoding_at_a_fraction_is_close(decoder: str, size: tuple[int, int], box: decode.Box, scale: int) -> None:
+    """A smaller decode averages blocks before the resize does: a slightly softer image, in the same place."""
+    image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
+    picture = opened(encoded(image, quality=95), decoder)
+    assert decode.reduction(box, (224, 224)) == scale
+    ours = picture.resized((224, 224), box, quick=True).pixels().astype(float)
+    exact = decode.Picture(np.asarray(image)).resized((224, 224), box).pixels().astype(float)
+    assert abs(ours - exact).mean() < 2.5
+    moved = decode.Picture(np.asarray(image)).resized((224, 224), tuple(v + 2 * scale for v in box[:2]) + box[2:]).pixels()
+    assert abs(ours - exact).mean() < abs(ours - moved).mean()  # a region taken a little beside it would be told
+
+
+@pytest.mark.parametrize(
+    ("box", "size", "scale"),
+    [((0, 0, 224, 224), (224, 224), 1), ((0, 0, 447, 900), (224, 224), 1), ((0, 0, 448, 448), (224, 224), 2),
+     ((5, 5, 1000, 1000), (224, 224), 4), ((0, 0, 9000, 9000), (224, 224), 8), ((0, 0, 10, 10), (224, 224), 1)],
+)  # fmt: skip
+def test_reduction_never_falls_below_the_result(box: decode.Box, size: tuple[int, int], scale: int) -> None:
+    assert decode.reduction(box, size) == scale
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+def test_a_damaged_jpeg_is_an_error_for_every_decoder(decoder: str) -> None:
+    data = encoded(photo(333, 251))
+    with pytest.raises(OSError, match="truncated"):
+        opened(data[: len(data) // 2], decoder).resized((224, 224)).pixels()
 
 
 def test_crop_and_mirror() -> None:
-    picture = decode.open_pillow(encoded(drawn()))
+    picture = opened(encoded(drawn()))
     pixels = picture.pixels()
     np.testing.assert_array_equal(picture.cropped((5, 7, 50, 60)).pixels(), pixels[7:60, 5:50])
     np.testing.assert_array_equal(picture.mirrored().pixels(), pixels[:, ::-1])
@@ -131,7 +210,13 @@ def test_crop_and_mirror() -> None:
     assert not beyond[:, :4].any()
 
 
-def test_auto_stands_for_a_decoder_that_exists() -> None:
-    assert decode.resolve("auto") in decode.DECODERS
-    for name in decode.DECODERS:
+def test_auto_is_the_first_that_is_installed() -> None:
+    assert decode.resolve("auto") == decode.installed()[0]
+    for name in decode.installed():
         assert decode.resolve(name) == name
+
+
+def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "installed", lambda: ["pillow"])
+    with pytest.raises(UserError, match=r"loader.decoder=simplejpeg: not installed; pip install simplejpeg"):
+        decode.resolve("simplejpeg")

@@ -318,5 +318,5 @@ def test_fingerprint_is_of_the_samples_and_not_of_their_place(tmp_path: Path) ->
     changed["one more"] = fingerprint(make(tmp_path / "3", "a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg"))
     changed["one fewer"] = fingerprint(make(tmp_path / "4", "a/1.jpg", "b/3.jpg"))
     changed["other class"] = fingerprint(make(tmp_path / "5", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
-    changed["other cut"] = fingerprint(make(tmp_path / "6", "a/1.jpga/2.jpg", "a/x.jpg", "b/3.jpg"))
+    changed["other cut"] = fingerprint(make(tmp_path / "6", "a/1.jpga/2.jpg", "b/3.jpg"))
     assert len(set(changed.values())) == len(changed)

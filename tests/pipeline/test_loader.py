@@ -335,14 +335,6 @@ def test_closing_leaves_no_process_and_no_descriptor(image_root: Path, start_met
     assert descriptors[1] == descriptors[2]  # the first start may open a pipe to the forkserver
 
 
-def test_workers_import_no_torch(image_root: Path) -> None:
-    """They start in a fraction of a second and stay small."""
-    with open_loader(open_dataset(image_root / "train"), workers=1, start_method="spawn") as loader:
-        next(loader.batches(0, 1)).release(None)
-        assert "libtorch" not in Path(f"/proc/{loader.pool.workers[0].process.pid}/maps").read_text()
-        assert "libtorch" in Path("/proc/self/maps").read_text()
-
-
 # Workers that die.
 
 

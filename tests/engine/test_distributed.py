@@ -1,0 +1,188 @@
+"""Ranks: a world of one in this process, and two gloo ranks in two of their own."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conf.schema import UserError
+from engine.distributed import StopSignal, World, join_world, resolve_device
+from engine.evaluate import evaluate
+from engine.meters import measure
+
+ROOT = Path(__file__).parents[2]
+Found = dict[str, Any]
+
+
+def alone() -> World:
+    return World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("_no_torchrun")
+def test_a_world_of_one() -> None:
+    with join_world("cpu") as world:
+        assert world == alone()
+        assert world.leads
+        assert world.agree(lambda: 5) == 5
+        with pytest.raises(UserError, match="mine"):
+            world.agree(lambda: (_ for _ in ()).throw(UserError("mine")))
+        assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
+        model = nn.BatchNorm1d(2)
+        assert world.wrap(model) is model
+        world.share_buffers(model)
+        assert not torch.distributed.is_initialized()
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolve_device("cpu") == torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert resolve_device("auto") == torch.device("cpu")
+    with pytest.raises(UserError, match=r"^train\.device=cuda: rank 0 of this node has no GPU, torch sees 0; "):
+        resolve_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [resolve_device(choice, 1) for choice in ("auto", "cuda", "cpu")] == [
+        torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cpu")]  # fmt: skip
+    for choice in ("auto", "cuda"):
+        with pytest.raises(UserError, match=rf"^train\.device={choice}: rank 2 of this node has no GPU, torch sees 2; "):
+            resolve_device(choice, 2)
+
+
+@pytest.mark.parametrize("number", StopSignal.SIGNALS)
+def test_signal_is_noted_and_the_handler_put_back(number: signal.Signals) -> None:
+    before = [signal.getsignal(n) for n in StopSignal.SIGNALS]
+    with StopSignal(alone()) as stop:
+        assert stop.agreed() == stop.received == 0
+        os.kill(os.getpid(), number)
+        assert stop.agreed() == stop.received == number
+        assert stop.agreed() == number
+    assert [signal.getsignal(n) for n in StopSignal.SIGNALS] == before
+
+
+def test_second_ctrl_c_interrupts() -> None:
+    with StopSignal(alone()) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.agreed() == signal.SIGINT
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_repeated_sigterm_does_not_interrupt_the_save() -> None:
+    with StopSignal(alone()) as stop:
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a scheduler may repeat itself
+            os.kill(os.getpid(), number)
+        assert stop.agreed() == signal.SIGINT
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    """What two_ranks.py found on each of them; the second is sent SIGTERM while they run."""
+    folder = tmp_path_factory.mktemp("ranks")
+    shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    processes = [
+        subprocess.Popen([sys.executable, Path(__file__).with_name("two_ranks.py"), folder],
+                         env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        for rank in (0, 1)
+    ]  # fmt: skip
+    ready = [folder / f"ready-{rank}" for rank in (0, 1)]
+    # No hang: the processes end by themselves after two minutes.
+    while not all(path.exists() for path in ready) and all(process.poll() is None for process in processes):
+        time.sleep(0.01)
+    if processes[1].poll() is None:
+        processes[1].send_signal(signal.SIGTERM)
+    said = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1))
+    return first, second
+
+
+def test_places(ranks: tuple[Found, Found]) -> None:
+    assert ranks[0]["world"] == [0, 2, 0, 2, "cpu", True]
+    assert ranks[1]["world"] == [1, 2, 1, 2, "cpu", False]
+
+
+def test_rank_0_decides_and_all_hear_of_it(ranks: tuple[Found, Found]) -> None:
+    for found in ranks:
+        assert found["agreement"]["values"] == ["runs/a", "None", "{'x': 1}"]
+        assert found["agreement"]["errors"] == [
+            ["UserError", "run.dir=x: is a file"],
+            ["OSError", "[Errno 28] No space left on device"],
+        ]
+    assert [found["agreement"]["decided"] for found in ranks] == [5, 0]
+
+
+def test_sums(ranks: tuple[Found, Found]) -> None:
+    assert [found["sums"] for found in ranks] == [[3, 30], [3, 30]]
+
+
+def test_buffers_become_those_of_rank_0(ranks: tuple[Found, Found]) -> None:
+    for found in ranks:
+        assert found["buffers"] == {"mean": [1, 1, 1], "count": 5, "weight_is_own": True}
+
+
+def test_gradients_are_averaged_and_batch_norm_stays_each_ranks_own(ranks: tuple[Found, Found]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    images = torch.randn(8, 4)
+    (model(images[:4]).square().mean() + model(images[4:]).square().mean()).div(2).backward()
+    for found in ranks:
+        assert found["gradients"]["gradient"] == pytest.approx(model[2].bias.grad.tolist(), rel=1e-5)
+        assert found["gradients"]["keys"] == ["0.weight", "0.bias"]  # no `module.`
+    assert ranks[0]["gradients"]["own_mean"] != ranks[1]["gradients"]["own_mean"]
+
+
+def test_validation_is_exact_with_uneven_shares(ranks: tuple[Found, Found]) -> None:
+    torch.manual_seed(1)
+    model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
+    whole = evaluate(model, measure, [(images, labels)], alone())
+    for found in ranks:
+        assert found["validation"] == pytest.approx([whole.loss, whole.top1, whole.top5, 25])
+    assert ranks[0]["validation"] == ranks[1]["validation"]
+    assert 0 < whole.top1 < 100
+
+
+def test_meter_adds_over_the_ranks(ranks: tuple[Found, Found]) -> None:
+    assert [found["metering"] for found in ranks] == [[1.0, 25, 50, 12]] * 2
+
+
+def test_signal_to_one_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -> None:
+    cases = {
+        "one_signalled": (signal.SIGUSR1, 5),
+        "both_signalled": (signal.SIGTERM, 3),  # the higher number
+        "first_step": (signal.SIGTERM, 0),
+        "nobody_signalled_again": (signal.SIGUSR1, 2),
+    }
+    for case, (number, earliest) in cases.items():
+        step, agreed, asked_again = ranks[0][case]
+        assert ranks[1][case] == ranks[0][case]
+        assert agreed == asked_again == number
+        assert earliest < step <= earliest + 2  # a step late, for nothing waits for it
+
+
+def test_signal_from_outside_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -> None:
+    assert ranks[0]["from_outside"] == ranks[1]["from_outside"]
+    assert ranks[0]["from_outside"][1] == signal.SIGTERM
+    assert math.isfinite(ranks[0]["from_outside"][0])

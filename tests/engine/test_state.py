@@ -1,0 +1,166 @@
+"""The state: what is stored is all there is, to the bit."""
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Optim
+from engine import checkpoint
+from engine.optim import build_optimizer
+from engine.state import TrainState, build_ema, params_sha256, seed_step
+from models.resnet import resnet_tiny
+
+OPTIMIZERS = {
+    "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
+    "adamw": Optim(name="adamw", lr=1e-3, weight_decay=0.1),
+}
+
+
+def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainState:
+    torch.manual_seed(seed)
+    model = resnet_tiny(5, 16)
+    return TrainState(model, build_optimizer(model, optim), None if ema is None else build_ema(model, ema))
+
+
+def advance(state: TrainState, steps: int) -> None:
+    """Train on images that are a function of the step, with dropout that is one of (seed, step)."""
+    for _ in range(steps):
+        generator = torch.Generator().manual_seed(state.step)
+        images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+        seed_step(0, state.step, 0)
+        logits = state.model(nn.functional.dropout(images, 0.2))
+        nn.functional.cross_entropy(logits, labels).backward()
+        state.optimizer.step()
+        state.optimizer.zero_grad(set_to_none=True)
+        if state.ema is not None:
+            state.ema.update_parameters(state.model)
+        state.step += 1
+
+
+def equal(a: object, b: object) -> bool:
+    """Equal to the bit, whatever is nested."""
+    if isinstance(a, Tensor):
+        return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(a, dict):
+        return isinstance(b, dict) and a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(map(equal, a, b))
+    return a == b
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("ema", [0.9, None])
+def test_stored_and_loaded_it_trains_on_as_if_nothing_had_been(tmp_path: Path, name: str, ema: float | None) -> None:
+    straight = new_state(OPTIMIZERS[name], ema=ema)
+    advance(straight, 3)
+    straight.best, straight.last = {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0}
+    path = checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict()}, keep=1, best=False)
+
+    resumed = new_state(OPTIMIZERS[name], seed=1, ema=ema)
+    assert not equal(resumed.state_dict(), straight.state_dict())
+    resumed.load_state_dict(checkpoint.load(path)["state"])
+    assert equal(resumed.state_dict(), straight.state_dict())
+    assert (resumed.step, resumed.best, resumed.last) == (3, {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0})
+    advance(straight, 3)
+    before = params_sha256(resumed.model)
+    advance(resumed, 3)
+    assert equal(resumed.state_dict(), straight.state_dict())
+    assert params_sha256(resumed.model) == params_sha256(straight.model) != before
+    assert params_sha256(resumed.validated_model) == params_sha256(straight.validated_model)
+
+
+def test_every_part_matters(tmp_path: Path) -> None:
+    """Leave one part behind, and three steps later the weights differ: so the test above would see it."""
+    straight = new_state(OPTIMIZERS["sgd"])
+    advance(straight, 3)
+    stored = checkpoint.load(checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict()}, keep=1, best=False))[
+        "state"
+    ]
+    fresh = new_state(OPTIMIZERS["sgd"], seed=1).state_dict()
+    advance(straight, 3)
+    for part in ("model", "optimizer", "step", "ema", "ema_steps"):
+        resumed = new_state(OPTIMIZERS["sgd"], seed=1)
+        resumed.load_state_dict({**stored, part: 99 if part == "step" else fresh[part]})
+        advance(resumed, 3)
+        assert not equal(resumed.state_dict(), straight.state_dict()), part
+
+
+def test_keys_are_the_models_own() -> None:
+    state = new_state(OPTIMIZERS["sgd"])
+    stored = state.state_dict()
+    assert list(stored["model"]) == list(stored["ema"]) == list(resnet_tiny(5, 16).state_dict())
+
+
+def test_average_turned_on_at_a_resume_starts_from_the_weights() -> None:
+    without = new_state(OPTIMIZERS["sgd"], ema=None)
+    advance(without, 2)
+    state = new_state(OPTIMIZERS["sgd"], seed=1)
+    state.load_state_dict(without.state_dict())
+    assert params_sha256(state.validated_model) == params_sha256(without.model)
+    advance(state, 2)
+    assert params_sha256(state.validated_model) != params_sha256(state.model)
+
+
+def test_average_turned_off_at_a_resume() -> None:
+    averaged = new_state(OPTIMIZERS["sgd"])
+    advance(averaged, 2)
+    state = new_state(OPTIMIZERS["sgd"], seed=1, ema=None)
+    state.load_state_dict(averaged.state_dict())
+    assert state.validated_model is state.model
+    assert params_sha256(state.model) == params_sha256(averaged.model)
+
+
+def test_average_by_hand() -> None:
+    """average = decay * average + (1 - decay) * weight, the first step copying; running statistics alike."""
+    model = nn.BatchNorm1d(1)
+    ema = build_ema(model, 0.75)
+    average = {}
+    for step, (weight, mean) in enumerate([(2.0, 1.0), (4.0, 3.0), (8.0, -1.0)]):
+        with torch.no_grad():
+            model.weight.fill_(weight)
+            model.running_mean.fill_(mean)
+        ema.update_parameters(model)
+        for name, value in (("weight", weight), ("running_mean", mean)):
+            average[name] = value if step == 0 else 0.75 * average[name] + 0.25 * value
+            assert ema.module.state_dict()[name].item() == pytest.approx(average[name])
+
+
+def test_params_sha256_is_what_design_says() -> None:
+    """SHA-256 over the state_dict's tensors, in order: worked out here with numpy."""
+    model = resnet_tiny(5, 16)
+    digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+    assert params_sha256(model) == digest
+
+
+def test_params_sha256_changes_with_a_bit() -> None:
+    model = resnet_tiny(5, 16)
+    seen = {params_sha256(model)}
+    for name in ("conv1.weight", "fc.bias", "bn1.running_var", "bn1.num_batches_tracked"):
+        tensor = model.state_dict()[name]
+        tensor.reshape(-1).view(torch.uint8)[0] ^= 1  # shares the model's memory
+        seen.add(params_sha256(model))
+    assert len(seen) == 5
+
+
+def test_params_sha256_does_not_depend_on_the_memory_format() -> None:
+    model = resnet_tiny(5, 16)
+    before = params_sha256(model)
+    last = model.to(memory_format=torch.channels_last)
+    assert last.conv1.weight.is_contiguous(memory_format=torch.channels_last) and not last.conv1.weight.is_contiguous()
+    assert params_sha256(last) == before
+    assert params_sha256(nn.Linear(3, 3).bfloat16()) != params_sha256(nn.Linear(3, 3).bfloat16())
+
+
+def test_seed_of_a_step() -> None:
+    def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
+        torch.rand(step % 7)  # what was drawn before does not matter
+        seed_step(seed, step, rank)
+        return tuple(torch.rand(4).tolist())
+
+    places = [(seed, step, rank) for seed in (0, 1, 2**32 - 1) for step in (0, 1, 11, 10**7) for rank in (0, 1, 11)]
+    first = {place: draw(*place) for place in places}
+    assert {place: draw(*place) for place in reversed(places)} == first
+    assert len(set(first.values())) == len(places)  # also (1, 11) and (11, 1)

@@ -1,0 +1,159 @@
+"""What each of two ranks does in test_distributed.py; writes what it found as JSON to the path it is given."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import UserError
+from engine.distributed import StopSignal, World, join_world
+from engine.evaluate import evaluate
+from engine.meters import Meter, measure
+
+
+def agreement(world: World) -> dict[str, Any]:
+    decided = []
+
+    def decide(answer: Any) -> Callable[[], Any]:
+        def inner() -> Any:
+            decided.append(answer)
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
+
+        return inner
+
+    found: dict[str, Any] = {"values": [str(world.agree(decide(v))) for v in (Path("runs/a"), None, {"x": 1})], "errors": []}
+    for error in (UserError("run.dir=x: is a file"), OSError(28, "No space left on device")):
+        try:
+            world.agree(decide(error))
+        except Exception as caught:
+            found["errors"].append([type(caught).__name__, str(caught)])
+    found["decided"] = len(decided)
+    return found
+
+
+def sums(world: World) -> list[float]:
+    values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
+    assert world.sum(values) is values
+    return values.tolist()
+
+
+def buffers(world: World) -> dict[str, Any]:
+    model = nn.BatchNorm1d(3)
+    model.running_mean.fill_(world.rank + 1)
+    model.num_batches_tracked.fill_(world.rank + 5)
+    with torch.no_grad():
+        model.weight.fill_(world.rank + 7)
+    world.share_buffers(model)
+    return {
+        "mean": model.running_mean.tolist(),
+        "count": int(model.num_batches_tracked),
+        "weight_is_own": model.weight[0].item() == world.rank + 7,
+    }
+
+
+def gradients(world: World) -> dict[str, Any]:
+    """Each rank takes its half of a batch."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    images = torch.randn(8, 4)
+    network = world.wrap(model)
+    share = images[4 * world.rank : 4 * world.rank + 4]
+    for _ in range(2):
+        network.zero_grad()
+        network(share).square().mean().backward()
+    return {
+        "gradient": model[2].bias.grad.tolist(),
+        "own_mean": model[1].running_mean.tolist(),
+        "keys": list(model.state_dict())[:2],
+    }
+
+
+def validation(world: World) -> list[float]:
+    """Rank 0 brings three batches, rank 1 one and a half; some rows only fill up."""
+    torch.manual_seed(1)
+    model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
+    mine = torch.arange(15) if world.leads else torch.arange(15, 25)
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for part in mine.split(5 if world.leads else 7):
+            fill = 7 - len(part)
+            yield torch.cat([images[part], torch.zeros(fill, 6)]), torch.cat([labels[part], torch.full((fill,), -1)])
+
+    found = evaluate(model, measure, batches(), world)
+    return [found.loss, found.top1, found.top5, found.images]
+
+
+def metering(world: World) -> list[float]:
+    meter = Meter(world, batch_size=8, step=0)
+    meter.add(torch.tensor([4.0, 1, 2, 4]) * (world.rank + 1))
+    meter.send(1, lr=0.1)
+    interval = meter.read()
+    assert interval is not None
+    return [interval.metrics.loss, interval.metrics.top1, interval.metrics.top5, interval.metrics.images]
+
+
+def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> list[int]:
+    """Run until both agree; `signals`: rank -> (step at which it gets one, which)."""
+    with StopSignal(world) as stop:
+        for step in range(1000):
+            if world.rank in signals and signals[world.rank][0] == step:
+                os.kill(os.getpid(), signals[world.rank][1])
+            if world.rank == 1:
+                time.sleep(0.001)  # ranks are not in lockstep
+            number = stop.agreed()
+            if number:
+                return [step, number, stop.agreed()]
+    return []
+
+
+def from_outside(world: World, ready: Path) -> list[int]:
+    """Run until somebody signals one of the ranks."""
+    with StopSignal(world) as stop:
+        ready.write_text(str(os.getpid()))
+        for step in range(100_000):
+            time.sleep(0.001)
+            number = stop.agreed()
+            if number:
+                return [step, number]
+    return []
+
+
+@contextmanager
+def seconds_alive(limit: int) -> Iterator[None]:
+    """Rather killed than left behind, should the test that started this be."""
+    signal.alarm(limit)
+    yield
+    signal.alarm(0)
+
+
+def main(folder: Path) -> None:
+    with seconds_alive(120), join_world("cpu") as world:
+        found = {
+            "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.leads],
+            "agreement": agreement(world),
+            "sums": sums(world),
+            "buffers": buffers(world),
+            "gradients": gradients(world),
+            "validation": validation(world),
+            "metering": metering(world),
+            "one_signalled": stopping(world, {1: (5, signal.SIGUSR1)}),
+            "both_signalled": stopping(world, {0: (3, signal.SIGINT), 1: (3, signal.SIGTERM)}),
+            "first_step": stopping(world, {0: (0, signal.SIGTERM)}),
+            "nobody_signalled_again": stopping(world, {0: (2, signal.SIGUSR1)}),
+            "from_outside": from_outside(world, folder / f"ready-{world.rank}"),
+        }
+        (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,221 @@
+"""What the GPU path makes of a file: the crops of the CPU path, its pixels within a stated bound."""
+
+import io
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import augment, decode, geometry
+from pipeline.augment import Compose, sample_rng
+from pipeline.dataset import FolderDataset
+from pipeline.demo import draw_image
+from pipeline.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.index import load_index
+from pipeline.loader import Loader, Pinned, WorkerPool, start_source
+from pipeline.prefetcher import Prefetcher
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+
+TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
+VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
+
+
+def transform(entries: list[Any]) -> Compose:
+    return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def weights(start: float, scale: float, count: int, low: int, high: int, size: int) -> np.ndarray:
+    """float64 [count, size]: how much of each source pixel goes into each target pixel, as pipeline/gpu_kernel.py says it."""
+    table = np.zeros((count, size))
+    half = max(scale, 1.0)
+    for i in range(count):
+        centre = start + scale * (i + 0.5)
+        for place in range(max(int(centre - half + 0.5), low), min(int(centre + half + 0.5), high)):
+            table[i, place] = max(0.0, 1 - abs(place + 0.5 - centre) / half)
+        table[i] /= table[i].sum()
+    return table
+
+
+def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
+    """What the kernel makes of a row of the geometry, in float64: uint8 [side, side, 3]."""
+    g, (height, width, _) = geometry, pixels.shape
+    across = weights(row[g.SOURCE_LEFT], row[g.SCALE_X], side, int(row[g.CLIP_LEFT]), int(row[g.CLIP_RIGHT]), width)
+    down = weights(row[g.SOURCE_TOP], row[g.SCALE_Y], side, int(row[g.CLIP_TOP]), int(row[g.CLIP_BOTTOM]), height)
+    made = np.einsum("yh,hwc,xw->yxc", down, pixels.astype(float), across)
+    return np.floor((made[:, ::-1] if row[g.MIRRORED] else made) + 0.5).astype(np.uint8)
+
+
+@pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
+@pytest.mark.parametrize("seed", range(12))
+def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: int) -> None:
+    """The same draws give the same region, to one level: the CPU path rounds after each direction."""
+    data = encoded(draw_image("waves", np.random.default_rng(seed)), quality=95)
+    chain = transform(entries)
+    noted = open_noted(data)
+    assert noted is not None
+    result = chain(noted, sample_rng(1, 2, seed))
+    assert isinstance(result, NotedPicture)
+    row = np.zeros(geometry.COLUMNS)
+    result.write(row)
+    exact = decode.Picture(decode.open_picture(data, "pillow").pixels())  # not shrunk by its decoder
+    expected = chain(exact, sample_rng(1, 2, seed)).pixels().astype(int)
+    assert abs(apply(row, exact.pixels(), 48).astype(int) - expected).max() <= 1
+
+
+def test_order_of_crop_and_mirror_is_kept() -> None:
+    picture = NotedPicture((100, 80), (0, 0, 100, 80))
+    cropped = picture.mirrored().cropped((10, 0, 40, 20))
+    row = np.zeros(geometry.COLUMNS)
+    cropped.write(row)
+    assert (row[geometry.SOURCE_LEFT], cropped.size, row[geometry.MIRRORED]) == (60, (30, 20), 1)
+    row_back = np.zeros(geometry.COLUMNS)
+    cropped.mirrored().write(row_back)
+    assert row_back[geometry.MIRRORED] == 0
+
+
+def test_what_needs_pixels_says_so() -> None:
+    picture = open_noted(encoded(draw_image("dots", np.random.default_rng(0))))
+    assert picture is not None
+    with pytest.raises(NeedsPixelsError):
+        transform([{"random_crop": {"size": 400, "padding": 200}}])(picture, random.Random(0))
+    with pytest.raises(NeedsPixelsError):
+        transform(["rand_augment"])(picture, random.Random(0))
+    with pytest.raises(NeedsPixelsError):
+        picture.resized((50, 50)).resized((20, 20))
+
+
+@pytest.mark.parametrize(
+    ("data", "taken"),
+    [
+        (lambda image: encoded(image), True),
+        (lambda image: encoded(image, subsampling=0), True),
+        (lambda image: encoded(image, subsampling=1), True),
+        (lambda image: encoded(image) + b"tail", True),
+        (lambda image: encoded(image, progressive=True), False),
+        (lambda image: encoded(image.convert("L")), False),
+        (lambda image: encoded(image.convert("CMYK")), False),
+        (lambda image: encoded(image, "PNG"), False),
+        (lambda image: encoded(image)[:-200], False),
+    ],
+    ids=["4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "PNG", "truncated"],
+)
+def test_engines_get_only_what_they_take(data: Any, taken: bool) -> None:
+    assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
+
+
+# Through workers, without a GPU: files and geometry arrive in the slot; what does not fit is decoded.
+
+
+def loader_of(dataset: FolderDataset, *, share: float, file_bytes: int, batch: int = 8) -> Iterator[Loader]:
+    source = start_source(dataset, batch_size=batch, size=48, slots=4, file_bytes=file_bytes)
+    with WorkerPool([source], workers=1) as pool:
+        loader = Loader(pool, 0, lambda step: np.stack([np.zeros(batch, int), np.arange(batch) + batch * step], 1), hold=1)
+        loader.encoded_share = share
+        yield loader
+
+
+@pytest.mark.parametrize(
+    ("share", "file_bytes", "files"), [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)]
+)
+def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: float, file_bytes: int, files: int) -> None:
+    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3)
+    for loader in loader_of(dataset, share=share, file_bytes=file_bytes):
+        for batch in loader.batches(0, 3):
+            assert batch.files is not None and batch.geometry is not None
+            table = batch.geometry.numpy()
+            assert (table[:, geometry.LENGTH] > 0).sum() == files
+            for row in range(8):
+                index = 8 * batch.step + row
+                path, length, offset = dataset.name(index), int(table[row, geometry.LENGTH]), int(table[row, geometry.OFFSET])
+                if length:
+                    assert batch.files[offset : offset + length].tobytes() == Path(path).read_bytes()
+                    assert tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]]) == Image.open(path).size
+                else:
+                    np.testing.assert_array_equal(batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0])
+                assert batch.labels[row] == dataset.load(0, index)[1]
+            batch.decode_here()
+            assert not table[:, geometry.LENGTH].any()
+            np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0])
+            batch.release(None)
+
+
+# On a GPU.
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entries: list[Any], share: float) -> None:
+    """Engines and libjpeg differ in the inverse transform and in how colour is interpolated: a mean of 2 levels at most."""
+    from pipeline.gpu_decode import GpuDecoder
+
+    root = tmp_path / "train"
+    (root / "a").mkdir(parents=True)
+    images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)]
+    kinds: list[dict[str, Any]] = [{"quality": 95}, {"subsampling": 0}, {"progressive": True}, {"quality": 80}]
+    for i, image in enumerate(images):
+        (root / "a" / f"{i:02d}.jpg").write_bytes(encoded(image, **kinds[i % 4]))
+    (root / "a" / "24.jpg").write_bytes(encoded(images[0].convert("CMYK")))
+    (root / "a" / "25.jpg").write_bytes(encoded(images[0], "PNG"))
+    dataset = FolderDataset(load_index(root, key="data.train"), transform(entries), seed=3)
+    device = torch.device("cuda", 0)
+    for loader in loader_of(dataset, share=share, file_bytes=1 << 17, batch=13):
+        source = loader.pool.sources[0]
+        assert source.files is not None and source.geometry is not None
+        with Pinned([source.pixels, source.labels, source.files, source.geometry]):
+            prefetcher = Prefetcher(
+                loader, device=device, depth=1, mean=[0, 0, 0], std=[1 / 255] * 3, gpu_decoder=GpuDecoder(device, 13)
+            )
+            loader.encoded_share = share
+            for batch in prefetcher.batches(0, 2):
+                ours = batch.images.permute(0, 2, 3, 1).cpu().numpy()
+                for row in range(13):
+                    expected = dataset.load(0, 13 * batch.step + row)[0].astype(float)
+                    difference = abs(ours[row] - expected)
+                    assert difference.mean() < 2, (batch.step, row)
+                    assert np.percentile(difference, 99) < 25, (batch.step, row)
+
+
+@gpu
+@needs_gpu
+def test_a_file_the_engines_refuse_is_decoded_by_a_worker(image_root: Path, tmp_path: Path) -> None:
+    """A header that promises a JPEG, with damage behind it: the batch is made all the same, or the file is named."""
+    from pipeline.gpu_decode import GpuDecoder
+    from pipeline.loader import LoaderError
+
+    root = tmp_path / "train"
+    (root / "a").mkdir(parents=True)
+    for i in range(8):
+        (root / "a" / f"{i}.jpg").write_bytes(encoded(draw_image("dots", np.random.default_rng(i))))
+    bad = bytearray((root / "a" / "3.jpg").read_bytes())
+    bad[200:400] = bytes(200)  # within the tables
+    (root / "a" / "3.jpg").write_bytes(bytes(bad))
+    dataset = FolderDataset(load_index(root, key="data.train"), transform(TRAIN), seed=3)
+    device = torch.device("cuda", 0)
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
+        source = loader.pool.sources[0]
+        assert source.files is not None and source.geometry is not None
+        with Pinned([source.pixels, source.labels, source.files, source.geometry]):
+            prefetcher = Prefetcher(
+                loader, device=device, depth=1, mean=[0, 0, 0], std=[1, 1, 1], gpu_decoder=GpuDecoder(device, 8)
+            )
+            found = None
+            try:
+                found = next(prefetcher.batches(0, 1)).images
+            except LoaderError as error:
+                message = str(error)
+            assert found.isfinite().all() if found is not None else "3.jpg" in message
