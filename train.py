@@ -43,7 +43,7 @@ from engine.state import TrainState, build_ema, params_sha256, seed_step
 from engine.telemetry import GpuMonitor, allocator_figures
 from engine.tracker import Tracker
 from pipeline.autotune import Budget, worker_budget
-from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed
+from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, stand_in
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 
@@ -65,15 +65,19 @@ def train(config: Config) -> dict[str, Any]:
     started = time.time()
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device))
+        run = stack.enter_context(RunDirectory(Path(config.run.dir)))
+        world.agree(lambda: run.check(config.checkpoint.resume))
+        if undrawn := stand_in(config):
+            build_state(config, make_plan(config, undrawn, world), world)  # a mistake shows before anything is drawn
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
         set_up_torch(config, plan)
         state = build_state(config, plan, world)
-        run = stack.enter_context(RunDirectory(Path(config.run.dir)))
         identity = run_identity(config, datasets)
         resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
         changes: list[str] = []
-        begins = resumed is None or resumed.parent != run.checkpoints  # the folder's first life, also from another's checkpoint
+        # The folder's first life, also from another's checkpoint.
+        begins = resumed is None or resumed.parent.resolve() != run.checkpoints.resolve()
         if resumed is not None:
             stored = checkpoint.load(resumed)
             state.load_state_dict(stored["state"])
@@ -110,9 +114,12 @@ def train(config: Config) -> dict[str, Any]:
             if interval is not None:
                 write_interval(interval, plan, tracker, feed, monitor)
 
-        def validate_and_save() -> None:
-            best = validate(state, plan, world, feed, measure, tracker, stop)
+        def save_all(*, best: bool) -> None:
+            tracker.flush()  # first: a kill after the checkpoint leaves no gap in the curves before it
             save(state, config, identity, run, world, best=best)
+
+        def validate_and_save() -> None:
+            save_all(best=validate(state, plan, world, feed, measure, tracker, stop))
 
         if plan.validates(state.step) and state.last.get("step") != state.step:
             validate_and_save()  # an earlier life was stopped before it could
@@ -144,7 +151,7 @@ def train(config: Config) -> dict[str, Any]:
                     validate_and_save()
                     signal_number = stop.agreed()
                 else:
-                    save(state, config, identity, run, world, best=False)
+                    save_all(best=False)
                 gc.collect()
                 meter.leave_out(time.perf_counter() - paused)
             if signal_number:
@@ -384,10 +391,10 @@ def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed
         "lr": interval.lr,
         "images_per_second": interval.images_per_second,
         "data_wait_fraction": timing.wait_fraction if timing else 0.0,
-        "copy_ms": timing.copy_ms if timing else 0.0,
-        "step_ms": timing.step_ms if timing else 0.0,
         "seconds_left": (plan.stop_step - interval.step) * plan.batch_size / interval.images_per_second,
     }
+    if timing:  # else no batch has been finished since the last row
+        row |= {"copy_ms": timing.copy_ms, "step_ms": timing.step_ms}
     tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device)})
 
 
@@ -421,10 +428,10 @@ def main(config: Config) -> int:
         summary = train(config)
     except UserError as error:
         if leads:
-            print(f"train.py: {error}", file=sys.stderr)
+            cli.complain(str(error))
         return 2
     except (LoaderError, checkpoint.CheckpointError, TrainingError) as error:
-        print(f"train.py: {error}", file=sys.stderr)
+        cli.complain(str(error))
         return 1
     except KeyboardInterrupt:
         return 130

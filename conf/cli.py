@@ -23,7 +23,8 @@ from conf.schema import Config, UserError, check, show, walk
 
 FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
-KEYS = [name for name, _, _ in walk(Config())]
+FIELDS = {name: field for name, field, _ in walk(Config())}
+KEYS = list(FIELDS)
 
 
 def choices(group: str) -> list[str]:
@@ -99,9 +100,14 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     return config
 
 
-def fail(message: str, script: str = "train.py") -> NoReturn:
-    """Say one line on stderr and leave with status 2, the user's mistake."""
+def complain(message: str, script: str = "train.py") -> None:
+    """Say one line on stderr, also when a path in it has a line break."""
     print(f"{script}: {' '.join(message.splitlines())}", file=sys.stderr)
+
+
+def fail(message: str, script: str = "train.py") -> NoReturn:
+    """Complain and leave with status 2, the user's mistake."""
+    complain(message, script)
     sys.exit(2)
 
 
@@ -165,6 +171,8 @@ def _check_override(override: Override) -> None:
         raise UserError(f"{text}: a key cannot be removed; give it a value")
     if override.is_add():
         raise UserError(f"{text}: write {name}={show(override.value())}")
+    if FIELDS[name].type is bool and not isinstance(override.value(), bool):  # OmegaConf would take 2 and yes for true
+        raise UserError(f"{text}: not allowed; give true or false")
 
 
 def _explain(error: Exception, overrides: Sequence[Override]) -> str:
@@ -173,11 +181,10 @@ def _explain(error: Exception, overrides: Sequence[Override]) -> str:
     while cause.__cause__ is not None and isinstance(cause.__cause__, (HydraException, OmegaConfBaseException)):
         cause = cause.__cause__
     name = getattr(cause, "full_key", None) or ""
-    field_of = {k: f for k, f, _ in walk(Config())}
     base = name.split("[")[0]
     typed = next((o.input_line for o in overrides if o.key_or_group == base and o.input_line), None)
-    if base in field_of:
-        allowed = _type_name(field_of[base].type)
+    if base in FIELDS:
+        allowed = _type_name(FIELDS[base].type)
         return f"{typed or name}: {_first_line(cause)}; give {allowed}"
     return f"{typed or name or 'config'}: {_first_line(cause)}"
 

@@ -74,10 +74,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     manifest_path = path.with_suffix(".json")
     try:
-        if manifest_path.exists():
-            manifest = json.loads(manifest_path.read_text())
-            if _sha256(path) not in _valid_digests(manifest):
-                raise CheckpointError(f"{path}: damaged: its bytes are not those its manifest names")
+        if manifest_path.exists() and _sha256(path) not in _valid_digests(_read_manifest(manifest_path)):
+            raise CheckpointError(f"{path}: damaged: its bytes are not those its manifest names")
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise

@@ -3,6 +3,8 @@
 import fcntl
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,18 @@ class RunDirectory:
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
 
+    def check(self, resume: str) -> None:
+        """Refuse, as `open` does, what shows before the data is known. Nothing is created.
+
+        Raises:
+            UserError: the folder holds something else, or the checkpoint is missing.
+        """
+        if resume not in ("auto", "never") and not os.path.isfile(resume):
+            raise UserError(f"checkpoint.resume={resume}: no such file; give a checkpoint's path, auto or never")
+        with self._usable():
+            if self.path.exists():
+                self._refuse_foreign()
+
     def open(self, resume: str, identity: dict[str, Any]) -> Path | None:
         """Claim the folder and find the checkpoint to go on from. Rank 0 calls this; nothing is created when it raises.
 
@@ -36,33 +50,28 @@ class RunDirectory:
             UserError: the folder holds something else or is in use, or the checkpoint is missing or of another training.
             CheckpointError: there are checkpoints, and none of them is whole.
         """
+        self.check(resume)
         given = None if resume in ("auto", "never") else Path(resume)
         if given is not None:
-            if not os.path.isfile(given):
-                raise UserError(f"checkpoint.resume={resume}: no such file; give a checkpoint's path, auto or never")
             checkpoint.check_compatible(checkpoint.load(given)["identity"], identity, given)
-        try:
+        with self._usable():
             return self._open(resume, identity, given)
-        except OSError as error:
-            raise UserError(f"run.dir={self.path}: cannot be used: {error.strerror}; give a folder to write in") from None
 
     def _open(self, resume: str, identity: dict[str, Any], given: Path | None) -> Path | None:
         if self.path.exists():
-            self._refuse_foreign()
             self._claim()
             checkpoint.remove_leftovers(self.checkpoints, keep=given)
         found = given
-        newest = checkpoint.load_newest(self.checkpoints) if resume != "never" and self.checkpoints.is_dir() else None
+        newest = checkpoint.load_newest(self.checkpoints) if resume != "never" else None
         if newest is not None:
             own, stored = newest
-            inside = given is not None and given.parent.samefile(self.checkpoints)
-            if given is not None and inside and given.name < own.name:
-                raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.name}; leave the key out to "
-                                "go on from there, or give another run.dir to branch off")  # fmt: skip
-            # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
-            if not inside:
+            if given is None or not given.parent.samefile(self.checkpoints):
+                # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
                 found = own
                 checkpoint.check_compatible(stored["identity"], identity, own)
+            elif given.name < own.name:
+                raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.name}; leave the key out to "
+                                "go on from there, or give another run.dir to branch off")  # fmt: skip
         if resume == "never" and self.path.exists():
             self._move_aside()
         self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -91,6 +100,13 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def _usable(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"run.dir={self.path}: cannot be used: {error.strerror}; give a folder to write in") from None
 
     def _refuse_foreign(self) -> None:
         if not self.path.is_dir():

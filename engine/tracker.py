@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engine.checkpoint import replace_file
+
 logger = logging.getLogger(__name__)
 
 # metrics.jsonl key -> TensorBoard tag; loss, top1 and top5 go under train/ or val/
@@ -49,7 +51,6 @@ class Tracker:
     ) -> None:
         self.folder, self.total_steps, self.epochs = folder, total_steps, epochs
         self.live = folder is not None and sys.stdout.isatty()
-        self._warned: set[str] = set()
         self._rows: Any = None
         self._board: Any = None
         self._header_shown = False
@@ -69,9 +70,7 @@ class Tracker:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
                     continue  # a line cut off when the process was killed
-            temporary = path.with_name(path.name + ".tmp")
-            temporary.write_text("".join(line + "\n" for line in kept))
-            os.replace(temporary, path)
+            replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
     def _open_board(self, folder: Path, start_step: int) -> None:
@@ -125,6 +124,11 @@ class Tracker:
             shown = images[:64].float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8).cpu()
             self._guard("TensorBoard", self._board.add_image, tag, grid(shown), step)
 
+    def flush(self) -> None:
+        """Put the curves so far on disk, where metrics.jsonl's rows are already: nothing after this can lose them."""
+        if self._board is not None:
+            self._guard("TensorBoard", self._board.flush)
+
     def outcome(self, summary: dict[str, Any]) -> None:
         """The table a run ends with."""
         if self.folder is None:
@@ -175,9 +179,7 @@ class Tracker:
         try:
             call(*arguments)
         except Exception as error:
-            if name not in self._warned:
-                self._warned.add(name)
-                logger.warning("%s cannot be written (%s: %s); training goes on without it", name, type(error).__name__, error)
+            logger.warning("%s cannot be written (%s: %s); training goes on without it", name, type(error).__name__, error)
             if name == "TensorBoard":
                 self._board = None
             else:

@@ -110,9 +110,10 @@ def _torchvision_names() -> list[str]:
 
 def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained: bool) -> nn.Module:
     vision = import_torchvision()
-    options = {"image_size": image_size} if name.startswith("vit_") else {}
-    if options:
+    options = {}
+    if name.startswith("vit_"):
         _require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
+        options["image_size"] = image_size
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
     if pretrained:
         weights = vision.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
@@ -161,13 +162,17 @@ def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin:
         UserError: other keys are missing or have another shape: these are another model's weights.
     """
     own = model.state_dict()
-    counters = [k for k in own if k.endswith("num_batches_tracked")]  # torchvision's first weights are older than these
+    # torchvision's first weights are older than BatchNorm's counters
+    missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
+    unknown = [k for k in weights if k not in own]
     other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    wrong = [k for k in own if k not in weights and k not in counters] + [k for k in weights if k not in own]
-    wrong += [k for k in other if own[k].shape[1:] != weights[k].shape[1:]]
-    if wrong or len({(own[k].shape[:1], weights[k].shape[:1]) for k in other}) > 1:
-        raise UserError(f"model.weights: {origin} does not fit the model: {len({*wrong, *other})} tensors are missing, unknown "
-                        f"or of another shape, e.g. {(wrong + other)[0]}")  # fmt: skip
+    # Another number of classes changes the first dimension of the head's tensors, alike in all, and nothing else.
+    first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
+    only_head = len(first) <= 1 and all(own[k].shape[1:] == weights[k].shape[1:] for k in other)
+    if missing or unknown or not only_head:
+        wrong = missing + unknown + other
+        raise UserError(f"model.weights: {origin} does not fit the model: {len(wrong)} tensors are missing, unknown "
+                        f"or of another shape, e.g. {wrong[0]}")  # fmt: skip
     if other:
         logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(other))
     model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

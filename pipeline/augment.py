@@ -18,6 +18,7 @@ from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError
 from pipeline.decode import Picture
+from pipeline.parameters import number, span, whole
 
 Transform = Callable[[Picture, random.Random], Picture]
 
@@ -62,7 +63,7 @@ class RandomResizedCrop:
     """
 
     def __init__(self, *, size: int, scale: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)) -> None:
-        self.side, self.scale, self.ratio = _side(size), _range("scale", scale, 1), _range("ratio", ratio, 1000)
+        self.side, self.scale, self.ratio = _side(size), span("scale", scale, 1), span("ratio", ratio, 1000)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.resized((self.side, self.side), self.box(*picture.size, rng), quick=True)
@@ -113,7 +114,7 @@ class RandomCrop:
     """size x size pixels from a random place of the image, padded with black by `padding` on every side."""
 
     def __init__(self, *, size: int, padding: int = 0) -> None:
-        self.side, self.padding = _side(size), _number("padding", padding, 0, 4096, int)
+        self.side, self.padding = _side(size), whole("padding", padding, 0, 4096)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
@@ -128,7 +129,7 @@ class HorizontalFlip:
     """Mirror left to right with probability p."""
 
     def __init__(self, *, p: float = 0.5) -> None:
-        self.p = _number("p", p, 0, 1)
+        self.p = number("p", p, 0, 1)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return picture.mirrored() if rng.random() < self.p else picture
@@ -143,7 +144,7 @@ class RandAugment:
     """
 
     def __init__(self, *, count: int = 2, magnitude: int = 9) -> None:
-        self.count, self.strength = _number("count", count, 1, 100, int), _number("magnitude", magnitude, 0, 30) / 30
+        self.count, self.strength = whole("count", count, 1, 100), number("magnitude", magnitude, 0, 30) / 30
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         image = picture.pillow()
@@ -237,17 +238,4 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
 
 
 def _side(size: Any) -> int:
-    return _number("size", size, 1, 4096, int)
-
-
-def _number(name: str, value: Any, low: float, high: float, kind: Any = (int, float)) -> Any:
-    if not (isinstance(value, kind) and low <= value <= high):
-        raise ValueError(f"{name}={value}: give a {'whole ' if kind is int else ''}number from {low:g} to {high:g}")
-    return value
-
-
-def _range(name: str, values: Any, most: float) -> tuple[float, float]:
-    pair = isinstance(values, (list, tuple)) and len(values) == 2 and all(isinstance(v, (int, float)) for v in values)
-    if not (pair and 0 < values[0] <= values[1] <= most):
-        raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high <= {most:g}")
-    return values[0], values[1]
+    return whole("size", size, 1, 4096)

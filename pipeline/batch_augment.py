@@ -7,11 +7,12 @@ one set per image, from a generator that is a pure function of (seed, step, rank
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from pipeline.parameters import number, positive, span
 
 BatchTransform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]
 
@@ -30,7 +31,7 @@ class Mixup:
     """
 
     def __init__(self, *, alpha: float = 0.2, p: float = 1.0) -> None:
-        self.alpha, self.p = _positive("alpha", alpha), _share("p", p)
+        self.alpha, self.p = positive("alpha", alpha), number("p", p, 0, 1)
 
     def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         count = len(images)
@@ -49,7 +50,7 @@ class Cutmix:
     """
 
     def __init__(self, *, alpha: float = 1.0, p: float = 1.0) -> None:
-        self.alpha, self.p = _positive("alpha", alpha), _share("p", p)
+        self.alpha, self.p = positive("alpha", alpha), number("p", p, 0, 1)
 
     def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         count, side = len(images), images.shape[-1]
@@ -69,7 +70,7 @@ class RandomErasing:
     """
 
     def __init__(self, *, p: float = 0.25, scale: Sequence[float] = (0.02, 0.33), ratio: Sequence[float] = (0.3, 3.3)) -> None:
-        self.p, self.scale, self.ratio = _share("p", p), _range("scale", scale, 1.0), _range("ratio", ratio, 1000)
+        self.p, self.scale, self.ratio = number("p", p, 0, 1), span("scale", scale, 1), span("ratio", ratio, 1000)
 
     def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         count, side = len(images), images.shape[-1]
@@ -106,22 +107,3 @@ def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:
     place = torch.arange(images.shape[-1], device=images.device)
     across, down = (place >= left) & (place < right), (place >= top) & (place < bottom)
     return (across[:, None, :] & down[:, :, None])[:, None]
-
-
-def _positive(name: str, value: Any) -> float:
-    if not (isinstance(value, (int, float)) and 0 < value < math.inf):
-        raise ValueError(f"{name}={value}: give a number > 0")
-    return float(value)
-
-
-def _share(name: str, value: Any) -> float:
-    if not (isinstance(value, (int, float)) and 0 <= value <= 1):
-        raise ValueError(f"{name}={value}: give a number from 0 to 1")
-    return float(value)
-
-
-def _range(name: str, values: Any, most: float) -> tuple[float, float]:
-    pair = isinstance(values, (list, tuple)) and len(values) == 2 and all(isinstance(v, (int, float)) for v in values)
-    if not (pair and 0 < values[0] <= values[1] <= most):
-        raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high <= {most:g}")
-    return float(values[0]), float(values[1])

@@ -1,8 +1,9 @@
 """Puts the pieces together: config in, datasets and prefetchers out. Reads top to bottom as the journey of a batch."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from conf.schema import Config, UserError
 from pipeline import augment, decode
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
-from pipeline.demo import ensure_demo_dataset
+from pipeline.demo import CLASSES, MARKER, TRAIN_IMAGES, ensure_demo_dataset
 from pipeline.gpu_decode import EngineError, GpuDecoder
 from pipeline.index import check_splits, load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, slots_needed, start_source
@@ -55,11 +56,13 @@ def build_datasets(config: Config) -> Datasets:
         val = FakeDataset(num_samples=data.fake_images // 10, num_classes=data.fake_classes, size=val_side)
         classes = tuple(f"fake{i:04d}" for i in range(data.fake_classes))
         return Datasets(train, val, classes, train_side, val_side, f"fake-{data.fake_images}-{data.fake_classes}")
-    root = Path(data.root or "").expanduser()
+    root = _root(config)
     if data.source == "demo":
         try:
             ensure_demo_dataset(root)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
+            raise UserError(str(error)) from None
+        except OSError as error:
             raise UserError(f"data.root={root}: {error}") from None
     elif not root.is_dir():
         raise UserError(f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*")
@@ -76,6 +79,16 @@ def build_datasets(config: Config) -> Datasets:
         val_side,
         f"{train_index.fingerprint()}-{val_index.fingerprint()}",
     )
+
+
+def stand_in(config: Config) -> Datasets | None:
+    """Fake datasets of the demo's size while it is not drawn: they show what is wrong with a config before 2,500 images are
+    drawn for it. Else None.
+    """
+    if config.data.source != "demo" or os.path.exists(_root(config) / MARKER):
+        return None
+    data = replace(config.data, source="fake", fake_images=TRAIN_IMAGES, fake_classes=len(CLASSES))
+    return build_datasets(replace(config, data=data))
 
 
 @dataclass(frozen=True)
@@ -178,6 +191,10 @@ def file_room(dataset: Dataset) -> int:
     """Bytes a row gets for its file. A task's rows share theirs: half as much again as the mean is nearly always enough."""
     mean = dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0
     return max(1 << 15, int(1.5 * mean))
+
+
+def _root(config: Config) -> Path:
+    return Path(config.data.root or "").expanduser()
 
 
 def _side(transform: augment.Compose, key: str) -> int:

@@ -28,6 +28,7 @@ Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
 VERSION = 1  # of the drawings: raise it with any change that alters a pixel
 SPLITS = ("train", "val")
+TRAIN_IMAGES, VAL_IMAGES = 2000, 500
 MARKER = "demo.json"
 MAX_WORKERS = 16  # more would take longer to start than to draw
 
@@ -171,7 +172,12 @@ def _palette(rng: np.random.Generator) -> Plane:
 
 
 def ensure_demo_dataset(
-    root: Path, *, train_images: int = 2000, val_images: int = 500, seed: int = 0, workers: int | None = None
+    root: Path,
+    *,
+    train_images: int = TRAIN_IMAGES,
+    val_images: int = VAL_IMAGES,
+    seed: int = 0,
+    workers: int | None = None,
 ) -> bool:
     """Draw the demo dataset into `root` unless it is there already.
 

@@ -38,12 +38,17 @@ class Engines:
     """
 
     HARDWARE_BACKEND, RGB_INTERLEAVED = 3, 5  # NVJPEG_BACKEND_HARDWARE, NVJPEG_OUTPUT_RGBI
+    # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle H200, 2,200 beside a
+    # training step whose kernels come first. Without it 15,500 and 14,400.
+    NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(
-            library.nvjpegCreateEx(self.HARDWARE_BACKEND, None, None, ctypes.c_uint(0), ctypes.byref(self._handle)),
+            library.nvjpegCreateEx(
+                self.HARDWARE_BACKEND, None, None, ctypes.c_uint(self.NO_PIPELINE), ctypes.byref(self._handle)
+            ),
             "nvjpegCreateEx",
         )
         self._check(library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state)), "nvjpegJpegStateCreate")

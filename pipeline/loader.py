@@ -206,7 +206,11 @@ class WorkerPool:
             if self._context.get_start_method() != "fork":
                 resource_tracker.ensure_running()  # process.start would start it, and unblock signals
                 signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-            process.start()
+            try:
+                process.start()
+            except (ConnectionError, EOFError):  # the forkserver has been killed, but still counts as running
+                time.sleep(0.5)
+                process.start()
         theirs.close()
         return _Worker(process, ours, {})
 
@@ -215,12 +219,13 @@ class WorkerPool:
             worker = min(self.workers, key=lambda w: len(w.tasks))
             if len(worker.tasks) >= self.prefetch_factor:
                 return
-            task = self.waiting.popleft()
-            worker.tasks[task.number] = task
+            task = self.waiting[0]
             try:
                 worker.pipe.send(task)
             except OSError:
-                self._replace(worker)
+                self._replace(worker)  # the task has not reached it, and is not to blame
+                continue
+            worker.tasks[task.number] = self.waiting.popleft()
 
     def _receive(self, timeout: float) -> None:
         """Take in replies and deaths; wait up to `timeout` seconds for the first."""
@@ -228,12 +233,15 @@ class WorkerPool:
         for worker in list(self.workers):
             if worker.pipe in ready:
                 try:
-                    reply = worker.pipe.recv()
+                    replies = [worker.pipe.recv()]
+                    while worker.pipe.poll():  # all it has: the next call may be a step away
+                        replies.append(worker.pipe.recv())
                 except (EOFError, OSError):
                     self._replace(worker)
                     continue
-                del worker.tasks[reply.number]
-                self._finish(reply)
+                for reply in replies:
+                    del worker.tasks[reply.number]
+                    self._finish(reply)
             elif worker.process.sentinel in ready:
                 self._replace(worker)
         self._dispatch()

@@ -113,7 +113,8 @@ class Prefetcher:
         self.scale = torch.tensor(scale, device=device)[:, None, None]
         self.shift = torch.tensor(shift, device=device)[:, None, None]
         self.cuda = device.type == "cuda"
-        self.side = torch.cuda.Stream(device) if self.cuda else None
+        # First in line for the multiprocessors: its kernels are small, and what they make is waited for.
+        self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
         self.slots: list[dict[str, Tensor]] = []
         self._marks: list[_Marks] = []
         self.gpu_decoder, self.hybrid = gpu_decoder, hybrid

@@ -29,3 +29,11 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep scans out of the user's cache folder; child processes inherit it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _event_files_in_order() -> None:
+    """TensorBoard reads event files by name, which ends in a count of this process: its tenth would come before its ninth."""
+    from tensorboard.summary.writer import event_file_writer
+
+    event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)

@@ -27,6 +27,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 import train
 from conf import cli
@@ -229,7 +230,7 @@ def check_curves(folder: Path) -> EventAccumulator:
         ("val/top1", "val", "top1"),
         ("val/top5", "val", "top5"),
     ):
-        expected = {row["step"]: pytest.approx(row[key], rel=1e-4, abs=1e-6) for row in rows(folder, split)}
+        expected = {row["step"]: pytest.approx(row[key], rel=1e-4, abs=1e-6) for row in rows(folder, split) if key in row}
         events = board.Scalars(tag)
         assert [e.step for e in events] == list(expected), tag
         assert {e.step: e.value for e in events} == expected, tag
@@ -310,6 +311,38 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
     assert "batch_size: 8" in text and f"dir: {folder}" in text
     (grid,) = board.Images("train/images")
     assert (grid.step, grid.height, grid.width) == (0, 32, 8 * 32)
+
+
+def test_curves_are_on_disk_before_a_checkpoint_counts(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill right after it leaves no gap before the step that the next life begins with."""
+    write, save = RecordWriter.write, checkpoint.save
+    seen = {}
+
+    def slow_write(*arguments: Any) -> None:
+        time.sleep(0.01)
+        write(*arguments)
+
+    def look_and_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
+        board = EventAccumulator(str(folder.parent / "tensorboard")).Reload()
+        seen[content["step"]] = [
+            board.Scalars(tag)[-1].step for tag in ("train/loss", "val/loss") if tag in board.Tags()["scalars"]
+        ]
+        return save(folder, content, **options)
+
+    monkeypatch.setattr(RecordWriter, "write", slow_write)
+    monkeypatch.setattr(checkpoint, "save", look_and_save)
+    run(image_root, tmp_path / "run", "log.tensorboard=true", "checkpoint.every_steps=2", "train.max_steps=5")
+    assert seen == {2: [2], 4: [4], 5: [5, 5]}
+
+
+def test_no_figure_is_made_up(short: tuple[Path, dict[str, Any]]) -> None:
+    """A row in whose interval no batch had finished has no times, instead of times of 0."""
+    train_rows = rows(short[0], "train")
+    for key in ("copy_ms", "step_ms"):
+        times = [row[key] for row in train_rows if key in row]
+        assert 0 < len(times) < len(train_rows) and min(times) > 0
 
 
 def test_finished_run_is_left_alone(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -505,6 +538,18 @@ def test_resume_from_a_path(image_root: Path, tmp_path: Path, straight: tuple[Pa
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
     assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 59
     assert files(straight[0]) == before
+
+
+def test_resume_from_its_own_checkpoint_by_another_path(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is no other run: what was best stays so, and the curves do not begin again."""
+    monkeypatch.chdir(tmp_path)
+    run(image_root, Path("run"), "train.max_steps=5", "log.tensorboard=true")
+    path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
+    run(image_root, Path("run"), f"checkpoint.resume={path}", "log.tensorboard=true")
+    assert same(stored(tmp_path / "run"), stored(short[0]))
+    assert [image.step for image in check_curves(tmp_path / "run").Images("train/images")] == [0]
 
 
 def test_resume_path_missing(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

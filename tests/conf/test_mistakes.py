@@ -210,6 +210,32 @@ def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workp
         assert line.startswith("checkpoint.resume=gone.pt: no such file")
 
 
+def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(refusal: Refusal, workplace: Path) -> None:
+    (workplace / "photos").mkdir()
+    (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
+    for override, line in {
+        "model.name=nope": "model.name=nope: no such model",
+        "model.weights=gone.pt": "model.weights=gone.pt: no such file",
+        "checkpoint.resume=gone.pt": "checkpoint.resume=gone.pt: no such file",
+        "loader.batch_size=2001": "loader.batch_size=2001: larger than the training split (2000 images)",
+        "data.image_size=8": "data.image_size: the model does not take images of 8 px",
+        "loader.decoder=gpu": "loader.decoder=gpu: needs an NVIDIA GPU",
+        "run.dir=photos": "run.dir=photos: holds other things than a run",
+        "data.root=photos": "data.root=",
+    }.items():
+        overrides = ["model.name=alexnet"] if override == "data.image_size=8" else []
+        assert refusal("data=demo", "train.device=cpu", *overrides, override).startswith(line)
+
+
+def test_line_break_in_a_path(refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is still one line that is said, whether the user is to blame or the file."""
+    assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith("data.root=two lines: no such folder")
+    (images / "train" / "dots" / "0\n0.jpg").write_bytes(b"")
+    assert train.main(cli.load([*SMALL, f"data.root={images}", "loader.batch_size=37"])) == 1
+    error = capsys.readouterr().err
+    assert "dots/0 0.jpg: " in error and error.count("\n") == 1
+
+
 def test_run_directory_that_holds_other_things(refusal: Refusal, image_root: Path, workplace: Path) -> None:
     (workplace / "photos").mkdir()
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")

@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import hashlib
 import json
 import logging
 import os
@@ -80,9 +81,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
 
 
 def test_manifest_is_what_sha256sum_says(folder: Path) -> None:
-    said = subprocess.run(["sha256sum", folder / "step-00000020.pt"], capture_output=True, text=True, check=True).stdout
     manifest = json.loads((folder / "step-00000020.json").read_text())
-    assert manifest["sha256"] == said.split()[0]
+    assert manifest["sha256"] == hashlib.sha256((folder / "step-00000020.pt").read_bytes()).hexdigest()
     assert manifest["bytes"] == (folder / "step-00000020.pt").stat().st_size
     assert (manifest["file"], manifest["step"]) == ("step-00000020.pt", 20)
 
@@ -288,7 +288,7 @@ for line in sys.stdin:
         signal.alarm(60)  # should nobody kill it
         step = int(line)
         while True:
-            state = {"weights": torch.full((20_000,), float(step)), "names": [str(step)]}
+            state = {"weights": torch.full((500_000,), float(step)), "names": [str(step)]}
             for again in (False, True):  # a step is saved a second time when the next start validates it
                 checkpoint.save(folder, {"step": step, "state": state, "again": again}, keep=2, best=step % 3 == 0)
             step += 1
@@ -420,7 +420,10 @@ def test_provenance() -> None:
     made_by = checkpoint.provenance()
     assert made_by["torch"] == str(torch.__version__)
     assert made_by["python"] == ".".join(map(str, sys.version_info[:3]))
-    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    head = ""
+    if shutil.which("git"):
+        ask = ["git", "rev-parse", "HEAD"]
+        head = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     assert made_by["git_commit"].removesuffix("-dirty") == (head or "unknown")
 
 

@@ -5,6 +5,7 @@ import json
 import logging
 import resource
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from engine.tracker import HEADER, Tracker, duration, grid
 
@@ -158,6 +160,19 @@ def test_curves_hold_the_values_at_the_step(tmp_path: Path) -> None:
     }
     assert curve(events, "train/loss") == [(20, 1.25)]
     assert curve(events, "val/loss") == [(20, 0.5)]
+
+
+def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = RecordWriter.write
+    monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.02), write(self, data)))  # a slow disk
+    with Tracker(tmp_path) as tracker:
+        tracker.train_row(train_row(10), FIGURES)
+        tracker.val_row(val_row(10), best=True)
+        tracker.flush()
+        events = curves(tmp_path)
+        assert [curve(events, tag) for tag in ("train/loss", "memory/ooms", "val/top5")] == [[(10, 1)], [(10, 0)], [(10, 95)]]
+    for silent in (Tracker(None), Tracker(tmp_path, tensorboard=False)):
+        silent.flush()
 
 
 def test_without_tensorboard(tmp_path: Path) -> None:

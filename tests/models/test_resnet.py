@@ -85,5 +85,6 @@ def test_initial_weights_follow_the_seed() -> None:
 def test_initial_convolutions_keep_the_variance() -> None:
     """Kaiming's fan-out normal: std = sqrt(2 / (out channels * kernel area))."""
     torch.manual_seed(0)
-    weight = resnet18_cifar(10, 32).state_dict()["layer4.1.conv2.weight"]
+    weight = resnet18_cifar(10, 32).state_dict()["layer4.0.conv1.weight"]
+    assert weight.shape[:2] == (512, 256)
     assert weight.std().item() == pytest.approx((2 / (512 * 9)) ** 0.5, rel=0.01)

@@ -1,6 +1,7 @@
 """Bytes to pixels: the same as Pillow's own conversion for every kind of file that a dataset may hold."""
 
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +209,21 @@ def test_crop_and_mirror() -> None:
     np.testing.assert_array_equal(beyond[3:, 4:], pixels[:10, :10])
     assert not beyond[:3].any()
     assert not beyond[:, :4].any()
+
+
+def test_pillows_read_only_memory_is_used_as_it_is() -> None:
+    """No copy of it, and no word of torch about it."""
+    picture = decode.Picture.of_pillow(drawn())
+    pixels = picture.pixels()
+    assert not pixels.flags.writeable
+    torch.set_warn_always(True)  # it would warn once a process, and have done so in an earlier test
+    try:
+        with warnings.catch_warnings(action="error"):
+            assert decode.as_tensor(pixels).data_ptr() == pixels.ctypes.data
+            picture.mirrored()
+            picture.resized((20, 30))
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_auto_is_the_first_that_is_installed() -> None:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -64,10 +65,16 @@ def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
 
 
 def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
-    before = descriptors()
-    for size in (2**59, 2**46):  # more than a file, more than an address space can hold
+    before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError):
+        SharedArray((2**46,), np.int64)  # more than an address space holds
+    assert descriptors() == before
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
         with pytest.raises(OSError):
-            SharedArray((size,), np.int64)
+            SharedArray((4097,), np.uint8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert descriptors() == before
 
 
