@@ -230,7 +230,8 @@ class WorkerPool:
     def _receive(self, timeout: float) -> None:
         """Take in replies and deaths; wait up to `timeout` seconds for the first."""
         ready = connection.wait([w.pipe for w in self.workers] + [w.process.sentinel for w in self.workers], timeout)
-        for worker in list(self.workers):
+        workers = list(self.workers)
+        for worker in workers:
             if worker.pipe in ready:
                 try:
                     replies = [worker.pipe.recv()]
@@ -242,8 +243,12 @@ class WorkerPool:
                 for reply in replies:
                     del worker.tasks[reply.number]
                     self._finish(reply)
-            elif worker.process.sentinel in ready:
+        lost = [w for w in workers if w.process.sentinel in ready and w in self.workers]
+        while lost:  # a killed forkserver takes all its workers with it, one after the other: none must be given more
+            for worker in lost:
                 self._replace(worker)
+            ready = connection.wait([w.process.sentinel for w in self.workers], 0)
+            lost = [w for w in self.workers if w.process.sentinel in ready]
         self._dispatch()
 
     def _finish(self, reply: Reply) -> None:
@@ -366,11 +371,12 @@ class Loader:
         source.labels.array[slot] = EMPTY_ROW
         if source.geometry is not None:
             identity(source.geometry.array[slot, len(samples) :], source.pixels.array.shape[2])
-        encoded = round(self.encoded_share * self.batch_size) if source.files is not None else 0
+        share = self.encoded_share if source.files is not None else 0.0
         numbers = []
         for row in range(0, len(samples), TASK_ROWS):
             part = samples[row : row + TASK_ROWS]
-            numbers.append(self.pool.submit(self.source, slot, row, part, min(max(encoded - row, 0), len(part))))
+            # The same share of every task: the rows that need decoding are spread over all workers.
+            numbers.append(self.pool.submit(self.source, slot, row, part, round(share * len(part))))
         return step, slot, numbers
 
     def _batch(self, step: int, slot: int) -> HostBatch:
