@@ -1,8 +1,8 @@
 """JPEG bytes to normalised crops on the GPU: the decoder engines of the chip, then one kernel that crops and resizes.
 
 Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, draws its augmentation and writes bytes
-and geometry into the slot; here nvJPEG decodes a batch on the hardware engines (14,000 images/s beside a training step on
-an H200, with one host thread that waits without the interpreter lock), and one kernel makes the batch: float [B, 3, S, S], normalised.
+and geometry into the slot; here nvJPEG decodes a batch on the hardware engines (14,000 images/s beside other work on an
+H200, with one host thread that waits without the interpreter lock), and one kernel makes the batch: float [B, 3, S, S].
 
 The engines take baseline YCbCr JPEGs. What else is in a batch was decoded by a worker and goes through the same kernel.
 """
