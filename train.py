@@ -73,7 +73,7 @@ def train(config: Config) -> dict[str, Any]:
         plan = make_plan(config, datasets, world)
         set_up_torch(config, plan)
         state = build_state(config, plan, world)
-        identity = run_identity(config, datasets)
+        identity = run_identity(config, datasets, plan)
         resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
         changes: list[str] = []
         # The folder's first life, also from another's checkpoint.
@@ -84,18 +84,20 @@ def train(config: Config) -> dict[str, Any]:
             if begins:
                 state.best, state.last = {}, {}  # those checkpoints are in another folder
             changes = cli.differences(stored["config"], config)
+        finished = run.finished_summary(state.step) if state.step >= plan.stop_step else None
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
-                    tensorboard=config.log.tensorboard)
+                    records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, config, plan, run, resumed, changes)
+        introduce(tracker, plan, run, resumed, changes)
+        if finished is not None:
+            tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
+            tracker.outcome(finished)
+            return finished
         if begins:
             tracker.text("config", cli.to_yaml(config))
-        if state.step >= plan.stop_step and (summary := run.finished_summary(state.step)):
-            tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
-            tracker.outcome(summary)
-            return summary
         if world.leads:
+            run.write("config.yaml", cli.to_yaml(config))
             (run.path / "summary.json").unlink(missing_ok=True)  # an earlier life's: this one has not ended
 
         feed = stack.enter_context(
@@ -129,7 +131,7 @@ def train(config: Config) -> dict[str, Any]:
         gc.freeze()  # what lives as long as the run is not looked through again
         stack.callback(gc.unfreeze)
         stack.callback(gc.enable)
-        gc.disable()  # a collection in the middle of a step stalls the launches; it runs at validations instead
+        gc.disable()  # a collection in the middle of a step stalls the launches; it runs at checkpoints instead
         for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
             if begins:
                 tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift, step=batch.step)
@@ -145,15 +147,14 @@ def train(config: Config) -> dict[str, Any]:
             if plan.logs(state.step) or signal_number:
                 meter.send(state.step, lr)
             if plan.saves(state.step) or signal_number:
-                report()  # also refuses to save what is no longer finite
-                paused = time.perf_counter()
-                if plan.validates(state.step) and not signal_number:
-                    validate_and_save()
-                    signal_number = stop.agreed()
-                else:
-                    save_all(best=False)
-                gc.collect()
-                meter.leave_out(time.perf_counter() - paused)
+                report()
+                with meter.left_out():
+                    if plan.validates(state.step) and not signal_number:
+                        validate_and_save()
+                        signal_number = stop.agreed()
+                    else:
+                        save_all(best=False)
+                    gc.collect()
             if signal_number:
                 break
 
@@ -341,12 +342,13 @@ def build_state(config: Config, plan: Plan, world: World) -> TrainState:
     return TrainState(model, build_optimizer(model, config.optim), ema)
 
 
-def run_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
+def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
     """What must be equal for a checkpoint to be the same training, by the name a person knows it by."""
     return {
         "dataset": datasets.fingerprint,
         "classes": len(datasets.classes),
         "model.name": config.model.name,
+        "parameters": plan.parameters,
         "optim.name": config.optim.name,
         "optim.decay_norms": config.optim.decay_norms,
         "loader.batch_size": config.loader.batch_size,
@@ -354,17 +356,13 @@ def run_identity(config: Config, datasets: Datasets) -> dict[str, Any]:
     }
 
 
-def introduce(
-    tracker: Tracker, config: Config, plan: Plan, run: RunDirectory, resumed: Path | None, changes: list[str]
-) -> None:
-    """Say once what will happen; keep the config with the results."""
+def introduce(tracker: Tracker, plan: Plan, run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:
+    """Say once what will happen."""
     for line in plan.lines():
         tracker.say(line)
     tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
     for change in changes:
         tracker.say(f"changed  {change}")
-    if tracker.folder is not None:
-        run.write("config.yaml", cli.to_yaml(config))
 
 
 def compiled(function: F, plan: Plan) -> F:

@@ -70,17 +70,18 @@ class World:
         return network
 
 
-def resolve_device(choice: str, local_rank: int = 0) -> torch.device:
+def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
     """The device `train.device` stands for.
 
     Raises:
-        UserError: cuda is asked for and there is none for this rank.
+        UserError: there are fewer GPUs than ranks on this node; every rank of the node says so, none waits for the others.
     """
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cpu" or (choice == "auto" and have == 0):
         return torch.device("cpu")
-    if local_rank >= have:
-        raise UserError(f"train.device={choice}: rank {local_rank} of this node has no GPU, torch sees {have}; "
+    need = max(local_size, local_rank + 1)
+    if need > have:
+        raise UserError(f"train.device={choice}: torch sees {have} GPUs, this node has {need} rank(s); "
                         "start fewer ranks or use train.device=cpu")  # fmt: skip
     return torch.device("cuda", local_rank)
 
@@ -90,14 +91,15 @@ def join_world(device_choice: str) -> Iterator[World]:
     """Join the ranks torchrun started (its environment variables), or be a world of one; leave on exit."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    device = resolve_device(device_choice, local_rank)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    device = resolve_device(device_choice, local_rank, local_size)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     world = World(
         rank=int(os.environ.get("RANK", 0)),
         size=size,
         local_rank=local_rank,
-        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        local_size=local_size,
         device=device,
     )
     if size == 1:
@@ -114,8 +116,8 @@ def join_world(device_choice: str) -> Iterator[World]:
 class StopSignal:
     """Notes SIGINT, SIGTERM and SIGUSR1 so that the loop can save and leave; a second Ctrl-C interrupts at once.
 
-    With several ranks, a signal to one stops all at the same step: each step's flags are added up over the ranks while the
-    step runs, and read when the next one has been launched.
+    With several ranks, a signal to one stops all at the same step: the highest flag of all ranks is found
+    while a step runs, and read when the next one has been launched.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -123,7 +125,7 @@ class StopSignal:
     def __init__(self, world: World) -> None:
         self.world = world
         self.received = 0
-        self._sum: Tensor | None = None
+        self._highest: Tensor | None = None
         self._work: Any = None
 
     def __enter__(self) -> "StopSignal":
@@ -144,10 +146,10 @@ class StopSignal:
         if self.world.size == 1:
             return self.received
         answer = 0
-        if self._work is not None and self._sum is not None:
+        if self._work is not None and self._highest is not None:
             self._work.wait()
-            answer = int(self._sum)
+            answer = int(self._highest)
         if answer == 0:
-            self._sum = torch.tensor(self.received)
-            self._work = dist.all_reduce(self._sum, op=dist.ReduceOp.MAX, async_op=True)
+            self._highest = torch.tensor(self.received)
+            self._work = dist.all_reduce(self._highest, op=dist.ReduceOp.MAX, async_op=True)
         return answer

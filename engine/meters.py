@@ -1,6 +1,8 @@
 """Loss and accuracy, summed on the device and read a step late, so that the loop never waits for the GPU."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,7 +92,7 @@ class Meter:
         self._host = torch.zeros(4, dtype=torch.float64, pin_memory=world.device.type == "cuda")
         self._sent: tuple[int, float, Any] | None = None
         self._last = (step, self._now())
-        self._left_out = 0.0
+        self._left_out: list[tuple[Any, Any]] = []
         self._intervals: list[tuple[int, float]] = []  # images, seconds
 
     def add(self, values: Tensor) -> None:
@@ -108,17 +110,23 @@ class Meter:
             return None
         (step, lr, now), self._sent = self._sent, None
         if isinstance(now, torch.cuda.Event):
-            now.synchronize()
+            now.synchronize()  # waits only when the host is more than the logged steps ahead
         (begin, began), self._last = self._last, (step, now)
-        passed = began.elapsed_time(now) / 1000 if isinstance(now, torch.cuda.Event) else now - began
-        images, seconds = (step - begin) * self.batch_size, max(passed - self._left_out, 1e-9)
-        self._left_out = 0.0
+        seconds = _seconds(began, now) - sum(_seconds(*pause) for pause in self._left_out)
+        self._left_out.clear()
+        images, seconds = (step - begin) * self.batch_size, max(seconds, 1e-9)
         self._intervals.append((images, seconds))
         return Interval(metrics_of(self._host), step, lr, images / seconds)
 
-    def leave_out(self, seconds: float) -> None:
-        """Time since the last interval that was not training (validation, a checkpoint) does not count in the rate."""
-        self._left_out += seconds
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What happens inside is not training (validation, a checkpoint): it does not count in the rate.
+
+        Both ends are marked on the device's clock, behind the steps that are still running when it begins.
+        """
+        began = self._now()
+        yield
+        self._left_out.append((began, self._now()))
 
     def _now(self) -> Any:
         """A point in time on the device's clock: an event, or on a CPU host seconds."""
@@ -132,3 +140,7 @@ class Meter:
         """The rate so far, without the first interval, which holds compilation and warm-up."""
         counted = self._intervals[1:] or self._intervals
         return sum(images for images, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9) if counted else 0.0
+
+
+def _seconds(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin

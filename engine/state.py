@@ -52,7 +52,11 @@ class TrainState:
             self.ema.module.load_state_dict(stored["ema"] or stored["model"])
             if stored["ema_steps"] is not None:
                 self.ema.n_averaged.copy_(stored["ema_steps"])
+        # Momentum and the like come from the checkpoint; weight decay and every other option is what the config says now.
+        options = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(stored["optimizer"])
+        for group, chosen in zip(self.optimizer.param_groups, options, strict=True):
+            group.update(chosen)
         self.step = stored["step"]
         self.best, self.last = stored["best"], stored["last"]
 

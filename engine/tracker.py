@@ -37,6 +37,7 @@ class Tracker:
         folder: the run directory; None for the ranks that keep silent.
         start_step: where this life begins; later rows of an earlier life are dropped.
         total_steps, epochs: for the progress shown.
+        records: write metrics.jsonl and event files at all; not for a run that is only shown again.
         tensorboard: write event files.
     """
 
@@ -47,6 +48,7 @@ class Tracker:
         start_step: int = 0,
         total_steps: int = 0,
         epochs: float = 0,
+        records: bool = True,
         tensorboard: bool = True,
     ) -> None:
         self.folder, self.total_steps, self.epochs = folder, total_steps, epochs
@@ -55,7 +57,7 @@ class Tracker:
         self._board: Any = None
         self._header_shown = False
         self._last_live = 0.0
-        if folder is not None:
+        if folder is not None and records:
             self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
             if tensorboard:
                 self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)

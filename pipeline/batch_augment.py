@@ -19,7 +19,7 @@ BatchTransform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, T
 
 def batch_rng(seed: int, step: int, rank: int) -> np.random.Generator:
     """The generator of one batch's transforms."""
-    return np.random.Generator(np.random.PCG64([seed, step, rank]))
+    return np.random.Generator(np.random.PCG64([seed, step, rank, 1]))  # 1: not the sampler's stream
 
 
 class Mixup:

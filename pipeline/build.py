@@ -153,17 +153,22 @@ def open_feed(
             std=config.data.std,
             dtype=dtype,
             channels_last=channels_last,
-            gpu_decoder=GpuDecoder(device, share) if engines else None,
             hybrid=decoder == "hybrid",
         )
+        # A decoder each: at a validation, batches of training are still on their way.
         train = prefetcher(
             Loader(pool, 0, train_sampler.samples, hold=hold),
             transforms=augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch"),
             num_classes=len(datasets.classes),
             seed=config.train.seed,
             rank=rank,
+            gpu_decoder=GpuDecoder(device, share) if engines else None,
         )
-        val = prefetcher(Loader(pool, 1, val_sampler.samples, hold=hold))
+        val = prefetcher(
+            Loader(pool, 1, val_sampler.samples, hold=hold), gpu_decoder=GpuDecoder(device, share) if engines else None
+        )
+        stack.callback(train.close)
+        stack.callback(val.close)
         yield Feed(train, val, len(val_sampler), pool)
 
 
@@ -178,6 +183,9 @@ def choose_decoder(config: Config, device: torch.device) -> str:
         return "none"
     if name not in ON_GPU:
         return decode.resolve(name)
+    if name == "hybrid" and config.train.deterministic:
+        raise UserError("loader.decoder=hybrid: shares each batch by measured speed, so its bits differ from run to run; "
+                        "give another decoder with train.deterministic=true")  # fmt: skip
     try:
         if device.type != "cuda":
             raise EngineError("training runs on the CPU")

@@ -4,6 +4,7 @@ Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a lab
 """
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,4 +151,5 @@ class FakeDataset:
 
 
 def describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))  # Pillow's name for what has a path of ours
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

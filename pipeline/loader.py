@@ -135,7 +135,7 @@ class WorkerPool:
         sources: tasks name one by its position.
         workers: number of processes.
         prefetch_factor: tasks a worker is given ahead of its replies.
-        timeout_seconds: a task without a reply for this long stops the run.
+        timeout_seconds: no reply from any worker for this long, while a task is waited for, stops the run.
         start_method: fork, forkserver or spawn.
     """
 
@@ -234,15 +234,12 @@ class WorkerPool:
         for worker in workers:
             if worker.pipe in ready:
                 try:
-                    replies = [worker.pipe.recv()]
                     while worker.pipe.poll():  # all it has: the next call may be a step away
-                        replies.append(worker.pipe.recv())
+                        reply = worker.pipe.recv()
+                        del worker.tasks[reply.number]
+                        self._finish(reply)
                 except (EOFError, OSError):
                     self._replace(worker)
-                    continue
-                for reply in replies:
-                    del worker.tasks[reply.number]
-                    self._finish(reply)
         lost = [w for w in workers if w.process.sentinel in ready and w in self.workers]
         while lost:  # a killed forkserver takes all its workers with it, one after the other: none must be given more
             for worker in lost:
@@ -365,7 +362,7 @@ class Loader:
         assert slot not in self._held, "a batch is still in use: release batches in order, hold no more than `hold`"
         event = self._copied.pop(slot, None)
         if event is not None:
-            event.synchronize()  # the copy out of this slot was enqueued `slots` batches ago: in practice long done
+            event.synchronize()  # waits when the device is the limit: the host stays a few batches ahead, not more
         samples = self.samples(step)
         source = self.pool.sources[self.source]
         source.labels.array[slot] = EMPTY_ROW
@@ -400,6 +397,8 @@ class Loader:
         reply = run_task(Task(-1, self.source, slot, 0, self.samples(step)), self.pool.sources)
         if reply.error is not None:
             raise LoaderError(reply.error)
+        for line in reply.skipped:
+            logger.warning("skipped %s", line)
 
     def _release(self, slot: int, event: Any) -> None:
         self._held.discard(slot)

@@ -127,6 +127,7 @@ class Prefetcher:
         ready: deque[tuple[int, Future[tuple[Batch, Any, _Marks]]]] = deque()
         consumed: dict[int, Any] = {}  # slot -> when its last reader was done
         taken, done = 0, self._mark()
+        self._marks.clear()  # nobody asks for those of an earlier iteration
         if self.side is not None:  # an iteration that was left early may still have readers
             self.side.wait_stream(torch.cuda.current_stream(self.device))
         while True:
@@ -151,6 +152,13 @@ class Prefetcher:
             consumed[slot] = done
             marks.use.append(done)
             self._marks.append(marks)
+
+    def close(self) -> None:
+        """Bring thread and stream to rest: after this the loader's memory may go."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        if self.side is not None:
+            self.side.synchronize()
 
     def timing(self) -> Timing | None:
         """Figures of the batches that the device has finished since the last call; None when there are none."""
@@ -182,8 +190,8 @@ class Prefetcher:
             if self.side is not None and after is not None:
                 self.side.wait_event(after)
             marks.copy.append(self._mark())
+            images = self._normalised(host, slot)  # before the labels: it may replace an unreadable sample by another
             labels = targets = self._own("labels", slot, host.labels, torch.int64)
-            images = self._normalised(host, slot)
             host.release(self._mark() if self.cuda else None)
             if self.transforms:
                 targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)

@@ -53,15 +53,17 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(UserError, match=r"^train\.device=cuda: rank 0 of this node has no GPU, torch sees 0; "):
+    with pytest.raises(UserError, match=r"^train\.device=cuda: torch sees 0 GPUs, this node has 1 rank\(s\); "):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [resolve_device(choice, 1) for choice in ("auto", "cuda", "cpu")] == [
         torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cpu")]  # fmt: skip
     for choice in ("auto", "cuda"):
-        with pytest.raises(UserError, match=rf"^train\.device={choice}: rank 2 of this node has no GPU, torch sees 2; "):
+        with pytest.raises(UserError, match=rf"^train\.device={choice}: torch sees 2 GPUs, this node has 3 rank\(s\); "):
             resolve_device(choice, 2)
+        with pytest.raises(UserError):  # also the ranks that have one: none waits for those that do not start
+            resolve_device(choice, 0, 3)
 
 
 @pytest.mark.parametrize("number", StopSignal.SIGNALS)

@@ -164,3 +164,18 @@ def test_seed_of_a_step() -> None:
     first = {place: draw(*place) for place in places}
     assert {place: draw(*place) for place in reversed(places)} == first
     assert len(set(first.values())) == len(places)  # also (1, 11) and (11, 1)
+
+
+def test_a_resumed_optimizer_does_what_the_config_says_now() -> None:
+    """Momentum buffers come from the checkpoint; weight decay and momentum are options, and options are the user's."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    before = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4))
+    model(torch.ones(1, 4)).sum().backward()
+    before.optimizer.step()
+    after = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.3, nesterov=True))
+    after.load_state_dict(before.state_dict())
+    group = after.optimizer.param_groups[0]
+    assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.5, 0.3, True)
+    for p in model.parameters():
+        assert torch.equal(after.optimizer.state[p]["momentum_buffer"], before.optimizer.state[p]["momentum_buffer"])

@@ -176,7 +176,7 @@ class Trap:
 
 @pytest.mark.parametrize(
     ("workers", "start_method"),
-    [(0, "forkserver"), (1, "fork"), (1, "spawn"), (2, "fork"), (2, "forkserver"), (4, "forkserver"), (4, "spawn")],
+    [(0, "forkserver"), (1, "fork"), (2, "fork"), (2, "forkserver"), (2, "spawn"), (4, "forkserver")],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
@@ -268,7 +268,7 @@ def test_batches_say_when_they_are_ready(image_root: Path) -> None:
 def test_fake_dataset_makes_batches_too() -> None:
     dataset = FakeDataset(num_samples=100, num_classes=10, size=SIZE)
     source = start_source(dataset, batch_size=50, size=SIZE, slots=3)
-    with WorkerPool([source], workers=2, start_method="spawn") as pool:
+    with WorkerPool([source], workers=2) as pool:
         loader = Loader(pool, 0, TrainSampler(num_samples=100, batch_size=50, seed=0).samples, hold=1)
         seen = [label for batch in loader.batches(0, 2) for label in batch.labels.tolist()]
     assert sorted(seen) == sorted(list(range(10)) * 10)
@@ -346,7 +346,7 @@ def test_ring_has_room_for_the_workers_and_the_prefetcher(batch_size: int, worke
 def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) -> None:
     """Docker gives /dev/shm 64 MiB, and what a killed run leaves there stays."""
     dataset = open_dataset(image_root / "train")
-    with open_loader(dataset, start_method=start_method) as loader:
+    with open_loader(dataset, workers=1, start_method=start_method) as loader:
         check_all(loader, dataset, 0, 3)
         for pid in (os.getpid(), *(w.process.pid for w in loader.pool.workers)):
             mapped = Path(f"/proc/{pid}/maps").read_text()
@@ -360,12 +360,12 @@ def test_closing_leaves_no_process_and_no_descriptor(image_root: Path, start_met
     dataset = open_dataset(image_root / "train")
     pids, descriptors = set(), []
     for _ in range(3):
-        with open_loader(dataset, start_method=start_method) as loader:
+        with open_loader(dataset, workers=1, start_method=start_method) as loader:
             next(loader.batches(0, 1)).release(None)
             pids |= {w.process.pid for w in loader.pool.workers}
         del loader
         descriptors.append(len(os.listdir("/proc/self/fd")))
-    assert len(pids) == 6
+    assert len(pids) == 3
     assert not any(is_running(pid) for pid in pids)
     assert descriptors[1] == descriptors[2]  # the first start may open a pipe to the forkserver
 
@@ -511,7 +511,7 @@ for number in numbers:
 source = start_source(FakeDataset(num_samples=100, num_classes=2, size=64), batch_size=64, size=64, slots=3)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
-with WorkerPool([source], workers=3, start_method=sys.argv[1]) as pool:
+with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
     started = descendants(os.getpid())
     for step in range(50):
         pool.wait([pool.submit(0, 0, row, np.zeros((16, 2), np.int64)) for row in range(0, 64, 16)])
@@ -631,7 +631,7 @@ os.remove(index.path(0))
 os.mkfifo(index.path(0))
 transform = Compose(build([{"center_crop": {"size": 24}}], TRANSFORMS, key="augment.train"))
 source = start_source(FolderDataset(index, transform), batch_size=1, size=24, slots=3)
-pool = WorkerPool([source], workers=3, start_method=sys.argv[2], timeout_seconds=1000)
+pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
 pool.submit(0, 0, 0, np.array([[0, 0]]))  # this worker will never be done
 pool.wait([pool.submit(0, 1, 0, np.array([[0, 1]]))])
 print(index.path(0), flush=True)
@@ -647,7 +647,7 @@ def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -
         fifo = process.stdout.readline().strip()
         with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it waiting for more
             family = children(process.pid)
-            assert len(family) >= 3
+            assert len(family) >= 2
             assert all(is_running(pid) for pid in family)
             process.kill()
             process.wait()

@@ -45,7 +45,7 @@ def open_prefetcher(
         if device.type == "cuda":
             stack.enter_context(Pinned([source.pixels, source.labels]))
         pool = stack.enter_context(WorkerPool([source], workers=workers))
-        yield Prefetcher(
+        prefetcher = Prefetcher(
             Loader(pool, 0, sampler.samples, hold=depth + 1),
             device=device,
             depth=depth,
@@ -56,6 +56,8 @@ def open_prefetcher(
             seed=11,
             **options,
         )
+        stack.callback(prefetcher.close)
+        yield prefetcher
 
 
 @pytest.fixture(scope="module")
@@ -171,6 +173,9 @@ class Stream:
 
     def wait_stream(self, other: "Stream") -> None:
         self.now = max(self.now, other.now)
+
+    def synchronize(self) -> None:
+        pass
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
