@@ -425,8 +425,7 @@ def main(config: Config) -> int:
     try:
         summary = train(config)
     except UserError as error:
-        if leads:
-            cli.complain(str(error))
+        cli.complain_of_mistake(str(error))
         return 2
     except (LoaderError, checkpoint.CheckpointError, TrainingError) as error:
         cli.complain(str(error))

@@ -5,6 +5,7 @@ a typo is answered with the nearest name, also behind + and ++), mistakes end wi
 """
 
 import difflib
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -87,6 +88,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         if flag in ("-c", "--cfg", "--cfg=job"):
             show_only = True
         else:
+            if flag in ("-m", "--multirun"):
+                fail(f"{flag}: sweeps are not supported; start one run per value, each with its own run.name", script)
             fail(f"{flag}: not an option; options are --help and --cfg job, everything else is key=value", script)
     if show_only and "job" in overrides:
         overrides.remove("job")
@@ -105,9 +108,15 @@ def complain(message: str, script: str = "train.py") -> None:
     print(f"{script}: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
+def complain_of_mistake(message: str, script: str = "train.py") -> None:
+    """Complain once a node: every rank finds the user's mistake, the first of a node says it."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        complain(message, script)
+
+
 def fail(message: str, script: str = "train.py") -> NoReturn:
     """Complain and leave with status 2, the user's mistake."""
-    complain(message, script)
+    complain_of_mistake(message, script)
     sys.exit(2)
 
 
@@ -153,7 +162,8 @@ def _check_override(override: Override) -> None:
         choice = override.value()
         if not isinstance(choice, str) or choice not in choices(name):
             hint = nearest(str(choice), choices(name))
-            raise UserError(f"{text}: no such {name}; choose one of {', '.join(choices(name))}{hint}")
+            more = "; any other model is model.name=" if name == "model" else ""
+            raise UserError(f"{text}: no such {name}; choose one of {', '.join(choices(name))}{hint}{more}")
         if override.is_add() or override.is_delete():
             raise UserError(f"{text}: write {name}={choice}")
         return

@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,8 @@ from typing import Any
 
 from conf.schema import UserError
 from engine import checkpoint
+
+logger = logging.getLogger(__name__)
 
 
 class RunDirectory:
@@ -31,7 +34,8 @@ class RunDirectory:
             UserError: the folder holds something else, or the checkpoint is missing.
         """
         if resume not in ("auto", "never") and not os.path.isfile(resume):
-            raise UserError(f"checkpoint.resume={resume}: no such file; give a checkpoint's path, auto or never")
+            what = "is a folder" if os.path.isdir(resume) else "no such file"
+            raise UserError(f"checkpoint.resume={resume}: {what}; give a checkpoint's path (step-*.pt), auto or never")
         with self._usable():
             if self.path.exists():
                 self._refuse_foreign()
@@ -53,7 +57,11 @@ class RunDirectory:
         self.check(resume)
         given = None if resume in ("auto", "never") else Path(resume)
         if given is not None:
-            checkpoint.check_compatible(checkpoint.load(given)["identity"], identity, given)
+            try:
+                stored = checkpoint.load(given)
+            except checkpoint.CheckpointError as error:
+                raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+            checkpoint.check_compatible(stored["identity"], identity, given)
         with self._usable():
             return self._open(resume, identity, given)
 
@@ -132,4 +140,5 @@ class RunDirectory:
         while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
             number += 1
         os.rename(self.path, aside)
+        logger.info("the earlier run is now %s", aside)
         self.close()

@@ -8,12 +8,15 @@ window and the range. Writes bench.json and bench.png to --out.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 RUNGS = ("read", "decode", "loader", "copy", "step", "train")
 
@@ -25,12 +28,13 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for bench.json and bench.png")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="bench.py", purpose="Measure where the time goes.")
+    if not OPTIONS.seconds > 0:
+        cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", "bench.py")
     if OPTIONS.compare and not OPTIONS.compare.is_file():
         cli.fail(f"--compare {OPTIONS.compare}: no such file", "bench.py")
 
 import json
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,6 +52,7 @@ from engine.distributed import World, join_world
 from engine.plan import Plan
 from pipeline.build import Datasets, Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
+from pipeline.loader import LoaderError
 
 WINDOWS = 5
 
@@ -295,6 +300,9 @@ def main() -> int:
         rungs = run(CONFIG, only=tuple(OPTIONS.only), seconds=OPTIONS.seconds)
     except UserError as error:
         cli.fail(str(error), "bench.py")
+    except LoaderError as error:
+        cli.complain(str(error), "bench.py")
+        return 1
     earlier = {}
     if OPTIONS.compare:
         earlier = {r["name"]: median(r["rates"]) for r in json.loads(OPTIONS.compare.read_text())["rungs"]}

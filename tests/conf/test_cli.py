@@ -297,9 +297,27 @@ def test_missing_root_says_what_to_pass_and_offers_the_demo(capsys: pytest.Captu
         assert "recipe=demo" in line
 
 
-@pytest.mark.parametrize("option", ["--foo", "-x", "--cfg=all", "--multirun", "--config-dir=/tmp"])
+@pytest.mark.parametrize("option", ["--foo", "-x", "--cfg=all", "--config-dir=/tmp"])
 def test_unknown_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal([DATA, option], capsys).startswith(f"{option}: not an option")
+
+
+@pytest.mark.parametrize("option", ["-m", "--multirun"])
+def test_sweeps_are_refused_with_a_way_out(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal([DATA, option], capsys) == (
+        f"{option}: sweeps are not supported; start one run per value, each with its own run.name"
+    )
+
+
+def test_of_several_ranks_the_first_of_a_node_speaks(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    with pytest.raises(SystemExit) as ended:
+        cli.fail("optim.lrr=3: there is no key")
+    assert (ended.value.code, capsys.readouterr().err) == (2, "")
+    cli.complain("a file cannot be read")  # a failure of its own is every rank's to tell
+    assert capsys.readouterr().err == "train.py: a file cannot be read\n"
 
 
 def test_mistakes_name_the_script(capsys: pytest.CaptureFixture[str]) -> None:

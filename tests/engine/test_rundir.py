@@ -132,7 +132,7 @@ REFUSALS = {
     "file": (r"run\.dir=.*/run: is a file", "auto"),
     "below a file": (r"run\.dir=.*/run/below: cannot be used", "auto"),
     "path that is not there": (r"checkpoint\.resume=gone\.pt: no such file", "gone.pt"),
-    "path that is a folder": (r"checkpoint\.resume=.*: no such file", "."),
+    "path that is a folder": (r"checkpoint\.resume=\.: is a folder; give a checkpoint's path \(step-\*\.pt\)", "."),
     "too long": (r"run\.dir=.*: cannot be used: File name too long", "auto"),
 }
 
@@ -252,3 +252,11 @@ def test_finished_summary(run: Path, text: str | None, found: dict[str, Any] | N
     if text is not None:
         (run / "summary.json").write_text(text)
     assert RunDirectory(run).finished_summary(20) == found
+
+
+def test_a_file_that_is_no_checkpoint_is_the_users_mistake(run: Path, tmp_path: Path) -> None:
+    """Also a pointer beside the checkpoints: it is whole, and still not what was meant."""
+    for name in ("last.json", "step-00000010.json"):
+        with pytest.raises(UserError, match=r"checkpoint\.resume: .*; give the path of a step-\*\.pt"):
+            open_run(tmp_path / "other", str(run / "checkpoints" / name))
+    assert not (tmp_path / "other").exists()
