@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -159,6 +160,7 @@ def worker_main(pipe: Connection, sources: Sequence[Source]) -> None:
     """Serve tasks until the pipe closes or the training process is gone."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    warnings.filterwarnings("ignore", module="PIL")  # "Corrupt EXIF data" and the like: the pixels are not concerned
     torch.set_num_threads(1)  # there is a worker for every core
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     try:
