@@ -4,7 +4,6 @@ Hydra composes the groups. Around it stands what Hydra leaves open: overrides ar
 a typo is answered with the nearest name, also behind + and ++), mistakes end with status 2, and nothing is created.
 """
 
-import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import Config, UserError, check, show, walk
+from conf.schema import Config, UserError, check, did_you_mean, show, walk
 
 FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
@@ -142,8 +141,8 @@ def help_text(script: str, purpose: str) -> str:
 
 def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean X?` for the closest known name, or nothing."""
-    close = difflib.get_close_matches(word, known, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    hint = did_you_mean(word, known, cutoff=0.5)
+    return f"; {hint}" if hint else ""
 
 
 def _read_override(text: str) -> Override:

@@ -4,8 +4,9 @@ The dataclasses are the contract. Hydra composes the YAML groups beside this fil
 and `check` refuses what the types alone cannot. After that nobody writes to a `Config` again.
 """
 
+import difflib
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any
@@ -225,6 +226,12 @@ def check(config: Config, *, runnable: bool = True) -> None:
     if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError("data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
                         "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images")  # fmt: skip
+
+
+def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
+    """`did you mean a, b?` for up to `count` close names, or nothing."""
+    close = difflib.get_close_matches(word, list(known), n=count, cutoff=cutoff)
+    return f"did you mean {', '.join(close)}?" if close else ""
 
 
 def show(value: Any) -> str:

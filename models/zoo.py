@@ -3,7 +3,6 @@
 Checkpoints hold the keys as these libraries name them, so weights go both ways.
 """
 
-import difflib
 import importlib.util
 import logging
 import re
@@ -15,7 +14,7 @@ from types import ModuleType
 import torch
 from torch import nn
 
-from conf.schema import UserError
+from conf.schema import UserError, did_you_mean
 from models.resnet import resnet18_cifar, resnet_tiny
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,9 @@ def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = Fa
     if name.startswith("timm/"):
         return _build_timm(name, num_classes, pretrained)
     if name not in _torchvision_names():
-        raise UserError(f"model.name={name}: no such model; {_nearest(name)}timm/<name> works when timm is installed; "
+        hint = did_you_mean(name, available(), count=3)
+        hint += " " if hint else ""
+        raise UserError(f"model.name={name}: no such model; {hint}timm/<name> works when timm is installed; "
                         f"our own are {', '.join(OURS)}")  # fmt: skip
     return _build_torchvision(name, num_classes, image_size, pretrained)
 
@@ -176,11 +177,6 @@ def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin:
     if other:
         logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(other))
     model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)
-
-
-def _nearest(name: str) -> str:
-    close = difflib.get_close_matches(name, available(), n=3)
-    return f"did you mean {', '.join(close)}? " if close else ""
 
 
 def _require_multiple(image_size: int, patch: int, name: str) -> None:

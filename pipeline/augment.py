@@ -7,7 +7,6 @@ To add one: write a class with keyword-only parameters, and name it in TRANSFORM
 in `side`: the side of the square it makes, or None where that depends on the image.
 """
 
-import difflib
 import inspect
 import math
 import random
@@ -16,7 +15,7 @@ from typing import Any
 
 from PIL import Image, ImageEnhance, ImageOps
 
-from conf.schema import UserError
+from conf.schema import UserError, did_you_mean
 from pipeline.decode import Picture
 from pipeline.parameters import number, span, whole
 
@@ -224,9 +223,8 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
     if not isinstance(name, str) or not isinstance(parameters, dict):
         raise UserError(f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`")
     if name not in table:
-        close = difflib.get_close_matches(name, table, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        raise UserError(f"{key}: there is no transform {name}; choose from {', '.join(table)}{hint}")
+        hint = did_you_mean(name, table)
+        raise UserError(f"{key}: there is no transform {name}; choose from {', '.join(table)}{'; ' if hint else ''}{hint}")
     allowed = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
     unknown = next((p for p in parameters if p not in allowed), None)
     if unknown is not None:

@@ -98,7 +98,6 @@ class Feed:
     train: Prefetcher
     val: Prefetcher
     val_batches: int
-    pool: WorkerPool
 
 
 @contextmanager
@@ -169,7 +168,7 @@ def open_feed(
         )
         stack.callback(train.close)
         stack.callback(val.close)
-        yield Feed(train, val, len(val_sampler), pool)
+        yield Feed(train, val, len(val_sampler))
 
 
 def choose_decoder(config: Config, device: torch.device) -> str:

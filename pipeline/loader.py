@@ -118,6 +118,18 @@ class Pinned:
         self.locked.clear()
 
 
+def heed(reply: Reply) -> None:
+    """Raise what went wrong with a task, say what was skipped.
+
+    Raises:
+        LoaderError: the task failed.
+    """
+    if reply.error is not None:
+        raise LoaderError(reply.error)
+    for line in reply.skipped:
+        logger.warning("skipped %s", line)
+
+
 @dataclass
 class _Worker:
     process: BaseProcess
@@ -250,10 +262,7 @@ class WorkerPool:
 
     def _finish(self, reply: Reply) -> None:
         self._last_reply = time.monotonic()
-        if reply.error is not None:
-            raise LoaderError(reply.error)
-        for line in reply.skipped:
-            logger.warning("skipped %s", line)
+        heed(reply)
         self.skipped += reply.skipped
         self.open.discard(reply.number)
         if reply.decoded:
@@ -265,7 +274,8 @@ class WorkerPool:
         """Start another worker for a dead one and give its tasks out again: they are functions of their samples."""
         # It may live on with its pipe or its forkserver gone, and would write into rows that are given out again.
         with contextlib.suppress(ProcessLookupError):
-            os.kill(dead.process.pid or 0, signal.SIGKILL)
+            assert dead.process.pid, "started; 0 would be this whole process group"
+            os.kill(dead.process.pid, signal.SIGKILL)
         dead.process.join(STOP_SECONDS)
         code = dead.process.exitcode
         how = f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
@@ -394,11 +404,7 @@ class Loader:
         Raises:
             LoaderError: an image cannot be read; names it.
         """
-        reply = run_task(Task(-1, self.source, slot, 0, self.samples(step)), self.pool.sources)
-        if reply.error is not None:
-            raise LoaderError(reply.error)
-        for line in reply.skipped:
-            logger.warning("skipped %s", line)
+        heed(run_task(Task(-1, self.source, slot, 0, self.samples(step)), self.pool.sources))
 
     def _release(self, slot: int, event: Any) -> None:
         self._held.discard(slot)

@@ -1,7 +1,7 @@
 """Batches on the device, ahead of the step: copy, normalise and mix on a side stream.
 
 Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The step never waits for a
-copy that could have been made earlier, and the host never waits for the device.
+copy that could have been made earlier, and the host waits for the device only so as not to run ahead of it without end.
 
 Safe in both directions: the step's stream waits for `ready` before it reads a batch, and the side stream waits for `consumed`
 before it writes into that batch's memory again. The memory is owned here and reused, so no allocator is involved.
@@ -116,7 +116,7 @@ class Prefetcher:
         # First in line for the multiprocessors: its kernels are small, and what they make is waited for.
         self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
         self.slots: list[dict[str, Tensor]] = []
-        self._marks: list[_Marks] = []
+        self._marks: deque[_Marks] = deque()
         self.gpu_decoder, self.hybrid = gpu_decoder, hybrid
         self._thread = ThreadPoolExecutor(1, "gpu decode") if gpu_decoder is not None else None
         loader.encoded_share = 0.0 if gpu_decoder is None else FIRST_SHARE if hybrid else 1.0
@@ -164,7 +164,7 @@ class Prefetcher:
         """Figures of the batches that the device has finished since the last call; None when there are none."""
         finished = []
         while self._marks and (not self.cuda or self._marks[0].use[2].query()):
-            finished.append(self._marks.pop(0))
+            finished.append(self._marks.popleft())
         if not finished:
             return None
         waits = [_milliseconds(m.use[0], m.use[1]) for m in finished]

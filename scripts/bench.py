@@ -37,7 +37,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -103,11 +103,9 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     return found
 
 
-@contextmanager
-def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> Iterator[Feed]:
-    with open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
-                   channels_last=plan.channels_last) as feed:  # fmt: skip
-        yield feed
+def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> AbstractContextManager[Feed]:
+    return open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
+                     channels_last=plan.channels_last)  # fmt: skip
 
 
 def windows(step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None) -> list[float]:

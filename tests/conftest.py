@@ -1,6 +1,9 @@
 """Fixtures that all tests share: a small dataset of real JPEG files, and a cache folder of the test's own."""
 
 import itertools
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -37,3 +40,19 @@ def _event_files_in_order() -> None:
     from tensorboard.summary.writer import event_file_writer
 
     event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
+
+
+@pytest.fixture
+def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
+    """`with file_size_limit(size)`: files of this process cannot grow beyond `size` bytes."""
+
+    @contextmanager
+    def limit(size: int) -> Iterator[None]:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+        try:
+            yield
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    return limit

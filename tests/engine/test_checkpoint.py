@@ -7,14 +7,13 @@ import json
 import logging
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -336,18 +335,7 @@ def test_sigkill_at_any_instant(tmp_path: Path) -> None:
     assert best > 0
 
 
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_file_that_cannot_grow(folder: Path) -> None:
+def test_file_that_cannot_grow(folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
     before = files(folder)
     with file_size_limit(100_000), pytest.raises(CheckpointError) as error:
         save(folder, content(30, size=1_000_000), keep=2, best=True)
@@ -432,7 +420,9 @@ def test_provenance_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint.provenance()["git_commit"] == "unknown"
 
 
-def test_text_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_text_is_replaced_whole_or_not_at_all(
+    tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
     path = tmp_path / "summary.json"
     checkpoint.write_json(path, {"status": "finished"})
     with file_size_limit(1000), pytest.raises(OSError):

@@ -3,11 +3,10 @@
 import io
 import json
 import logging
-import resource
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -70,17 +69,6 @@ def curves(folder: Path) -> EventAccumulator:
 
 def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
-
-
-@contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond `size` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def test_rows_are_written_at_once(tmp_path: Path) -> None:
@@ -210,7 +198,9 @@ def test_folder_that_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread says it, too
-def test_disk_that_fills_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_disk_that_fills_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
     with Tracker(tmp_path, total_steps=100, epochs=10) as tracker:
         tracker.train_row(train_row(10), FIGURES)
         noise = torch.rand(64, 3, 64, 64)
