@@ -42,13 +42,17 @@ from engine.rundir import RunDirectory
 from engine.state import TrainState, build_ema, params_sha256, seed_step
 from engine.telemetry import GpuMonitor, allocator_figures
 from engine.tracker import Tracker
-from pipeline.autotune import Budget, worker_budget
+from models import gpu_layers
+from pipeline.autotune import chosen_workers
 from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, stand_in
 from pipeline.loader import LoaderError
+from pipeline.memory import plan_memory
 from pipeline.prefetcher import Batch
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
+# model.compile=tuned: the block sizes of every generated kernel are searched. ResNet-50 on an H200: 7,327 -> 7,798 images/s.
+TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 
 
 class TrainingError(RuntimeError):
@@ -71,6 +75,8 @@ def train(config: Config) -> dict[str, Any]:
             build_state(config, make_plan(config, undrawn, world), world)  # a mistake shows before anything is drawn
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
+        memory = plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
+                             dtype=plan.input_dtype, world_size=world.size, ranks_here=world.local_size)  # fmt: skip
         set_up_torch(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)
@@ -89,7 +95,7 @@ def train(config: Config) -> dict[str, Any]:
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, plan, run, resumed, changes)
+        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
         if finished is not None:
             tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
             tracker.outcome(finished)
@@ -281,9 +287,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         channels_last = world.device.type == "cuda" and models.is_convnet(model)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     decoder = choose_decoder(config, world.device)
-    budget = worker_budget(world.local_size, only_reading=decoder == "gpu")
-    if config.loader.workers != "auto":
-        budget = Budget(config.loader.workers, "as configured")
+    budget = chosen_workers(config, world.local_size, decoder)
     return Plan(
         train_images=images,
         val_images=len(datasets.val),
@@ -338,6 +342,8 @@ def build_state(config: Config, plan: Plan, world: World) -> TrainState:
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    if plan.rewrites_layers:
+        gpu_layers.rewrite(model)
     ema = build_ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
     return TrainState(model, build_optimizer(model, config.optim), ema)
 
@@ -356,9 +362,9 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     }
 
 
-def introduce(tracker: Tracker, plan: Plan, run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:
+def introduce(tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:
     """Say once what will happen."""
-    for line in plan.lines():
+    for line in lines:
         tracker.say(line)
     tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
     for change in changes:
@@ -367,7 +373,11 @@ def introduce(tracker: Tracker, plan: Plan, run: RunDirectory, resumed: Path | N
 
 def compiled(function: F, plan: Plan) -> F:
     """torch.compile in the planned mode; the function itself with compile=off."""
-    return function if plan.compile == "off" else torch.compile(function, mode=plan.compile, dynamic=False)  # type: ignore[return-value]
+    if plan.compile == "off":
+        return function
+    if plan.compile == "tuned":
+        return torch.compile(function, options=TUNED, dynamic=False)  # type: ignore[return-value]
+    return torch.compile(function, mode=plan.compile, dynamic=False)  # type: ignore[return-value]
 
 
 def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor) -> None:

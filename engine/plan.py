@@ -70,6 +70,11 @@ class Plan:
         """Of the images on the device: bf16 halves what the first layer reads."""
         return torch.bfloat16 if self.precision == "bf16" else torch.float32
 
+    @property
+    def rewrites_layers(self) -> bool:
+        """Whether models.gpu_layers pays: its forms are for the compiler, bf16 and channels_last on a GPU."""
+        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16" and self.channels_last
+
     def autocast(self) -> torch.autocast:
         """The context of every forward pass: bf16 where the precision says so. bf16 needs no gradient scaler."""
         return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")

@@ -1,13 +1,13 @@
 """How many workers: what the machine lets this process use.
 
-`loader.workers=auto` takes the whole budget. `os.cpu_count()` is not it: an affinity mask, a container's CPU quota and the
-other ranks of the node all leave less.
+`loader.workers=auto` takes the whole budget.
 """
 
 import math
-import os
 from dataclasses import dataclass
-from pathlib import Path
+
+from conf.schema import Config, UserError
+from pipeline import machine
 
 
 @dataclass(frozen=True)
@@ -25,41 +25,45 @@ class Budget:
 
 # Reading files and drawing augmentation takes 0.1 ms an image: more workers than this have nothing to do.
 READERS = 6
+# Open files of the training process for each worker: its pipe, its sentinel and the forkserver's.
+FILES_PER_WORKER = 4
+FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loaded late
 
 
-def worker_budget(local_world_size: int = 1, *, only_reading: bool = False) -> Budget:
-    """Cores this process may use, shared by the ranks of the node, less one for the training process; at least 1.
+def worker_limit() -> int:
+    """Workers for which the training process can hold pipes open; raises the soft limit of open files as far as it may."""
+    return max(0, (machine.spare_files() - FILES_KEPT) // FILES_PER_WORKER)
 
-    With `only_reading` (loader.decoder=gpu) no more than READERS.
+
+def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget:
+    """Cores this process may use, shared by the ranks of the node, less those the training process needs; at least 1.
+
+    With `decoder` gpu no more than READERS; with hybrid a core is left to the thread that waits for the engines.
     """
-    affinity = len(os.sched_getaffinity(0))
-    quota = cgroup_cpu_quota()
-    cores = min(affinity, quota)
-    workers = max(1, math.floor(cores / local_world_size) - 1)
-    if only_reading and workers > READERS:
+    affinity, quota = machine.cores(), machine.cpu_quota()
+    kept = machine.threads_per_core() + (decoder == "hybrid")
+    workers = max(1, math.floor(min(affinity, quota) / local_world_size) - kept)
+    if workers > worker_limit():
+        return Budget(worker_limit(), "open files allow no more, see ulimit -n")
+    if decoder == "gpu" and workers > READERS:
         return Budget(READERS, "enough to read files for the GPU's decoder engines")
     parts = [f"{affinity} cores"]
     if quota < affinity:
         parts.append(f"a CPU quota of {quota:g}")
     if local_world_size > 1:
         parts.append(f"{local_world_size} ranks here")
-    return Budget(workers, ", ".join(parts) + ", one left to the training process")
+    return Budget(workers, ", ".join(parts) + f", {kept} left to the training process")
 
 
-def cgroup_cpu_quota(proc: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> float:
-    """Cores that cgroup v2 `cpu.max` allows here or in any parent group; inf without a limit."""
-    try:
-        own = next(line[3:] for line in proc.read_text().splitlines() if line.startswith("0::"))
-    except (OSError, StopIteration):
-        return math.inf
-    quota = math.inf
-    folder = mount / own.strip("/")
-    while folder.is_relative_to(mount):
-        try:
-            limit, period = (folder / "cpu.max").read_text().split()
-            if limit != "max":
-                quota = min(quota, int(limit) / int(period))
-        except (OSError, ValueError):
-            pass  # the root group has no cpu.max
-        folder = folder.parent
-    return quota
+def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budget:
+    """What loader.workers stands for here.
+
+    Raises:
+        UserError: more than open files allow.
+    """
+    number = config.loader.workers
+    if number == "auto":
+        return worker_budget(local_world_size, decoder=decoder)
+    if number > worker_limit():
+        raise UserError(f"loader.workers={number}: open files allow {worker_limit()}; give at most that, or raise ulimit -n")
+    return Budget(number, "as configured")

@@ -56,8 +56,8 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     first_y = tl.maximum((centre_y - width_y + 0.5).to(tl.int32), clip_top)
     last_x = tl.minimum((centre_x + width_x + 0.5).to(tl.int32), clip_right)
     last_y = tl.minimum((centre_y + width_y + 0.5).to(tl.int32), clip_bottom)
-    taps_x = (2 * width_x).to(tl.int32) + 2
-    taps_y = (2 * width_y).to(tl.int32) + 2
+    taps_x = tl.ceil(2 * width_x).to(tl.int32)  # pixels whose centre lies inside the triangle
+    taps_y = tl.ceil(2 * width_y).to(tl.int32)
 
     red = tl.zeros([block, block], tl.float32)
     green = tl.zeros([block, block], tl.float32)

@@ -69,21 +69,28 @@ class HostBatch:
     decode_here: Callable[[], None] = lambda: None
 
 
-def start_source(
-    dataset: Dataset, *, batch_size: int, size: int, slots: int, file_bytes: int = 0, skip_unreadable: bool = False
-) -> Source:
-    """Allocate the ring of buffers for one dataset: `slots` batches of `batch_size` images of side `size`.
+def buffer_layout(*, batch_size: int, size: int, slots: int, file_bytes: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and type of each buffer of a source: `slots` batches of `batch_size` images of side `size`.
 
     With `file_bytes` per row there is room for files that the GPU will decode.
     """
-    return Source(
-        dataset,
-        pixels=SharedArray((slots, batch_size, size, size, 3), np.uint8),
-        labels=SharedArray((slots, batch_size), np.int64),
-        files=SharedArray((slots, batch_size * file_bytes), np.uint8) if file_bytes else None,
-        geometry=SharedArray((slots, batch_size, COLUMNS), np.float64) if file_bytes else None,
-        skip_unreadable=skip_unreadable,
-    )
+    layout: dict[str, tuple[tuple[int, ...], Any]] = {
+        "pixels": ((slots, batch_size, size, size, 3), np.uint8),
+        "labels": ((slots, batch_size), np.int64),
+    }
+    if file_bytes:
+        layout["files"] = (slots, batch_size * file_bytes), np.uint8
+        layout["geometry"] = (slots, batch_size, COLUMNS), np.float64
+    return layout
+
+
+def start_source(
+    dataset: Dataset, *, batch_size: int, size: int, slots: int, file_bytes: int = 0, skip_unreadable: bool = False
+) -> Source:
+    """Allocate the ring of buffers for one dataset, as `buffer_layout` says."""
+    layout = buffer_layout(batch_size=batch_size, size=size, slots=slots, file_bytes=file_bytes)
+    buffers = {name: SharedArray(shape, kind) for name, (shape, kind) in layout.items()}
+    return Source(dataset, **buffers, skip_unreadable=skip_unreadable)
 
 
 def slots_needed(*, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:

@@ -123,6 +123,8 @@ class Prefetcher:
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
+        if self._thread is not None:  # an iteration that was left early may still be at a slot, which goes to others now
+            self._thread.submit(lambda: None).result()
         host = self.loader.batches(start, stop)
         ready: deque[tuple[int, Future[tuple[Batch, Any, _Marks]]]] = deque()
         consumed: dict[int, Any] = {}  # slot -> when its last reader was done

@@ -53,6 +53,7 @@ from engine.plan import Plan
 from pipeline.build import Datasets, Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.loader import LoaderError
+from pipeline.memory import plan_memory
 
 WINDOWS = 5
 
@@ -86,6 +87,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
         plan = train.make_plan(config, datasets, world)
+        plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype)
         train.set_up_torch(config, plan)
         found: list[Rung] = []
         if isinstance(datasets.train, FolderDataset):

@@ -181,16 +181,22 @@ def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entri
                 loader, device=device, depth=1, mean=[0, 0, 0], std=[1 / 255] * 3, gpu_decoder=GpuDecoder(device, 13)
             )
             loader.encoded_share = share
+            by_workers = 0
             for batch in prefetcher.batches(0, 2):
                 ours = batch.images.permute(0, 2, 3, 1).cpu().numpy()
                 for row in range(13):
                     index = 13 * batch.step + row
+                    if abs(ours[row] - dataset.load(0, index)[0]).max() < 0.01:
+                        by_workers += 1
+                        continue
                     # From the whole image: the CPU path may shrink it while decoding, which is another matter.
                     whole = decode.Picture(decode.open_picture(Path(dataset.name(index)).read_bytes(), "pillow").pixels())
                     expected = dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
                     difference = abs(ours[row] - expected)
                     assert difference.mean() < 2, (batch.step, row)
                     assert np.percentile(difference, 99) < 25, (batch.step, row)
+            # The progressive ones, the CMYK and the PNG are not for the engines.
+            assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
 
 
 @gpu

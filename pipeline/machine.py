@@ -1,0 +1,94 @@
+"""What the machine lets this process use: cores, memory, open files.
+
+`os.cpu_count()` and the size of the RAM are not it: an affinity mask, a container's limits and the other ranks of the node all
+leave less. Control groups are read in both versions, with all their parents: a parent's limit holds for its children.
+"""
+
+import contextlib
+import math
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def cores() -> int:
+    """Hardware threads that the affinity mask leaves to this process."""
+    return len(os.sched_getaffinity(0))
+
+
+def threads_per_core(cpus: Path = CPUS) -> int:
+    """2 where two hardware threads share a core, else 1."""
+    own = sorted(os.sched_getaffinity(0))[0]
+    try:
+        siblings = (cpus / f"cpu{own}" / "topology" / "thread_siblings_list").read_text()
+    except OSError:
+        return 1
+    return sum(_span(part) for part in siblings.strip().split(",") if part) or 1
+
+
+def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
+    """Cores that the control groups allow; inf without a limit."""
+    quota = math.inf
+    for folder in _groups("cpu", proc, mount):
+        with contextlib.suppress(OSError, ValueError):  # the root group has no cpu.max
+            limit, period = (folder / "cpu.max").read_text().split()
+            quota = min(quota, int(limit) / int(period))
+        with contextlib.suppress(OSError, ValueError):  # version 1; -1 is no limit
+            limit = (folder / "cpu.cfs_quota_us").read_text()
+            if int(limit) > 0:
+                quota = min(quota, int(limit) / int((folder / "cpu.cfs_period_us").read_text()))
+    return quota
+
+
+def free_memory(proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Bytes that can be allocated without swapping: the page cache counts as free, in the machine and in the groups."""
+    free = _table(meminfo)["MemAvailable"] * 1024
+    for folder in _groups("memory", proc, mount):
+        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
+                cached = _table(folder / "memory.stat")
+                held = int((folder / used).read_text()) - cached["inactive_file"] - cached["active_file"]
+                free = min(free, int((folder / limit).read_text()) - held)
+    return max(0, free)
+
+
+def spare_files() -> int:
+    """Files this process can still open, once its limit is raised as far as it may be."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with contextlib.suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+
+
+def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
+    """Folders of this process's control group and its parents, tightest first."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        if names and controller not in names.split(","):
+            continue
+        top = mount / controller if names else mount  # version 2 has one tree and no names
+        folder = top / path.strip("/")
+        while folder.is_relative_to(top):
+            yield folder
+            folder = folder.parent
+
+
+def _table(path: Path) -> dict[str, int]:
+    """Lines of `name value` or `name: value kB`."""
+    pairs = (line.replace(":", " ").split()[:2] for line in path.read_text().splitlines())
+    return {name: int(value) for name, value in pairs}
+
+
+def _span(part: str) -> int:
+    """How many numbers `3` or `0-1` stands for."""
+    first, _, last = part.partition("-")
+    return int(last or first) - int(first) + 1

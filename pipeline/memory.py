@@ -1,0 +1,80 @@
+"""What the loader's buffers and workers take of the machine: computed from the config, before anything is allocated."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from conf.schema import Config, UserError
+from pipeline import machine
+from pipeline.build import ON_GPU, Datasets, file_room
+from pipeline.loader import buffer_layout, slots_needed
+
+# What a worker holds for itself, measured while it decodes full-size photographs: 15 MiB on top of what it shares with the
+# forkserver, 150 MiB when it imports everything itself, and a picture of 50 megapixels (150 MiB) now and then in one of them.
+WORKER_BYTES = {"fork": 48 << 20, "forkserver": 48 << 20, "spawn": 192 << 20}
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the host for one rank, and on its GPU.
+
+    Attributes:
+        slots: batches in each of the two rings of buffers.
+        buffers: both rings, in memory that the workers share.
+        pinned: how much of that is page-locked.
+        workers: what the worker processes hold for themselves, about.
+        device: batches kept ready on the GPU.
+        free: what the machine can still give to this rank.
+    """
+
+    slots: int
+    buffers: int
+    pinned: int
+    workers: int
+    device: int
+    free: int
+
+    def line(self) -> str:
+        pinned = "page-locked" if self.pinned else "not page-locked"
+        device = f"; {self.device / GIB:.1f} GiB on the GPU" if self.device else ""
+        return (f"{self.buffers / GIB:.2f} GiB of batch buffers ({self.slots} slots for each split, {pinned}), workers about "
+                f"{self.workers / GIB:.2f} GiB; {self.free / GIB:.1f} GiB are free, /dev/shm is not used{device}")  # fmt: skip
+
+
+def plan_memory(
+    config: Config, datasets: Datasets, *, workers: int, decoder: str, device: torch.device, dtype: torch.dtype,
+    world_size: int = 1, ranks_here: int = 1,
+) -> MemoryPlan:  # fmt: skip
+    """Sum up what `open_feed` will allocate.
+
+    Raises:
+        UserError: it does not fit into what is free.
+    """
+    loader = config.loader
+    share = loader.batch_size // world_size
+    slots = slots_needed(batch_size=share, workers=workers, prefetch_factor=loader.prefetch_factor,
+                         prefetch_batches=loader.prefetch_batches)  # fmt: skip
+    buffers, ready = 0, 0
+    for dataset, side in ((datasets.train, datasets.train_side), (datasets.val, datasets.val_side)):
+        layout = buffer_layout(batch_size=share, size=side, slots=slots,
+                               file_bytes=file_room(dataset) if decoder in ON_GPU else 0)  # fmt: skip
+        buffers += sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize for shape, kind in layout.values())
+        ready += (loader.prefetch_batches + 1) * share * 3 * side * side * (1 + dtype.itemsize)
+    cuda = device.type == "cuda"
+    plan = MemoryPlan(
+        slots=slots,
+        buffers=buffers,
+        pinned=buffers if cuda and loader.pin_memory else 0,
+        workers=workers * WORKER_BYTES[loader.start_method],
+        device=ready if cuda else 0,
+        free=machine.free_memory() // ranks_here,
+    )
+    if plan.buffers + plan.workers > plan.free:
+        each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
+        raise UserError(
+            f"loader: needs {(plan.buffers + plan.workers) / GIB:.1f} GiB{each} ({plan.line()}); "
+            "lower loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
+        )
+    return plan

@@ -1,0 +1,144 @@
+"""What the loader will take of the machine's memory is known before it is taken, and refused where there is too little."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from conf import cli
+from conf.schema import Config, UserError
+from pipeline import build, machine
+from pipeline.build import Datasets, Feed, build_datasets, open_feed
+from pipeline.loader import Source
+from pipeline.memory import GIB, WORKER_BYTES, MemoryPlan, plan_memory
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
+
+Planned = Callable[..., MemoryPlan]
+
+
+def small(*overrides: str) -> Config:
+    """Images of 24 px for training, of 32 px for validation."""
+    return cli.load(["augment=demo", "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]", "data.image_size=24",
+                     "loader.batch_size=8", *overrides])  # fmt: skip
+
+
+def plan(config: Config, *, datasets: Datasets | None = None, **options: Any) -> MemoryPlan:
+    standard: dict[str, Any] = dict(workers=2, decoder="none", device=CPU, dtype=torch.float32)
+    return plan_memory(config, datasets or build_datasets(config), **(standard | options))
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let the machine have so many bytes."""
+    return lambda number: monkeypatch.setattr(machine, "free_memory", lambda: number)
+
+
+def allocated(source: Source) -> int:
+    buffers = (source.pixels, source.labels, source.files, source.geometry)
+    return sum(shared.array.nbytes for shared in buffers if shared is not None)
+
+
+@pytest.mark.parametrize("decoder", ["pillow", "gpu", "hybrid"])
+@pytest.mark.parametrize(
+    ("batch_size", "workers", "world_size", "overrides"),
+    [
+        (1, 0, 1, []),
+        (8, 0, 1, ["loader.prefetch_batches=1"]),
+        (8, 3, 1, []),  # three workers have nine tasks of 8 images in hand
+        (36, 1, 2, ["loader.prefetch_factor=7"]),
+        (33, 2, 1, ["loader.prefetch_batches=9"]),  # more than a task
+    ],
+)
+def test_sum_is_what_the_feed_allocates(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, batch_size: int, workers: int, world_size: int,
+    overrides: list[str],
+) -> None:  # fmt: skip
+    monkeypatch.setattr(build, "GpuDecoder", lambda device, batch_size: None)  # the engines themselves are not here
+    config = small(f"data.root={image_root}", f"loader.batch_size={batch_size}", "loader.start_method=fork", *overrides)
+    datasets = build_datasets(config)
+    planned = plan(config, datasets=datasets, workers=workers, decoder=decoder, world_size=world_size)
+    with open_feed(config, datasets, workers=workers, decoder=decoder, device=CPU, dtype=torch.float32, channels_last=False,
+                   world_size=world_size) as feed:  # fmt: skip
+        sources = sources_of(feed)
+        assert [source.files is not None for source in sources] == [decoder != "pillow"] * 2
+        assert planned.buffers == sum(map(allocated, sources))
+        assert planned.slots == feed.train.loader.slots == feed.val.loader.slots
+
+
+def sources_of(feed: Feed) -> list[Source]:
+    assert feed.train.loader.pool is feed.val.loader.pool
+    return feed.train.loader.pool.sources
+
+
+def test_sum_for_a_known_case() -> None:
+    """Two rings of 256 images of 224 px and their labels, where 4 batches are ready, one is in the step and two are made."""
+    planned = plan(cli.load(["data=fake", "loader.prefetch_batches=4"]), workers=0)
+    assert planned.slots == 4 + 1 + 2
+    assert planned.buffers == 2 * 7 * 256 * (224 * 224 * 3 + 8)
+    assert planned.line().startswith(
+        "0.50 GiB of batch buffers (7 slots for each split, not page-locked), workers about 0.00 GiB; "
+    )
+
+
+def test_workers_that_import_everything_themselves_cost_more() -> None:
+    costs = {method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).workers for method in WORKER_BYTES}
+    assert costs["spawn"] > 2 * costs["forkserver"] > 0
+    assert costs["fork"] == costs["forkserver"] == 3 * WORKER_BYTES["forkserver"]
+    assert plan(small("data=fake", "loader.start_method=spawn"), workers=0).workers == 0
+
+
+@pytest.mark.parametrize(("device", "pin_memory", "pinned"), [(CPU, True, False), (CUDA, False, False), (CUDA, True, True)])
+def test_pages_are_locked_for_a_gpu_only(device: torch.device, pin_memory: bool, pinned: bool) -> None:
+    planned = plan(small("data=fake", f"loader.pin_memory={pin_memory}"), device=device)
+    assert planned.pinned == (planned.buffers if pinned else 0)
+    assert ("not page-locked" in planned.line()) == (not pinned)
+
+
+def test_batches_ready_on_the_gpu() -> None:
+    """Each slot there holds the bytes as they came and the images as the step takes them; on a CPU there are none."""
+    config = small("data=fake", "loader.prefetch_batches=2")
+    pixels = 3 * 8 * 3 * (24 * 24 + 32 * 32)
+    assert plan(config, device=CUDA, dtype=torch.bfloat16).device == pixels * (1 + 2)
+    assert plan(config, device=CUDA, dtype=torch.float32).device == pixels * (1 + 4)
+    assert "on the GPU" in plan(config, device=CUDA).line()
+    assert plan(config).device == 0 and "on the GPU" not in plan(config).line()
+
+
+def test_ranks_share_what_is_free_and_the_batch(free: Callable[[int], None]) -> None:
+    """Two nodes of four ranks: a rank has an eighth of the batch, and a quarter of its node's memory."""
+    free(8 * GIB)
+    config = small("data=fake", "loader.batch_size=512")
+    alone, shared = plan(config, workers=0), plan(config, workers=0, world_size=8, ranks_here=4)
+    assert alone.buffers == 8 * shared.buffers
+    assert (alone.free, shared.free) == (8 * GIB, 2 * GIB)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_too_little_memory_is_refused(free: Callable[[int], None], ranks: int) -> None:
+    config = small("data=fake")
+    free(16 * GIB)
+    enough = plan(config, ranks_here=ranks)
+    need = enough.buffers + enough.workers
+    free(ranks * need)
+    assert plan(config, ranks_here=ranks) == replace(enough, free=need)
+    free(ranks * need - 1)
+    with pytest.raises(UserError, match=r"^loader: needs 0\.1 GiB") as error:
+        plan(config, ranks_here=ranks)
+    line = str(error.value)
+    assert "\n" not in line
+    assert ("for each of 4 ranks" in line) == (ranks == 4)
+    for key in ("loader.batch_size", "loader.workers", "loader.prefetch_factor", "loader.prefetch_batches"):
+        assert key in line
+
+
+def test_run_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.train(small("data=fake", "data.fake_images=40", "data.fake_classes=2", "model=resnet_tiny", "loader.workers=1",
+                      "train.device=cpu", "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))  # fmt: skip
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
+    assert line.startswith("memory   0.00 GiB of batch buffers (")
+    assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith("GiB are free, /dev/shm is not used")
