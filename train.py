@@ -20,11 +20,14 @@ if __name__ == "__main__":
     CONFIG = cli.parse(sys.argv[1:], script="train.py", purpose=__doc__.split("\n")[0])
 
 import gc
+import json
 import logging
 import math
+import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,19 +37,21 @@ from torch import Tensor, nn
 import models
 from conf.schema import Config, UserError
 from engine import checkpoint, meters
+from engine.chart import bars
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import evaluate
 from engine.optim import Curve, build_optimizer
 from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
 from engine.rundir import RunDirectory
-from engine.state import TrainState, build_ema, params_sha256, seed_step
+from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
 from engine.telemetry import GpuMonitor, allocator_figures
 from engine.tracker import Tracker
 from models import gpu_layers
-from pipeline.autotune import chosen_workers
+from pipeline import autotune
+from pipeline.budget import chosen_workers
 from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, stand_in
 from pipeline.loader import LoaderError
-from pipeline.memory import plan_memory
+from pipeline.memory import MemoryPlan, plan_memory
 from pipeline.prefetcher import Batch
 
 logger = logging.getLogger(__name__)
@@ -71,12 +76,13 @@ def train(config: Config) -> dict[str, Any]:
         world = stack.enter_context(join_world(config.train.device))
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
         world.agree(lambda: run.check(config.checkpoint.resume))
-        if undrawn := stand_in(config):
-            build_state(config, make_plan(config, undrawn, world), world)  # a mistake shows before anything is drawn
+        if undrawn := stand_in(config):  # a mistake shows before anything is drawn
+            plan = make_plan(config, undrawn, world)
+            make_room(config, undrawn, plan, world)
+            build_state(config, plan, world)
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
-        memory = plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
-                             dtype=plan.input_dtype, world_size=world.size, ranks_here=world.local_size)  # fmt: skip
+        memory = make_room(config, datasets, plan, world)
         set_up_torch(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)
@@ -106,12 +112,27 @@ def train(config: Config) -> dict[str, Any]:
             run.write("config.yaml", cli.to_yaml(config))
             (run.path / "summary.json").unlink(missing_ok=True)  # an earlier life's: this one has not ended
 
+        workers = min(plan.workers, memory.most_workers)
         feed = stack.enter_context(
-            open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
+            open_feed(config, datasets, workers=min(autotune.PROBE_WORKERS, workers) if plan.measures_workers else workers,
+                      most_workers=memory.most_workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
                       channels_last=plan.channels_last, rank=world.rank, world_size=world.size)
         )  # fmt: skip
         network = world.wrap(state.model)
         objective, measure = compiled(meters.objective, plan), compiled(meters.measure, plan)
+        watch = None
+        if plan.workers_unmeasured:
+            tracker.say(f"autotune {workers} workers, not measured: {plan.workers_unmeasured}")
+        elif plan.measures_workers:
+            answer, lines = tune_loader(config, plan, datasets, world, feed, state, network, objective, workers)
+            for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
+                tracker.say(f"{name:<8} {line}")
+            if answer is not None and world.leads:
+                run.write("autotune.json", json.dumps(asdict(answer), indent=1))
+                tracker.text("autotune", "\n".join(lines))
+                rows, limits = answer.bars()
+                tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
+            watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if config.autotune.online else None
         meter = meters.Meter(world, plan.batch_size, state.step)
         monitor = stack.enter_context(GpuMonitor(world.device if world.leads else torch.device("cpu")))
         stop = stack.enter_context(StopSignal(world))
@@ -120,7 +141,10 @@ def train(config: Config) -> dict[str, Any]:
         def report() -> None:
             interval = meter.read()
             if interval is not None:
-                write_interval(interval, plan, tracker, feed, monitor)
+                row = write_interval(interval, plan, tracker, feed, monitor)
+                feed.train.loader.pool.warn_of_laggards()
+                if watch is not None:
+                    watch.note(row["data_wait_fraction"], row["images_per_second"])
 
         def save_all(*, best: bool) -> None:
             tracker.flush()  # first: a kill after the checkpoint leaves no gap in the curves before it
@@ -152,6 +176,10 @@ def train(config: Config) -> dict[str, Any]:
             signal_number = stop.agreed()
             if plan.logs(state.step) or signal_number:
                 meter.send(state.step, lr)
+            if watch is not None and plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
+                report()
+                if change := watch.at_epoch_end():
+                    tracker.say(f"autotune {change}")
             if plan.saves(state.step) or signal_number:
                 report()
                 with meter.left_out():
@@ -170,6 +198,34 @@ def train(config: Config) -> dict[str, Any]:
             checkpoint.write_json(run.path / "summary.json", summary)
         tracker.outcome(summary)
         return summary
+
+
+def tune_loader(
+    config: Config,
+    plan: Plan,
+    datasets: Datasets,
+    world: World,
+    feed: Feed,
+    state: TrainState,
+    network: nn.Module,
+    objective: Callable[..., Any],
+    budget: int,
+) -> tuple[autotune.Answer | None, list[str]]:
+    """Set the feed as is remembered for this work on this machine, or as real steps show now; they leave no trace."""
+    loader = config.loader
+    question = {
+        "data": [datasets.fingerprint, datasets.train_side, config.augment.train, config.augment.batch],
+        "loader": asdict(loader),
+        "step": [asdict(config.model), plan.num_classes, plan.precision, plan.compile, plan.decoder],
+        "machine": [plan.device, platform.node(), budget, world.size, world.local_size],
+        "versions": [torch.__version__, autotune.VERSION],
+    }
+
+    def step(batch: Batch) -> None:
+        train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
+
+    with untouched(state):
+        return autotune.settle(feed, step, config=config, question=question, first_step=state.step, budget=budget, ranks=world)
 
 
 def train_step(
@@ -288,6 +344,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     decoder = choose_decoder(config, world.device)
     budget = chosen_workers(config, world.local_size, decoder)
+    unmeasured = autotune.why_not(world.device, decoder, images / size)
     return Plan(
         train_images=images,
         val_images=len(datasets.val),
@@ -306,6 +363,8 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         save_every_steps=config.checkpoint.every_steps,
         workers=budget.workers,
         workers_reason=budget.reason,
+        measures_workers=config.loader.workers == "auto" and unmeasured is None,
+        workers_unmeasured=unmeasured if config.loader.workers == "auto" else None,
         decoder=decoder,
         device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
         device_type=world.device.type,
@@ -315,6 +374,18 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         parameters=models.parameter_count(model),
         flops_per_image=flops,
     )
+
+
+def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> MemoryPlan:
+    """See that the loader's memory is there: for auto, with as many workers as fit.
+
+    Raises:
+        UserError: it is not.
+    """
+    most = 2 * plan.workers if plan.measures_workers else plan.workers  # workers that wait leave their core to others
+    return plan_memory(config, datasets, workers=most, fewest=min(1, most) if config.loader.workers == "auto" else None,
+                       decoder=plan.decoder, device=world.device, dtype=plan.input_dtype, world_size=world.size,
+                       ranks_here=world.local_size)  # fmt: skip
 
 
 def set_up_torch(config: Config, plan: Plan) -> None:
@@ -380,8 +451,8 @@ def compiled(function: F, plan: Plan) -> F:
     return torch.compile(function, mode=plan.compile, dynamic=False)  # type: ignore[return-value]
 
 
-def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor) -> None:
-    """One log row, from what the meter, the prefetcher's clock, NVML and the allocator found since the last.
+def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor) -> dict[str, Any]:
+    """Write and return one log row, from what the meter, the prefetcher's clock, NVML and the allocator found since the last.
 
     Raises:
         TrainingError: the loss is not finite.
@@ -404,6 +475,7 @@ def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed
     if timing:  # else no batch has been finished since the last row
         row |= {"copy_ms": timing.copy_ms, "step_ms": timing.step_ms}
     tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device)})
+    return row
 
 
 def summarise(

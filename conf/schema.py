@@ -106,16 +106,25 @@ class Augment:
 @dataclass
 class Loader:
     batch_size: int = key(256, "global batch: what one optimiser step sees, over all ranks", COUNT)
-    workers: Any = key("auto", "worker processes per rank: auto, or a number (0 decodes in the training process)",
+    workers: Any = key("auto", "worker processes per rank: auto (measured on a GPU, else what the cores allow), or a number "
+                       "(0 decodes in the training process)",
                        auto_or(number(0, 4096), "a whole number >= 0", int))  # fmt: skip
     decoder: str = key("auto", "what turns JPEG bytes into pixels: auto takes the first of turbojpeg, simplejpeg, "
                        "pillow that is installed; gpu the GPU's engines; hybrid both",
                        one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"))  # fmt: skip
-    pin_memory: bool = key(True, "page-lock the batch buffers, so that the copy to a GPU runs beside the step")
-    prefetch_factor: int = key(3, "tasks (32 images) each worker has in hand", number(1, 64))
+    pin_memory: Any = key("auto", "page-lock the batch buffers, so that the copy to a GPU runs beside the step: auto does, "
+                          "unless loader.workers=auto finds it slower", AUTO_BOOL)  # fmt: skip
+    prefetch_factor: Any = key("auto", "tasks (32 images) each worker has in hand: auto is 3, or as loader.workers=auto finds",
+                               auto_or(number(1, 64), "a whole number from 1 to 64", int))  # fmt: skip
     prefetch_batches: int = key(4, "batches kept ready on the device", number(1, 64))
     timeout_seconds: float = key(120.0, "a batch later than this stops the run and names the files", number(0, above=True))
     start_method: str = key("forkserver", "how workers are started", one_of("forkserver", "spawn", "fork"))
+
+
+@dataclass
+class Autotune:
+    refresh: bool = key(False, "measure again, even if this machine remembers the answer for this data, model and batch")
+    online: bool = key(False, "at an epoch's end, change the number of workers when the GPU had to wait, or had far too many")
 
 
 @dataclass
@@ -191,6 +200,7 @@ class Log:
 class Config:
     data: Data = field(default_factory=Data)
     loader: Loader = field(default_factory=Loader)
+    autotune: Autotune = field(default_factory=Autotune)
     augment: Augment = field(default_factory=Augment)
     model: Model = field(default_factory=Model)
     optim: Optim = field(default_factory=Optim)

@@ -47,6 +47,19 @@ class World:
         answer: T = box[0]
         return answer
 
+    def gather(self, value: T) -> list[T]:
+        """What every rank has, in the order of the ranks; collective."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+    def of_node(self, values: list[T]) -> list[T]:
+        """Of one value for each rank, those of this node's ranks."""
+        first = self.rank - self.local_rank
+        return values[first : first + self.local_size]
+
     def sum(self, values: Tensor) -> Tensor:
         """Add a tensor over all ranks, in place."""
         if self.size > 1:

@@ -18,6 +18,8 @@ class Plan:
     Attributes:
         schedule_steps: the length the learning-rate curve is drawn over.
         stop_step: where this run ends: `schedule_steps`, or train.max_steps when that is earlier.
+        measures_workers: loader.workers=auto, and `workers` is the budget to choose within.
+        workers_unmeasured: why loader.workers=auto takes the whole budget instead.
     """
 
     train_images: int
@@ -37,6 +39,8 @@ class Plan:
     save_every_steps: int
     workers: int
     workers_reason: str
+    measures_workers: bool
+    workers_unmeasured: str | None
     decoder: str
     device: str
     device_type: str
@@ -100,7 +104,8 @@ class Plan:
              f"{self.image_size} px image; validated at {self.val_size} px"),
             ("device", f"{self.device}, {self.precision}{', channels_last' if self.channels_last else ''}, "
              f"compile {self.compile}"),
-            ("loader", f"{self.workers} workers per rank ({self.workers_reason}), decoder {self.decoder}"),
+            ("loader", f"{'up to ' if self.measures_workers else ''}{self.workers} workers per rank ({self.workers_reason}), "
+             f"decoder {self.decoder}"),
         ]  # fmt: skip
         return [f"{name:<8} {text}" for name, text in rows]
 

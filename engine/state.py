@@ -1,6 +1,8 @@
 """What changes during training, in one object; its state_dict is the checkpoint."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,6 +61,41 @@ class TrainState:
             group.update(chosen)
         self.step = stored["step"]
         self.best, self.last = stored["best"], stored["last"]
+
+
+@contextmanager
+def untouched(state: TrainState) -> Iterator[None]:
+    """Steps taken inside leave no trace: weights, buffers, optimiser, average and random numbers are as before, bit for bit.
+
+    Tensors are restored in place: compiled steps and CUDA graphs know them by their addresses.
+    """
+    optimizer = state.optimizer
+    modules = [state.model] if state.ema is None else [state.model, state.ema]
+    live = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    kept = [tensor.detach().clone() for tensor in live]
+    options = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
+    copies = {parameter: {k: v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
+              for parameter, values in moments.items()}  # fmt: skip
+    random = torch.get_rng_state()
+    random_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(live, kept, strict=True):
+                tensor.copy_(value)
+            optimizer.state.clear()
+            for parameter, values in moments.items():
+                for name, value in copies[parameter].items():
+                    values[name].copy_(value)
+                optimizer.state[parameter] = values
+        for group, chosen in zip(optimizer.param_groups, options, strict=True):
+            group.update(chosen)
+        optimizer.zero_grad(set_to_none=True)
+        torch.set_rng_state(random)
+        if random_gpu is not None:
+            torch.cuda.set_rng_state(random_gpu)
 
 
 def build_ema(model: nn.Module, decay: float) -> AveragedModel:

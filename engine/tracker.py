@@ -12,7 +12,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from engine.checkpoint import replace_file
@@ -125,6 +127,11 @@ class Tracker:
         if self._board is not None:
             shown = images[:64].float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8).cpu()
             self._guard("TensorBoard", self._board.add_image, tag, grid(shown), step)
+
+    def picture(self, tag: str, image: Image.Image, step: int = 0) -> None:
+        """A drawing."""
+        if self._board is not None:
+            self._guard("TensorBoard", self._board.add_image, tag, np.asarray(image), step, None, "HWC")
 
     def flush(self) -> None:
         """Put the curves so far on disk, where metrics.jsonl's rows are already: nothing after this can lose them."""

@@ -53,16 +53,19 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         if not self.training:
             return super().forward(input)
         assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        self._check_input_dim(input)
+        count = input.numel() // input.shape[1]
+        if count == 1:
+            raise ValueError(f"batch normalisation needs more than 1 value per channel in training, not {list(input.shape)}")
         near = self.running_mean.clone()
-        x = input.float() - near[:, None, None]
-        count = x.numel() // x.shape[1]
+        x = input.to(torch.promote_types(input.dtype, torch.float32)) - near[:, None, None]
         mean = x.mean((0, 2, 3))
         variance = ((x * x).mean((0, 2, 3)) - mean * mean).clamp(min=0)
         with torch.no_grad():
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
             self.running_mean.lerp_(near + mean, self.momentum)
-            self.running_var.lerp_(variance * (count / max(count - 1, 1)), self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(input.dtype)
 
@@ -72,7 +75,13 @@ class PlacedMaxPool(nn.MaxPool2d):
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, C, S, S] -> [B, C, S / 2, S / 2]."""
-        if not input.is_cuda or input.shape[2] % 2 or input.shape[3] % 2 or input.numel() >= 1 << 31:
+        if (
+            not input.is_cuda
+            or input.dtype == torch.float64
+            or input.shape[2] % 2
+            or input.shape[3] % 2
+            or input.numel() >= 1 << 31
+        ):
             return super().forward(input)
         pooled: Tensor = _PlacedMaxPool.apply(input)
         return pooled
@@ -104,7 +113,7 @@ def _is_stem(module: nn.Module) -> bool:
     return (
         type(module) is nn.Conv2d
         and (module.in_channels, module.kernel_size, module.stride, module.padding) == (3, (7, 7), (2, 2), (3, 3))
-        and (module.groups, module.dilation, module.bias) == (1, (1, 1), None)
+        and (module.groups, module.dilation, module.bias, module.padding_mode) == (1, (1, 1), None, "zeros")
     )
 
 

@@ -1,69 +1,569 @@
-"""How many workers: what the machine lets this process use.
+"""`loader.workers=auto`: how many workers this step, these files and this machine need, measured before the first step.
 
-`loader.workers=auto` takes the whole budget.
+Demand is what the step takes, on a batch that lies on the device. Supply is what one worker gives while nobody takes its
+batches, with the time it computes and the time it waits for storage apart. The smallest number of workers whose supply is
+MARGIN times the demand is then tried with the step running. The idea is tf.data's: the pipeline is sized to its consumer's
+demand, not to its own maximum (arXiv 2101.12127). `scripts/bench.py sweep=true` tries every number instead.
+
+Nothing here changes a result: order and augmentation are functions of (seed, epoch, index), and the caller restores the state
+that the measured steps have changed.
 """
 
+import hashlib
+import io
+import json
+import logging
 import math
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Protocol
 
-from conf.schema import Config, UserError
-from pipeline import machine
+import numpy as np
+import torch
+from PIL import Image
+
+from conf.schema import Config
+from pipeline.build import MOST_TASKS_IN_HAND, Feed
+from pipeline.dataset import FolderDataset
+from pipeline.gpu_decode import has_engines
+from pipeline.index import default_cache_dir
+from pipeline.loader import Loader, LoaderError, WorkerPool
+from pipeline.prefetcher import Batch
+from pipeline.worker import Reply
+
+logger = logging.getLogger(__name__)
+Gather = Callable[[Any], list[Any]]
+
+VERSION = 1  # of the way of measuring; answers of another are not remembered
+PROBE_WORKERS = 2  # the first of those that are kept
+MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
+ENOUGH = 0.02  # share of the time the device may wait for input
+PAYS = 1.015  # more workers must raise the rate by this, or they are not kept
+SUPPLY_SECONDS, DEMAND_SECONDS, TRIAL_SECONDS = 2.0, 2.0, 2.0  # what is measured for so long is within a percent or two
+ROUNDS, LATE_SECONDS = 4, 15.0  # no further number is tried after these
+FEWEST_STEPS, WARM_BATCHES = 4, 4  # in a trial; every one begins with nothing queued
+PROBE_ROWS = 8  # images in a task of the probe: a slow disk shall not make it long
+WARM_STEPS = 5  # the first compiles, the next choose kernels
+FEWEST_BATCHES = 16  # an epoch of fewer is over before the number of workers matters
+
+
+class NotMeasuredError(RuntimeError):
+    """Why there is no answer; training goes on with what the cores allow."""
 
 
 @dataclass(frozen=True)
-class Budget:
-    """CPU time for one rank's workers.
+class Supply:
+    """What one worker gives.
 
     Attributes:
-        workers: processes to start.
-        reason: how it was found, for the console.
+        cpu_ms, wait_ms: per image, computing and waiting for storage.
+        spread: how much longer than the median the slow tasks (95 %) take.
+        file_bytes: mean size of a file; 0 for made-up data.
+        workers: how many were measured together.
+    """
+
+    cpu_ms: float
+    wait_ms: float
+    spread: float
+    file_bytes: float
+    workers: int
+
+    @property
+    def images_per_second(self) -> float:
+        return 1e3 / max(self.cpu_ms + self.wait_ms, 1e-6)
+
+    @property
+    def waits(self) -> bool:
+        """Whether storage, not computing, is what takes the time."""
+        return self.wait_ms > self.cpu_ms
+
+    @property
+    def storage_bytes_per_second(self) -> float:
+        """What storage gave to the workers that were measured."""
+        return self.file_bytes * self.images_per_second * self.workers
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a number of workers did beside the step: share of the time the device waited, and the rate that was reached."""
+
+    wait_fraction: float
+    images_per_second: float
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The loader's settings and what they follow from; kept in the run directory and in the user's cache.
+
+    Attributes:
+        demand: images/s the step takes, per rank.
+        rate, wait_fraction: what was reached with the step running, per rank.
+        budget: workers that the cores are enough for.
+        copy_ms: of a batch to the GPU, from page-locked and from ordinary memory.
+        seconds: spent on measuring, after the first steps, which compile.
     """
 
     workers: int
-    reason: str
+    prefetch_factor: int
+    pin_memory: bool
+    demand: float
+    batch_size: int
+    supply: Supply
+    rate: float
+    wait_fraction: float
+    budget: int
+    copy_ms: tuple[float, float] | None
+    seconds: float
+
+    @property
+    def stage(self) -> str:
+        """What limits: the step, storage, decode, or the hand-off between workers and device."""
+        if self.wait_fraction <= ENOUGH:
+            return "step"
+        if self.supply.waits:
+            return "storage"
+        return "hand-off" if self.workers * self.supply.images_per_second >= MARGIN * self.demand else "decode"
+
+    def bars(self) -> tuple[list[tuple[str, float, str]], list[str]]:
+        """Supply and demand as (name, images/s, label), and the names of those that limit."""
+        supply = self.workers * self.supply.images_per_second
+        rows = [
+            ("the step alone", self.demand, f"{self.demand:,.0f}"),
+            (f"{self.workers} workers alone", supply, f"{supply:,.0f} ({self.workers} x {self.supply.images_per_second:,.0f})"),
+            ("both together", self.rate, f"{self.rate:,.0f}, {100 * self.wait_fraction:.1f} % waiting"),
+        ]
+        return rows, [rows[0][0] if self.stage == "step" else rows[1][0]]
+
+    def lines(self, advice: str = "") -> list[str]:
+        """The answer for a reader; `advice` is what would help a run that decoding limits."""
+        s = self.supply
+        slow = f"; storage gives {s.storage_bytes_per_second / 1e6:,.0f} MB/s" if s.waits and s.file_bytes else ""
+        pins = "on" if self.pin_memory else "off"
+        if self.copy_ms:
+            pins += f" ({self.copy_ms[0]:.1f} ms a batch, {self.copy_ms[1]:.1f} without)"
+        verdict = {
+            "step": "the step limits",
+            "hand-off": "input-bound, though the workers could give more: the hand-off is the stage",
+            "storage": "input-bound, storage is the stage",
+            "decode": "input-bound, decode is the stage",
+        }[self.stage]
+        step_ms = 1e3 * self.batch_size / self.demand
+        found = [
+            f"the step takes {self.demand:,.0f} img/s ({self.batch_size} x {step_ms:.1f} ms, measured on a resident batch)",
+            f"one worker gives {s.images_per_second:,.0f} img/s ({s.cpu_ms:.2f} ms CPU, {s.wait_ms:.2f} ms waiting{slow}); "
+            f"cores are enough for {self.budget}",
+            f"workers={self.workers} pin_memory={pins} prefetch_factor={self.prefetch_factor}   with the step {self.rate:,.0f} "
+            f"img/s, {100 * self.wait_fraction:.1f} % waiting: {verdict}",
+        ]
+        if self.stage == "storage":
+            found.append("to go faster: faster or local storage, or scripts/shrink.py (fewer bytes a file)")
+        elif self.stage == "decode" and advice:
+            found.append(f"to go faster: {advice}")
+        return found
 
 
-# Reading files and drawing augmentation takes 0.1 ms an image: more workers than this have nothing to do.
-READERS = 6
-# Open files of the training process for each worker: its pipe, its sentinel and the forkserver's.
-FILES_PER_WORKER = 4
-FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loaded late
+class Ranks(Protocol):
+    """What the tuner asks of the other ranks (engine.distributed.World)."""
+
+    def agree(self, decide: Callable[[], Any]) -> Any: ...
+    def gather(self, value: Any) -> list[Any]: ...
+    def of_node(self, values: list[Any]) -> list[Any]: ...
 
 
-def worker_limit() -> int:
-    """Workers for which the training process can hold pipes open; raises the soft limit of open files as far as it may."""
-    return max(0, (machine.spare_files() - FILES_KEPT) // FILES_PER_WORKER)
+def settle(
+    feed: Feed,
+    step: Callable[[Batch], object],
+    *,
+    config: Config,
+    question: dict[str, Any],
+    first_step: int,
+    budget: int,
+    ranks: Ranks,
+) -> tuple[Answer | None, list[str]]:
+    """Set the feed as is remembered for `question`, or as `tune` finds; return the answer and lines that say it.
 
-
-def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget:
-    """Cores this process may use, shared by the ranks of the node, less those the training process needs; at least 1.
-
-    With `decoder` gpu no more than READERS; with hybrid a core is left to the thread that waits for the engines.
-    """
-    affinity, quota = machine.cores(), machine.cpu_quota()
-    kept = machine.threads_per_core() + (decoder == "hybrid")
-    workers = max(1, math.floor(min(affinity, quota) / local_world_size) - kept)
-    if workers > worker_limit():
-        return Budget(worker_limit(), "open files allow no more, see ulimit -n")
-    if decoder == "gpu" and workers > READERS:
-        return Budget(READERS, "enough to read files for the GPU's decoder engines")
-    parts = [f"{affinity} cores"]
-    if quota < affinity:
-        parts.append(f"a CPU quota of {quota:g}")
-    if local_world_size > 1:
-        parts.append(f"{local_world_size} ranks here")
-    return Budget(workers, ", ".join(parts) + f", {kept} left to the training process")
-
-
-def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budget:
-    """What loader.workers stands for here.
+    Without an answer the cores' whole budget is taken, and the line says why.
 
     Raises:
-        UserError: more than open files allow.
+        LoaderError: the first batches cannot be made.
     """
-    number = config.loader.workers
-    if number == "auto":
-        return worker_budget(local_world_size, decoder=decoder)
-    if number > worker_limit():
-        raise UserError(f"loader.workers={number}: open files allow {worker_limit()}; give at most that, or raise ulimit -n")
-    return Budget(number, "as configured")
+    loader, pool = config.loader, feed.train.loader.pool
+    known: Answer | None = ranks.agree(lambda: None if config.autotune.refresh else recall(question))
+    if known is not None:
+        pool.prefetch_factor = known.prefetch_factor
+        pool.resize(known.workers)
+        if feed.pinned is not None and not known.pin_memory:
+            feed.pinned.release()
+        return known, [*known.lines(), "remembered; autotune.refresh=true measures again"]
+    try:
+        answer = tune(
+            feed,
+            step,
+            first_step=first_step,
+            budget=budget,
+            prefetch_factor=None if loader.prefetch_factor == "auto" else loader.prefetch_factor,
+            pin_memory=None if loader.pin_memory == "auto" else loader.pin_memory,
+            gather=ranks.gather,
+            of_node=ranks.of_node,
+        )
+    except NotMeasuredError as error:
+        pool.resize(budget)
+        return None, [f"not measured, {budget} workers: {error}"]
+    remember(question, answer)
+    dataset, advice = pool.sources[feed.train.loader.source].dataset, ""
+    if answer.stage == "decode" and isinstance(dataset, FolderDataset):
+        gain = shrink_gain(dataset)
+        engines = "loader.decoder=hybrid, or " if feed.train.gpu_decoder is None and has_engines(feed.train.device) else ""
+        advice = f"{engines}scripts/shrink.py (x{gain:.1f} per core)"
+    return answer, [*answer.lines(advice), f"measured in {answer.seconds:.0f} s"]
+
+
+def tune(
+    feed: Feed,
+    step: Callable[[Batch], object],
+    *,
+    first_step: int,
+    budget: int,
+    prefetch_factor: int | None = None,
+    pin_memory: bool | None = None,
+    gather: Gather = lambda value: [value],
+    of_node: Gather = lambda values: values,
+) -> Answer:
+    """Measure, decide, try with the step running; leaves the feed's pool as the answer says.
+
+    Args:
+        feed: opened with up to PROBE_WORKERS workers and room for more.
+        step: a real training step; what it changes is the caller's to restore.
+        first_step: where training will begin; the batches of some steps from there are made and thrown away.
+        budget: workers that the cores are enough for.
+        prefetch_factor, pin_memory: the user's choice; None leaves it to the measurement.
+        gather: a value from every rank, to every rank; all ranks measure at once and take the same steps.
+        of_node: of such a list, this node's: its ranks get one answer.
+
+    Raises:
+        NotMeasuredError: an image of the probe cannot be read; the pool is at rest.
+        LoaderError: one of the first batches cannot be made: training could not either.
+    """
+    loader, pool = feed.train.loader, feed.train.loader.pool
+    finish = torch.cuda.synchronize if feed.train.cuda else lambda: None
+    resident = _resident(feed, first_step)
+    for _ in range(WARM_STEPS):
+        step(resident)
+    finish()
+    began = time.perf_counter()
+    supply = max(of_node(_probe(loader, gather)), key=lambda s: s.cpu_ms + s.wait_ms)
+    step_seconds = max(gather(measure_demand(step, resident, finish, gather)))
+    demand = loader.batch_size / step_seconds
+    copy_ms = None
+    if feed.pinned is not None and pin_memory is None:
+        copy_ms = measure_copies(loader)
+        if copy_ms[0] > copy_ms[1]:
+            feed.pinned.release()
+    factor = prefetch_factor or min(MOST_TASKS_IN_HAND, max(2, math.ceil(supply.spread) + 1))
+    pool.prefetch_factor = factor
+    # Workers that wait for storage leave their core to others.
+    cap = max(1, min(feed.most_workers, math.floor(budget * (1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)))))
+
+    def attempt(workers: int) -> Trial:
+        pool.resize(workers)
+        batch_seconds = max(gather(max(step_seconds, loader.batch_size / (workers * supply.images_per_second))))
+        steps = min(200, round(TRIAL_SECONDS / batch_seconds))
+        if steps < FEWEST_STEPS:  # so slow that a trial would take longer than it is worth
+            return Trial(1 - step_seconds / batch_seconds, loader.batch_size / batch_seconds)
+        trials = of_node(gather(try_with_step(feed, step, first_step, steps, finish)))
+        return Trial(max(t.wait_fraction for t in trials), min(t.images_per_second for t in trials))
+
+    tried = search(
+        attempt,
+        first=min(cap, math.ceil(MARGIN * demand / supply.images_per_second)),
+        fewest=min(cap, math.ceil(demand / supply.images_per_second)),
+        cap=cap,
+        more=lambda wants: any(gather(wants and time.perf_counter() - began < LATE_SECONDS)),
+    )
+    workers = best_of(tried)
+    pool.resize(workers)
+    return Answer(
+        workers=workers,
+        prefetch_factor=factor,
+        pin_memory=feed.pinned is not None and bool(feed.pinned.locked),
+        demand=demand,
+        batch_size=loader.batch_size,
+        supply=supply,
+        rate=tried[workers].images_per_second,
+        wait_fraction=tried[workers].wait_fraction,
+        budget=budget,
+        copy_ms=copy_ms,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def search(
+    attempt: Callable[[int], Trial], *, first: int, fewest: int, cap: int, more: Callable[[bool], bool] = lambda wants: wants
+) -> dict[int, Trial]:
+    """Try numbers of workers while there is something to learn.
+
+    Args:
+        attempt: what so many workers give with the step running.
+        first: the number to begin with.
+        fewest, cap: the bounds of what is tried.
+        more: whether to go on, told whether this rank wants to: every rank goes on as long as one does.
+    """
+    tried: dict[int, Trial] = {}
+    following = first
+    for _ in range(ROUNDS):
+        workers = best_of(tried) if following in tried else following
+        tried[workers] = attempt(workers)
+        following = neighbour(tried, fewest, cap)
+        if not more(following not in tried):
+            break
+    return tried
+
+
+def neighbour(tried: dict[int, Trial], fewest: int, cap: int) -> int:
+    """The number of workers to try next; one that was tried when there is nothing to learn."""
+    best = best_of(tried)
+    too_few = max((workers for workers in tried if workers < best), default=fewest - 1)
+    if tried[best].wait_fraction <= ENOUGH:  # fewer may do: the fewest first, then halfway
+        return best if best - too_few < 2 else fewest if too_few < fewest else (too_few + best) // 2
+    if best == max(tried) and best < cap:  # more, as long as it pays
+        return min(cap, max(best + 1, math.ceil(1.15 * best)))
+    return max(1, best - 1) if best == cap else best  # a host without a free core slows the step
+
+
+def best_of(tried: dict[int, Trial]) -> int:
+    """The fewest workers whose rate no other number beats by PAYS."""
+    top = max(trial.images_per_second for trial in tried.values())
+    return min(workers for workers, trial in tried.items() if trial.images_per_second * PAYS >= top)
+
+
+def _probe(loader: Loader, gather: Gather) -> list[Supply]:
+    """Every rank's supply; all give up when one cannot read a file."""
+    found: list[Supply | str]
+    try:
+        found = gather(measure_supply(loader))
+    except LoaderError as error:
+        loader.pool.abandon()
+        found = gather(str(error))
+    for outcome in found:
+        if isinstance(outcome, str):
+            raise NotMeasuredError(outcome)
+    return [outcome for outcome in found if isinstance(outcome, Supply)]
+
+
+def measure_supply(loader: Loader) -> Supply:
+    """What the pool's workers give while they alone have the machine's attention, on files from all over the dataset.
+
+    Raises:
+        LoaderError: an image cannot be read.
+    """
+    pool, source = loader.pool, loader.pool.sources[loader.source]
+    count = len(source.dataset)
+    rows = min(PROBE_ROWS, loader.batch_size)
+    places = [(slot, row) for slot in range(loader.slots) for row in range(0, loader.batch_size - rows + 1, rows)]
+    stride = next(s for s in range(max(1, int(0.618 * count)), 2 * count + 2) if math.gcd(s, count) == 1)
+    numbers: list[int] = []
+    warm = 2 * max(1, len(pool.workers))  # tasks, until every worker has begun
+
+    def submit() -> None:
+        positions = (np.arange(rows) + len(numbers) * rows) * stride % count
+        samples = np.stack([np.zeros_like(positions), positions], axis=1)
+        slot, row = places[len(numbers) % len(places)]
+        numbers.append(pool.submit(loader.source, slot, row, samples, round(loader.encoded_share * rows)))
+
+    for _ in range(min(warm, len(places))):
+        submit()
+    pool.wait(numbers)
+    pool.recent.clear()
+    began, done = time.perf_counter(), len(numbers)
+    in_flight = min(len(places), 2 * max(1, len(pool.workers)))
+    while time.perf_counter() - began < SUPPLY_SECONDS or len(pool.recent) < 4:
+        while len(numbers) - done < in_flight:
+            submit()
+        pool.wait(numbers[done : done + 1])
+        done += 1
+    pool.wait(numbers[done:])
+    dataset = source.dataset
+    return supply_of(pool.recent, dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0, len(pool.workers))
+
+
+def supply_of(replies: Sequence[Reply], file_bytes: float, workers: int) -> Supply:
+    """From what workers have replied."""
+    each = [reply.seconds / reply.rows for reply in replies]
+    cpu = median(reply.cpu_seconds / reply.rows for reply in replies)
+    middle = median(each)
+    return Supply(1e3 * cpu, 1e3 * max(0.0, middle - cpu), float(np.quantile(each, 0.95)) / max(middle, 1e-9), file_bytes,
+                  max(1, workers))  # fmt: skip
+
+
+def measure_demand(step: Callable[[Batch], object], batch: Batch, finish: Callable[[], None], gather: Gather) -> float:
+    """Seconds of a step on a batch that lies on the device."""
+
+    def timed(steps: int) -> float:
+        finish()
+        began = time.perf_counter()
+        for _ in range(steps):
+            step(batch)
+        finish()
+        return (time.perf_counter() - began) / steps
+
+    guess = gather(timed(3))[0]  # every rank takes as many steps as the first: they average gradients together
+    return median(timed(max(2, min(20, round(DEMAND_SECONDS / 5 / guess)))) for _ in range(5))
+
+
+def try_with_step(
+    feed: Feed, step: Callable[[Batch], object], first_step: int, steps: int, finish: Callable[[], None]
+) -> Trial:
+    """`steps` steps fed by the pool as it is, after WARM_BATCHES."""
+    began = 0.0
+    for place, batch in enumerate(feed.train.batches(first_step, first_step + WARM_BATCHES + steps)):
+        if place == WARM_BATCHES:
+            finish()
+            feed.train.timing()
+            began = time.perf_counter()
+        step(batch)
+    finish()
+    rate = steps * feed.train.loader.batch_size / (time.perf_counter() - began)
+    timing = feed.train.timing()
+    return Trial(timing.wait_fraction if timing else 0.0, rate)
+
+
+def measure_copies(loader: Loader) -> tuple[float, float]:
+    """Milliseconds a batch takes to the GPU from the page-locked buffers and from ordinary memory."""
+    target = torch.empty_like(loader.images[0], device="cuda")
+
+    def timed(source: torch.Tensor) -> float:
+        found = []
+        for _ in range(7):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            target.copy_(source, non_blocking=True)
+            torch.cuda.synchronize()
+            found.append(1e3 * (time.perf_counter() - began))
+        return median(found)
+
+    return timed(loader.images[0]), timed(loader.images[0].clone())
+
+
+def _resident(feed: Feed, first_step: int) -> Batch:
+    for batch in feed.train.batches(first_step, first_step + 1):
+        return Batch(batch.images.clone(), batch.labels.clone(), batch.targets.clone(), batch.step)
+    raise AssertionError("a step has a batch")
+
+
+def shrink_gain(dataset: FolderDataset, images: int = 24) -> float:
+    """How many times as fast a core decodes files whose short side scripts/shrink.py made 256 px; 1 if that cannot be told."""
+    before = after = 0.0
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for index in np.linspace(0, len(dataset) - 1, images).astype(int).tolist():
+            data = Path(dataset.name(index)).read_bytes()
+            with Image.open(io.BytesIO(data)) as image:
+                scale = min(1.0, 256 / min(image.size))
+                small = image.convert("RGB").resize((round(scale * image.width), round(scale * image.height)))
+            buffer = io.BytesIO()
+            small.save(buffer, "JPEG", quality=90)
+            for again in range(2):  # the first warms up
+                times = [dataset.time_decoding(index, content) for content in (data, buffer.getvalue())]
+                before, after = before + again * times[0], after + again * times[1]
+    except Exception as error:  # a broken file among them: training will name it when it meets it
+        logger.debug("shrink_gain: %s", error)
+    finally:
+        torch.set_num_threads(threads)
+    return before / after if after else 1.0
+
+
+def why_not(device: torch.device, decoder: str, batches_an_epoch: float) -> str | None:
+    """Why nothing is measured, or None."""
+    if device.type != "cuda":
+        return "training runs on the CPU and shares it with the workers"
+    if decoder == "none":
+        return "made-up images cost nothing"
+    if decoder == "hybrid":
+        return "decoder=hybrid shares each batch between engines and workers by measured rates, and takes what cores there are"
+    if batches_an_epoch < FEWEST_BATCHES:
+        return f"an epoch of {batches_an_epoch:.1f} batches is over before it matters"
+    return None
+
+
+def recall(question: dict[str, Any]) -> Answer | None:
+    """The answer this machine remembers; None when it has none, or none that can be read."""
+    try:
+        stored = json.loads(_memory_file(question).read_text())
+        if stored["question"] != question:
+            return None
+        found = stored["answer"]
+        return Answer(**{**found, "supply": Supply(**found["supply"]), "copy_ms": found["copy_ms"] and tuple(found["copy_ms"])})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(question: dict[str, Any], answer: Answer) -> None:
+    """Best effort: an answer that cannot be kept is measured again at the next start."""
+    path = _memory_file(question)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps({"question": question, "answer": asdict(answer)}, indent=1))
+        os.replace(temporary, path)
+    except OSError as error:
+        logger.warning("the answer of loader.workers=auto cannot be kept in %s (%s)", path.parent, error)
+
+
+def _memory_file(question: dict[str, Any]) -> Path:
+    digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
+    return default_cache_dir() / "autotune" / f"{digest[:24]}.json"
+
+
+class Watch:
+    """autotune.online: looks at the waiting of each epoch and changes the number of workers, with hysteresis.
+
+    More when the device waited; back, and no further attempts, when that did not help. One fewer after two epochs in which
+    nothing waited and the workers could have given half as much again; back, likewise, when the device then waits.
+    """
+
+    WAITS, IDLE, TOO_MANY = 0.05, 0.002, 1.5
+
+    def __init__(self, pool: WorkerPool, most: int) -> None:
+        self.pool, self.most = pool, most
+        self._waits: list[float] = []
+        self._rates: list[float] = []
+        self._before: tuple[int, float] | None = None  # workers and waiting before the last change
+        self._quiet, self._settled = 0, False
+
+    def note(self, wait_fraction: float, images_per_second: float) -> None:
+        """A log interval's figures."""
+        self._waits.append(wait_fraction)
+        self._rates.append(images_per_second)
+
+    def at_epoch_end(self) -> str | None:
+        """Change the number if that may help; the sentence that says so."""
+        if not self._waits or self._settled or not self.pool.recent:
+            self._waits.clear()
+            return None
+        wait, rate, workers = median(self._waits), median(self._rates), len(self.pool.workers)
+        self._waits.clear()
+        self._rates.clear()
+        before, self._before = self._before, None
+        if before is not None and (wait > max(ENOUGH, before[1]) if workers < before[0] else wait > 0.75 * before[1]):
+            self._settled = True
+            return self._change(before[0], f"waited {100 * wait:.1f} % of the epoch for input, {workers} are no better")
+        supply = workers * supply_of(self.pool.recent, 0.0, workers).images_per_second
+        self._quiet = self._quiet + 1 if wait < self.IDLE and supply > self.TOO_MANY * rate else 0
+        if wait > self.WAITS and workers < self.most:
+            self._before = workers, wait
+            return self._change(min(self.most, max(workers + 1, round(1.15 * workers))),
+                                f"waited {100 * wait:.1f} % of the epoch for input")  # fmt: skip
+        if self._quiet >= 2 and workers > 1:
+            self._before, self._quiet = (workers, wait), 0
+            return self._change(workers - 1, f"the workers could give {supply:,.0f} img/s, {rate:,.0f} are taken")
+        return None
+
+    def _change(self, workers: int, reason: str) -> str:
+        now = len(self.pool.workers)
+        self.pool.resize(workers)
+        return f"{reason}: {now} -> {workers} workers"

@@ -21,6 +21,8 @@ from pipeline.prefetcher import Prefetcher
 from pipeline.sampler import TrainSampler, ValSampler
 
 ON_GPU = ("gpu", "hybrid")  # decoders that leave files to the GPU
+# Tasks a worker has in hand: measured on an H200 (docs/benchmarks.md); loader.workers=auto goes up to MOST_TASKS_IN_HAND.
+TASKS_IN_HAND, MOST_TASKS_IN_HAND = 3, 4
 
 
 @dataclass(frozen=True)
@@ -93,11 +95,18 @@ def stand_in(config: Config) -> Datasets | None:
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches on the device for both splits; one pool of workers serves both."""
+    """Batches on the device for both splits; one pool of workers serves both.
+
+    Attributes:
+        most_workers: what the buffers have room for.
+        pinned: the page-locked buffers; None when they are ordinary memory.
+    """
 
     train: Prefetcher
     val: Prefetcher
     val_batches: int
+    most_workers: int
+    pinned: Pinned | None = None
 
 
 @contextmanager
@@ -112,12 +121,15 @@ def open_feed(
     channels_last: bool,
     rank: int = 0,
     world_size: int = 1,
+    most_workers: int = 0,
 ) -> Iterator[Feed]:
-    """Allocate the batch buffers, start the workers, and end them on exit."""
+    """Allocate the batch buffers, start the workers, and end them on exit.
+
+    With `most_workers` there is room for the pool to grow to so many.
+    """
     loader = config.loader
     share = loader.batch_size // world_size
-    slots = slots_needed(batch_size=share, workers=workers, prefetch_factor=loader.prefetch_factor,
-                         prefetch_batches=loader.prefetch_batches)  # fmt: skip
+    slots = ring_slots(config, share, max(workers, most_workers))
     skip = config.data.on_error == "skip"
     engines = decoder in ON_GPU
     train_bytes, val_bytes = (file_room(dataset) if engines else 0 for dataset in (datasets.train, datasets.val))
@@ -136,11 +148,13 @@ def open_feed(
                                  rank=rank, world_size=world_size)  # fmt: skip
     val_sampler = ValSampler(num_samples=len(datasets.val), batch_size=loader.batch_size, rank=rank, world_size=world_size)
     with ExitStack() as stack:
+        pinned = None
         if loader.pin_memory and device.type == "cuda":
             arrays = [a for s in sources for a in (s.pixels, s.labels, s.files, s.geometry) if a is not None]
-            stack.enter_context(Pinned(arrays))
+            pinned = stack.enter_context(Pinned(arrays))
+        in_hand = TASKS_IN_HAND if loader.prefetch_factor == "auto" else loader.prefetch_factor
         pool = stack.enter_context(
-            WorkerPool(sources, workers=workers, prefetch_factor=loader.prefetch_factor,
+            WorkerPool(sources, workers=workers, prefetch_factor=in_hand,
                        timeout_seconds=loader.timeout_seconds, start_method=loader.start_method)
         )  # fmt: skip
         hold = loader.prefetch_batches + 1
@@ -168,7 +182,14 @@ def open_feed(
         )
         stack.callback(train.close)
         stack.callback(val.close)
-        yield Feed(train, val, len(val_sampler))
+        yield Feed(train, val, len(val_sampler), max(workers, most_workers), pinned)
+
+
+def ring_slots(config: Config, batch_size: int, workers: int) -> int:
+    """Batches in each ring of buffers, for the most tasks the workers may have in hand."""
+    in_hand = MOST_TASKS_IN_HAND if config.loader.prefetch_factor == "auto" else config.loader.prefetch_factor
+    return slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=in_hand,
+                        prefetch_batches=config.loader.prefetch_batches)  # fmt: skip
 
 
 def choose_decoder(config: Config, device: torch.device) -> str:

@@ -5,6 +5,7 @@ Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a lab
 
 import os
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,6 +97,12 @@ class FolderDataset:
                 return None
             assert isinstance(noted, NotedPicture)
         return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
+
+    def time_decoding(self, index: int, data: bytes) -> float:
+        """Seconds of this thread's computing to make sample `index` of epoch 0, were `data` its file."""
+        began = time.thread_time()
+        self.transform(decode.open_picture(data, self.decoder), sample_rng(self.seed, 0, index)).pixels()
+        return time.thread_time() - began
 
     def mean_bytes(self) -> float:
         """Mean size of the files, from up to 256 of them spread over the split."""

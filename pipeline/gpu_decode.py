@@ -109,6 +109,15 @@ def find_library() -> ctypes.CDLL | None:
     return None
 
 
+def has_engines(device: torch.device) -> bool:
+    """Whether GpuDecoder works there."""
+    try:
+        GpuDecoder(device, 1)
+    except (EngineError, RuntimeError):
+        return False
+    return True
+
+
 ALIGNMENT = 256  # bytes; each image of a batch begins at a multiple of it
 
 

@@ -10,6 +10,7 @@ needed next. A slot is given out again only when the CUDA event of the copy out 
 import atexit
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import signal
@@ -120,6 +121,10 @@ class Pinned:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Make it ordinary memory again; nothing may be copying from it."""
         for pointer in self.locked:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self.locked.clear()
@@ -139,9 +144,24 @@ def heed(reply: Reply) -> None:
 
 @dataclass
 class _Worker:
+    """Attributes:
+    leaving: is given no more tasks.
+    seconds: wall time of an image, a running mean.
+    replies: how many tasks that is of.
+    named: as slower than the others.
+    """
+
     process: BaseProcess
     pipe: Connection
     tasks: dict[int, Task]
+    leaving: bool = False
+    seconds: float = 0.0
+    replies: int = 0
+    named: bool = False
+
+    def note(self, reply: Reply) -> None:
+        self.replies += 1
+        self.seconds += (reply.seconds / max(1, reply.rows) - self.seconds) / min(20, self.replies)
 
 
 class WorkerPool:
@@ -156,6 +176,9 @@ class WorkerPool:
         prefetch_factor: tasks a worker is given ahead of its replies.
         timeout_seconds: no reply from any worker for this long, while a task is waited for, stops the run.
         start_method: fork, forkserver or spawn.
+
+    Attributes:
+        recent: what the newest tasks took.
     """
 
     def __init__(
@@ -171,7 +194,7 @@ class WorkerPool:
         self.prefetch_factor, self.timeout_seconds = prefetch_factor, timeout_seconds
         self.waiting: deque[Task] = deque()
         self.open: set[int] = set()
-        self.skipped: list[str] = []
+        self.recent: deque[Reply] = deque(maxlen=256)
         self.decode_seconds, self.replies = 0.0, 0  # per image that a worker decoded, a running mean
         self._lives: dict[int, int] = {}
         self._next_number = 0
@@ -218,6 +241,42 @@ class WorkerPool:
             else:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
+    def resize(self, workers: int) -> None:
+        """Start workers, or end some once they have done what they have in hand; at least one stays.
+
+        Raises:
+            LoaderError: a task failed meanwhile.
+        """
+        while len(self.workers) < workers:
+            self.workers.append(self._start())
+        for worker in self.workers[max(1, workers) :]:
+            worker.leaving = True
+        while any(worker.leaving and worker.tasks for worker in self.workers):
+            self._receive(timeout=1.0)
+        for worker in [w for w in self.workers if w.leaving]:
+            self.workers.remove(worker)
+            self._end(worker)
+        self._dispatch()
+
+    def abandon(self) -> None:
+        """Forget all tasks, once no worker is at one any more: for a caller that goes on after an error."""
+        self.waiting.clear()
+        while any(worker.tasks for worker in self.workers):
+            with contextlib.suppress(LoaderError):
+                self._receive(timeout=1.0)
+            self.waiting.clear()  # of workers that died
+        self.open.clear()
+
+    def warn_of_laggards(self, factor: float = 3.0) -> None:
+        """Name each worker, once, that has come to take `factor` times as long as the others."""
+        timed = [w for w in self.workers if w.replies >= 20]
+        middle = sorted(w.seconds for w in timed)[len(timed) // 2] if len(timed) > 2 else math.inf
+        for worker in timed:
+            if worker.seconds > factor * middle and not worker.named:
+                worker.named = True
+                logger.warning("loader worker %d takes %.1f times as long as the others", worker.process.pid,
+                               worker.seconds / middle)  # fmt: skip
+
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
         process = self._context.Process(target=worker_main, args=(theirs, self.sources), daemon=True, name="loader")
@@ -235,7 +294,8 @@ class WorkerPool:
 
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
-            worker = min(self.workers, key=lambda w: len(w.tasks))
+            staying = [w for w in self.workers if not w.leaving]
+            worker = min(staying, key=lambda w: len(w.tasks))
             if len(worker.tasks) >= self.prefetch_factor:
                 return
             task = self.waiting[0]
@@ -256,6 +316,7 @@ class WorkerPool:
                     while worker.pipe.poll():  # all it has: the next call may be a step away
                         reply = worker.pipe.recv()
                         del worker.tasks[reply.number]
+                        worker.note(reply)
                         self._finish(reply)
                 except (EOFError, OSError):
                     self._replace(worker)
@@ -270,7 +331,7 @@ class WorkerPool:
     def _finish(self, reply: Reply) -> None:
         self._last_reply = time.monotonic()
         heed(reply)
-        self.skipped += reply.skipped
+        self.recent.append(reply)
         self.open.discard(reply.number)
         if reply.decoded:
             self.decode_seconds += (reply.seconds / reply.decoded - self.decode_seconds) / min(50, self.replies + 1)
@@ -316,11 +377,16 @@ class WorkerPool:
         for worker in self.workers:
             worker.pipe.close()
         for worker in self.workers:
-            worker.process.kill()
-            worker.process.join(STOP_SECONDS)
+            self._end(worker)
         self.workers = []
         self.waiting.clear()
         self.open.clear()
+
+    @staticmethod
+    def _end(worker: _Worker) -> None:
+        worker.pipe.close()
+        worker.process.kill()
+        worker.process.join(STOP_SECONDS)
 
     def __enter__(self) -> "WorkerPool":
         return self

@@ -12,6 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# Limit, use (with that of the children), and how memory.stat calls what the children hold too: versions 2, 2 and 1.
+MEMORY_FILES = (
+    ("memory.max", "memory.current", ""),
+    ("memory.high", "memory.current", ""),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+)
 CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -22,12 +28,13 @@ def cores() -> int:
 
 def threads_per_core(cpus: Path = CPUS) -> int:
     """2 where two hardware threads share a core, else 1."""
-    own = sorted(os.sched_getaffinity(0))[0]
+    allowed = os.sched_getaffinity(0)
     try:
-        siblings = (cpus / f"cpu{own}" / "topology" / "thread_siblings_list").read_text()
-    except OSError:
+        listed = (cpus / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
+        siblings = {cpu for part in listed.strip().split(",") for cpu in _span(part)}
+    except (OSError, ValueError):
         return 1
-    return sum(_span(part) for part in siblings.strip().split(",") if part) or 1
+    return len(siblings & allowed)
 
 
 def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
@@ -48,10 +55,10 @@ def free_memory(proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/p
     """Bytes that can be allocated without swapping: the page cache counts as free, in the machine and in the groups."""
     free = _table(meminfo)["MemAvailable"] * 1024
     for folder in _groups("memory", proc, mount):
-        for limit, used in (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")):
+        for limit, used, total in MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
                 cached = _table(folder / "memory.stat")
-                held = int((folder / used).read_text()) - cached["inactive_file"] - cached["active_file"]
+                held = int((folder / used).read_text()) - cached[f"{total}inactive_file"] - cached[f"{total}active_file"]
                 free = min(free, int((folder / limit).read_text()) - held)
     return max(0, free)
 
@@ -72,8 +79,9 @@ def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
     except OSError:
         return
     for line in lines:
-        _, names, path = line.split(":", 2)
-        if names and controller not in names.split(","):
+        _, _, rest = line.partition(":")
+        names, found, path = rest.partition(":")
+        if not found or (names and controller not in names.split(",")):
             continue
         top = mount / controller if names else mount  # version 2 has one tree and no names
         folder = top / path.strip("/")
@@ -88,7 +96,7 @@ def _table(path: Path) -> dict[str, int]:
     return {name: int(value) for name, value in pairs}
 
 
-def _span(part: str) -> int:
-    """How many numbers `3` or `0-1` stands for."""
+def _span(part: str) -> range:
+    """The numbers that `3` or `0-1` stands for."""
     first, _, last = part.partition("-")
-    return int(last or first) - int(first) + 1
+    return range(int(first), int(last or first) + 1)

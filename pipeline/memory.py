@@ -1,5 +1,6 @@
 """What the loader's buffers and workers take of the machine: computed from the config, before anything is allocated."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -7,8 +8,8 @@ import torch
 
 from conf.schema import Config, UserError
 from pipeline import machine
-from pipeline.build import ON_GPU, Datasets, file_room
-from pipeline.loader import buffer_layout, slots_needed
+from pipeline.build import ON_GPU, Datasets, file_room, ring_slots
+from pipeline.loader import buffer_layout
 
 # What a worker holds for itself, measured while it decodes full-size photographs: 15 MiB on top of what it shares with the
 # forkserver, 150 MiB when it imports everything itself, and a picture of 50 megapixels (150 MiB) now and then in one of them.
@@ -21,6 +22,7 @@ class MemoryPlan:
     """Bytes on the host for one rank, and on its GPU.
 
     Attributes:
+        most_workers: what there is room for.
         slots: batches in each of the two rings of buffers.
         buffers: both rings, in memory that the workers share.
         pinned: how much of that is page-locked.
@@ -29,6 +31,7 @@ class MemoryPlan:
         free: what the machine can still give to this rank.
     """
 
+    most_workers: int
     slots: int
     buffers: int
     pinned: int
@@ -45,25 +48,33 @@ class MemoryPlan:
 
 def plan_memory(
     config: Config, datasets: Datasets, *, workers: int, decoder: str, device: torch.device, dtype: torch.dtype,
-    world_size: int = 1, ranks_here: int = 1,
+    world_size: int = 1, ranks_here: int = 1, fewest: int | None = None,
 ) -> MemoryPlan:  # fmt: skip
-    """Sum up what `open_feed` will allocate.
+    """Sum up what `open_feed` will allocate: for `workers`, or the most from `fewest` on for which it fits.
 
     Raises:
         UserError: it does not fit into what is free.
     """
+    if fewest is not None and fewest < workers:
+        for fewer in range(workers, fewest, -1):
+            try:
+                return plan_memory(config, datasets, workers=fewer, decoder=decoder, device=device, dtype=dtype,
+                                   world_size=world_size, ranks_here=ranks_here)  # fmt: skip
+            except UserError:
+                continue
+        workers = fewest
     loader = config.loader
     share = loader.batch_size // world_size
-    slots = slots_needed(batch_size=share, workers=workers, prefetch_factor=loader.prefetch_factor,
-                         prefetch_batches=loader.prefetch_batches)  # fmt: skip
+    slots = ring_slots(config, share, workers)
     buffers, ready = 0, 0
     for dataset, side in ((datasets.train, datasets.train_side), (datasets.val, datasets.val_side)):
         layout = buffer_layout(batch_size=share, size=side, slots=slots,
                                file_bytes=file_room(dataset) if decoder in ON_GPU else 0)  # fmt: skip
-        buffers += sum(int(np.prod(shape, dtype=np.int64)) * np.dtype(kind).itemsize for shape, kind in layout.values())
+        buffers += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values())
         ready += (loader.prefetch_batches + 1) * share * 3 * side * side * (1 + dtype.itemsize)
     cuda = device.type == "cuda"
     plan = MemoryPlan(
+        most_workers=workers,
         slots=slots,
         buffers=buffers,
         pinned=buffers if cuda and loader.pin_memory else 0,

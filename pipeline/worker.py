@@ -65,10 +65,20 @@ class Task:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a task: seconds it took, rows decoded here, what was skipped, or why it failed."""
+    """What came of a task.
+
+    Attributes:
+        rows: how many samples it was.
+        seconds, cpu_seconds: by the wall and in computing; the rest is waiting for storage, or for a core.
+        decoded: rows decoded here, not left to the GPU's engines.
+        skipped: unreadable samples that others were taken for.
+        error: why it failed.
+    """
 
     number: int
+    rows: int = 0
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
     decoded: int = 0
     skipped: list[str] = field(default_factory=list)
     error: str | None = None
@@ -76,7 +86,7 @@ class Reply:
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill a task's rows. A failure is part of the reply: it must reach the training process, not end the worker."""
-    started = time.perf_counter()
+    started, computed = time.perf_counter(), time.thread_time()
     source = sources[task.source]
     labels = source.labels.array[task.slot]
     skipped: list[str] = []
@@ -93,7 +103,9 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
         return Reply(task.number, error=str(error))
     except Exception as error:  # e.g. out of memory; anything else would leave the main process waiting
         return Reply(task.number, error=describe(error))
-    return Reply(task.number, seconds=time.perf_counter() - started, decoded=len(task.samples) - room.files, skipped=skipped)
+    rows = len(task.samples)
+    return Reply(task.number, rows=rows, seconds=time.perf_counter() - started, cpu_seconds=time.thread_time() - computed,
+                 decoded=rows - room.files, skipped=skipped)  # fmt: skip
 
 
 def put_pixels(source: Source, slot: int, row: int, epoch: int, index: int) -> int:

@@ -2,60 +2,90 @@
 
     python scripts/bench.py data.root=/imagenet
     python scripts/bench.py data.root=/imagenet model=resnet18 --only loader step train --compare earlier.json
+    python scripts/bench.py data.root=/imagenet sweep=true
+    python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12] sweep.prefetch_factor=[2,3]
 
 Takes train.py's key=value overrides. Every rung is warmed up first and then measured in windows; the table gives the median
 window and the range. Writes bench.json and bench.png to --out.
+
+sweep=true measures the loader alone and with the training step instead, for every combination of workers, prefetch_factor and
+pin_memory in a grid; sweep.<one of them>=[values] chooses the values. It names the best and the knee, the fewest workers that
+reach 0.98 of the best, and writes sweep.json and sweep.png, a heat map.
 """
 
 import argparse
+import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
+from conf.schema import Config, UserError
+from scripts import sweep
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 RUNGS = ("read", "decode", "loader", "copy", "step", "train")
 
+
+def stored(path: Path, kind: str) -> list[dict[str, Any]]:
+    """The `rungs` or `cells` of an earlier file; leaves when there are none."""
+    if not path.is_file():
+        cli.fail(f"--compare {path}: no such file", "bench.py")
+    try:
+        content: list[dict[str, Any]] = json.loads(path.read_text())[kind]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = "sweep.json" if kind == "cells" else "bench.json"
+        cli.fail(f"--compare {path}: holds no {kind}; give the {name} of an earlier run", "bench.py")
+    return content
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=RUNGS, default=RUNGS, metavar="RUNG", help=f"some of: {', '.join(RUNGS)}")
-    parser.add_argument("--seconds", type=float, default=10.0, help="time to measure each rung for")
-    parser.add_argument("--compare", type=Path, help="an earlier bench.json: shows the ratio of every rung")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for bench.json and bench.png")
-    OPTIONS, OVERRIDES = parser.parse_known_args()
+    parser.add_argument("--only", nargs="+", choices=RUNGS, metavar="RUNG", help=f"some of: {', '.join(RUNGS)}")
+    parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (2)")
+    parser.add_argument("--compare", type=Path, help="an earlier bench.json or sweep.json: shows the ratio to it")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
+    OPTIONS, ARGUMENTS = parser.parse_known_args()
+    ABOUT_SWEEP, OVERRIDES = sweep.split(ARGUMENTS)
     CONFIG = cli.parse(OVERRIDES, script="bench.py", purpose="Measure where the time goes.")
-    if not OPTIONS.seconds > 0:
+    try:
+        AXES = sweep.read(ABOUT_SWEEP)
+    except UserError as error:
+        cli.fail(str(error), "bench.py")
+    if OPTIONS.seconds is not None and not OPTIONS.seconds > 0:
         cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", "bench.py")
-    if OPTIONS.compare and not OPTIONS.compare.is_file():
-        cli.fail(f"--compare {OPTIONS.compare}: no such file", "bench.py")
+    if OPTIONS.only and AXES is not None:
+        cli.fail("--only: sweep=true measures the loader and training; leave one of the two out", "bench.py")
+    EARLIER = stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import cycle
 from statistics import median
-from typing import Any
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import train
-from conf.schema import Config, UserError
 from engine import checkpoint, meters
 from engine.distributed import World, join_world
 from engine.plan import Plan
-from pipeline.build import Datasets, Feed, build_datasets, open_feed
+from pipeline.budget import worker_budget
+from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.loader import LoaderError
 from pipeline.memory import plan_memory
+from pipeline.prefetcher import Batch
 
 WINDOWS = 5
+FOREVER = 1 << 40  # steps
 
 
 @dataclass(frozen=True)
@@ -65,6 +95,8 @@ class Rung:
     Attributes:
         rates: one per window, in `unit`.
         note: what else a reader wants to know.
+        batches: taken from the loader, those of the warm-up too.
+        waited: share of the time in which the device had no batch to work on.
     """
 
     name: str
@@ -72,6 +104,8 @@ class Rung:
     rates: list[float]
     note: str = ""
     details: dict[str, Any] = field(default_factory=dict)
+    batches: int = 0
+    waited: float | None = None
 
     @property
     def rate(self) -> float:
@@ -103,6 +137,58 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         if "step" in only or "train" in only:
             found += [r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only]
     return found
+
+
+def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 2.0) -> tuple[Rung, list[sweep.Cell]]:
+    """Measure every setting of the grid, with one compiled step; tell of each as it goes.
+
+    Returns:
+        The step alone, and the cells. A setting that cannot run is a failed cell.
+
+    Raises:
+        UserError: the config or the data is not as it must be.
+    """
+    with join_world(config.train.device) as world:
+        datasets = build_datasets(config)
+        budget = worker_budget(world.local_size, decoder=choose_decoder(config, world.device)).workers
+        settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
+        small = with_setting(config, sweep.Setting(1, False, 1))
+        plan = train.make_plan(small, datasets, world)
+        train.set_up_torch(config, plan)
+        stepper = Stepper(config, plan, world)
+        with feed_of(small, datasets, plan, world) as feed:
+            alone = stepper.alone(feed, seconds)
+        print(f"{len(settings)} cells, each measured for 2 x {seconds:g} s after its warm-up", flush=True)
+        cells: list[sweep.Cell] = []
+        start = 0
+        for number, setting in enumerate(settings, 1):
+            cell, batches = measure_cell(setting, datasets, stepper, seconds, start)
+            start += batches  # files that no cell has read yet, for none may find them in the page cache because of another
+            cells.append(cell)
+            told = f"failed: {cell.failed}" if cell.failed else (
+                f"loader alone {cell.rate('loader'):,.0f}, with the step {cell.rate('train'):,.0f} images/s")  # fmt: skip
+            print(f"{number:>3}/{len(settings)}  {setting}: {told}", flush=True)
+    return alone, cells
+
+
+def with_setting(config: Config, setting: sweep.Setting) -> Config:
+    return replace(config, loader=replace(config.loader, **asdict(setting)))
+
+
+def measure_cell(
+    setting: sweep.Setting, datasets: Datasets, stepper: "Stepper", seconds: float, start: int
+) -> tuple[sweep.Cell, int]:
+    """One setting, with buffers and workers of its own, and how many batches it took from step `start` on."""
+    config, world = with_setting(stepper.config, setting), stepper.world
+    try:
+        plan = train.make_plan(config, datasets, world)
+        plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype)
+        with feed_of(config, datasets, plan, world) as feed:
+            loader = measure_loader(feed, plan, seconds, start)
+            fed = stepper.fed(feed, seconds, start + loader.batches)
+    except (UserError, LoaderError, OSError, EOFError, MemoryError, RuntimeError) as error:  # RuntimeError: of CUDA
+        return sweep.Cell(setting, failed=" ".join(str(error).split()) or type(error).__name__), 0
+    return sweep.Cell(setting, loader.rates, fed.rates, fed.waited), loader.batches + fed.batches
 
 
 def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> AbstractContextManager[Feed]:
@@ -145,26 +231,36 @@ def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
         dataset.load(0, next(places))
         return 1
 
+    threads = torch.get_num_threads()
     torch.set_num_threads(1)
     for _ in range(50):
         decode()
     rates = windows(decode, seconds)
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    torch.set_num_threads(threads)
     return Rung("decode", "images/s", rates, f"one core, decoder {plan.decoder}, to {plan.image_size} px")
 
 
-def measure_loader(feed: Feed, plan: Plan, seconds: float) -> Rung:
+def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0) -> Rung:
     """Complete batches in host memory, taken as fast as they come."""
-    batches = feed.train.loader.batches(0, 1 << 40)
+    batches = feed.train.loader.batches(start, FOREVER)
+    taken = 0
 
     def take() -> int:
+        nonlocal taken
+        taken += 1
         batch = next(batches)
         batch.release(None)
         return len(batch.labels)
 
-    for _ in range(2 * feed.train.loader.slots):  # until what was decoded while the workers started is gone
+    warm_up(take, feed)
+    rates = windows(take, seconds)
+    return Rung("loader", "images/s", rates, f"{plan.workers} workers, batch {plan.batch_size}", batches=taken)
+
+
+def warm_up(take: Callable[[], int], feed: Feed) -> None:
+    """Until what was decoded while the workers started, or while nobody took it, is gone."""
+    for _ in range(feed.train.loader.slots + feed.train.depth):
         take()
-    return Rung("loader", "images/s", windows(take, seconds), f"{plan.workers} workers, batch {plan.batch_size}")
 
 
 def measure_copy(plan: Plan, device: torch.device) -> Rung:
@@ -203,46 +299,61 @@ def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) ->
 
 def measure_steps(config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float) -> list[Rung]:
     """The optimiser step on batches that lie on the device, then the same step fed from the files."""
-    state = train.build_state(config, plan, world)
-    network = world.wrap(state.model)
-    objective = train.compiled(meters.objective, plan)
-    meter = meters.Meter(world, plan.batch_size, 0)
-
-    def finish() -> None:
-        meter.total.sum().item()
-
+    stepper = Stepper(config, plan, world)
     with feed_of(config, datasets, plan, world) as feed:
-        batches = feed.train.batches(0, 1 << 40)
+        alone = stepper.alone(feed, seconds)
+        fed = stepper.fed(feed, seconds)
+    waits = "" if fed.waited is None else f"; the device waited {100 * fed.waited:.0f} % of the time"
+    return [alone, replace(fed, note=f"{fed.rate / alone.rate:.2f} of the step alone{waits}")]
 
-        def step(batch: Any) -> int:
-            meter.add(train.train_step(state, network, objective, batch, lr=1e-3, config=config, plan=plan))
-            return len(batch.labels)
 
-        resident = [
-            type(b)(b.images.clone(), b.labels.clone(), b.targets.clone(), b.step)
-            for b, _ in zip(batches, range(4), strict=False)
-        ]
-        turn = 0
+class Stepper:
+    """train.py's optimiser step: built and compiled once, for any number of feeds."""
 
-        def resident_step() -> int:
-            nonlocal turn
-            turn += 1
-            return step(resident[turn % len(resident)])
+    def __init__(self, config: Config, plan: Plan, world: World) -> None:
+        self.config, self.plan, self.world = config, plan, world
+        self.state = train.build_state(config, plan, world)
+        self.network = world.wrap(self.state.model)
+        self.objective = train.compiled(meters.objective, plan)
+        self.meter = meters.Meter(world, plan.batch_size, 0)
 
-        for _ in range(20 if world.device.type == "cuda" else 2):
-            resident_step()
-        finish()
-        name = f"{config.model.name}, batch {plan.batch_size}, {plan.precision}, compile {plan.compile}"
-        alone = Rung("step", "images/s", windows(resident_step, seconds, finish), f"{name}, batch already on the device")
-        for _ in range(2 * feed.train.loader.slots):
-            step(next(batches))
-        finish()
+    def step(self, batch: Batch) -> int:
+        values = train.train_step(self.state, self.network, self.objective, batch, lr=1e-3, config=self.config, plan=self.plan)
+        self.meter.add(values)
+        return len(batch.labels)
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        self.meter.total.sum().item()
+
+    def alone(self, feed: Feed, seconds: float) -> Rung:
+        """On four batches that stay on the device."""
+        resident = cycle(
+            [Batch(b.images.clone(), b.labels.clone(), b.targets.clone(), b.step) for b in feed.train.batches(0, 4)]
+        )
+        for _ in range(20 if self.world.device.type == "cuda" else 2):
+            self.step(next(resident))
+        self.finish()
+        name = f"{self.config.model.name}, batch {self.plan.batch_size}, {self.plan.precision}, compile {self.plan.compile}"
+        rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
+        return Rung("step", "images/s", rates, f"{name}, batch already on the device")
+
+    def fed(self, feed: Feed, seconds: float, start: int = 0) -> Rung:
+        """On the feed's batches, as they come."""
+        batches = feed.train.batches(start, FOREVER)
+        taken = 0
+
+        def take() -> int:
+            nonlocal taken
+            taken += 1
+            return self.step(next(batches))
+
+        warm_up(take, feed)
+        self.finish()
         feed.train.timing()
-        fed = windows(lambda: step(next(batches)), seconds, finish)
+        rates = windows(take, seconds, self.finish)
         timing = feed.train.timing()
-        waits = f"; the device waited {100 * timing.wait_fraction:.0f} % of the time" if timing else ""
-        whole = Rung("train", "images/s", fed, f"{median(fed) / alone.rate:.2f} of the step alone{waits}")
-    return [alone, whole]
+        return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
 
 
 def scattered(count: int) -> Iterator[int]:
@@ -296,25 +407,54 @@ def chart(rungs: list[Rung], title: str) -> Image.Image:
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    about = f"{CONFIG.model.name} on {machine}, images/s"
     try:
-        rungs = run(CONFIG, only=tuple(OPTIONS.only), seconds=OPTIONS.seconds)
+        if AXES is None:
+            name, (content, lines, picture) = "bench", climbed(about)
+        else:
+            name, (content, lines, picture) = "sweep", swept(about, AXES)
     except UserError as error:
         cli.fail(str(error), "bench.py")
     except LoaderError as error:
         cli.complain(str(error), "bench.py")
         return 1
-    earlier = {}
-    if OPTIONS.compare:
-        earlier = {r["name"]: median(r["rates"]) for r in json.loads(OPTIONS.compare.read_text())["rungs"]}
-    print(table(rungs, earlier))
+    print(lines)
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     record = {"machine": machine, "cores": len(os.sched_getaffinity(0)), "made_by": checkpoint.provenance(),
-              "config": cli.to_yaml(CONFIG), "rungs": [asdict(r) for r in rungs]}  # fmt: skip
-    checkpoint.write_json(OPTIONS.out / "bench.json", record)
-    chart(rungs, f"{CONFIG.model.name} on {machine}, images/s; the red bar limits").save(OPTIONS.out / "bench.png")
-    print(f"written to {OPTIONS.out}/bench.json and bench.png")
+              "config": cli.to_yaml(CONFIG)}  # fmt: skip
+    checkpoint.write_json(OPTIONS.out / f"{name}.json", record | content)
+    picture.save(OPTIONS.out / f"{name}.png")
+    print(f"written to {OPTIONS.out}/{name}.json and {name}.png")
     return 0
+
+
+def climbed(about: str) -> tuple[dict[str, Any], str, Image.Image]:
+    """Measure the rungs: what bench.json, the console and bench.png show of them."""
+    rungs = run(CONFIG, only=tuple(OPTIONS.only or RUNGS), seconds=OPTIONS.seconds or 10.0)
+    earlier = {rung["name"]: median(rung["rates"]) for rung in EARLIER}
+    return {"rungs": [asdict(r) for r in rungs]}, table(rungs, earlier), chart(rungs, f"{about}; the red bar limits")
+
+
+def swept(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, Any], str, Image.Image]:
+    """Measure the cells: what sweep.json, the console and sweep.png show of them.
+
+    Raises:
+        LoaderError: none can run.
+    """
+    alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 2.0)
+    best, knee = sweep.best(cells), sweep.knee(cells)
+    if best is None or knee is None:
+        raise LoaderError(f"no cell can run: {cells[0].failed}")
+    earlier = {sweep.Setting(**cell["setting"]): median(cell["train"]) for cell in EARLIER if cell["train"]}
+    content = {
+        "step": alone.rates,
+        "best": asdict(best.setting),
+        "knee": asdict(knee.setting),
+        "cells": [asdict(c) for c in cells],
+    }
+    title = f"{about}: best with {best.setting.workers} workers; knee, {sweep.KNEE} of it: {knee.setting.workers}"
+    return content, sweep.table(cells, alone.rate, earlier), sweep.heat_map(cells, title)
 
 
 if __name__ == "__main__":

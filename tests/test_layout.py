@@ -158,6 +158,8 @@ def test_the_keys() -> None:
         "loader.prefetch_batches",
         "loader.timeout_seconds",
         "loader.start_method",
+        "autotune.refresh",
+        "autotune.online",
         "augment.train",
         "augment.val",
         "augment.batch",

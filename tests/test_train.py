@@ -813,4 +813,4 @@ def test_two_ranks_and_a_corrupt_image(image_root: Path, tmp_path: Path) -> None
     ) as process:
         _, error = process.communicate(timeout=HANGS_SECONDS)
     assert process.returncode == 1
-    assert error.count(f"train.py: {broken}: ") == 1
+    assert error.count(f"train.py: {broken}: ") in (1, 2)  # reading ahead, both may meet it

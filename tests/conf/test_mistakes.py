@@ -229,7 +229,6 @@ def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(refusal: Refusal
         assert refusal("data=demo", "train.device=cpu", *overrides, override).startswith(line)
 
 
-@pytest.mark.xfail(reason="memory is planned with the real datasets only, and build_datasets draws them", strict=True)
 def test_too_little_memory_is_refused_before_the_demo_is_drawn(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
     assert refusal("data=demo", "train.device=cpu").startswith("loader: needs ")

@@ -165,7 +165,6 @@ def test_other_layers_stay(name: str) -> None:
     assert type(module) is kind
 
 
-@pytest.mark.xfail(reason="padding_mode is not looked at", strict=True)
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_stem_with_other_padding_stays(mode: str) -> None:
     module = stem(padding_mode=mode)
@@ -211,8 +210,7 @@ def test_convolution_over_blocks_is_exact(shape: tuple[int, ...], memory_format:
 
 
 def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Relative error of the running variance, absolute ones of mean and output, against float64 on the same input;
-    of a normalisation with momentum 1."""
+    """Relative error of the running variance, absolute ones of mean and output, against float64; for momentum 1."""
     exact = images.double()
     variance, mean = torch.var_mean(exact, (0, 2, 3), correction=0)
     out = module(images)
@@ -295,7 +293,6 @@ def test_a_batch_that_is_constant() -> None:
         torch.testing.assert_close(ours(images), plain(images), rtol=0, atol=1e-3)
 
 
-@pytest.mark.xfail(reason="OnePassBatchNorm takes a single value, and gives the bias for it", strict=True)
 def test_a_single_value_per_channel_is_refused() -> None:
     """As nn.BatchNorm2d does: its variance is not known, and a network would learn nothing from then on."""
     with pytest.raises(ValueError, match="more than 1 value per channel"):

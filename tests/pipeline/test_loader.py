@@ -1,5 +1,6 @@
 """Batches from workers: those of their samples, whatever happens to the workers; else an error that says why."""
 
+import contextlib
 import errno
 import os
 import resource
@@ -24,7 +25,7 @@ from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, LoaderError, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.worker import EMPTY_ROW
+from pipeline.worker import EMPTY_ROW, Reply
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
@@ -560,7 +561,7 @@ def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest
             replaced = [(epoch, {20: 22, 21: 22, 35: 0}.get(index, index)) for epoch, index in samples.tolist()]
             check(batch, dataset, np.array(replaced))
             batch.release(None)
-        skipped = loader.pool.skipped
+        skipped = [line for reply in loader.pool.recent for line in reply.skipped]
     assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
     assert {line.split(":")[0] for line in skipped} == {dataset.name(index) for index in bad}
     assert len(caplog.records) == len(skipped)
@@ -613,6 +614,290 @@ def test_slow_consumer_is_no_stuck_worker(changeable: Path) -> None:
         for batch in batches:
             check(batch, dataset, loader.samples(batch.step))
             batch.release(None)
+
+
+# Workers that come and go while batches are made.
+
+
+@pytest.mark.parametrize("start_method", START_METHODS)
+def test_resized_pool_makes_equal_batches_and_leaves_nobody(image_root: Path, start_method: str) -> None:
+    dataset = open_dataset(image_root / "train")
+    numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; one stays in any case
+    seen = set()
+    with open_loader(dataset, workers=1, start_method=start_method, slots=6) as loader:
+        for batch in loader.batches(0, 21):
+            check(batch, dataset, loader.samples(batch.step))
+            batch.release(None)
+            if batch.step in numbers:
+                loader.pool.resize(numbers[batch.step])
+                present = {w.process.pid for w in loader.pool.workers}
+                seen |= present
+                assert len(present) == max(1, numbers[batch.step])
+                assert [pid for pid in seen if is_running(pid)] == sorted(present, key=list(seen).index)
+        assert batch.step == 20
+    assert len(seen) == 1 + 2 + 3
+    assert not any(is_running(pid) for pid in seen)
+
+
+def test_pool_without_workers_gets_some(image_root: Path) -> None:
+    """What was put off until somebody waits for it goes to them."""
+    dataset = open_dataset(image_root / "train")
+    with open_loader(dataset, workers=0) as loader:
+        batches = loader.batches(0, 8)
+        check(next(batches), dataset, loader.samples(0))
+        loader.pool.resize(2)
+        assert len(loader.pool.workers) == 2
+        for batch in batches:
+            check(batch, dataset, loader.samples(batch.step))
+
+
+def submit_by_turns(pool: WorkerPool, slots: int) -> list[int]:
+    """A task of the sample of the same number for each slot: the first goes to the first worker, and so on."""
+    return [pool.submit(0, slot, 0, np.array([[0, slot]])) for slot in range(slots)]
+
+
+def check_first_rows(loader: Loader, dataset: FolderDataset) -> None:
+    for slot in range(loader.slots):
+        pixels, label = dataset.load(0, slot)
+        np.testing.assert_array_equal(loader.images[slot, 0].numpy(), pixels.transpose(2, 0, 1))
+        assert loader.labels[slot, 0] == label
+
+
+def test_worker_that_leaves_ends_what_it_has_in_hand(changeable: Path) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, workers=3, slots=9) as loader, ThreadPoolExecutor(1) as thread:
+        leaving = [w.process.pid for w in loader.pool.workers[1:]]
+        trap = Trap(dataset.name(1))  # the second worker has one task behind it, and two wait for anybody
+        numbers = submit_by_turns(loader.pool, 9)
+        assert trap.catch(loader.pool) == leaving[0]
+        trap.remove()
+
+        def release_late() -> bool:
+            time.sleep(0.3)  # the time in which a pool that does not wait would have ended it
+            was_running = is_running(leaving[0])
+            trap.release()
+            return was_running
+
+        released = thread.submit(release_late)
+        loader.pool.resize(1)
+        assert released.result(), "it was ended in the middle of a task"
+        assert not any(map(is_running, leaving))
+        loader.pool.wait(numbers)
+        check_first_rows(loader, dataset)
+
+
+def test_worker_that_is_killed_while_leaving(changeable: Path) -> None:
+    """What it had in hand is done by others, and it is not replaced for longer than that."""
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, workers=2, slots=6) as loader, ThreadPoolExecutor(1) as thread:
+        staying, leaving = loader.pool.workers
+        trap = Trap(dataset.name(1))
+        numbers = submit_by_turns(loader.pool, 6)
+        assert trap.catch(loader.pool) == leaving.process.pid
+        trap.remove()
+
+        def kill_late() -> None:
+            until(lambda: leaving.leaving)
+            trap.kill(leaving.process.pid)
+
+        killer = thread.submit(kill_late)
+        loader.pool.resize(1)
+        killer.result()
+        loader.pool.wait(numbers)
+        check_first_rows(loader, dataset)
+        assert [w.process.pid for w in loader.pool.workers] == [staying.process.pid]
+        assert not is_running(leaving.process.pid)
+
+
+@contextmanager
+def hangs_no_longer(seconds: int) -> Iterator[None]:
+    """A watchdog for a wait that has no end of its own."""
+
+    def give_up(number: int, frame: object) -> None:
+        raise AssertionError("waited in vain")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_worker_that_is_stuck_while_leaving_is_named(changeable: Path) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset, workers=2, slots=6) as loader:
+        trap = Trap(dataset.name(1))
+        submit_by_turns(loader.pool, 6)
+        pid = trap.catch(loader.pool)
+        loader.pool.timeout_seconds = 0.5
+        with hangs_no_longer(10), pytest.raises(LoaderError, match=f"{trap.path} \\(worker {pid}\\)"):
+            loader.pool.resize(1)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_abandoned_pool_works_on(changeable: Path, workers: int) -> None:
+    dataset = open_dataset(changeable)
+    broken = Path(dataset.name(0))
+    content = broken.read_bytes()
+    broken.write_bytes(content[:-500])
+    with open_loader(dataset, workers=workers) as loader:
+        numbers = submit_by_turns(loader.pool, 4) + submit_by_turns(loader.pool, 4)
+        with pytest.raises(LoaderError, match=str(broken)):
+            loader.pool.wait(numbers)
+        loader.pool.abandon()
+        assert loader.pool.done(numbers)
+        broken.write_bytes(content)
+        check_all(loader, dataset, 0, 9)
+        assert len(loader.pool.workers) == workers
+
+
+def test_abandoned_pool_is_at_rest(changeable: Path) -> None:
+    """Nobody writes into a slot any more that others may have next."""
+    dataset = open_dataset(changeable)
+    Path(dataset.name(0)).write_bytes(b"")
+    with open_loader(dataset, workers=2) as loader, ThreadPoolExecutor(1) as thread:
+        trap = Trap(dataset.name(1))
+        numbers = submit_by_turns(loader.pool, 4)
+        trap.catch(loader.pool)
+        trap.remove()
+        with pytest.raises(LoaderError):
+            loader.pool.wait(numbers)
+        loader.labels[1, 0] = EMPTY_ROW
+
+        def release_late() -> None:
+            time.sleep(0.3)  # the time in which a pool that does not wait would go on
+            trap.release()
+
+        released = thread.submit(release_late)
+        loader.pool.abandon()
+        assert loader.labels[1, 0] == dataset.load(0, 1)[1], "a worker is still at its task"
+        released.result()
+        assert not any(w.tasks for w in loader.pool.workers)
+
+
+def test_pool_whose_worker_died_twice_can_be_abandoned(changeable: Path) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset) as loader, ThreadPoolExecutor(1) as thread:
+        trap = Trap(dataset.name(1))
+        numbers = submit_by_turns(loader.pool, 4)
+
+        def kill_twice() -> None:
+            for _ in range(2):
+                trap.kill(trap.catch(loader.pool))
+
+        killer = thread.submit(kill_twice)
+        with pytest.raises(LoaderError, match="loader workers died twice"):
+            loader.pool.wait(numbers)
+        killer.result()
+        trap.remove()
+        with hangs_no_longer(10):
+            loader.pool.abandon()
+            check_all(loader, dataset, 0, 9)
+        assert len(loader.pool.workers) == 2
+
+
+def test_pool_with_a_stuck_worker_can_be_abandoned(changeable: Path) -> None:
+    dataset = open_dataset(changeable)
+    with open_loader(dataset) as loader:
+        trap = Trap(dataset.name(1))
+        numbers = submit_by_turns(loader.pool, 4)
+        pid = trap.catch(loader.pool)
+        trap.remove()
+        loader.pool.timeout_seconds = 0.5
+        with pytest.raises(LoaderError, match="no image for 0.5 s"):
+            loader.pool.wait(numbers)
+        with hangs_no_longer(10):
+            loader.pool.abandon()
+        loader.pool.timeout_seconds = PATIENCE_SECONDS
+        check_all(loader, dataset, 0, 9)
+        assert not is_running(pid)
+
+
+# What tasks take.
+
+
+class Sleeping(FakeDataset):
+    """Waits for its storage; one worker, the first to come, for much longer."""
+
+    def __init__(self, *, seconds: float, first: Path | None = None, first_seconds: float = 0) -> None:
+        super().__init__(num_samples=100, num_classes=2, size=SIZE)
+        self.first, self.first_seconds, self.seconds = first, first_seconds, seconds
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        if self.first is not None:
+            with contextlib.suppress(FileExistsError), open(self.first, "x") as file:
+                file.write(str(os.getpid()))
+                self.seconds = self.first_seconds
+            self.first = None  # in this process it is decided
+        time.sleep(self.seconds)
+        return super().load(epoch, index)
+
+
+class Computing(FakeDataset):
+    """Keeps its core busy."""
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        enough = time.thread_time() + 0.002
+        while time.thread_time() < enough:
+            pass
+        return super().load(epoch, index)
+
+
+def do_tasks(pool: WorkerPool, tasks: int, rows: int) -> None:
+    pool.wait([pool.submit(0, 0, 0, np.zeros((rows, 2), np.int64)) for _ in range(tasks)])
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_replies_tell_waiting_from_computing(workers: int) -> None:
+    def replies(dataset: FakeDataset) -> list[Reply]:
+        source = start_source(dataset, batch_size=4, size=SIZE, slots=1)
+        with WorkerPool([source], workers=workers, start_method="fork") as pool:
+            do_tasks(pool, 20, rows=4)
+            assert [reply.rows for reply in pool.recent] == [4] * 20
+            return list(pool.recent)
+
+    for reply in replies(Sleeping(seconds=0.005)):
+        assert reply.seconds >= 4 * 0.005
+        assert reply.cpu_seconds < reply.seconds / 2
+    computing = replies(Computing(num_samples=100, num_classes=2, size=SIZE))
+    assert all(4 * 0.002 <= reply.cpu_seconds <= 1.01 * reply.seconds for reply in computing)
+    assert max(reply.cpu_seconds / reply.seconds for reply in computing) > 0.9  # of those that had a core for themselves
+
+
+def test_pool_remembers_its_newest_replies() -> None:
+    source = start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
+    with WorkerPool([source], workers=0) as pool:
+        do_tasks(pool, 300, rows=1)
+        assert [reply.number for reply in pool.recent] == list(range(300 - 256, 300))
+
+
+def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As on a core that something else keeps busy, or with a disk of its own that fails."""
+    source = start_source(
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.03), batch_size=4, size=SIZE, slots=1
+    )
+    with WorkerPool([source], workers=4, start_method="fork") as pool:
+        pool.warn_of_laggards()  # nothing is known yet
+        slow = until(lambda: do_tasks(pool, 40, rows=1) or [w for w in pool.workers if w.replies >= 20 and w.seconds > 0.02])
+        pool.warn_of_laggards()
+        do_tasks(pool, 40, rows=1)
+        pool.warn_of_laggards()
+        assert [w.process.pid for w in slow] == [int((tmp_path / "first").read_text())]
+        (record,) = caplog.records
+        assert record.message.startswith(f"loader worker {slow[0].process.pid} takes ")
+
+
+def test_of_two_workers_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Who could tell which of them is the slow one."""
+    source = start_source(
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.03), batch_size=4, size=SIZE, slots=1
+    )
+    with WorkerPool([source], workers=2, start_method="fork") as pool:
+        until(lambda: do_tasks(pool, 40, rows=1) or all(w.replies >= 20 for w in pool.workers))
+        pool.warn_of_laggards()
+    assert caplog.records == []
 
 
 # Nothing outlives the training process.

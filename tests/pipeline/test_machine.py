@@ -174,7 +174,6 @@ def test_limit_of_a_parent_in_version_2(tmp_path: Path) -> None:
     assert free_memory(tmp_path, "0::/a/b\n", files) == 350 * MIB
 
 
-@pytest.mark.xfail(reason="version 1 counts what children hold as total_inactive_file and total_active_file", strict=True)
 def test_limit_of_a_parent_in_version_1(tmp_path: Path) -> None:
     """A parent's usage_in_bytes counts its children, its inactive_file and active_file do not."""
     cached = f"total_inactive_file {100 * MIB}\ntotal_active_file {50 * MIB}"
@@ -277,7 +276,7 @@ print(before, machine.cpu_quota())
 
 REAL_LIMITS = [
     "own",
-    pytest.param("parent", marks=pytest.mark.xfail(reason="see test_limit_of_a_parent_in_version_1", strict=True)),
+    "parent",
 ]
 
 
