@@ -71,10 +71,11 @@ from itertools import cycle
 from statistics import median
 
 import torch
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 import train
 from engine import checkpoint, meters
+from engine.chart import bars
 from engine.distributed import World, join_world
 from engine.plan import Plan
 from pipeline.budget import worker_budget
@@ -388,21 +389,8 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
 def chart(rungs: list[Rung], title: str) -> Image.Image:
     """A bar per rung, the narrowest one marked: that is what limits training."""
     rungs = [r for r in rungs if r.name not in ("read", "decode")] or rungs
-    width, bar, left = 900, 44, 90
-    image = Image.new("RGB", (width, 60 + bar * len(rungs) + 20), "white")
-    draw = ImageDraw.Draw(image)
-    font, small = ImageFont.load_default(18), ImageFont.load_default(14)
-    draw.text((16, 14), title, "black", font)
-    most = max(r.rate for r in rungs)
-    inputs = [r.rate for r in rungs if r.name != "train"]
-    for i, rung in enumerate(rungs):
-        top = 56 + i * bar
-        length = max(2, int((width - left - 180) * rung.rate / most))
-        limits = rung.name != "train" and rung.rate == min(inputs)
-        draw.rectangle((left, top, left + length, top + bar - 16), fill="#c44e52" if limits else "#4c72b0")
-        draw.text((16, top + 4), rung.name, "black", font)
-        draw.text((left + length + 8, top + 5), f"{rung.rate:,.0f} {rung.unit}", "black", small)
-    return image
+    narrowest = min((r for r in rungs if r.name != "train"), key=lambda r: r.rate, default=rungs[0])
+    return bars(title, [(r.name, r.rate, f"{r.rate:,.0f} {r.unit}") for r in rungs], marked=[narrowest.name])
 
 
 def main() -> int:

@@ -230,7 +230,7 @@ def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(refusal: Refusal
 
 
 def test_too_little_memory_is_refused_before_the_demo_is_drawn(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 20)
+    monkeypatch.setattr(machine, "free_memory", lambda: 1 << 10)
     assert refusal("data=demo", "train.device=cpu").startswith("loader: needs ")
 
 
