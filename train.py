@@ -344,7 +344,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     decoder = choose_decoder(config, world.device)
     budget = chosen_workers(config, world.local_size, decoder)
-    unmeasured = autotune.why_not(world.device, decoder, images / size)
+    unmeasured = autotune.why_not(world.device, decoder, images / size, budget.workers)
     return Plan(
         train_images=images,
         val_images=len(datasets.val),

@@ -477,8 +477,10 @@ def shrink_gain(dataset: FolderDataset, images: int = 24) -> float:
     return before / after if after else 1.0
 
 
-def why_not(device: torch.device, decoder: str, batches_an_epoch: float) -> str | None:
+def why_not(device: torch.device, decoder: str, batches_an_epoch: float, budget: int) -> str | None:
     """Why nothing is measured, or None."""
+    if budget == 0:
+        return "none can be started"
     if device.type != "cuda":
         return "training runs on the CPU and shares it with the workers"
     if decoder == "none":

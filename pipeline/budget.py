@@ -44,7 +44,7 @@ def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget
         return Budget(READERS, "enough to read files for the GPU's decoder engines")
     if workers > worker_limit():
         return Budget(worker_limit(), "open files allow no more, see ulimit -n")
-    parts = [f"{affinity} cores"]
+    parts = [f"{affinity} core{'s' * (affinity > 1)}"]
     if quota < affinity:
         parts.append(f"a CPU quota of {quota:g}")
     if local_world_size > 1:

@@ -42,6 +42,7 @@ def test_a_world_of_one() -> None:
         assert world.agree(lambda: 5) == 5
         with pytest.raises(UserError, match="mine"):
             world.agree(lambda: (_ for _ in ()).throw(UserError("mine")))
+        assert world.gather("mine") == world.of_node(["mine"]) == ["mine"]
         assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
         model = nn.BatchNorm1d(2)
         assert world.wrap(model) is model
@@ -134,6 +135,19 @@ def test_rank_0_decides_and_all_hear_of_it(ranks: tuple[Found, Found]) -> None:
             ["OSError", "[Errno 28] No space left on device"],
         ]
     assert [found["agreement"]["decided"] for found in ranks] == [5, 0]
+
+
+def test_what_every_rank_has(ranks: tuple[Found, Found]) -> None:
+    for found in ranks:
+        assert found["gathering"] == {"ranks": [0, 1], "paths": ["runs/0", "runs/1"], "of_node": [0, 1]}
+
+
+def test_ranks_of_a_node() -> None:
+    """Nodes need not have equally many."""
+    for first, local_size in ((0, 4), (4, 2), (6, 2)):
+        for local_rank in range(local_size):
+            world = World(rank=first + local_rank, size=8, local_rank=local_rank, local_size=local_size, device=torch.device("cpu"))
+            assert world.of_node([*range(8)]) == [*range(first, first + local_size)]
 
 
 def test_sums(ranks: tuple[Found, Found]) -> None:

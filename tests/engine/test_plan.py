@@ -34,6 +34,8 @@ def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int |
         save_every_steps=4,
         workers=3,
         workers_reason="as configured",
+        measures_workers=False,
+        workers_unmeasured=None,
         decoder="pillow",
         device="cpu",
         device_type="cpu",

@@ -1,6 +1,9 @@
 """The state: what is stored is all there is, to the bit."""
 
+import copy
 import hashlib
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from torch import Tensor, nn
 from conf.schema import Optim
 from engine import checkpoint
 from engine.optim import build_optimizer
-from engine.state import TrainState, build_ema, params_sha256, seed_step
+from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
 
 OPTIMIZERS = {
@@ -28,16 +31,20 @@ def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainS
 def advance(state: TrainState, steps: int) -> None:
     """Train on images that are a function of the step, with dropout that is one of (seed, step)."""
     for _ in range(steps):
-        generator = torch.Generator().manual_seed(state.step)
-        images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
         seed_step(0, state.step, 0)
-        logits = state.model(nn.functional.dropout(images, 0.2))
-        nn.functional.cross_entropy(logits, labels).backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad(set_to_none=True)
-        if state.ema is not None:
-            state.ema.update_parameters(state.model)
+        take_step(state)
         state.step += 1
+
+
+def take_step(state: TrainState) -> None:
+    generator = torch.Generator().manual_seed(state.step)
+    images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+    logits = state.model(nn.functional.dropout(images, 0.2))
+    nn.functional.cross_entropy(logits, labels).backward()
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+    if state.ema is not None:
+        state.ema.update_parameters(state.model)
 
 
 def equal(a: object, b: object) -> bool:
@@ -179,3 +186,80 @@ def test_a_resumed_optimizer_does_what_the_config_says_now() -> None:
     assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.5, 0.3, True)
     for p in model.parameters():
         assert torch.equal(after.optimizer.state[p]["momentum_buffer"], before.optimizer.state[p]["momentum_buffer"])
+
+
+# Steps that leave no trace.
+
+
+PLAIN_SGD = Optim(name="sgd", lr=0.1, momentum=0, weight_decay=5e-4)
+
+
+@pytest.fixture
+def _one_thread() -> Iterator[None]:
+    """On a busy machine two wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors(state: TrainState) -> list[Tensor]:
+    """All that steps change: parameters and buffers of model and average, and what the optimiser keeps for each parameter."""
+    kept = [v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    modules = [state.model] if state.ema is None else [state.model, state.ema]
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())] + kept
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
+@pytest.mark.parametrize("ema", [0.9, None], ids=["average", "no average"])
+@pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
+def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
+    """To the bit, and in the same memory, also when the block raises."""
+    state = new_state(optim, ema=ema)
+    advance(state, steps)
+    for group in state.optimizer.param_groups:
+        group["lr"] = 0.0123
+    torch.manual_seed(5)
+    before, addresses = copy.deepcopy(state.state_dict()), [t.data_ptr() for t in tensors(state)]
+    random = torch.get_rng_state()
+
+    for error in (None, KeyError("stop")):
+        with suppress(KeyError), untouched(state):
+            for group in state.optimizer.param_groups:
+                group["lr"] = 0.5
+            for _ in range(2):
+                take_step(state)
+            state.model(torch.ones(1, 3, 16, 16)).sum().backward()  # gradients are left behind
+            changed = state.state_dict()
+            for part in ("model", "optimizer") if ema is None else ("model", "optimizer", "ema", "ema_steps"):
+                assert not equal(changed[part], before[part]), part
+            assert not torch.equal(torch.get_rng_state(), random)
+            if error is not None:
+                raise error
+        assert equal(state.state_dict(), before)
+        assert [t.data_ptr() for t in tensors(state)] == addresses
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(p.grad is None for p in state.model.parameters())
+        assert state.optimizer.param_groups[0]["lr"] == 0.0123
+        assert state.model.training
+
+
+@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
+def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -> None:
+    straight, measured, touched = (new_state(optim) for _ in range(3))
+    advance(straight, 4)
+    for place in range(4):
+        if place != 1:  # before the first step, and with moments
+            with untouched(measured):
+                for _ in range(2):
+                    take_step(measured)
+        advance(measured, 1)
+    assert equal(measured.state_dict(), straight.state_dict())
+    assert params_sha256(measured.model) == params_sha256(straight.model)
+    assert params_sha256(measured.validated_model) == params_sha256(straight.validated_model)
+
+    take_step(touched)
+    advance(touched, 4)
+    assert params_sha256(touched.model) != params_sha256(straight.model), "a step that stays does not show: neither would others"

@@ -42,6 +42,15 @@ def agreement(world: World) -> dict[str, Any]:
     return found
 
 
+def gathering(world: World) -> dict[str, Any]:
+    everyones = world.gather({"rank": world.rank, "path": Path(f"runs/{world.rank}"), "none": None})
+    return {
+        "ranks": [value["rank"] for value in everyones],
+        "paths": [str(value["path"]) for value in everyones],
+        "of_node": [value["rank"] for value in world.of_node(everyones)],
+    }
+
+
 def sums(world: World) -> list[float]:
     values = torch.tensor([1.0, 10.0]) * (world.rank + 1)
     assert world.sum(values) is values
@@ -144,6 +153,7 @@ def main(folder: Path) -> None:
         found = {
             "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.leads],
             "agreement": agreement(world),
+            "gathering": gathering(world),
             "sums": sums(world),
             "buffers": buffers(world),
             "gradients": gradients(world),

@@ -256,5 +256,6 @@ def test_answer_for_a_reader() -> None:
      ("cuda", "pillow", 3.5, "3.5 batches"), ("cuda", "pillow", 5000, None), ("cuda", "gpu", 5000, None)],
 )  # fmt: skip
 def test_when_it_is_not_measured(device: str, decoder: str, batches: float, reason: str | None) -> None:
-    found = autotune.why_not(torch.device(device), decoder, batches)
+    found = autotune.why_not(torch.device(device), decoder, batches, budget=4)
     assert found is None if reason is None else reason in str(found)
+    assert "none can be started" in str(autotune.why_not(torch.device(device), decoder, batches, budget=0))

@@ -41,7 +41,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch, cores: int, quota: float, ranks
     pretend(monkeypatch, cores=cores, cpu_quota=quota)
     budget = worker_budget(ranks)
     assert budget.workers == workers
-    assert f"{cores} cores" in budget.reason
+    assert f"{cores} core" in budget.reason
     assert ("quota" in budget.reason) == (quota < cores)
     assert ("ranks" in budget.reason) == (ranks > 1)
     assert budget.reason.endswith(", 1 left to the training process")
@@ -51,7 +51,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch, cores: int, quota: float, ranks
 def test_affinity_mask_of_this_process_counts() -> None:
     budget = worker_budget()
     assert budget.workers == 1
-    assert "1 cores" in budget.reason
+    assert "1 core," in budget.reason
 
 
 @pytest.mark.parametrize(
