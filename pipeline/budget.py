@@ -40,7 +40,7 @@ def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget
     affinity, quota = machine.cores(), machine.cpu_quota()
     kept = machine.threads_per_core() + (decoder == "hybrid")
     workers = max(1, math.floor(min(affinity, quota) / local_world_size) - kept)
-    if decoder == "gpu" and min(workers, worker_limit()) >= READERS:
+    if decoder == "gpu" and min(workers, worker_limit()) > READERS:
         return Budget(READERS, "enough to read files for the GPU's decoder engines")
     if workers > worker_limit():
         return Budget(worker_limit(), "open files allow no more, see ulimit -n")
