@@ -40,12 +40,14 @@ from engine import checkpoint, meters
 from engine.chart import bars
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import evaluate
+from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
 from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
+from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
 from engine.telemetry import GpuMonitor, allocator_figures
-from engine.tracker import Tracker
+from engine.tracker import Tracker, duration
 from models import gpu_layers
 from pipeline import autotune
 from pipeline.budget import chosen_workers
@@ -95,6 +97,7 @@ def train(config: Config) -> dict[str, Any]:
             state.load_state_dict(stored["state"])
             if begins:
                 state.best, state.last = {}, {}  # those checkpoints are in another folder
+                state.spent.clear()
             changes = cli.differences(stored["config"], config)
         finished = run.finished_summary(state.step) if state.step >= plan.stop_step else None
         tracker = stack.enter_context(
@@ -133,7 +136,7 @@ def train(config: Config) -> dict[str, Any]:
                 rows, limits = answer.bars()
                 tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
             watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if config.autotune.online else None
-        meter = meters.Meter(world, plan.batch_size, state.step)
+        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
         monitor = stack.enter_context(GpuMonitor(world.device if world.leads else torch.device("cpu")))
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
@@ -141,17 +144,27 @@ def train(config: Config) -> dict[str, Any]:
         def report() -> None:
             interval = meter.read()
             if interval is not None:
-                row = write_interval(interval, plan, tracker, feed, monitor)
+                row = write_interval(interval, plan, tracker, feed, monitor, ledger)
                 feed.train.loader.pool.warn_of_laggards()
                 if watch is not None:
                     watch.note(row["data_wait_fraction"], row["images_per_second"])
 
         def save_all(*, best: bool) -> None:
             tracker.flush()  # first: a kill after the checkpoint leaves no gap in the curves before it
-            save(state, config, identity, run, world, best=best)
+            ledger.settle()
+            with ledger.lost("checkpoint"):
+                save(state, config, identity, run, world, best=best)
 
         def validate_and_save() -> None:
-            save_all(best=validate(state, plan, world, feed, measure, tracker, stop))
+            with ledger.lost("validation"):
+                best = validate(state, plan, world, feed, measure, tracker, stop)
+            save_all(best=best)
+
+        def end_of_epoch() -> None:
+            for line in ledger.epoch_verdict(loader_input(feed)):
+                tracker.say(f"verdict  {line}")
+            if watch is not None and (change := watch.at_epoch_end()):
+                tracker.say(f"autotune {change}")
 
         if plan.validates(state.step) and state.last.get("step") != state.step:
             validate_and_save()  # an earlier life was stopped before it could
@@ -162,7 +175,12 @@ def train(config: Config) -> dict[str, Any]:
         stack.callback(gc.unfreeze)
         stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at checkpoints instead
+        first_step = state.step
+        profiler = stack.enter_context(
+            StepProfiler(config.profile.steps, run.path / "profile" if world.leads else None, world.device, tracker.say)
+        )
         for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
+            profiler.before(batch.step)
             if begins:
                 tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift, step=batch.step)
                 begins = False
@@ -176,13 +194,14 @@ def train(config: Config) -> dict[str, Any]:
             signal_number = stop.agreed()
             if plan.logs(state.step) or signal_number:
                 meter.send(state.step, lr)
-            if watch is not None and plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
+            if state.step == first_step + 1:
+                ledger.started(time.time() - started)  # compiling is part of a start
+            if plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
                 report()
-                if change := watch.at_epoch_end():
-                    tracker.say(f"autotune {change}")
+                end_of_epoch()
             if plan.saves(state.step) or signal_number:
                 report()
-                with meter.left_out():
+                with meter.left_out(), feed.train.left_out():
                     if plan.validates(state.step) and not signal_number:
                         validate_and_save()
                         signal_number = stop.agreed()
@@ -193,10 +212,16 @@ def train(config: Config) -> dict[str, Any]:
                 break
 
         report()
-        summary = summarise(state, plan, meter, run, started, signal_number)
+        profiler.close()
+        summary = summarise(state, plan, meter, run, started, signal_number) | ledger.balance()
+        summary |= {"mfu": ledger.mfu(summary["images_per_second"]), "verdict": ledger.run_verdict(loader_input(feed))}
         if world.leads:
             checkpoint.write_json(run.path / "summary.json", summary)
         tracker.outcome(summary)
+        lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
+        tracker.say(f"time      {100 * summary['effective_time']:.0f} % of it training; {lost}")
+        for line in summary["verdict"]:
+            tracker.say(f"verdict   {line}")
         return summary
 
 
@@ -451,7 +476,18 @@ def compiled(function: F, plan: Plan) -> F:
     return torch.compile(function, mode=plan.compile, dynamic=False)  # type: ignore[return-value]
 
 
-def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor) -> dict[str, Any]:
+def loader_input(feed: Feed) -> Input:
+    """What the loader does at this moment, for the verdict."""
+    pool = feed.train.loader.pool
+    recent = [reply for reply in pool.recent if reply.source == feed.train.loader.source]
+    supply = autotune.supply_of(recent, 0.0, len(pool.workers)) if recent else None
+    times = (supply.cpu_ms, supply.wait_ms, supply.core_ms) if supply else (0.0, 0.0, 0.0)
+    return Input(len(pool.workers), *times, pinned=feed.pinned is not None and bool(feed.pinned.locked))
+
+
+def write_interval(
+    interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor, ledger: Ledger
+) -> dict[str, Any]:
     """Write and return one log row, from what the meter, the prefetcher's clock, NVML and the allocator found since the last.
 
     Raises:
@@ -469,11 +505,9 @@ def write_interval(interval: meters.Interval, plan: Plan, tracker: Tracker, feed
         "top5": found.top5,
         "lr": interval.lr,
         "images_per_second": interval.images_per_second,
-        "data_wait_fraction": timing.wait_fraction if timing else 0.0,
         "seconds_left": (plan.stop_step - interval.step) * plan.batch_size / interval.images_per_second,
     }
-    if timing:  # else no batch has been finished since the last row
-        row |= {"copy_ms": timing.copy_ms, "step_ms": timing.step_ms}
+    row |= ledger.note(timing, interval.images_per_second)
     tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device)})
     return row
 

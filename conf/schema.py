@@ -197,6 +197,13 @@ class Log:
 
 
 @dataclass
+class Profile:
+    steps: list[int] = key([], "first and last step to profile, as [100,110]: a Chrome trace and the ten costliest operators",
+                           lambda value: None if not value or (len(value) == 2 and 0 <= value[0] <= value[1])
+                           else "two steps, the first not after the last")  # fmt: skip
+
+
+@dataclass
 class Config:
     data: Data = field(default_factory=Data)
     loader: Loader = field(default_factory=Loader)
@@ -209,6 +216,7 @@ class Config:
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
+    profile: Profile = field(default_factory=Profile)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

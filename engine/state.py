@@ -22,6 +22,7 @@ class TrainState:
         ema: moving average of the weights, when train.ema_decay is set; it is what is validated.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
+        spent: seconds by kind (training, validation, checkpoint, start), and lives; see engine.ledger.
     """
 
     model: nn.Module
@@ -30,6 +31,7 @@ class TrainState:
     step: int = 0
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
+    spent: dict[str, float] = field(default_factory=dict)
 
     @property
     def validated_model(self) -> nn.Module:
@@ -45,6 +47,7 @@ class TrainState:
             "step": self.step,
             "best": self.best,
             "last": self.last,
+            "spent": self.spent,
         }
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
@@ -61,6 +64,7 @@ class TrainState:
             group.update(chosen)
         self.step = stored["step"]
         self.best, self.last = stored["best"], stored["last"]
+        self.spent.update(stored.get("spent", {}))  # since version 0.1
 
 
 @contextmanager

@@ -60,7 +60,7 @@ class Supply:
     """What one worker gives.
 
     Attributes:
-        cpu_ms, wait_ms: per image, computing and waiting for storage.
+        cpu_ms, wait_ms, core_ms: per image, computing, waiting for storage and waiting for a core.
         spread: how much longer than the median the slow tasks (95 %) take.
         file_bytes: mean size of a file; 0 for made-up data.
         workers: how many were measured together.
@@ -71,10 +71,11 @@ class Supply:
     spread: float
     file_bytes: float
     workers: int
+    core_ms: float = 0.0
 
     @property
     def images_per_second(self) -> float:
-        return 1e3 / max(self.cpu_ms + self.wait_ms, 1e-6)
+        return 1e3 / max(self.cpu_ms + self.wait_ms + self.core_ms, 1e-6)
 
     @property
     def waits(self) -> bool:
@@ -393,10 +394,17 @@ def measure_supply(loader: Loader) -> Supply:
 def supply_of(replies: Sequence[Reply], file_bytes: float, workers: int) -> Supply:
     """From what workers have replied."""
     each = [reply.seconds / reply.rows for reply in replies]
-    cpu = median(reply.cpu_seconds / reply.rows for reply in replies)
-    middle = median(each)
-    return Supply(1e3 * cpu, 1e3 * max(0.0, middle - cpu), float(np.quantile(each, 0.95)) / max(middle, 1e-9), file_bytes,
-                  max(1, workers))  # fmt: skip
+    images, middle = sum(reply.rows for reply in replies), median(each)
+    wall, cpu, core = (sum(getattr(reply, name) for reply in replies) / images
+                       for name in ("seconds", "cpu_seconds", "core_seconds"))  # fmt: skip
+    return Supply(
+        cpu_ms=1e3 * cpu,
+        wait_ms=1e3 * max(0.0, wall - cpu - core),
+        core_ms=1e3 * core,
+        spread=float(np.quantile(each, 0.95)) / max(middle, 1e-9),
+        file_bytes=file_bytes,
+        workers=max(1, workers),
+    )
 
 
 def measure_demand(step: Callable[[Batch], object], batch: Batch, finish: Callable[[], None], gather: Gather) -> float:

@@ -42,6 +42,7 @@ TASK_ROWS = 32
 # A task that ended two workers will end a third.
 LIVES_PER_TASK = 2
 STOP_SECONDS = 1.0
+SLOW_SAMPLE_SECONDS, SLOW_PAUSE_SECONDS = 2.0, 10.0
 
 
 class LoaderError(RuntimeError):
@@ -198,6 +199,7 @@ class WorkerPool:
         self.decode_seconds, self.replies = 0.0, 0  # per image that a worker decoded, a running mean
         self._lives: dict[int, int] = {}
         self._next_number = 0
+        self._slow_named = -math.inf
         self._last_reply = time.monotonic()
         self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
@@ -267,6 +269,15 @@ class WorkerPool:
             self.waiting.clear()  # of workers that died
         self.open.clear()
 
+    def _name_slow(self, reply: Reply) -> None:
+        """A sample that took very long, once in a while: one slow file after the other would fill the log."""
+        seconds, index = reply.slowest
+        now = time.monotonic()
+        if seconds > SLOW_SAMPLE_SECONDS and now - self._slow_named > SLOW_PAUSE_SECONDS:
+            self._slow_named = now
+            name = self.sources[reply.source].dataset.name(index)
+            logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
+
     def warn_of_laggards(self, factor: float = 3.0) -> None:
         """Name each worker, once, that has come to take `factor` times as long as the others."""
         timed = [w for w in self.workers if w.replies >= 20]
@@ -332,6 +343,7 @@ class WorkerPool:
         self._last_reply = time.monotonic()
         heed(reply)
         self.recent.append(reply)
+        self._name_slow(reply)
         self.open.discard(reply.number)
         if reply.decoded:
             self.decode_seconds += (reply.seconds / reply.decoded - self.decode_seconds) / min(50, self.replies + 1)

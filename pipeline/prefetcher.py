@@ -8,11 +8,12 @@ before it writes into that batch's memory again. The memory is owned here and re
 """
 
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -48,17 +49,28 @@ class Batch:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds by the device's clock over the batches since the last reading.
+    """Where the time of the batches since the last reading went, by the device's clock; on a CPU by the host's.
 
     Attributes:
-        wait_fraction: share of the time the device had no batch to work on.
+        batches: how many they are.
+        wait_fraction: share of the time the device stood idle because the next batch had not come.
+        late_fraction: likewise, because the host had not launched what comes next though the batch was there.
+        copy_fraction: share of the time in which copy, normalisation and batch transforms ran: beside the step on a GPU,
+            between the steps on a CPU.
+        drained_fraction: share of the batches at which the device had done all that was launched before: the host is not ahead.
         copy_ms: median of copy, normalisation and batch transforms.
-        step_ms: median of what the consumer did with a batch.
+        step_ms, step_p95_ms, step_worst_ms: of what the consumer did with a batch.
     """
 
+    batches: int
     wait_fraction: float
+    late_fraction: float
+    copy_fraction: float
+    drained_fraction: float
     copy_ms: float
     step_ms: float
+    step_p95_ms: float
+    step_worst_ms: float
 
 
 @dataclass
@@ -67,6 +79,7 @@ class _Marks:
 
     copy: list[Any] = field(default_factory=list)  # begin, end
     use: list[Any] = field(default_factory=list)  # before waiting, batch at hand, consumer done
+    drained: bool = False
 
 
 class Prefetcher:
@@ -117,6 +130,9 @@ class Prefetcher:
         self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
         self.slots: list[dict[str, Tensor]] = []
         self._marks: deque[_Marks] = deque()
+        self._at: tuple[int, _Marks] | None = None  # slot and marks of the batch that the consumer is at
+        self._idle_from: Any = None  # when the device had nothing more to do with the batch before
+        self._consumed: dict[int, Any] = {}  # slot -> when its last reader was done
         self.gpu_decoder, self.hybrid = gpu_decoder, hybrid
         self._thread = ThreadPoolExecutor(1, "gpu decode") if gpu_decoder is not None else None
         loader.encoded_share = 0.0 if gpu_decoder is None else FIRST_SHARE if hybrid else 1.0
@@ -127,8 +143,8 @@ class Prefetcher:
             self._thread.submit(lambda: None).result()
         host = self.loader.batches(start, stop)
         ready: deque[tuple[int, Future[tuple[Batch, Any, _Marks]]]] = deque()
-        consumed: dict[int, Any] = {}  # slot -> when its last reader was done
-        taken, done = 0, self._mark()
+        taken, self._at, self._idle_from = 0, None, self._mark()
+        self._consumed.clear()
         self._marks.clear()  # nobody asks for those of an earlier iteration
         if self.side is not None:  # an iteration that was left early may still have readers
             self.side.wait_stream(torch.cuda.current_stream(self.device))
@@ -139,20 +155,34 @@ class Prefetcher:
                 if batch is None:
                     break
                 slot = taken % (self.depth + 1)
-                ready.append((slot, self._begin(batch, slot, consumed.get(slot))))
+                ready.append((slot, self._begin(batch, slot, self._consumed.get(slot))))
                 taken += 1
             if not ready:
                 return
             slot, future = ready.popleft()
             batch_ready, event, marks = future.result()
-            marks.use.append(done)
+            marks.use.append(self._idle_from)
             if self.cuda:
+                marks.drained = self._idle_from.query()
                 torch.cuda.current_stream(self.device).wait_event(event)
             marks.use.append(self._mark())
+            self._at = slot, marks
             yield batch_ready
-            done = self._mark()
-            consumed[slot] = done
-            marks.use.append(done)
+            self._end_step()
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """What happens inside, a validation say, is neither a step nor waiting. The consumer is done with its batch."""
+        self._end_step()
+        yield
+        self._idle_from = self._mark()
+
+    def _end_step(self) -> None:
+        """The consumer has launched all that reads its batch."""
+        if self._at is not None:
+            (slot, marks), self._at = self._at, None
+            self._idle_from = self._consumed[slot] = self._mark()
+            marks.use.append(self._idle_from)
             self._marks.append(marks)
 
     def close(self) -> None:
@@ -169,12 +199,25 @@ class Prefetcher:
             finished.append(self._marks.popleft())
         if not finished:
             return None
-        waits = [_milliseconds(m.use[0], m.use[1]) for m in finished]
-        steps = [_milliseconds(m.use[1], m.use[2]) for m in finished]
-        # The median step stands for all: a validation or a checkpoint between two batches is not the step's time.
-        busy = median(steps) * len(steps)
+        gaps = [_milliseconds(m.use[0], m.use[1]) for m in finished]
+        steps = sorted(_milliseconds(m.use[1], m.use[2]) for m in finished)
+        copies = [_milliseconds(*m.copy) for m in finished]
+        if self.cuda:  # until the batch was there; the rest of a gap is the host's
+            waits = [min(gap, max(0.0, _milliseconds(m.use[0], m.copy[1]))) for gap, m in zip(gaps, finished, strict=True)]
+        else:  # the copy is made between the steps, by who waits for it
+            waits = [max(0.0, gap - copy) for gap, copy in zip(gaps, copies, strict=True)]
+        total = max(sum(gaps) + sum(steps), 1e-9)
+        busy_between = 0.0 if self.cuda else sum(copies)
         return Timing(
-            sum(waits) / max(sum(waits) + busy, 1e-9), median(_milliseconds(*m.copy) for m in finished), median(steps)
+            batches=len(finished),
+            wait_fraction=sum(waits) / total,
+            late_fraction=max(0.0, sum(gaps) - sum(waits) - busy_between) / total,
+            copy_fraction=sum(copies) / total,
+            drained_fraction=sum(m.drained for m in finished) / len(finished),
+            copy_ms=median(copies),
+            step_ms=median(steps),
+            step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
+            step_worst_ms=steps[-1],
         )
 
     def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, _Marks]]":

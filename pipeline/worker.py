@@ -68,17 +68,22 @@ class Reply:
     """What came of a task.
 
     Attributes:
-        rows: how many samples it was.
-        seconds, cpu_seconds: by the wall and in computing; the rest is waiting for storage, or for a core.
+        source, rows: the task's, and how many samples it was.
+        seconds, cpu_seconds, core_seconds: by the wall, computing, and waiting for a core to compute on; the rest is waiting
+            for storage.
+        slowest: seconds of the slowest sample and its index.
         decoded: rows decoded here, not left to the GPU's engines.
         skipped: unreadable samples that others were taken for.
         error: why it failed.
     """
 
     number: int
+    source: int = 0
     rows: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
+    core_seconds: float = 0.0
+    slowest: tuple[float, int] = (0.0, -1)
     decoded: int = 0
     skipped: list[str] = field(default_factory=list)
     error: str | None = None
@@ -86,10 +91,11 @@ class Reply:
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill a task's rows. A failure is part of the reply: it must reach the training process, not end the worker."""
-    started, computed = time.perf_counter(), time.thread_time()
+    started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
     source = sources[task.source]
     labels = source.labels.array[task.slot]
     skipped: list[str] = []
+    slowest = (0.0, -1)
     room = _FileRoom(source, task)
 
     def fill(row: int, epoch: int, index: int) -> int:
@@ -98,14 +104,34 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
 
     try:
         for row, (epoch, index) in enumerate(task.samples.tolist(), start=task.row):
+            began = time.perf_counter()
             labels[row] = _first_readable(source, index, skipped, partial(fill, row, epoch))  # last: the row is complete
+            slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(task.number, error=str(error))
     except Exception as error:  # e.g. out of memory; anything else would leave the main process waiting
         return Reply(task.number, error=describe(error))
     rows = len(task.samples)
-    return Reply(task.number, rows=rows, seconds=time.perf_counter() - started, cpu_seconds=time.thread_time() - computed,
-                 decoded=rows - room.files, skipped=skipped)  # fmt: skip
+    return Reply(
+        task.number,
+        source=task.source,
+        rows=rows,
+        seconds=time.perf_counter() - started,
+        cpu_seconds=time.thread_time() - computed,
+        core_seconds=_waited_for_core() - queued,
+        slowest=slowest,
+        decoded=rows - room.files,
+        skipped=skipped,
+    )
+
+
+def _waited_for_core() -> float:
+    """Seconds this thread had no core to run on, for other processes or a quota; 0 where the kernel does not say."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0
 
 
 def put_pixels(source: Source, slot: int, row: int, epoch: int, index: int) -> int:

@@ -197,4 +197,5 @@ def test_the_keys() -> None:
         "run.dir",
         "log.every_steps",
         "log.tensorboard",
+        "profile.steps",
     ]

@@ -20,7 +20,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
-from pipeline.prefetcher import Batch, Prefetcher
+from pipeline.prefetcher import Batch, Prefetcher, Timing
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW
 
@@ -183,6 +183,34 @@ def test_timing_covers_what_has_finished_since_the_last_reading(dataset: FolderD
         assert prefetcher.timing() is not None
 
 
+def test_timing_tells_waiting_from_stepping_and_from_what_is_left_out() -> None:
+    def figures(*, decoding: float, step: float, pause: float = 0.0) -> Timing:
+        class Slow(FakeDataset):
+            def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+                time.sleep(decoding / BATCH)
+                return super().load(epoch, index)
+
+        with open_prefetcher(Slow(num_samples=512, num_classes=CLASSES, size=SIZE)) as prefetcher:
+            for batch in prefetcher.batches(0, 4):
+                time.sleep(step)
+                if batch.step == 1:
+                    with prefetcher.left_out():
+                        time.sleep(pause)
+            found = prefetcher.timing()
+        assert found is not None
+        assert found.batches == 4
+        assert found.step_ms <= found.step_p95_ms <= found.step_worst_ms
+        assert found.wait_fraction + found.late_fraction + found.copy_fraction < 1
+        return found
+
+    starved, busy = figures(decoding=0.2, step=0.01), figures(decoding=0.0, step=0.1)
+    assert starved.wait_fraction > 0.8
+    assert busy.wait_fraction < 0.1
+    paused = figures(decoding=0.0, step=0.1, pause=1.0)
+    assert paused.step_worst_ms < 900
+    assert paused.wait_fraction < 0.1
+
+
 class Stream:
     """A CUDA stream as a clock: what it does comes after what it has waited for, and else at once."""
 
@@ -214,6 +242,9 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.Monk
 
         def synchronize(self) -> None:
             pass
+
+        def query(self) -> bool:
+            return False  # the host is always ahead
 
     @contextmanager
     def stream(chosen: Stream) -> Iterator[None]:

@@ -1,0 +1,159 @@
+"""Where the time of a run goes: steps, waiting, validation, checkpoints, starts; and what follows from it."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from engine.plan import Plan
+from engine.verdict import Account, verdict
+
+# Dense bf16 operations per second, by NVIDIA's data sheets.
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "A30": 165e12, "L40S": 362e12, "L4": 121e12,
+              "A10": 125e12, "4090": 165e12, "3090": 71e12}  # fmt: skip
+LOST = ("validation", "checkpoint", "start")
+
+
+Timing = Any
+"""A pipeline.prefetcher.Timing: the packages do not import each other."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """How the loader runs at this moment: see engine.verdict.Account."""
+
+    workers: int
+    cpu_ms: float
+    wait_ms: float
+    core_ms: float
+    pinned: bool
+
+
+class Ledger:
+    """Collects the log intervals' figures and the seconds that are lost; gives rows, verdicts and a balance.
+
+    Args:
+        plan: what the run does.
+        spent: seconds by kind, kept in the checkpoint: earlier lives count.
+    """
+
+    def __init__(self, plan: Plan, spent: dict[str, float]) -> None:
+        self.plan, self.spent = plan, spent
+        self._run: list[tuple[float, Timing, float]] = []  # seconds, timing, images/s
+        self._epoch: list[tuple[float, Timing, float]] = []
+        self._begun = time.monotonic()
+        self._lost_here = 0.0
+        self.spent["lives"] = self.spent.get("lives", 0) + 1
+
+    def started(self, seconds: float) -> None:
+        """The first step is done: what came before it, and its compiling, is the price of a start."""
+        self._add("start", seconds)
+        self._begun, self._lost_here = time.monotonic(), 0.0
+
+    @contextmanager
+    def lost(self, kind: str) -> Iterator[None]:
+        """Seconds that pass inside are not training."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            seconds = time.monotonic() - began
+            self._add(kind, seconds)
+            self._lost_here += seconds
+
+    def _add(self, kind: str, seconds: float) -> None:
+        self.spent[kind] = self.spent.get(kind, 0.0) + seconds
+
+    def settle(self) -> None:
+        """Bring `spent` up to now, for a checkpoint."""
+        now = time.monotonic()
+        self._add("training", max(0.0, now - self._begun - self._lost_here))
+        self._begun, self._lost_here = now, 0.0
+
+    def note(self, timing: Timing | None, images_per_second: float) -> dict[str, float]:
+        """Take in a log interval; return what its row says of time."""
+        per_rank = images_per_second / self.plan.world_size
+        row = {"data_wait_fraction": 0.0}
+        if self.plan.world_size > 1:
+            row["images_per_second_per_rank"] = per_rank
+        if (use := self.mfu(images_per_second)) is not None:
+            row["mfu"] = use
+        if timing is None:  # no batch has been finished since the last row
+            return row
+        entry = timing.batches * self.plan.batch_per_rank / max(per_rank, 1e-9), timing, per_rank
+        self._epoch.append(entry)
+        self._run.append(entry)
+        compute = 1.0 - timing.wait_fraction - timing.late_fraction - (0 if self._on_gpu else timing.copy_fraction)
+        return row | {
+            "data_wait_fraction": timing.wait_fraction,
+            "late_fraction": timing.late_fraction,
+            "copy_fraction": timing.copy_fraction,
+            "compute_fraction": max(0.0, compute),
+            "drained_fraction": timing.drained_fraction,
+            "copy_ms": timing.copy_ms,
+            "step_ms": timing.step_ms,
+            "step_p95_ms": timing.step_p95_ms,
+            "step_worst_ms": timing.step_worst_ms,
+        }
+
+    def epoch_verdict(self, now: Input) -> list[str]:
+        """Of the intervals since the last call."""
+        entries, self._epoch = self._epoch, []
+        return self._verdict(entries, now)
+
+    def run_verdict(self, now: Input) -> list[str]:
+        """Of this life, without its first interval, which holds compilation and warm-up."""
+        return self._verdict(self._run[1:] or self._run, now)
+
+    def balance(self) -> dict[str, Any]:
+        """For summary.json: seconds lost by kind over all lives, and the share of the time that was training."""
+        self.settle()
+        lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in LOST}
+        training = self.spent.get("training", 0.0)
+        return {"seconds_lost": lost, "lives": int(self.spent["lives"]),
+                "effective_time": training / max(training + sum(lost.values()), 1e-9)}  # fmt: skip
+
+    def mfu(self, images_per_second: float) -> float | None:
+        """Model FLOPs utilisation (arXiv 2204.02311): the operations the model needs (forward, and twice that backward) as a
+        share of the GPUs' peak. NVML's utilisation is the share of time in which any kernel ran, however small.
+        """
+        peak = next((peak for name, peak in PEAK_FLOPS.items() if name in self.plan.device), None)
+        if peak is None or self.plan.precision != "bf16" or not self._on_gpu:
+            return None
+        return 3 * self.plan.flops_per_image * images_per_second / (peak * self.plan.world_size)
+
+    @property
+    def _on_gpu(self) -> bool:
+        return self.plan.device_type == "cuda"
+
+    def _verdict(self, entries: list[tuple[float, Timing, float]], now: Input) -> list[str]:
+        total = sum(seconds for seconds, _, _ in entries)
+        if not total:
+            return []
+
+        def mean(name: str) -> float:
+            found: float = sum(seconds * getattr(timing, name) for seconds, timing, _ in entries) / total
+            return found
+
+        plan = self.plan
+        return verdict(
+            Account(
+                images_per_second=sum(seconds * rate for seconds, _, rate in entries) / total,
+                step_ms=mean("step_ms"),
+                copy_ms=mean("copy_ms"),
+                wait=mean("wait_fraction"),
+                late=mean("late_fraction"),
+                copy=mean("copy_fraction"),
+                drained=mean("drained_fraction"),
+                batch_size=plan.batch_per_rank,
+                on_gpu=self._on_gpu,
+                workers=now.workers,
+                cpu_ms=now.cpu_ms,
+                wait_ms=now.wait_ms,
+                core_ms=now.core_ms,
+                decoder=plan.decoder,
+                compile=plan.compile,
+                pinned=now.pinned,
+            )
+        )

@@ -1,0 +1,106 @@
+"""Why a run is as fast as it is, in a sentence or two with the numbers, and the one change that would help most."""
+
+from dataclasses import dataclass
+
+WAITS = 0.05  # share of the time; less is not worth a change
+COPIES = 0.8  # share of the time in which copies run: they cannot be hidden behind the step any more
+DRAINED = 0.5  # share of the steps at which the GPU had nothing left to do
+SPARE = 1.3  # workers that could give so much more than is taken are not what limits
+
+
+@dataclass(frozen=True)
+class Account:
+    """Where the time of some steps went, for one rank.
+
+    Attributes:
+        images_per_second: reached.
+        step_ms, copy_ms: median, by the device's clock.
+        wait, late, copy, drained: fractions as in the prefetcher's timing.
+        batch_size: images of a step on this rank.
+        on_gpu: else the step and the workers share the CPU.
+        workers: processes; 0 decodes in the training process.
+        cpu_ms, wait_ms, core_ms: of one image in a worker: computing, waiting for storage, waiting for a core.
+        decoder, compile, pinned: what the loader and the step run with.
+    """
+
+    images_per_second: float
+    step_ms: float
+    copy_ms: float
+    wait: float
+    late: float
+    copy: float
+    drained: float
+    batch_size: int
+    on_gpu: bool
+    workers: int
+    cpu_ms: float
+    wait_ms: float
+    core_ms: float
+    decoder: str
+    compile: str
+    pinned: bool
+
+    @property
+    def ceiling(self) -> float:
+        """Images/s if the next batch were always there."""
+        return 1e3 * self.batch_size / max(self.step_ms, 1e-9)
+
+    @property
+    def supply(self) -> float:
+        """Images/s that the workers could give, by the time they take for one."""
+        return 1e3 * max(1, self.workers) / max(self.cpu_ms + self.wait_ms + self.core_ms, 1e-6)
+
+    @property
+    def cause(self) -> str:
+        """storage, decode, hand-off, copy, launch or compute: what the next image waits for."""
+        if self.wait >= WAITS:
+            if self.on_gpu and self.copy >= COPIES:
+                return "copy"
+            if self.wait_ms > self.cpu_ms:
+                return "storage"
+            return "hand-off" if self.supply > SPARE * self.images_per_second else "decode"
+        return "launch" if self.on_gpu and (self.late >= WAITS or self.drained >= DRAINED) else "compute"
+
+
+def verdict(account: Account) -> list[str]:
+    """One or two plain sentences: the cause with its numbers, and what to change."""
+    a, device = account, "GPU" if account.on_gpu else "CPU"
+    reached = f"the step could take {a.ceiling:,.0f} img/s and got {a.images_per_second:,.0f}"
+    waited = f"the {device} waited {100 * a.wait:.0f} % of the time for images; {reached}"
+    who = f"each of {a.workers} workers" if a.workers else "the training process (loader.workers=0)"
+    core = f", {a.core_ms:.1f} ms for a core" if a.core_ms > 0.1 * a.cpu_ms else ""
+    image = f"An image takes {who} {a.cpu_ms:.1f} ms of computing and {a.wait_ms:.1f} ms of waiting for storage{core}"
+    match a.cause:
+        case "storage":
+            return [f"input-bound by storage: {waited}.",
+                    f"{image}: move the images to faster storage, or make them smaller with scripts/shrink.py."]  # fmt: skip
+        case "decode":
+            return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
+        case "hand-off":
+            change = "raise loader.prefetch_batches and leave the training process a core of its own"
+            return [f"input-bound by the hand-off: {waited}, though the workers could give {a.supply:,.0f}.",
+                    f"{image}: {change if a.workers else 'loader.workers=auto makes them beside the step'}."]  # fmt: skip
+        case "copy":
+            return [f"copy-bound: a batch takes {a.copy_ms:.1f} ms to the GPU and {a.step_ms:.1f} ms there; {reached}.",
+                    "The buffers are page-locked already: give the GPU a wider link." if a.pinned
+                    else "The buffers are not page-locked: set loader.pin_memory=true, and see ulimit -l."]  # fmt: skip
+        case "launch":
+            idle = f"before {100 * a.drained:.0f} % of the steps the GPU had nothing left to do, though the images were there"
+            graphs = "" if a.compile == "reduce-overhead" else ", or set model.compile=reduce-overhead"
+            return [f"launch-bound: {idle}; it got {a.images_per_second:,.0f} img/s.", f"Raise loader.batch_size{graphs}."]
+    bound = (f"compute-bound: {a.images_per_second:,.0f} of {a.ceiling:,.0f} img/s; the {device} waited {100 * a.wait:.1f} % "
+             "of the time for images: the input has nothing more to give")  # fmt: skip
+    faster = {"off": "model.compile=default would speed up the step", "default": "a long run gains by model.compile=tuned"}
+    return [f"{bound}; {faster[a.compile]}." if a.on_gpu and a.compile in faster else f"{bound}."]
+
+
+def _faster_decoding(account: Account) -> str:
+    """What to try, the most effective first."""
+    ways = ["scripts/shrink.py makes the files smaller once"]
+    if account.on_gpu and account.decoder not in ("gpu", "hybrid"):
+        ways.insert(0, "loader.decoder=hybrid takes the GPU's JPEG engines, where it has them")
+    if not account.workers:
+        ways.insert(0, "loader.workers=auto decodes beside the step")
+    elif account.core_ms < 0.1 * account.cpu_ms:
+        ways.insert(0, "loader.workers can be raised, for the cores are not full")
+    return "; ".join(ways)

@@ -1,0 +1,200 @@
+"""Why a run is slow: each cause is made, and the sentence names it."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from conf import cli
+from engine.distributed import join_world
+from engine.ledger import Input, Ledger
+from engine.verdict import Account, verdict
+from pipeline.build import Feed, build_datasets, open_feed
+from pipeline.dataset import FolderDataset
+from pipeline.prefetcher import Batch
+
+RUNS_WELL = Account(
+    images_per_second=6600, step_ms=38.0, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256,
+    on_gpu=True, workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, decoder="turbojpeg", compile="default", pinned=True,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "says"),
+    [
+        ({}, "compute", ["compute-bound", "6,600 of 6,737", "model.compile=tuned"]),
+        ({"compile": "tuned"}, "compute", ["nothing more to give."]),
+        ({"compile": "off"}, "compute", ["model.compile=default"]),
+        ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6}, "decode",
+         ["waited 38 % of the time", "could take 6,737 img/s and got 4,150", "3.6 ms of computing", "loader.decoder=hybrid"]),
+        ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid"}, "decode", ["scripts/shrink.py"]),
+        ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7}, "storage",
+         ["by storage", "5.7 ms of waiting", "faster storage"]),
+        ({"wait": 0.38, "images_per_second": 4150}, "hand-off", ["by the hand-off", "could give 7,895"]),
+        ({"wait": 0.3, "images_per_second": 2500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
+        ({"wait": 0.3, "copy": 0.95, "copy_ms": 16.0, "step_ms": 12.0, "pinned": False}, "copy",
+         ["copy-bound", "loader.pin_memory=true"]),
+        ({"drained": 0.9, "batch_size": 8, "step_ms": 9.0}, "launch",
+         ["launch-bound", "90 % of the steps", "loader.batch_size"]),
+        ({"late": 0.2}, "launch", ["launch-bound"]),
+        ({"on_gpu": False, "drained": 1.0}, "compute", ["the CPU waited"]),
+    ],
+)  # fmt: skip
+def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
+    account = replace(RUNS_WELL, **change)
+    assert account.cause == cause
+    text = " ".join(verdict(account))
+    assert all(part in text for part in says), text
+    assert len(verdict(account)) <= 2
+
+
+# Made on purpose, and measured by the real pipeline.
+
+
+class SlowDisk(FolderDataset):
+    def _read(self, index: int) -> bytes:
+        time.sleep(0.01)
+        return super()._read(index)
+
+
+class SlowDecoder(FolderDataset):
+    def _read(self, index: int) -> bytes:
+        until = time.thread_time() + 0.01
+        while time.thread_time() < until:
+            pass
+        return super()._read(index)
+
+
+@contextmanager
+def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str) -> Iterator[tuple[Feed, Ledger]]:
+    """A feed over the images as `kind` reads them, or over made-up ones, and the ledger of a run over it."""
+    config = cli.load([f"data.root={image_root}", "loader.batch_size=16", "data.image_size=32", "model=resnet_tiny",
+                       *overrides])  # fmt: skip
+    with join_world(config.train.device) as world:
+        datasets = build_datasets(config)
+        plan = train.make_plan(config, datasets, world)
+        if kind is not None:
+            plain = datasets.train
+            assert isinstance(plain, FolderDataset)
+            datasets = replace(datasets, train=kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed))
+        with open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
+                       dtype=plan.input_dtype, channels_last=plan.channels_last) as feed:  # fmt: skip
+            yield feed, Ledger(plan, {})
+
+
+def account_of(feed: Feed, ledger: Ledger, step: Callable[[Batch], object], *, steps: int = 12) -> list[str]:
+    """Run some steps as train.py does and return the verdict."""
+    for batch in feed.train.batches(0, 4):
+        step(batch)
+    feed.train.timing()
+    began = time.perf_counter()
+    for batch in feed.train.batches(4, 4 + steps):
+        step(batch)
+    if feed.train.cuda:
+        torch.cuda.synchronize()
+    rate = steps * feed.train.loader.batch_size / (time.perf_counter() - began)
+    ledger.note(feed.train.timing(), rate)
+    return ledger.epoch_verdict(train.loader_input(feed))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("kind", "cause"), [(SlowDisk, "storage"), (SlowDecoder, "decode")])
+def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], cause: str, workers: int) -> None:
+    with open_run(image_root, kind, "train.device=cpu", f"loader.workers={workers}") as (feed, ledger):
+        found = account_of(feed, ledger, lambda batch: None)
+    assert found[0].startswith(f"input-bound by {cause}")
+    assert ("loader.workers=auto" in found[1]) == (workers == 0 and cause == "decode")
+
+
+def test_heavy_step_is_compute_bound(image_root: Path) -> None:
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=1") as (feed, ledger):
+        found = account_of(feed, ledger, lambda batch: time.sleep(0.2))
+    assert found[0].startswith("compute-bound")
+
+
+gpu = pytest.mark.gpu
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+MADE_UP = ("data=fake", "data.image_size=224", "loader.batch_size=256", "loader.workers=4")
+
+
+@gpu
+@needs_gpu
+def test_ordinary_memory_is_copy_bound(image_root: Path) -> None:
+    with open_run(image_root, None, *MADE_UP, "loader.pin_memory=false") as (feed, ledger):
+        found = account_of(feed, ledger, lambda batch: batch.images.sum(), steps=100)
+    assert found[0].startswith("copy-bound")
+    assert "loader.pin_memory=true" in found[1]
+
+
+@gpu
+@needs_gpu
+def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
+    """More kernels than the host can launch in the time they take."""
+    with open_run(image_root, None, *MADE_UP, "loader.batch_size=4") as (feed, ledger):
+
+        def step(batch: Batch) -> None:
+            value = batch.images.sum()
+            for _ in range(500):
+                value = value + 1
+            time.sleep(0.002)  # as a Python program between its launches
+
+        found = account_of(feed, ledger, step, steps=100)
+    assert found[0].startswith("launch-bound")
+
+
+@gpu
+@needs_gpu
+def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
+    weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    with open_run(image_root, None, *MADE_UP) as (feed, ledger):
+        found = account_of(feed, ledger, lambda batch: [weight @ weight for _ in range(40)], steps=50)
+    assert found[0].startswith("compute-bound")
+
+
+# The ledger
+
+
+def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    config = cli.load([f"data.root={image_root}", "loader.batch_size=16", "model=resnet_tiny", "train.device=cpu"])
+    with join_world("cpu") as world:
+        plan = train.make_plan(config, build_datasets(config), world)
+    spent: dict[str, float] = {}
+    for _ in range(2):
+        ledger = Ledger(plan, spent)
+        ledger.started(5.0)
+        now[0] += 30.0
+        with ledger.lost("validation"):
+            now[0] += 10.0
+        ledger.settle()
+        with ledger.lost("checkpoint"):
+            now[0] += 2.0
+        now[0] += 8.0
+        balance = ledger.balance()
+    assert balance["seconds_lost"] == {"validation": 20.0, "checkpoint": 4.0, "start": 10.0}
+    assert balance["effective_time"] == pytest.approx(76 / 110)
+    assert balance["lives"] == 2
+
+
+def test_no_steps_no_verdict(image_root: Path) -> None:
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        assert ledger.epoch_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False)) == []
+        assert ledger.note(None, 100.0) == {"data_wait_fraction": 0.0}
+        assert ledger.mfu(100.0) is None
+
+
+def test_mfu_is_of_the_gpus_peak(image_root: Path) -> None:
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        ledger.plan = replace(
+            ledger.plan, device="NVIDIA H200", device_type="cuda", precision="bf16", flops_per_image=8_180_000_000
+        )
+        assert ledger.mfu(7000) == pytest.approx(0.1737, abs=1e-3)
+        ledger.plan = replace(ledger.plan, device="NVIDIA of another year")
+        assert ledger.mfu(7000) is None
