@@ -73,7 +73,7 @@ def train(config: Config) -> dict[str, Any]:
         UserError: something the user must change; nothing has been created then.
         LoaderError, CheckpointError, TrainingError: what went wrong, in one line.
     """
-    started = time.time()
+    started = time.monotonic()
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device))
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
@@ -123,23 +123,13 @@ def train(config: Config) -> dict[str, Any]:
         )  # fmt: skip
         network = world.wrap(state.model)
         objective, measure = compiled(meters.objective, plan), compiled(meters.measure, plan)
-        watch = None
-        if plan.workers_unmeasured:
-            tracker.say(f"autotune {workers} workers, not measured: {plan.workers_unmeasured}")
-        elif plan.measures_workers:
-            answer, lines = tune_loader(config, plan, datasets, world, feed, state, network, objective, workers)
-            for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
-                tracker.say(f"{name:<8} {line}")
-            if answer is not None and world.leads:
-                run.write("autotune.json", json.dumps(asdict(answer), indent=1))
-                tracker.text("autotune", "\n".join(lines))
-                rows, limits = answer.bars()
-                tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
-            watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if config.autotune.online else None
-        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
-        monitor = stack.enter_context(GpuMonitor(world.device if world.leads else torch.device("cpu")))
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
+        tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, run, workers)
+        watches = config.autotune.online and plan.measures_workers
+        watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if watches else None
+        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
+        monitor = stack.enter_context(GpuMonitor(world.device if world.leads else torch.device("cpu")))
 
         def report() -> None:
             interval = meter.read()
@@ -195,7 +185,7 @@ def train(config: Config) -> dict[str, Any]:
             if plan.logs(state.step) or signal_number:
                 meter.send(state.step, lr)
             if state.step == first_step + 1:
-                ledger.started(time.time() - started)  # compiling is part of a start
+                ledger.started(time.monotonic() - started)  # compiling is part of a start
             if plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
                 report()
                 end_of_epoch()
@@ -234,9 +224,18 @@ def tune_loader(
     state: TrainState,
     network: nn.Module,
     objective: Callable[..., Any],
+    tracker: Tracker,
+    run: RunDirectory,
     budget: int,
-) -> tuple[autotune.Answer | None, list[str]]:
-    """Set the feed as is remembered for this work on this machine, or as real steps show now; they leave no trace."""
+) -> None:
+    """loader.workers=auto: set the feed as is remembered for this work on this machine, or as real steps show now, and say it.
+
+    The steps leave no trace.
+    """
+    if plan.workers_unmeasured:
+        tracker.say(f"autotune {budget} workers, not measured: {plan.workers_unmeasured}")
+    if not plan.measures_workers:
+        return
     loader = config.loader
     question = {
         "data": [datasets.fingerprint, datasets.train_side, config.augment.train, config.augment.batch],
@@ -250,7 +249,16 @@ def tune_loader(
         train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
 
     with untouched(state):
-        return autotune.settle(feed, step, config=config, question=question, first_step=state.step, budget=budget, ranks=world)
+        answer, lines = autotune.settle(
+            feed, step, config=config, question=question, first_step=state.step, budget=budget, ranks=world
+        )
+    for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
+        tracker.say(f"{name:<8} {line}")
+    if answer is not None and world.leads:
+        run.write("autotune.json", json.dumps(asdict(answer), indent=1))
+        tracker.text("autotune", "\n".join(lines))
+        rows, limits = answer.bars()
+        tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
 
 
 def train_step(
@@ -529,7 +537,7 @@ def summarise(
         "best_epoch": round(plan.epoch(int(best_step)), 4) if best_step else None,
         "best_checkpoint": f"step-{int(best_step):08d}.pt" if best_step else None,
         "images_per_second": meter.images_per_second(),
-        "seconds": time.time() - started,
+        "seconds": time.monotonic() - started,
         "params_sha256": params_sha256(state.model),
     }
 

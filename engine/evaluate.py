@@ -8,13 +8,65 @@ from torch import Tensor, nn
 from engine.distributed import World
 from engine.meters import Metrics, metrics_of
 
+MOST_CLASSES = 4096  # whose confusions are kept pair by pair: 64 MiB at most; ImageNet-21k's would be 1.8 GiB
+
+
+class Mistakes:
+    """What a validation gets wrong, gathered on the device; nothing waits for it before it is read.
+
+    Args:
+        classes: how many there are.
+        device: where batches are.
+        worst: images to keep for being shown, those with the largest loss among this rank's. A rank's share is every
+            world_size-th image, so one rank's worst are a fair sample.
+
+    Attributes:
+        table: int32 [classes, classes], images by label and prediction, of all ranks once `evaluate` is done. Of more than
+            MOST_CLASSES classes int32 [classes, 2]: wrong, right.
+    """
+
+    def __init__(self, classes: int, device: torch.device, *, worst: int = 0) -> None:
+        self.classes, self.worst = classes, worst
+        self.pairs = classes <= MOST_CLASSES
+        self.table = torch.zeros(classes, classes if self.pairs else 2, dtype=torch.int32, device=device)
+        self._kept: list[Tensor] = []  # losses, labels, predictions, images
+
+    def add(self, images: Tensor, labels: Tensor, losses: Tensor, predictions: Tensor) -> None:
+        """A batch: images [B, 3, S, S], labels, losses and predictions [B]; rows labelled below 0 do not count."""
+        counts = labels >= 0
+        column = predictions if self.pairs else (predictions == labels).long()
+        place = labels.clamp(min=0) * self.table.shape[1] + column
+        self.table.view(-1).scatter_add_(0, place, counts.to(torch.int32))
+        if self.worst:
+            batch = [losses.masked_fill(~counts, -1.0), labels, predictions, images]
+            best = self._largest(batch)  # of the batch first: few images are copied
+            self._kept = self._largest([torch.cat(both) for both in zip(self._kept, best, strict=True)]) if self._kept else best
+
+    def _largest(self, rows: list[Tensor]) -> list[Tensor]:
+        chosen = rows[0].topk(min(self.worst, len(rows[0]))).indices
+        return [tensor.index_select(0, chosen) for tensor in rows]
+
+    def per_class(self) -> tuple[Tensor, Tensor]:
+        """Images and top-1 hits of every class: int64 [classes] on the host."""
+        right = self.table.diagonal() if self.pairs else self.table[:, 1]
+        return self.table.sum(1).cpu(), right.long().cpu()
+
+    def worst_images(self) -> tuple[Tensor, list[tuple[int, int, float]]]:
+        """The images kept, the largest loss first: [N, 3, S, S] on the device, and (label, prediction, loss) of each."""
+        if not self._kept:
+            return torch.zeros(0, 3, 1, 1), []
+        losses, labels, predictions = (tensor.tolist() for tensor in self._kept[:3])
+        rows = [row for row in zip(labels, predictions, losses, strict=True) if row[0] >= 0]  # the rest fills up: they are last
+        return self._kept[3][: len(rows)], rows
+
 
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    measure: Callable[[nn.Module, Tensor, Tensor], Tensor],
+    measure: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
+    mistakes: Mistakes | None = None,
 ) -> Metrics:
     """Mean loss and accuracy over all ranks' batches.
 
@@ -23,11 +75,17 @@ def evaluate(
         measure: `meters.measure`, or what compiling it gave.
         batches: (images float [B, 3, S, S], labels int64 [B]); rows labelled below 0 fill up the last batch and do not count.
             Each rank brings its own share, and may bring fewer batches than another: only the sums are exchanged.
+        mistakes: filled, if given; by every rank or by none.
     """
     mode = model.training
     model.eval()
     total = torch.zeros(4, dtype=torch.float64, device=world.device)
     for images, labels in batches:
-        total += measure(model, images, labels)
+        values, losses, predictions = measure(model, images, labels)
+        total += values
+        if mistakes is not None:
+            mistakes.add(images, labels, losses, predictions)
     model.train(mode)
+    if mistakes is not None:
+        world.sum(mistakes.table)
     return metrics_of(world.sum(total))

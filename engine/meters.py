@@ -50,10 +50,16 @@ def objective(
     return loss, sums(logits, labels, loss.detach() * len(labels))
 
 
-def measure(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    """Validation's counterpart of `objective`: float32 [4] sums over the rows whose label is not negative."""
+def measure(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Validation's counterpart of `objective`, compiled as one region too. Rows labelled below 0 do not count.
+
+    Returns:
+        float32 [4] sums; and of each row, [B], the loss (float32, 0 where it does not count) and the predicted class (int64), of
+        equal logits the first.
+    """
     logits = model(images).float()
-    return sums(logits, labels, nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="sum"))
+    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none")
+    return sums(logits, labels, losses.sum()), losses, logits.argmax(1)
 
 
 def sums(logits: Tensor, labels: Tensor, loss_sum: Tensor) -> Tensor:

@@ -1,11 +1,17 @@
-"""The GPU's utilisation and power, sampled in the background, and the allocator's figures.
+"""What the GPU, the allocator and the host's memory do while training runs.
 
-Telemetry never stops training: a missing NVML or a failing query is one warning.
+Telemetry never stops training: a missing NVML or a figure that fails is one warning.
 """
 
+import itertools
 import logging
+import math
+import os
 import threading
-from statistics import fmean
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,13 +19,81 @@ import torch
 logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
+GIB = 2**30
+NOT_THERE = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
+# What holds the clocks down: bit in NVML's mask, kind, words. Idling and clocks somebody has set are no slowdown.
+SLOWDOWNS = [
+    (0x004, "power", "power limit"),
+    (0x080, "power", "power brake from outside"),
+    (0x200, "power", "board limit"),
+    (0x020, "thermal", "too hot, says the driver"),
+    (0x040, "thermal", "too hot, says the hardware"),
+    (0x008, "other", "hardware slowdown"),
+    (0x010, "other", "tied to slower GPUs by sync boost"),
+    (0x400, "other", "reliability limit"),
+]
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """NVML and its handles: of the GPU, and of the part that is ours: a MIG instance, or the same."""
+
+    nvml: Any
+    whole: Any
+    ours: Any
+
+
+def find_gpu(nvml: Any, device: torch.device) -> Gpu:
+    """By identity, not number: NVML numbers all GPUs of the machine, torch those CUDA_VISIBLE_DEVICES leaves, in its order.
+
+    Of a MIG instance NVML knows the memory alone; clocks, power and the rest are the whole GPU's.
+    """
+    seen = torch.cuda.get_device_properties(device)
+    try:
+        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{seen.uuid}".encode())
+        return Gpu(nvml, whole, whole)
+    except Exception as error:
+        unknown = error
+    try:
+        ours = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{seen.uuid}".encode())
+        return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(ours), ours)
+    except Exception:
+        raise unknown from None
+
+
+def _throttling(gpu: Gpu) -> dict[str, float]:
+    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)  # the name that drivers old and new know
+    active = [(kind, words) for bit, kind, words in SLOWDOWNS if mask & bit]
+    kinds = {f"gpu/throttled_{kind}_fraction": 0.0 for _, kind, _ in SLOWDOWNS}
+    kinds |= {f"gpu/throttled_{kind}_fraction": 1.0 for kind, _ in active}
+    return {"gpu/throttled_fraction": float(bool(active)), **kinds, **{words: 1.0 for _, words in active}}
+
+
+# What is asked, by the name a warning gives it. Each fails on its own.
+QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
+    "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.whole).gpu},
+    "memory": lambda g: {"gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.ours).used / GIB},
+    "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.whole) / 1000},
+    "temperature": lambda g: {"gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)},
+    "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 1)},
+    "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 2)},
+    "throttling": _throttling,
+    "JPEG engines": lambda g: {"gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]},
+    "video decoders": lambda g: {"gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]},
+    # kB/s over the 20 ms that the driver watches the bus, and blocks this thread
+    "PCIe transmit": lambda g: {"gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000},
+    "PCIe receive": lambda g: {"gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000},
+}
+EVERY_SECOND_TIME = {"PCIe transmit", "PCIe receive"}
 
 
 class GpuMonitor:
     """Samples one GPU through NVML (nvidia-ml-py) in a thread; without NVML it reports nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._samples: list[tuple[float, float]] = []
+        self._sums: dict[str, float] = defaultdict(float)  # since the start, over `_counts` samples
+        self._counts: Counter[str] = Counter()
+        self._read: dict[str, tuple[dict[str, float], Counter[str]]] = {}  # the two as each reader last found them
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -31,34 +105,68 @@ class GpuMonitor:
             import pynvml
 
             pynvml.nvmlInit()
-            # By UUID: NVML numbers all GPUs of the machine, torch those CUDA_VISIBLE_DEVICES leaves.
-            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode())
+            gpu = find_gpu(pynvml, device)
         except Exception as error:
-            logger.warning("no GPU utilisation or power: NVML is not available (%s); pip install nvidia-ml-py", error)
+            remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
+            logger.warning("no GPU utilisation, power and the like: NVML is not available (%s)%s", error, remedy)
             return
-        self._thread = threading.Thread(target=self._sample, args=(pynvml, handle), daemon=True, name="telemetry")
+        self._thread = threading.Thread(target=self._sample, args=(gpu,), daemon=True, name="telemetry")
         self._thread.start()
 
-    def _sample(self, pynvml: Any, handle: Any) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            try:
-                sample = (
-                    pynvml.nvmlDeviceGetUtilizationRates(handle).gpu,
-                    pynvml.nvmlDeviceGetPowerUsage(handle) / 1000,
-                )
-            except Exception as error:
-                logger.warning("GPU utilisation and power end here: %s", error)
+    def _sample(self, gpu: Gpu) -> None:
+        """Ask everything, twice a second. The driver's answers are waited for without the interpreter lock (ctypes)."""
+        missing: set[str] = set()  # what this GPU, driver or nvidia-ml-py does not have
+        warned: set[str] = set()
+        for turn in itertools.count():
+            if self._stop.wait(SAMPLE_SECONDS):
                 return
-            with self._lock:
-                self._samples.append(sample)
+            failed: dict[tuple[int, str], list[str]] = defaultdict(list)
+            for name, ask in QUERIES.items():
+                if name in missing or (turn % 2 and name in EVERY_SECOND_TIME):
+                    continue
+                if self._stop.is_set():
+                    return
+                try:
+                    self._note(ask(gpu))
+                except Exception as error:  # asked again next time: a driver may be back then
+                    absent = isinstance(error, AttributeError) or getattr(error, "value", None) in NOT_THERE
+                    if absent:
+                        missing.add(name)
+                    if name not in warned:
+                        warned.add(name)
+                        failed[logging.INFO if absent else logging.WARNING, str(error)].append(name)
+            for (level, error_text), names in failed.items():
+                logger.log(level, "NVML gives no figures of this GPU's %s: %s", ", ".join(names), error_text)
 
-    def read(self) -> dict[str, float]:
-        """Means since the last call: gpu/utilization in percent, gpu/power_watts."""
+    def _note(self, sample: dict[str, float]) -> None:
         with self._lock:
-            samples, self._samples = self._samples, []
-        if not samples:
-            return {}
-        return {"gpu/utilization": fmean(s[0] for s in samples), "gpu/power_watts": fmean(s[1] for s in samples)}
+            self._counts.update(sample.keys())
+            for name, value in sample.items():
+                self._sums[name] += value
+
+    def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:
+        """Sums and counts of samples since this reader's last call."""
+        with self._lock:
+            sums, counts = dict(self._sums), self._counts.copy()
+        sums_before, counts_before = self._read.get(reader, ({}, Counter()))
+        self._read[reader] = sums, counts
+        new = counts - counts_before
+        return {name: sums[name] - sums_before.get(name, 0.0) for name in new}, new
+
+    def read(self, reader: str = "log") -> dict[str, float]:
+        """Means since this reader's last call (an interval and an epoch are two readers), by TensorBoard tag.
+
+        Percent, GiB, watts, degrees Celsius, MHz, MB/s as the tags say; `_fraction`: share of the samples.
+        """
+        sums, counts = self._since(reader)
+        return {name: sums[name] / counts[name] for name in sums if name.startswith("gpu/")}
+
+    def slowdowns(self) -> list[str]:
+        """What held the clocks down since the last call, the most frequent first: "power limit, 83 % of the time"."""
+        _, counts = self._since("slowdowns")
+        samples = counts["gpu/throttled_fraction"]
+        return [f"{words}, {100 * count / samples:.0f} % of the time"
+                for words, count in counts.most_common() if not words.startswith("gpu/")]  # fmt: skip
 
     def close(self) -> None:
         self._stop.set()
@@ -72,17 +180,90 @@ class GpuMonitor:
         self.close()
 
 
+SPREAD = (
+    "gpu/utilization",
+    "gpu/memory_used_gib",
+    "gpu/power_watts",
+    "gpu/temperature_celsius",
+    "gpu/sm_clock_mhz",
+    "gpu/throttled_fraction",
+    "gpu/pcie_receive_mb_per_second",
+)
+
+
+def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -> dict[str, float]:
+    """Lowest and highest of every rank's figures, as `<tag>_min` and `<tag>_max`; of the ranks that have the figure."""
+    found: dict[str, float] = {}
+    for tag in tags:
+        values = [figures[tag] for figures in ranks if math.isfinite(figures.get(tag, math.nan))]
+        if values:
+            found |= {f"{tag}_min": min(values), f"{tag}_max": max(values)}
+    return found
+
+
 def allocator_figures(device: torch.device) -> dict[str, float]:
-    """The CUDA caching allocator's state; host-side counters, no synchronisation."""
+    """The CUDA caching allocator's state, peaks since the last call. Host-side counters: no synchronisation.
+
+    `fragmentation` is the share of the reserved memory that lies in free pieces of blocks partly in use (inactive splits):
+    it can be neither given back nor joined for a large tensor. Blocks wholly free are cache, and do not count. What is active
+    beyond what is allocated has been freed, and waits for a stream that still uses it.
+    """
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
-    gib = 2**30
+    torch.cuda.reset_peak_memory_stats(device)
+    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
     return {
-        "memory/allocated_gib": stats["allocated_bytes.all.current"] / gib,
-        "memory/allocated_peak_gib": stats["allocated_bytes.all.peak"] / gib,
-        "memory/reserved_gib": stats["reserved_bytes.all.current"] / gib,
-        "memory/inactive_split_gib": stats["inactive_split_bytes.all.current"] / gib,
+        "memory/allocated_gib": stats["allocated_bytes.all.current"] / GIB,
+        "memory/allocated_peak_gib": stats["allocated_bytes.all.peak"] / GIB,
+        "memory/active_gib": stats["active_bytes.all.current"] / GIB,
+        "memory/reserved_gib": reserved / GIB,
+        "memory/reserved_peak_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "memory/inactive_split_gib": split / GIB,
+        "memory/fragmentation": split / reserved if reserved else 0.0,
         "memory/alloc_retries": stats["num_alloc_retries"],
         "memory/ooms": stats["num_ooms"],
     }
+
+
+def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, float]:
+    """Memory of this process and of its loader workers; what the system does not tell is left out.
+
+    The trainer's is all it has resident, shared and page-locked batch buffers included. The workers' is what they have for
+    themselves, so that the buffers all of them map count once, in the trainer's; and what they share with the forkserver
+    they were forked from counts once, too. With loader.start_method=fork, what is still the trainer's counts in each.
+    """
+    figures = {"host/pinned_gib": pinned_bytes / GIB}
+    page = os.sysconf("SC_PAGE_SIZE")
+    try:
+        figures["host/trainer_rss_gib"] = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
+        figures["host/workers_rss_gib"] = _private_pages(worker_pids) * page / GIB
+    except (OSError, ValueError, IndexError):
+        pass  # no /proc
+    try:
+        shm = os.statvfs("/dev/shm")
+        figures["host/shm_used_gib"] = (shm.f_blocks - shm.f_bfree) * shm.f_frsize / GIB
+    except OSError:
+        pass
+    return figures
+
+
+def _private_pages(pids: Iterable[int]) -> int:
+    """From statm, 20 microseconds a process. smaps_rollup knows what is still shared after a fork, but walks the page
+    tables: 2 to 8 ms a worker, and the worker cannot map memory meanwhile."""
+
+    def anonymous(pid: int) -> int:
+        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+        return resident - shared
+
+    own: Counter[int] = Counter()
+    forked_from: dict[int, int] = {}
+    for pid in pids:
+        try:
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent not in forked_from:
+                forked_from[parent] = 0 if parent == os.getpid() else anonymous(parent)
+            own[parent] += max(0, anonymous(pid) - forked_from[parent])
+        except (OSError, ValueError, IndexError):
+            continue  # it has died
+    return sum(own.values()) + sum(forked_from.values())

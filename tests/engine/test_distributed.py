@@ -146,7 +146,9 @@ def test_ranks_of_a_node() -> None:
     """Nodes need not have equally many."""
     for first, local_size in ((0, 4), (4, 2), (6, 2)):
         for local_rank in range(local_size):
-            world = World(rank=first + local_rank, size=8, local_rank=local_rank, local_size=local_size, device=torch.device("cpu"))
+            world = World(
+                rank=first + local_rank, size=8, local_rank=local_rank, local_size=local_size, device=torch.device("cpu")
+            )
             assert world.of_node([*range(8)]) == [*range(first, first + local_size)]
 
 

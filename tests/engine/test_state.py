@@ -262,4 +262,6 @@ def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -
 
     take_step(touched)
     advance(touched, 4)
-    assert params_sha256(touched.model) != params_sha256(straight.model), "a step that stays does not show: neither would others"
+    assert params_sha256(touched.model) != params_sha256(straight.model), (
+        "a step that stays does not show: neither would others"
+    )
