@@ -25,7 +25,7 @@ import logging
 import math
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
@@ -35,19 +35,19 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import Config, UserError
+from conf.schema import Config, UserError, walk
 from engine import checkpoint, meters
-from engine.chart import bars
 from engine.distributed import StopSignal, World, join_world
-from engine.evaluate import evaluate
+from engine.evaluate import Mistakes, evaluate
 from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
+from engine.pictures import bars
 from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
 from engine.telemetry import GpuMonitor, allocator_figures
-from engine.tracker import Tracker, duration
+from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
 from pipeline import autotune
 from pipeline.budget import chosen_workers
@@ -111,6 +111,8 @@ def train(config: Config) -> dict[str, Any]:
             return finished
         if begins:
             tracker.text("config", cli.to_yaml(config))
+            tracker.graph(lambda: models.build(config.model.name, num_classes=plan.num_classes, image_size=plan.image_size),
+                          side=plan.image_size, parameters=plan.parameters)  # fmt: skip
         if world.leads:
             run.write("config.yaml", cli.to_yaml(config))
             (run.path / "summary.json").unlink(missing_ok=True)  # an earlier life's: this one has not ended
@@ -147,7 +149,7 @@ def train(config: Config) -> dict[str, Any]:
 
         def validate_and_save() -> None:
             with ledger.lost("validation"):
-                best = validate(state, plan, world, feed, measure, tracker, stop)
+                best = validate(state, plan, world, feed, measure, tracker, stop, datasets.classes)
             save_all(best=best)
 
         def end_of_epoch() -> None:
@@ -162,6 +164,7 @@ def train(config: Config) -> dict[str, Any]:
 
         gc.collect()
         gc.freeze()  # what lives as long as the run is not looked through again
+        stack.callback(tracker.flush)  # before the feed is closed: after a crash that may hang, and be killed
         stack.callback(gc.unfreeze)
         stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at checkpoints instead
@@ -171,8 +174,9 @@ def train(config: Config) -> dict[str, Any]:
         )
         for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
             profiler.before(batch.step)
-            if begins:
-                tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift, step=batch.step)
+            if begins or plan.epochs_ended(batch.step) > plan.epochs_ended(batch.step - 1):
+                tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift,
+                               step=batch.step + 1)  # fmt: skip
                 begins = False
             seed_step(config.train.seed, batch.step, world.rank)
             lr = plan.curve.at(batch.step)
@@ -207,6 +211,8 @@ def train(config: Config) -> dict[str, Any]:
         summary |= {"mfu": ledger.mfu(summary["images_per_second"]), "verdict": ledger.run_verdict(loader_input(feed))}
         if world.leads:
             checkpoint.write_json(run.path / "summary.json", summary)
+        if not signal_number:
+            tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
         tracker.outcome(summary)
         lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
         tracker.say(f"time      {100 * summary['effective_time']:.0f} % of it training; {lost}")
@@ -295,9 +301,10 @@ def validate(
     plan: Plan,
     world: World,
     feed: Feed,
-    measure: Callable[..., Tensor],
+    measure: Callable[..., tuple[Tensor, Tensor, Tensor]],
     tracker: Tracker,
     stop: StopSignal,
+    classes: Sequence[str],
 ) -> bool:
     """Measure the model over the whole validation split, once each image; return whether it is the best so far.
 
@@ -312,8 +319,9 @@ def validate(
                 return
             yield batch.images, batch.labels
 
+    mistakes = Mistakes(plan.num_classes, world.device, worst=WORST_IMAGES if tracker.draws else 0)
     with plan.autocast():
-        found = evaluate(state.validated_model, measure, batches(), world)
+        found = evaluate(state.validated_model, measure, batches(), world, mistakes)
     if found.images < plan.val_images:
         return False
     row = {
@@ -329,6 +337,7 @@ def validate(
         state.best = row
     seconds = time.perf_counter() - began
     tracker.val_row({**row, "split": "val", "images": found.images, "seconds": seconds}, best=best)
+    tracker.mistakes(mistakes, classes, scale=feed.val.scale, shift=feed.val.shift, step=state.step)
     return best
 
 

@@ -54,8 +54,8 @@ def measure(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, T
     """Validation's counterpart of `objective`, compiled as one region too. Rows labelled below 0 do not count.
 
     Returns:
-        float32 [4] sums; and of each row, [B], the loss (float32, 0 where it does not count) and the predicted class (int64), of
-        equal logits the first.
+        float32 [4] sums; and of each row, [B], its loss (float32, 0 where it does not count) and its predicted class
+        (int64; the first of equal logits).
     """
     logits = model(images).float()
     losses = nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none")

@@ -196,7 +196,7 @@ def settle(
     known: Answer | None = ranks.agree(lambda: None if config.autotune.refresh else recall(question))
     if known is not None:
         pool.prefetch_factor = known.prefetch_factor
-        pool.resize(known.workers)
+        pool.resize(min(known.workers, feed.most_workers))  # rank 0 remembers; another node may have less
         if feed.pinned is not None and not known.pin_memory:
             feed.pinned.release()
         return known, [*known.lines(), "remembered; autotune.refresh=true measures again"]

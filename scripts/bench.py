@@ -75,8 +75,8 @@ from PIL import Image
 
 import train
 from engine import checkpoint, meters
-from engine.chart import bars
 from engine.distributed import World, join_world
+from engine.pictures import bars
 from engine.plan import Plan
 from pipeline.budget import worker_budget
 from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed
