@@ -26,7 +26,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
@@ -41,12 +41,13 @@ from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
 from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
+from engine.out_of_memory import activation_bytes, explain_oom, fixed_bytes
 from engine.pictures import bars
 from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
-from engine.telemetry import GpuMonitor, allocator_figures
+from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
 from pipeline import autotune
@@ -127,16 +128,17 @@ def train(config: Config) -> dict[str, Any]:
         objective, measure = compiled(meters.objective, plan), compiled(meters.measure, plan)
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
+        stack.enter_context(memory_explained(state, plan, world, run))
         tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, run, workers)
         watches = config.autotune.online and plan.measures_workers
         watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if watches else None
         meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
-        monitor = stack.enter_context(GpuMonitor(world.device if world.leads else torch.device("cpu")))
+        monitor = stack.enter_context(GpuMonitor(world.device))
 
         def report() -> None:
             interval = meter.read()
             if interval is not None:
-                row = write_interval(interval, plan, tracker, feed, monitor, ledger)
+                row = write_interval(interval, plan, tracker, feed, monitor, ledger, memory)
                 feed.train.loader.pool.warn_of_laggards()
                 if watch is not None:
                     watch.note(row["data_wait_fraction"], row["images_per_second"])
@@ -155,6 +157,9 @@ def train(config: Config) -> dict[str, Any]:
         def end_of_epoch() -> None:
             for line in ledger.epoch_verdict(loader_input(feed)):
                 tracker.say(f"verdict  {line}")
+            tracker.figures(spread(world.gather(monitor.read("epoch"))) if world.size > 1 else {}, state.step)
+            if slow := [line for line in monitor.slowdowns() if "power limit" not in line]:  # that is normal at full load
+                tracker.say(f"gpu      runs below its clock: {', '.join(slow)}")
             if watch is not None and (change := watch.at_epoch_end()):
                 tracker.say(f"autotune {change}")
 
@@ -219,6 +224,17 @@ def train(config: Config) -> dict[str, Any]:
         for line in summary["verdict"]:
             tracker.say(f"verdict   {line}")
         return summary
+
+
+@contextmanager
+def memory_explained(state: TrainState, plan: Plan, world: World, run: RunDirectory) -> Iterator[None]:
+    """Make one line of the GPU's out-of-memory error, with the batch that would fit; a snapshot lies in the folder."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        message = explain_oom(error, device=world.device, folder=run.path, batch_size=plan.batch_size, world_size=world.size,
+                              static_bytes=fixed_bytes(state), image_bytes=plan.activation_bytes, rank=world.rank)  # fmt: skip
+        raise TrainingError(message) from error
 
 
 def tune_loader(
@@ -378,6 +394,8 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     with torch.device("meta"):
         model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=datasets.train_side)
     flops = count_flops(model, datasets.train_side)
+    precision = choose_precision(config.train.precision, world.device)
+    activations = activation_bytes(model, datasets.train_side, torch.bfloat16 if precision == "bf16" else torch.float32)
     count_flops(model, datasets.val_side, key="augment.val")  # what would fail at the first validation is refused here
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     channels_last = config.model.channels_last
@@ -410,11 +428,12 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         decoder=decoder,
         device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
         device_type=world.device.type,
-        precision=choose_precision(config.train.precision, world.device),
+        precision=precision,
         channels_last=channels_last,
         compile=choose_compile(config.model.compile, world.device),
         parameters=models.parameter_count(model),
         flops_per_image=flops,
+        activation_bytes=activations,
     )
 
 
@@ -503,7 +522,7 @@ def loader_input(feed: Feed) -> Input:
 
 
 def write_interval(
-    interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor, ledger: Ledger
+    interval: meters.Interval, plan: Plan, tracker: Tracker, feed: Feed, monitor: GpuMonitor, ledger: Ledger, memory: MemoryPlan
 ) -> dict[str, Any]:
     """Write and return one log row, from what the meter, the prefetcher's clock, NVML and the allocator found since the last.
 
@@ -525,7 +544,8 @@ def write_interval(
         "seconds_left": (plan.stop_step - interval.step) * plan.batch_size / interval.images_per_second,
     }
     row |= ledger.note(timing, interval.images_per_second)
-    tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device)})
+    host = host_figures(feed.train.loader.pool.pids, memory.pinned)
+    tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device), **host})
     return row
 
 

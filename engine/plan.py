@@ -18,6 +18,7 @@ class Plan:
     Attributes:
         schedule_steps: the length the learning-rate curve is drawn over.
         stop_step: where this run ends: `schedule_steps`, or train.max_steps when that is earlier.
+        activation_bytes: of one image on its way through the model, for the backward pass.
         measures_workers: loader.workers=auto, and `workers` is the budget to choose within.
         workers_unmeasured: why loader.workers=auto takes the whole budget instead.
     """
@@ -49,6 +50,7 @@ class Plan:
     compile: str
     parameters: int
     flops_per_image: int
+    activation_bytes: int
 
     @property
     def steps_per_epoch(self) -> float:

@@ -154,6 +154,11 @@ class Tracker:
                  f"{row['images_per_second']:>8,.0f} {100 * row['data_wait_fraction']:>6.1f} {row['lr']:>9.3g} "
                  f"{duration(row['seconds_left']):>8}")  # fmt: skip
 
+    def figures(self, values: dict[str, float], step: int) -> None:
+        """Curves beside the log rows: tag -> value."""
+        if self._board is not None:
+            self._guard("TensorBoard", self._scalars, values, step)
+
     def val_row(self, row: dict[str, Any], *, best: bool) -> None:
         """A validation."""
         if self.folder is None:

@@ -213,6 +213,11 @@ class WorkerPool:
             self.close()
             raise
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the workers."""
+        return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
+
     def submit(self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0) -> int:
         """Queue a task and return its number. Earlier tasks are begun first."""
         task = Task(self._next_number, source, slot, row, samples, encoded)

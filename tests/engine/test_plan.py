@@ -43,6 +43,7 @@ def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int |
         channels_last=False,
         compile="off",
         parameters=25_557_032,
+        activation_bytes=0,
         flops_per_image=8_178_000_000,
     )
     return dataclasses.replace(given, **changes)
