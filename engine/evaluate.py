@@ -44,7 +44,7 @@ class Mistakes:
 
     def _largest(self, rows: list[Tensor]) -> list[Tensor]:
         chosen = rows[0].topk(min(self.worst, len(rows[0]))).indices
-        return [tensor.index_select(0, chosen) for tensor in rows]
+        return [tensor[chosen] for tensor in rows]
 
     def per_class(self) -> tuple[Tensor, Tensor]:
         """Images and top-1 hits of every class: int64 [classes] on the host."""

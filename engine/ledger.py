@@ -12,6 +12,7 @@ from engine.verdict import Account, verdict
 # Dense bf16 operations per second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "A30": 165e12, "L40S": 362e12, "L4": 121e12,
               "A10": 125e12, "4090": 165e12, "3090": 71e12}  # fmt: skip
+SHORT_EPOCH = 20.0  # seconds
 LOST = ("validation", "checkpoint", "start")
 
 
@@ -98,9 +99,9 @@ class Ledger:
         }
 
     def epoch_verdict(self, now: Input) -> list[str]:
-        """Of the intervals since the last call."""
+        """Of the intervals since the last call; of an epoch of seconds none, the run's is enough."""
         entries, self._epoch = self._epoch, []
-        return self._verdict(entries, now)
+        return self._verdict(entries, now) if sum(seconds for seconds, _, _ in entries) > SHORT_EPOCH else []
 
     def run_verdict(self, now: Input) -> list[str]:
         """Of this life, without its first interval, which holds compilation and warm-up."""

@@ -49,11 +49,10 @@ SCALARS = {
 LAYOUT = {
     "learning": {
         "loss": r"(train|val)/loss$",
-        "top-1 and top-5, %": r"(train|val)/top[15]$",
+        "top-1 and top-5, %": r"(train|val)/top[15]$|final/best_top1$",
         "learning rate": r"lr$",
-        "over the whole run": r"final/.*",
     },
-    "throughput": {"images/s": r"throughput/(?!mfu).*", "model FLOPs utilisation": r"throughput/mfu"},
+    "throughput": {"images/s": r"(throughput/(?!mfu)|final/images_per).*", "model FLOPs utilisation": r"throughput/mfu"},
     "time": {"shares of the time": r"time/(?!.*_ms$).*", "milliseconds": r"time/.*_ms$"},
     "gpu": {
         "utilisation, %": r"gpu/(?!.*(_watts|_celsius|_mhz|_fraction|_gib|_mb_per_second)(_min|_max)?$).*",
@@ -126,10 +125,9 @@ class Tracker:
         # purge_step hides what an earlier life wrote after the step this one starts from
         self._board = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
         if begins:
-            layout = {
-                group: {title: ["Multiline", [tags]] for title, tags in charts.items()} for group, charts in LAYOUT.items()
-            }
-            self._board.add_custom_scalars(layout)
+            self._board.add_custom_scalars(
+                {group: {chart: ["Multiline", [tags]] for chart, tags in charts.items()} for group, charts in LAYOUT.items()}
+            )
 
     @property
     def draws(self) -> bool:
@@ -232,7 +230,8 @@ class Tracker:
     def hyperparameters(self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int) -> None:
         """What a finished run was set to and what came of it, for TensorBoard's comparison of runs (HPARAMS).
 
-        In this life's event file: SummaryWriter.add_hparams would begin a second one, in a folder of its own.
+        In this life's event file: SummaryWriter.add_hparams would begin a second one, in a folder of its own. Of a run that is
+        gone on with after its end TensorBoard shows the values of its first end, beside the newest figures.
 
         Args:
             values: by key.
@@ -303,7 +302,7 @@ class Tracker:
         from torch.utils.tensorboard.summary import hparams
 
         plain = {k: v if isinstance(v, (int, float)) and not isinstance(v, bool) else show(v) for k, v in values.items()}
-        names = ("best_top1", "images_per_second", "seconds")
+        names = ("best_top1", "images_per_second")
         self._scalars({f"final/{name}": summary[name] for name in names if summary.get(name) is not None}, step)
         tags = ["val/loss", "val/top1", "val/top5", *(f"final/{name}" for name in names)]  # the last value of each is shown
         for part in hparams(plain, dict.fromkeys(tags, 0.0)):

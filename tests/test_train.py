@@ -27,12 +27,15 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 import train
 from conf import cli
 from conf.schema import Config
 from engine import checkpoint
+from engine.state import TrainState
+from pipeline.prefetcher import Prefetcher
 
 REPOSITORY = Path(train.__file__).parent
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.epochs=2",
@@ -99,6 +102,7 @@ def stored(folder: Path) -> dict[str, Any]:
     found = checkpoint.load_newest(folder / "checkpoints")
     assert found is not None
     state: dict[str, Any] = found[1]["state"]
+    del state["spent"]  # seconds
     return state
 
 
@@ -273,7 +277,7 @@ def test_another_seed(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
 def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = short
     names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "summary.json"}
+    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "per_class.json", "summary.json"}
     assert json.loads((folder / "summary.json").read_text()) == summary
 
     val = rows(folder, "val")
@@ -309,8 +313,29 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
     board = check_curves(folder)
     text = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 8" in text and f"dir: {folder}" in text
-    (grid,) = board.Images("train/images")
-    assert (grid.step, grid.height, grid.width) == (0, 32, 8 * 32)
+    grids = board.Images("train/images")  # the first batch of each epoch, at the step that learns from it
+    assert [(grid.step, grid.height, grid.width) for grid in grids] == [(1, 32, 8 * 32), (6, 32, 8 * 32)]
+    for tag in ("val/worst", "val/confusion", "val/per_class"):
+        assert [image.step for image in board.Images(tag)] == [5, 9]
+    assert len(board.Tensors("custom_scalars__config__")) == 1 and len(board.Graph().node) > 20
+    assert len(list((folder / "tensorboard").iterdir())) == 1
+
+
+def test_hyperparameters_stand_beside_what_came_of_them(short: tuple[Path, dict[str, Any]]) -> None:
+    folder, summary = short
+    board = check_curves(folder)
+    start = board.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+    values = HParamsPluginData.FromString(start).session_start_info.hparams
+    assert values.keys() == set(cli.KEYS)
+    assert values["loader.batch_size"].number_value == 8 and values["model.name"].string_value == "resnet_tiny"
+    assert board.Scalars("final/best_top1")[-1].value == pytest.approx(summary["best_top1"], rel=1e-6)
+
+
+def test_accuracy_of_each_class(short: tuple[Path, dict[str, Any]]) -> None:
+    found = json.loads((short[0] / "per_class.json").read_text())
+    assert found["step"] == 9
+    assert [(row["class"], row["images"]) for row in found["classes"]] == [("checks", 5), ("dots", 5), ("stripes", 5)]
+    assert sum(row["top1"] for row in found["classes"]) / 3 == pytest.approx(short[1]["top1"], abs=1e-3)
 
 
 def test_curves_are_on_disk_before_a_checkpoint_counts(
@@ -430,8 +455,15 @@ def test_sigkill(
 
     summary = run(image_root, folder, *LONG, "log.tensorboard=true", "loader.workers=0")
     check_continued(folder, summary, straight)
-    board = check_curves(folder)
-    assert len(board.Images("train/images")) == 1 and len(board.Tensors("config/text_summary")) >= 1
+    board, whole = check_curves(folder), check_curves(straight[0])
+    for tag in whole.Tags()["images"]:
+        assert [image.step for image in board.Images(tag)] == [image.step for image in whole.Images(tag)], tag
+        assert [image.encoded_image_string for image in board.Images(tag)] == [
+            image.encoded_image_string for image in whole.Images(tag)
+        ], tag
+    for tag in ("config/text_summary", "custom_scalars__config__"):
+        assert len(board.Tensors(tag)) == 1
+    assert len(list((folder / "tensorboard").iterdir())) == 2  # one for each life
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
@@ -515,7 +547,7 @@ def test_killed_before_the_first_checkpoint(image_root: Path, tmp_path: Path, sh
     assert rows(folder, "val") == rows(short[0], "val")
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
     board = check_curves(folder)
-    assert len(board.Images("train/images")) == 1 and len(board.Tensors("config/text_summary")) >= 1
+    assert [image.step for image in board.Images("train/images")] == [1, 6] and len(board.Tensors("config/text_summary")) >= 1
 
 
 def test_resume_from_a_path(image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]) -> None:
@@ -528,7 +560,7 @@ def test_resume_from_a_path(image_root: Path, tmp_path: Path, straight: tuple[Pa
     assert rows(same_folder, "val") == rows(straight[0], "val")[1:]
     board = EventAccumulator(str(same_folder / "tensorboard")).Reload()
     assert f"dir: {same_folder}" in board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
-    assert [image.step for image in board.Images("train/images")] == [35]
+    assert board.Images("train/images")[0].step == 36
 
     # What was best there is not here: here the best is the only one, although it is worse.
     last = path.with_name("step-00000054.pt")
@@ -549,7 +581,9 @@ def test_resume_from_its_own_checkpoint_by_another_path(
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
     run(image_root, Path("run"), f"checkpoint.resume={path}", "log.tensorboard=true")
     assert same(stored(tmp_path / "run"), stored(short[0]))
-    assert [image.step for image in check_curves(tmp_path / "run").Images("train/images")] == [0]
+    board = check_curves(tmp_path / "run")
+    assert [image.step for image in board.Images("train/images")] == [1, 6]
+    assert len(board.Tensors("config/text_summary")) == len(board.Tensors("custom_scalars__config__")) == 1
 
 
 def test_resume_path_missing(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -652,6 +686,34 @@ def test_loss_not_finite(log_every: int, image_root: Path, tmp_path: Path, capfd
         weights = checkpoint.load(path)["state"]["model"].values()
         assert all(w.isfinite().all() for w in weights if w.is_floating_point()), path
     assert run(image_root, folder, *options, "optim.lr=1e-3")["status"] == "finished"
+
+
+def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the last rows, before the feed is closed: whatever a crash has left of it may hang."""
+    folder = tmp_path / "run"
+    step, close, write = train.train_step, Prefetcher.close, RecordWriter.write
+    seen: list[list[int]] = []
+
+    def crash(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
+        if state.step == 7:
+            raise RuntimeError("a bug")
+        return step(state, *arguments, **options)
+
+    def look_and_close(self: Prefetcher) -> None:
+        seen.append([event.step for event in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train/loss")])
+        close(self)
+
+    monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.01), write(self, data)))  # a slow disk
+    monkeypatch.setattr(train, "train_step", crash)
+    monkeypatch.setattr(Prefetcher, "close", look_and_close)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(image_root, folder, "log.tensorboard=true")
+    assert seen and all(steps == [row["step"] for row in rows(folder, "train")] for steps in seen)
+    assert len(seen[0]) >= 6
+    check_curves(folder)
+    monkeypatch.undo()
+    run(image_root, folder, "log.tensorboard=true")
+    check_curves(folder)
 
 
 @pytest.mark.parametrize("what", ["TensorBoard", "metrics.jsonl"])

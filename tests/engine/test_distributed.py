@@ -17,7 +17,7 @@ from torch import nn
 
 from conf.schema import UserError
 from engine.distributed import StopSignal, World, join_world, resolve_device
-from engine.evaluate import evaluate
+from engine.evaluate import Mistakes, evaluate
 from engine.meters import measure
 
 ROOT = Path(__file__).parents[2]
@@ -175,9 +175,11 @@ def test_gradients_are_averaged_and_batch_norm_stays_each_ranks_own(ranks: tuple
 def test_validation_is_exact_with_uneven_shares(ranks: tuple[Found, Found]) -> None:
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
-    whole = evaluate(model, measure, [(images, labels)], alone())
+    mistakes = Mistakes(8, alone().device)
+    whole = evaluate(model, measure, [(images, labels)], alone(), mistakes)
     for found in ranks:
-        assert found["validation"] == pytest.approx([whole.loss, whole.top1, whole.top5, 25])
+        assert found["validation"]["metrics"] == pytest.approx([whole.loss, whole.top1, whole.top5, 25])
+        assert found["validation"]["table"] == mistakes.table.tolist()
     assert ranks[0]["validation"] == ranks[1]["validation"]
     assert 0 < whole.top1 < 100
 

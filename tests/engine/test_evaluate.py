@@ -1,13 +1,15 @@
 """Validation counts every image once, however it is cut into batches."""
 
+import copy
 from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from engine import evaluate as module
 from engine.distributed import World
-from engine.evaluate import evaluate
+from engine.evaluate import Mistakes, evaluate
 from engine.meters import measure
 from models.resnet import resnet_tiny
 
@@ -72,7 +74,7 @@ def test_the_model_is_left_as_it_was(model: nn.Module, data: tuple[Tensor, Tenso
 def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     seen = []
 
-    def watch(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    def watch(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         seen.append((torch.is_grad_enabled(), model.training, model(images).requires_grad))
         return measure(model, images, labels)
 
@@ -80,3 +82,86 @@ def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) ->
     evaluate(model, watch, padded(*data, 20), ALONE)
     assert seen == [(False, False, False)] * 2
     assert torch.is_grad_enabled()
+
+
+def classed(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, list[float], list[int]]:
+    """Counts by label and prediction, losses and predictions, one image after the other."""
+    logits = model.eval()(images)
+    losses, predictions = nn.functional.cross_entropy(logits, labels, reduction="none").tolist(), logits.argmax(1).tolist()
+    table = torch.zeros(7, 7, dtype=torch.int32)
+    for label, prediction in zip(labels.tolist(), predictions, strict=True):
+        table[label, prediction] += 1
+    return table, losses, predictions
+
+
+@pytest.mark.parametrize("size", [1, 5, 37, 100])
+def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
+    """For any batch size; rows that fill up are neither counted nor shown, however wrong."""
+    mistakes = Mistakes(7, ALONE.device, worst=4)
+    found = evaluate(model, measure, padded(*data, size), ALONE, mistakes)
+    table, losses, predictions = classed(model, *data)
+    assert mistakes.table.dtype == torch.int32 and torch.equal(mistakes.table, table)
+    seen, hits = mistakes.per_class()
+    assert torch.equal(seen, data[1].bincount(minlength=7))
+    assert hits.sum().item() == pytest.approx(found.top1 * IMAGES / 100)
+
+    images, rows = mistakes.worst_images()
+    worst = sorted(range(IMAGES), key=lambda i: -losses[i])[:4]
+    assert torch.equal(images, data[0][worst])
+    assert [row[:2] for row in rows] == [(int(data[1][i]), predictions[i]) for i in worst]
+    assert [row[2] for row in rows] == pytest.approx([losses[i] for i in worst])
+
+
+def test_mistakes_of_fewer_images_than_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+    mistakes = Mistakes(7, ALONE.device, worst=16)
+    evaluate(model, measure, padded(data[0][:5], data[1][:5], 3), ALONE, mistakes)
+    images, rows = mistakes.worst_images()
+    assert len(images) == len(rows) == 5
+    assert {row[0] for row in rows} == set(data[1][:5].tolist())
+
+
+def test_mistakes_without_images(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+    for mistakes, batches in ((Mistakes(7, ALONE.device, worst=4), []), (Mistakes(7, ALONE.device), [data])):
+        evaluate(model, measure, batches, ALONE, mistakes)
+        images, rows = mistakes.worst_images()
+        assert len(images) == 0 and rows == []
+        assert mistakes.table.sum() == sum(len(labels) for _, labels in batches)
+
+
+def test_mistakes_of_too_many_classes_for_pairs(
+    model: nn.Module, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = Mistakes(7, ALONE.device)
+    monkeypatch.setattr(module, "MOST_CLASSES", 6)
+    single = Mistakes(7, ALONE.device)
+    for mistakes in (pairs, single):
+        evaluate(model, measure, padded(*data, 10), ALONE, mistakes)
+    assert (pairs.pairs, single.pairs, single.table.shape) == (True, False, (7, 2))
+    for one, other in zip(pairs.per_class(), single.per_class(), strict=True):
+        assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+    """Also where only repeatable kernels are allowed; and what is counted in bf16 is exactly what top1 counts."""
+    network, device = copy.deepcopy(model).cuda(), torch.device("cuda")
+    world = World(rank=0, size=1, local_rank=0, local_size=1, device=device)
+    batches = [(images.cuda(), labels.cuda()) for images, labels in padded(*data, 8)]
+    compiled, whole = torch.compile(measure, dynamic=False), Mistakes(7, device, worst=4)
+    with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
+        metrics = evaluate(network, compiled, batches, world, whole)
+        rows = [compiled(network.eval(), *batch)[1:] for batch in batches]
+    assert whole.per_class()[1].sum().item() == pytest.approx(metrics.top1 * IMAGES / 100)
+    for repeatable in (False, True):
+        found = Mistakes(7, device, worst=4)
+        torch.use_deterministic_algorithms(repeatable)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch, (losses, predictions) in zip(batches, rows, strict=True):
+                found.add(*batch, losses, predictions)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            torch.use_deterministic_algorithms(False)
+        assert torch.equal(found.table, whole.table) and found.table.sum() == IMAGES
+        assert torch.equal(found.worst_images()[0], whole.worst_images()[0])

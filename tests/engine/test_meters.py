@@ -100,10 +100,14 @@ def test_measure_leaves_out_rows_that_fill_up() -> None:
     network = nn.Linear(8, 7)
     images, labels = torch.randn(9, 8), torch.randint(0, 7, (9,))
     padded = torch.cat([images, torch.full((3, 8), 1e9)])
-    found = meters.measure(network, padded, torch.cat([labels, torch.full((3,), EMPTY)]))
-    torch.testing.assert_close(found, meters.measure(network, images, labels))
-    assert found[0].item() == pytest.approx(nn.functional.cross_entropy(network(images), labels, reduction="sum").item())
-    assert meters.measure(network, images, torch.full((9,), EMPTY)).tolist() == [0, 0, 0, 0]
+    found, losses, predictions = meters.measure(network, padded, torch.cat([labels, torch.full((3,), EMPTY)]))
+    torch.testing.assert_close(found, meters.measure(network, images, labels)[0])
+    each = nn.functional.cross_entropy(network(images), labels, reduction="none")
+    torch.testing.assert_close(losses, torch.cat([each, torch.zeros(3)]))
+    assert found[0].item() == pytest.approx(each.sum().item())
+    assert torch.equal(predictions[:9], network(images).argmax(1))
+    assert found[1] == (predictions[:9] == labels).sum()
+    assert meters.measure(network, images, torch.full((9,), EMPTY))[0].tolist() == [0, 0, 0, 0]
 
 
 def test_metrics_of() -> None:

@@ -3,6 +3,7 @@
 import io
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -12,10 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import nn
 
-from engine.tracker import HEADER, Tracker, duration, grid
+from engine import pictures
+from engine.evaluate import Mistakes
+from engine.pictures import grid
+from engine.tracker import HEADER, Tracker, duration
+from engine.tracker import SCALARS as ROW_TAGS
 
 FIGURES = {"gpu/utilization": 95.0, "gpu/power_watts": 600.0, "memory/allocated_gib": 10.0, "memory/reserved_gib": 12.0,
            "memory/alloc_retries": 0, "memory/ooms": 0}  # fmt: skip
@@ -45,16 +54,29 @@ def val_row(step: int, top1: float = 60.0) -> dict[str, Any]:
     }
 
 
+ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
+CLASSES = ["cat", "dog", "fish"]
+
+
+def mistakes(worst: int = 4) -> Mistakes:
+    """Four images, one of them a cat that is taken for a dog."""
+    found = Mistakes(3, torch.device("cpu"), worst=worst)
+    pixels = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
+    found.add(pixels, torch.tensor([0, 0, 2, -1]), torch.tensor([0.1, 3.0, 0.2, 9.0]), torch.tensor([0, 1, 2, 1]))
+    return found
+
+
 def life(folder: Path, start: int, steps: list[int], loss: float) -> None:
     """One start of a program: a log row at each step, a validation at each 20th."""
     with Tracker(folder, start_step=start, total_steps=100, epochs=10) as tracker:
         if start == 0:
             tracker.text("config", f"loss: {loss}")
-            tracker.images("train/images", torch.zeros(2, 3, 4, 4), scale=torch.tensor(1.0), shift=torch.tensor(0.0), step=0)
+            tracker.images("train/images", torch.zeros(2, 3, 4, 4), scale=ONE, shift=ZERO, step=0)
         for step in steps:
             tracker.train_row(train_row(step, loss), FIGURES)
             if step % 20 == 0:
                 tracker.val_row(val_row(step, top1=loss), best=False)
+                tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=step)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -63,7 +85,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def curves(folder: Path) -> EventAccumulator:
     """What TensorBoard shows."""
-    events = EventAccumulator(str(folder / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
     return events.Reload()
 
 
@@ -109,6 +131,10 @@ def test_curves_after_a_restart_have_no_doubled_or_dead_steps(tmp_path: Path) ->
     assert curve(events, "val/top1") == [(20, 1), (40, 2), (60, 3), (80, 3)]
     assert [event.step for event in events.Scalars("gpu/utilization")] == [10, 20, 30, 40, 50, 60, 70, 80]
     assert len(events.Images("train/images")) == 1
+    for tag in ("val/worst", "val/confusion", "val/per_class"):
+        assert [image.step for image in events.Images(tag)] == [20, 40, 60, 80]
+    assert len(events.Tensors("custom_scalars__config__")) == 1
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3  # one for each life
     assert b"loss: 1" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
@@ -127,8 +153,8 @@ def test_tags(tmp_path: Path) -> None:
     life(tmp_path, 0, [20], loss=1)
     tags = curves(tmp_path).Tags()
     assert set(tags["scalars"]) == SCALARS
-    assert tags["images"] == ["train/images"]
-    assert tags["tensors"] == ["config/text_summary"]
+    assert set(tags["images"]) == {"train/images", "val/worst", "val/confusion", "val/per_class"}
+    assert set(tags["tensors"]) == {"custom_scalars__config__", "config/text_summary"}
     design = """
         train/loss train/top1 val/loss val/top1 val/top5 lr throughput/images_per_second
         time/data_wait_fraction time/copy_ms time/step_ms gpu/utilization gpu/power_watts
@@ -193,7 +219,7 @@ def test_log_that_cannot_be_opened(tmp_path: Path, broken: str, caplog: pytest.L
 def test_folder_that_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run").write_text("")
     life(tmp_path / "run", 0, [10, 20], loss=1)
-    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]  # one for each writer
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3  # for each that writes
     assert capsys.readouterr().out.count("\n") == 4  # the header, two rows, a validation
 
 
@@ -236,26 +262,16 @@ def test_silent_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         tracker.progress(5)
         tracker.train_row(train_row(1), FIGURES)
         tracker.val_row(val_row(1), best=True)
-        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=torch.tensor(1.0), shift=torch.tensor(0.0), step=0)
+        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=0)
+        tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=1)
+        tracker.graph(lambda: pytest.fail("is not built"), side=8, parameters=1)
+        tracker.hyperparameters({"a": 1}, SUMMARY, 1)
         tracker.outcome(SUMMARY)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_grid() -> None:
-    for count, shape in {1: (3, 5, 5), 7: (3, 5, 35), 8: (3, 5, 40), 9: (3, 10, 40), 64: (3, 40, 40)}.items():
-        images = torch.randint(1, 256, (count, 3, 5, 5), dtype=torch.uint8)
-        sheet = grid(images)
-        assert (sheet.shape, sheet.dtype) == (shape, torch.uint8)
-        for i in range(count):
-            row, column = divmod(i, 8)
-            assert torch.equal(sheet[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5], images[i])
-    assert grid(torch.ones(9, 3, 5, 5, dtype=torch.uint8))[:, 5:, 5:].sum() == 0
-
-
 def test_images_are_shown_as_they_were_before_normalising(tmp_path: Path) -> None:
-    from PIL import Image
-
     pixels = torch.randint(0, 256, (70, 3, 6, 6), dtype=torch.uint8)
     mean, std = torch.tensor([0.485, 0.456, 0.406])[:, None, None], torch.tensor([0.229, 0.224, 0.225])[:, None, None]
     scale, shift = 1 / (255 * std), -mean / std
@@ -265,6 +281,168 @@ def test_images_are_shown_as_they_were_before_normalising(tmp_path: Path) -> Non
     assert image.step == 7
     shown = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).tobytes()), dtype=torch.uint8)
     assert torch.equal(shown.view(48, 48, 3).permute(2, 0, 1), grid(pixels[:64]))
+
+
+def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
+    """32 of 224 px, as JPEG: an epoch's grid is a megabyte at most."""
+    pixels = torch.nn.functional.interpolate(torch.rand(64, 3, 8, 8), 224, mode="bilinear") * 255
+    with Tracker(tmp_path) as tracker:
+        tracker.images("train/images", pixels, scale=ONE, shift=ZERO, step=1)
+    (image,) = curves(tmp_path).Images("train/images")
+    assert (image.width, image.height) == (8 * 224, 4 * 224) and len(image.encoded_image_string) < 2**20
+    back = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).crop((224, 0, 448, 224)).tobytes()))
+    assert (back.view(224, 224, 3).permute(2, 0, 1) - pixels[1]).abs().mean() < 3
+
+
+def test_layout_shows_every_curve(tmp_path: Path) -> None:
+    """Each scalar is in a chart of the group it belongs to; those of one chart have one unit."""
+    life(tmp_path, 0, [20], loss=1)
+    events = curves(tmp_path)
+    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    assert [group.title for group in layout.category] == ["learning", "throughput", "time", "gpu", "memory", "host"]
+    charts = {
+        (group.title, chart.title): tag for group in layout.category for chart in group.chart for tag in chart.multiline.tag
+    }
+    new = {"gpu/sm_clock_mhz_max", "gpu/jpeg_engine_utilization", "gpu/something_new", "memory/fragmentation",
+           "host/workers_rss_gib", "final/best_top1", "final/images_per_second", "gpu/throttled_power_fraction",
+           "gpu/memory_used_gib_min"}  # fmt: skip
+    for tag in {*events.Tags()["scalars"], *ROW_TAGS.values(), *new}:
+        (found,) = [where for where, pattern in charts.items() if re.match(pattern, tag)]
+        group = "throughput" if "images_per_second" in tag else tag.split("/")[0]
+        assert found[0] == (group if group in ("throughput", "time", "gpu", "memory", "host") else "learning"), tag
+    assert re.match(charts["gpu", "clocks, MHz"], "gpu/sm_clock_mhz_max")
+
+
+def test_layout_of_a_life_that_begins_late(tmp_path: Path) -> None:
+    """From another run's checkpoint, or with TensorBoard turned on later."""
+    life(tmp_path, 30, [40], loss=1)
+    life(tmp_path, 40, [50], loss=1)
+    assert len(curves(tmp_path).Tensors("custom_scalars__config__")) == 1
+
+
+def picture(events: EventAccumulator, tag: str) -> Image.Image:
+    return Image.open(io.BytesIO(events.Images(tag)[-1].encoded_image_string))
+
+
+def test_mistakes_are_shown(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=7)
+    events = curves(tmp_path)
+    table = mistakes().table.numpy()
+    when = "validation after step 7"
+    for tag, expected in {
+        "val/confusion": pictures.confusion(f"confusions, {when}", table, CLASSES),
+        "val/per_class": pictures.per_class(f"top-1 of each class, {when}", table.sum(1), table.diagonal(), CLASSES),
+        "val/worst": pictures.worst(
+            f"the largest losses, {when}",
+            torch.tensor([1, 2, 0], dtype=torch.uint8)[:, None, None, None].expand(3, 3, 8, 8),
+            [("cat", "dog", "loss 3.00"), ("fish", "fish", "loss 0.20"), ("cat", "cat", "loss 0.10")],
+        ),
+    }.items():
+        assert picture(events, tag).tobytes() == expected.tobytes(), tag
+        assert [image.step for image in events.Images(tag)] == [7]
+    assert json.loads((tmp_path / "per_class.json").read_text()) == {
+        "step": 7,
+        "classes": [
+            {"class": "cat", "images": 2, "top1": 50.0},
+            {"class": "dog", "images": 0, "top1": None},
+            {"class": "fish", "images": 1, "top1": 100.0},
+        ],
+    }
+
+
+def test_per_class_without_tensorboard(tmp_path: Path) -> None:
+    with Tracker(tmp_path, tensorboard=False) as tracker:
+        assert not tracker.draws
+        tracker.mistakes(mistakes(worst=0), CLASSES, scale=ONE, shift=ZERO, step=7)
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "per_class.json"}
+
+
+def test_pictures_that_cannot_be_drawn(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cost one warning and no curve."""
+
+    def broken(*_: object) -> None:
+        raise ValueError("no such font")
+
+    monkeypatch.setattr(pictures, "confusion", broken)
+    life(tmp_path, 0, [20, 40], loss=1)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("pictures cannot be written (ValueError: no such font)")
+    events = curves(tmp_path)
+    assert curve(events, "val/top1") == [(20, 1), (40, 1)] and events.Tags()["images"] == ["train/images"]
+
+
+def test_per_class_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "per_class.json").mkdir()
+    life(tmp_path, 0, [20, 40], loss=1)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("per_class.json cannot be written")
+    assert [image.step for image in curves(tmp_path).Images("val/confusion")] == [20, 40]
+
+
+def test_graph(tmp_path: Path) -> None:
+    """It shows the layers by name, and random numbers go on as if nothing had been built."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(4 * 36, 5))
+
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    with Tracker(tmp_path) as tracker:
+        tracker.graph(build, side=8, parameters=10**6)
+    assert torch.equal(torch.rand(3), expected)
+    names = {node.name for node in curves(tmp_path).Graph().node}
+    assert any("Conv2d[0]" in name for name in names) and any("Linear[3]" in name for name in names)
+
+
+class Untraceable(nn.Module):
+    def forward(self, images: torch.Tensor) -> Any:
+        return {"logits": object()}
+
+
+def test_graph_that_cannot_be_had(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+    """Nobody hears of it, and the curves are written."""
+
+    def refused() -> nn.Module:
+        raise RuntimeError("no")
+
+    with Tracker(tmp_path, total_steps=10, epochs=1) as tracker, caplog.at_level(logging.INFO):
+        tracker.graph(Untraceable, side=8, parameters=1)
+        tracker.graph(refused, side=8, parameters=1)
+        tracker.graph(lambda: pytest.fail("too large"), side=8, parameters=10**9)
+        tracker.val_row(val_row(1), best=False)
+    assert not caplog.records and "rror" not in "".join(capfd.readouterr())
+    assert curve(curves(tmp_path), "val/top5") == [(1, 95)]
+    with pytest.raises(ValueError, match="no graph"):
+        curves(tmp_path).Graph()
+
+
+def test_hyperparameters(tmp_path: Path) -> None:
+    """In the life's own event file, every value, and the figures they are compared by."""
+    with Tracker(tmp_path) as tracker:
+        tracker.val_row(val_row(20), best=True)
+        tracker.hyperparameters({"optim.lr": 0.1, "train.epochs": 10, "optim.nesterov": True, "model.weights": None,
+                                 "augment.train": [{"flip": {"p": 0.5}}], "model.name": "resnet50"}, SUMMARY, 20)  # fmt: skip
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+    events = curves(tmp_path)
+    found = {k: HParamsPluginData.FromString(v) for k, v in events.PluginTagToContent("hparams").items()}
+    values = found["_hparams_/session_start_info"].session_start_info.hparams
+    assert {k: v.number_value or v.string_value for k, v in values.items()} == {
+        "optim.lr": 0.1,
+        "train.epochs": 10,
+        "optim.nesterov": "true",
+        "model.weights": "null",
+        "augment.train": "[{'flip': {'p': 0.5}}]",
+        "model.name": "resnet50",
+    }
+    assert found["_hparams_/session_end_info"].session_end_info.status == 1  # success
+    tags = {metric.name.tag for metric in found["_hparams_/experiment"].experiment.metric_infos}
+    assert tags == {"val/loss", "val/top1", "val/top5", "final/best_top1", "final/images_per_second"}
+    assert tags <= set(events.Tags()["scalars"])
+    assert curve(events, "final/best_top1") == [(20, 72.5)]
 
 
 def test_console_lines_stand_under_their_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,7 +100,7 @@ def account_of(feed: Feed, ledger: Ledger, step: Callable[[Batch], object], *, s
         torch.cuda.synchronize()
     rate = steps * feed.train.loader.batch_size / (time.perf_counter() - began)
     ledger.note(feed.train.timing(), rate)
-    return ledger.epoch_verdict(train.loader_input(feed))
+    return ledger.run_verdict(train.loader_input(feed))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -186,6 +186,7 @@ def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, monkeypatch
 def test_no_steps_no_verdict(image_root: Path) -> None:
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
         assert ledger.epoch_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False)) == []
+        assert ledger.run_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False)) == []
         assert ledger.note(None, 100.0) == {"data_wait_fraction": 0.0}
         assert ledger.mfu(100.0) is None
 
@@ -198,3 +199,12 @@ def test_mfu_is_of_the_gpus_peak(image_root: Path) -> None:
         assert ledger.mfu(7000) == pytest.approx(0.1737, abs=1e-3)
         ledger.plan = replace(ledger.plan, device="NVIDIA of another year")
         assert ledger.mfu(7000) is None
+
+
+def test_an_epoch_of_seconds_has_no_verdict(image_root: Path) -> None:
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (feed, ledger):
+        for rate, sentences in ((1e6, 0), (1.0, 1)):
+            list(feed.train.batches(0, 4))
+            ledger.note(feed.train.timing(), rate)
+            assert len(ledger.epoch_verdict(train.loader_input(feed))) >= sentences
+            assert ledger.epoch_verdict(train.loader_input(feed)) == []
