@@ -1,0 +1,567 @@
+"""Before a long job: are the data, the GPUs and the machine as training needs them?
+
+    python scripts/doctor.py data.root=/imagenet
+    python scripts/doctor.py data.root=/imagenet --all --ranks 8 --json doctor.json
+
+Takes train.py's key=value overrides. Every file is listed and weighed; of each split 2,000, spread over it, are decoded in
+full, with --all every one. A row for each check: ok, warn or fail, what was found, and what to do (->). Nothing is changed; a
+temporary file beside run.dir measures the disk. Exit status: 0 nothing failed, 1 something did, 2 a mistake in the command.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from conf import cli
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--all", action="store_true", help="decode every file, not a sample")
+    parser.add_argument("--sample", type=int, default=2000, help="files of each split to decode (2000)")
+    parser.add_argument("--ranks", type=int, default=1, help="processes that torchrun will start on this machine (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, with every file that is named")
+    OPTIONS, OVERRIDES = parser.parse_known_args()
+    CONFIG = cli.parse(OVERRIDES, script="doctor.py", purpose=__doc__)
+    for wrong, message in (
+        (OPTIONS.sample < 1, f"--sample {OPTIONS.sample}: give 1 or more, or --all"),
+        (OPTIONS.ranks < 1, f"--ranks {OPTIONS.ranks}: give 1 or more"),
+        (OPTIONS.json and OPTIONS.json.is_dir(), f"--json {OPTIONS.json}: is a folder; give a file"),
+        (OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(), f"--json {OPTIONS.json}: no such folder; make it first"),
+        (CONFIG.data.source == "folder" and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
+         f"data.root={CONFIG.data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"),
+    ):  # fmt: skip
+        if wrong:
+            cli.fail(message, "doctor.py")
+
+import hashlib
+import math
+import re
+import resource
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+import train
+from conf.schema import Config, UserError
+from engine import checkpoint
+from engine.distributed import World, resolve_device
+from engine.plan import Plan
+from engine.rundir import RunDirectory
+from pipeline import decode, machine
+from pipeline.budget import worker_limit
+from pipeline.build import ON_GPU, Datasets, build_datasets, stand_in
+from pipeline.dataset import FolderDataset, describe
+from pipeline.demo import MARKER
+from scripts import gpus, survey
+from scripts.gpus import Ask, Finding
+from scripts.survey import Files, Opened, Split, Tell
+
+GIB = 1 << 30
+BEGAN = time.time(), time.monotonic()
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before pipeline.machine raises the soft limit
+NAMED = 10  # files that a row names on the console
+SUSPICIOUS_BYTES = 128  # no picture is smaller: such files are opened in any case
+PROBE_BYTES, PROBE_LEAST, PROBE_SECONDS = 256 << 20, 64 << 20, 1.5  # written to measure a disk: the first two, or for so long
+IMAGENET_1K = "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"  # SHA-256 of its 1,000 ids, joined by spaces
+# What is odd about a file: of what share on to warn, and what it means in training.
+ODD = {
+    "CMYK": (0.01, "converted without a colour profile"),
+    "grey": (0.2, "three equal channels; decoded by Pillow, slower"),
+    "palette": (0.01, "decoded by Pillow, slower"),
+    "transparent": (0.01, "decoded by Pillow, slower; what is behind transparent pixels shows"),
+    "16-bit or other": (0.01, "decoded by Pillow; of 16 bits the upper 8 count"),
+    "misnamed": (0.01, "the content counts, not the name; what is no JPEG is slower"),
+    "animated": (0.01, "the first picture counts"),
+    "progressive": (0.1, "two to three times slower to decode, and not by a GPU's engines"),
+    "very large": (0.01, f"over {survey.LARGE / 1e6:g} megapixels: slow, and takes memory in every worker"),
+    "tiny": (0.01, f"a side under {survey.TINY} px: blown up"),
+    "turned by EXIF": (0.01, "trained on as stored, not as a viewer turns it"),
+}
+
+
+class Unmade(Exception):  # noqa: N818 - no error: an earlier row says what is wrong
+    """A check that cannot be made, with the reason."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a check found. `details` are lines to list, mostly files."""
+
+    status: str  # ok, warn, fail
+    found: str
+    do: str = ""
+    details: tuple[str, ...] = ()
+    check: str = ""
+
+
+ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
+
+
+@dataclass
+class Case:
+    """What is looked at, and what checks find out for those after them.
+
+    Attributes:
+        sample: files of each split to decode; None is all.
+        gpus: whom to ask about each GPU that torch sees.
+    """
+
+    config: Config
+    sample: int | None = 2000
+    ranks: int = 1
+    tell: Tell = lambda text: None
+    splits: dict[str, Split] = field(default_factory=dict)
+    opened: dict[str, list[Opened]] = field(default_factory=dict)
+    gpus: dict[int, Ask] = field(default_factory=dict)
+    plan: tuple[Plan, Datasets, World] | None = None
+
+    def both(self) -> tuple[Split, Split]:
+        if len(self.splits) < 2 or not all(split.files for split in self.splits.values()):
+            raise Unmade("there are not two splits with images, see layout")
+        return self.splits["train"], self.splits["val"]
+
+    def planned(self) -> tuple[Plan, Datasets, World]:
+        if self.plan is None:
+            raise Unmade("there is no plan, see plan")
+        return self.plan
+
+    def how_many(self, name: str) -> str:
+        opened, there = len(self.opened[name]), len(self.splits[name].files)
+        return f"all {there:,}" if opened == there else f"{opened:,} sampled of {there:,}"
+
+
+class Listed(FolderDataset):
+    """Stands for a split of which the files' sizes are known."""
+
+    def __init__(self, files: Files) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def mean_bytes(self) -> float:
+        return sum(size for _, size in self.files) / len(self.files)
+
+
+# The data.
+
+
+def layout(case: Case) -> Iterator[Row]:
+    data = case.config.data
+    for name, place in (("train", data.train), ("val", data.val)):
+        root = os.path.join(os.path.expanduser(data.root or ""), place)
+        try:
+            split = case.splits[name] = survey.list_split(root, case.tell)
+        except OSError as error:
+            yield fail(f"data.{name}={root}: {error.strerror}", "it must be a folder that holds one folder per class")
+            continue
+        if empty := [c for c, files in split.classes.items() if not files]:
+            yield fail(f"{name}: {len(empty):,} class folders hold no images: {few(empty)}", "fill or remove them")
+        if split.denied:
+            yield fail(f"{name}: {len(split.denied):,} places cannot be read, training refuses to start",
+                       "give this user permission, or remove them", listed(split.denied))  # fmt: skip
+        if split.skipped:
+            yield warn(f"{name}: {len(split.skipped):,} are named as images and are no files: left out",
+                       "restore or remove them", listed(split.skipped))  # fmt: skip
+        loose = len(split.loose)
+        if not split.classes:
+            cure = "sort them into one folder per class; for ImageNet's val, valprep.sh does" if loose else "make one per class"
+            yield fail(f"{name}: no class folders in {root}" + f"; flat, with {loose:,} images" * bool(loose), cure)
+        elif loose:
+            yield warn(f"{name}: {loose:,} images lie in no class folder: left out: {few(split.loose)}", "move them into one")
+        elif len(split.classes) == 1:
+            yield warn(f"{name}: a single class, {few(split.classes)}", "is data.root one folder too high?")
+        elif not empty:
+            yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
+
+
+def classes(case: Case) -> Iterator[Row]:
+    here, there = (set(split.classes) for split in case.both())
+    for mine, others, name, other in ((here, there, "train", "val"), (there, here, "val", "train")):
+        if extra := sorted(mine - others):
+            yield fail(f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", "both need the same")
+    if here == there:
+        yield ok(f"the same {len(here):,} in both splits")
+
+
+def class_order(case: Case) -> Iterator[Row]:
+    names = list(case.both()[0].classes)
+    ids = [name for name in names if re.fullmatch(r"n\d{8}", name)]
+    span = f"{names[0]} to {names[-1]}"
+    if hashlib.sha256(os.fsencode(" ".join(names))).hexdigest() == IMAGENET_1K:
+        yield ok(f"ImageNet-1k's 1,000 in its order, {span}: labels are those of published weights")
+    elif ids:
+        strange = f"; not ids: {few(sorted(set(names) - set(ids)))}" if len(ids) < len(names) else ""
+        head = "would be taken and mean other classes" if len(names) == 1000 else "is replaced by a new one"
+        yield warn(f"{len(ids):,} WordNet ids, {span}{strange}: not the 1,000 of ImageNet-1k, n01440764 to n15075141",
+                   f"complete them if they should be; else label i is the i-th, and a published head {head}")  # fmt: skip
+    elif all(name.isdecimal() for name in names) and names != sorted(names, key=int):
+        yield warn(f"numbers, but sorted as words: {few(names)}", "label 2 is not folder 2: pad the names with zeros")
+    else:
+        yield ok(f"by name, {span}: label i is the i-th")
+
+
+def readable(case: Case) -> Iterator[Row]:
+    chosen = {name: choose(case, split.files) for name, split in case.splits.items()}
+    if not any(chosen.values()):
+        raise Unmade("there are no images, see layout")
+    found = survey.examine_all([path for paths in chosen.values() for path in paths], decoder=decode.resolve("auto"),
+                               workers=usable_cores(), tell=case.tell)  # fmt: skip
+    by_path = {opened.path: opened for opened in found}
+    for name, paths in chosen.items():
+        case.opened[name] = [by_path[path] for path in paths]
+        bad = [(o.path, o.problem) for o in case.opened[name] if o.problem]
+        skips = name == "train" and case.config.data.on_error == "skip"
+        if bad:
+            more = "; --all finds every one" * (case.sample is not None)
+            cure = f"replace or remove them{' (data.on_error=skip passes over them)' * (name == 'train')}{more}"
+            yield (warn if skips else fail)(f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad))
+        elif paths:
+            yield ok(f"{name}: {case.how_many(name)} decoded in full, none is damaged")
+
+
+def odd_files(case: Case) -> Iterator[Row]:
+    opened = [o for found in case.opened.values() for o in found if not o.problem]
+    if not opened:
+        raise Unmade("no file could be opened, see readable")
+    counts = Counter(kind for o in opened for kind in o.odd)
+    details = tuple(f"{count:,} {kind}: {ODD[kind][1]}: " + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
+                    for kind, count in counts.most_common())  # fmt: skip
+    text = f"of {len(opened):,} pictures: " + (", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()) or "none")
+    if any(count > ODD[kind][0] * len(opened) for kind, count in counts.items()):
+        yield warn(text, "scripts/shrink.py makes plain RGB JPEGs of them; training takes them as they are", details)
+    else:
+        yield ok(text, details=details)
+
+
+def duplicates(case: Case) -> Iterator[Row]:
+    train_split, val_split = case.both()
+    if "val" not in case.opened:
+        raise Unmade("no file was opened, see readable")
+    sampled = {o.path for o in case.opened["val"]}
+    val = [file for file in val_split.files if file[0] in sampled]
+    pairs = survey.find_duplicates(val, train_split.files, case.tell)
+    text = (f"{len(pairs):,} of {case.how_many('val')} validation images are in train as well, byte for byte "
+            f"(compared with all {len(train_split.files):,})")  # fmt: skip
+    details = tuple(f"{a} = {b}" for a, b in pairs)
+    if 2 * len(pairs) > len(val):
+        yield fail(text, "most of val is train, accuracy on it says nothing: give another data.val", details)
+    elif pairs:
+        yield warn(text, "remove them from one split: they raise the accuracy by up to their share", details)
+    else:
+        yield ok(text)
+
+
+def sizes(case: Case) -> Iterator[Row]:
+    case.both()
+    side = 256 * case.config.data.image_size // 224
+    for name, split in case.splits.items():
+        total = sum(size for _, size in split.files)
+        by_count = sorted((len(files), c) for c, files in split.classes.items() if files)
+        (least, small), (most, large) = by_count[0], by_count[-1]
+        sides = [min(o.size) for o in case.opened.get(name, []) if not o.problem]
+        low, middle, high = np.percentile(sides or [0], [10, 50, 90]).tolist()
+        text = (f"{name}: {len(split.files):,} images, {total / 1e9:,.2f} GB, mean {total / len(split.files) / 1e3:,.0f} kB; "
+                f"short side {middle:.0f} px, four in five {low:.0f} to {high:.0f}; "
+                f"classes of {least:,} ({small}) to {most:,} ({large})")  # fmt: skip
+        gain = (middle / side) ** 2
+        if most > 10 * least:
+            yield warn(f"{text}, {most / least:,.0f} times as many", "large classes decide loss and accuracy: fill small ones")
+        else:
+            yield ok(text, f"scripts/shrink.py --side {side} leaves {gain:.1f} times less to decode" if gain > 1.5 else "")
+
+
+# GPUs.
+
+
+def gpu(case: Case) -> Iterator[Row]:
+    choice = case.config.train.device
+    if not torch.cuda.is_available():
+        why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+        driver = " although there is an NVIDIA driver" if os.path.exists("/proc/driver/nvidia/version") else ""
+        text = f"training will run on the CPU: torch {torch.__version__} {why}{driver}"
+        cure = "enough for a small run; else install a driver, and a torch for CUDA"
+        yield fail(text, cure) if choice == "cuda" else warn(text, cure)
+        return
+    count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
+    driver, answers = "unknown", None
+    try:
+        driver, case.gpus = gpus.open_nvml()
+    except Exception as error:
+        case.gpus = dict.fromkeys(range(count), lambda *call: None)
+        answers = warn(f"NVML does not answer ({describe(error)}): little is known of them", "pip install nvidia-ml-py")
+    names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
+    text = (
+        f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; driver {driver}, torch for CUDA {torch.version.cuda}"
+    )
+    cure = (
+        f"torchrun --nproc-per-node {count} train.py uses all: look with --ranks {count}" if used else "leave out train.device"
+    )
+    yield warn(text, cure) if used < count else ok(text)
+    yield from [answers] if answers else each_gpu(gpus.card, case)
+
+
+def each_gpu(look: Callable[[Ask, int], Finding | None], case: Case) -> Iterator[Row]:
+    """One row for all GPUs of which the same is true."""
+    found = {i: look(ask, i) for i, ask in case.gpus.items()}
+    for same in dict.fromkeys(filter(None, found.values())):
+        status, text, do = same
+        yield Row(status, f"GPU {', '.join(str(i) for i, other in found.items() if other == same)}: {text}", do)
+
+
+# The machine.
+
+
+def plan(case: Case) -> Iterator[Row]:
+    config = case.config
+    world = World(0, case.ranks, 0, case.ranks, resolve_device(config.train.device, 0, case.ranks))
+    if has_files(config):  # datasets as long as they are, but without an index and its cache
+        train_split, val_split = case.both()
+        data = replace(config.data, source="fake", fake_classes=len(train_split.classes))
+        datasets = build_datasets(replace(config, data=data))
+        datasets = replace(datasets, train=Listed(train_split.files), val=Listed(val_split.files))
+    else:
+        datasets = stand_in(config) or build_datasets(config)
+    made = train.make_plan(config, datasets, world)
+    case.plan = made, datasets, world
+    yield ok(f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; {made.stop_step:,} "
+             f"steps of {made.batch_size} images of {made.image_size} px on {made.device}")  # fmt: skip
+
+
+def cores(case: Case) -> Iterator[Row]:
+    usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
+    text = (f"{usable} of {online} hardware threads by affinity ({usable // machine.threads_per_core()} physical cores), "
+            + ("no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"))  # fmt: skip
+    if min(usable, quota) < 2 * case.ranks:
+        yield warn(f"{text}: under two for each rank", "the training process and its workers will share: give more cores")
+    elif usable < online or quota < usable:
+        yield warn(text, "if that is not meant: taskset, the container's --cpus, the scheduler's --cpus-per-task")
+    else:
+        yield ok(text)
+
+
+def workers(case: Case) -> Iterator[Row]:
+    made, _, _ = case.planned()
+    limit = worker_limit()
+    text = f"{made.workers} ({made.workers_reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
+    if limit < usable_cores() // case.ranks:
+        yield warn(text, "raise ulimit -n: that is fewer than the cores")
+    else:
+        yield ok(text)
+
+
+def memory(case: Case) -> Iterator[Row]:
+    made, datasets, world = case.planned()
+    room = train.make_room(case.config, datasets, made, world)
+    if room.buffers + room.workers > 0.8 * room.free:
+        yield warn(room.line(), "little is left for the page cache and the model: lower loader.batch_size or loader.workers")
+    else:
+        yield ok(room.line())
+
+
+def shared_memory(case: Case) -> Iterator[Row]:
+    usage = shutil.disk_usage("/dev/shm")
+    yield ok(f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free; the loader does not use it")
+
+
+def run_directory(case: Case) -> Iterator[Row]:
+    path, resume = Path(case.config.run.dir), case.config.checkpoint.resume
+    RunDirectory(path).check(resume)
+    kept = sorted(path.glob("checkpoints/step-*.pt"))
+    if resume == "never" or not kept:
+        yield ok(f"{path}: " + ("the run there is moved aside" if kept else "new"))
+    else:
+        yield ok(f"{path}: holds a run up to {kept[-1].stem}", "the same command goes on there; else give another run.name")
+
+
+def disk(case: Case) -> Iterator[Row]:
+    path = Path(case.config.run.dir).absolute()
+    folder = next(p for p in (path, *path.parents) if p.is_dir())
+    try:
+        rate, written = write_rate(folder)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        yield fail(f"{folder}: cannot be written: {error.strerror}", "give a run.dir where there is room and permission")
+        return
+    text = f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s ({written >> 20} MiB written and synced)"
+    if case.plan is None:
+        yield ok(text, "what the checkpoints need is not known, see plan")
+        return
+    optim, ema = case.config.optim, case.config.train.ema_decay
+    copies = 1 + (2 if optim.name == "adamw" else int(optim.momentum > 0)) + (ema is not None)
+    size, number = 4 * case.plan[0].parameters * copies, case.config.checkpoint.keep + 2  # the best, and the one being written
+    text += f"; {number} checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
+    if free < number * size:
+        yield fail(text, f"make room for {(number * size - free) / 1e9:,.1f} GB more, or lower checkpoint.keep")
+    elif free < 2 * number * size or size / rate > 30:
+        yield warn(text, "take a larger or faster disk, or raise checkpoint.every_steps: training waits for each checkpoint")
+    else:
+        yield ok(text)
+
+
+def decoder(case: Case) -> Iterator[Row]:
+    have, chosen = decode.installed(), case.config.loader.decoder
+    best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
+    text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
+    cures = {"simplejpeg": "TurboJPEG 3 decodes only what a crop needs, a third faster: conda install libjpeg-turbo",
+             "pillow": "simplejpeg (pip) is a sixth faster, TurboJPEG 3 (conda install libjpeg-turbo) a half"}  # fmt: skip
+    yield warn(text, cures[best]) if best in cures else ok(text)
+
+
+def clock(case: Case) -> Iterator[Row]:
+    wall, steady = time.time() - BEGAN[0], time.monotonic() - BEGAN[1]
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {1e3 * abs(wall - steady):.1f} ms off the monotonic clock in {steady:.0f} s"
+    if abs(wall - steady) > 0.05 + 0.001 * steady:
+        yield warn(text, "the wall clock jumps or drifts, logged times will be wrong: look at NTP")
+    elif not 2025 <= time.localtime().tm_year <= 2100:
+        yield warn(text, "set the clock: file times and logs depend on it")
+    else:
+        yield ok(text)
+
+
+# In this order: some use what others found, and the GPUs' processes are listed while none of ours is there.
+ON_FILES: dict[str, Callable[[Case], Iterator[Row]]] = {
+    "layout": layout,
+    "classes": classes,
+    "class order": class_order,
+    "readable": readable,
+    "odd files": odd_files,
+    "duplicates": duplicates,
+    "sizes": sizes,
+}
+ON_MACHINE: dict[str, Callable[[Case], Iterator[Row]]] = {
+    "GPU": gpu,
+    "PCIe": partial(each_gpu, gpus.pcie),
+    "NVLink": partial(each_gpu, gpus.nvlink),
+    "GPU health": partial(each_gpu, gpus.health),
+    "GPU clocks": partial(each_gpu, gpus.clocks),
+    "JPEG engines": partial(each_gpu, gpus.jpeg_engines),
+    "plan": plan,
+    "cores": cores,
+    "workers": workers,
+    "memory": memory,
+    "/dev/shm": shared_memory,
+    "run.dir": run_directory,
+    "disk": disk,
+    "decoder": decoder,
+    "clock": clock,
+}
+
+
+def check(case: Case) -> Iterator[Row]:
+    """Make every check. What training would refuse has failed; a check that cannot be made is a warning, no more."""
+    if not has_files(case.config):
+        yield ok(f"data={case.config.data.source}: no files to look at yet", check="layout")
+    for name, make in (ON_FILES | ON_MACHINE if has_files(case.config) else ON_MACHINE).items():
+        try:
+            for row in make(case):
+                yield replace(row, check=name)
+        except UserError as error:
+            yield fail(str(error), "training refuses to start", check=name)
+        except Unmade as reason:
+            yield warn(f"not checked: {reason}", check=name)
+        except Exception as error:
+            yield warn(f"could not be checked: {describe(error)}", check=name)
+
+
+def has_files(config: Config) -> bool:
+    """data=fake never has, data=demo once it is drawn."""
+    source, root = config.data.source, os.path.expanduser(config.data.root or "")
+    return source == "folder" or (source == "demo" and os.path.exists(os.path.join(root, MARKER)))
+
+
+def choose(case: Case, files: Files) -> list[str]:
+    """What to decode: a sample, and all that by name or size can be no picture. Finder leaves ._a.jpg beside a.jpg."""
+    if case.sample is None:
+        return [path for path, _ in files]
+    chosen = {files[i][0] for i in survey.spread(len(files), case.sample, case.config.train.seed)}
+    odd = (path for path, size in files if size < SUSPICIOUS_BYTES or os.path.basename(path).startswith("._"))
+    return sorted(chosen.union(odd))
+
+
+def usable_cores() -> int:
+    return max(1, math.floor(min(machine.cores(), machine.cpu_quota())))
+
+
+def write_rate(folder: Path) -> tuple[float, int]:
+    """Bytes/s to storage, and bytes written, into a file without a name (on NFS and the like it has one for an instant).
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    block, written, began = os.urandom(4 << 20), 0, time.perf_counter()
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+        while written < PROBE_LEAST or (written < PROBE_BYTES and time.perf_counter() - began < PROBE_SECONDS):
+            written += file.write(block)
+        os.fsync(file.fileno())
+        return written / (time.perf_counter() - began), written
+
+
+def few(names: Iterable[Any], count: int = 5) -> str:
+    names = [str(name) for name in names]
+    return ", ".join(names[:count]) + f" and {len(names) - count:,} more" * (len(names) > count)
+
+
+def listed(items: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    return tuple(f"{path}: {' '.join(reason.split())}" for path, reason in items)
+
+
+def lines(row: Row) -> Iterator[str]:
+    """The row for a reader: what to do and up to NAMED details are indented below it."""
+    width = max(map(len, ON_FILES | ON_MACHINE))
+    yield f"{row.status:<4}  {row.check:<{width}}  {row.found}"
+    indent = " " * (width + 8)
+    if row.do:
+        yield f"{indent}-> {row.do}"
+    yield from (f"{indent}{detail}" for detail in row.details[:NAMED])
+    if len(row.details) > NAMED:
+        yield f"{indent}and {len(row.details) - NAMED:,} more: --json FILE lists them all"
+
+
+def main() -> int:
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a file name may not be UTF-8
+    terminal, rows, shown = sys.stderr.isatty(), list[Row](), 0.0
+
+    def tell(text: str) -> None:
+        nonlocal shown
+        if terminal and time.monotonic() - shown > 0.1:
+            shown = time.monotonic()
+            print(f"\r{text[:120]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    try:
+        for row in check(Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks, tell)):
+            rows.append(row)
+            print("\r\x1b[K" * terminal, end="", file=sys.stderr, flush=True)
+            print("\n".join(lines(row)), flush=True)
+    except KeyboardInterrupt:
+        print("\r\x1b[K" * terminal + "doctor.py: interrupted", file=sys.stderr)
+        return 130
+    counts = Counter(row.status for row in rows)
+    print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
+    if OPTIONS.json:
+        content = {"counts": counts, "rows": [asdict(row) for row in rows], "made_by": checkpoint.provenance()}
+        try:
+            checkpoint.write_json(OPTIONS.json, content)
+        except OSError as error:
+            cli.complain(f"--json {OPTIONS.json}: cannot be written: {error.strerror}", "doctor.py")
+            return 1
+    return 1 if counts["fail"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

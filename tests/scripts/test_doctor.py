@@ -1,0 +1,864 @@
+"""The preflight: every fault is put in from outside, and its row must say so; a healthy set-up has none."""
+
+import errno
+import json
+import math
+import os
+import pty
+import re
+import resource
+import select
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from ctypes import CDLL
+from io import BytesIO
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import train
+from conf import cli
+from pipeline import budget, decode, machine
+from pipeline.demo import draw_image
+from pipeline.index import load_index
+from scripts import doctor, gpus, survey
+from scripts.doctor import Case, Row
+
+ROOT = Path(__file__).parents[2]
+BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
+TWICE = ("layout", "readable", "sizes")  # a row for each split
+GIB = 1 << 30
+Rows = dict[str, list[Row]]
+
+
+def drawn(mode: str = "RGB", *, seed: int = 0) -> Image.Image:
+    return draw_image("plaid", np.random.default_rng(seed)).convert(mode)
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+JPEG = encoded(drawn(), quality=90)
+
+
+@pytest.fixture
+def root(image_root: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(image_root, tmp_path / "imagenet")
+
+
+@pytest.fixture(autouse=True)
+def _little_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "PROBE_LEAST", 4 << 20)
+    monkeypatch.setattr(doctor, "PROBE_SECONDS", 0.0)
+
+
+def case_of(root: Path, *overrides: str, **options: Any) -> Case:
+    return Case(cli.load([*BASE, f"data.root={root}", f"run.dir={root.parent / 'run'}", *overrides]), **options)
+
+
+def look(root: Path, *overrides: str, **options: Any) -> Rows:
+    """All rows, by check."""
+    found: Rows = {}
+    for row in doctor.check(case_of(root, *overrides, **options)):
+        found.setdefault(row.check, []).append(row)
+    return found
+
+
+def only(rows: Any) -> Any:
+    """The one of them."""
+    rows = list(rows)
+    assert len(rows) == 1, rows
+    return rows[0]
+
+
+def planned(root: Path, *overrides: str) -> Case:
+    case = case_of(root, *overrides)
+    assert [row.status for check in (doctor.layout, doctor.plan) for row in check(case)] == ["ok"] * 3
+    return case
+
+
+def command(root: Path, *arguments: str) -> list[str]:
+    return [sys.executable, "scripts/doctor.py", *BASE, f"data.root={root}", f"run.dir={root.parent / 'run'}", *arguments]
+
+
+def run(root: Path, *arguments: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(root, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=60, **how)
+
+
+def everything(folder: Path) -> dict[str, int]:
+    return {str(p): p.lstat().st_mtime_ns for p in [folder, *folder.rglob("*")]}
+
+
+def statuses(output: str) -> dict[str, str]:
+    """Check -> the worst of its rows, as printed."""
+    found: dict[str, str] = {}
+    for line in output.splitlines():
+        if match := re.match(r"(ok|warn|fail) +(\S+(?: \S+)?)  ", line):
+            found[match[2]] = max(found.get(match[2], ""), match[1], key=["", "ok", "warn", "fail"].index)
+    return found
+
+
+# The whole script.
+
+
+def test_a_healthy_dataset(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    before = everything(root)
+    process = run(root, "--json", str(tmp_path / "doctor.json"))
+    assert (process.returncode, process.stderr) == (0, ""), process.stdout + process.stderr
+    found = statuses(process.stdout)
+    on_gpus = {"PCIe", "NVLink", "GPU health", "GPU clocks", "JPEG engines"}
+    assert [*found] == [name for name in doctor.ON_FILES | doctor.ON_MACHINE if name not in on_gpus]
+    depends = ("GPU", "cores", "decoder", "disk")  # on this machine
+    assert {status for name, status in found.items() if name not in depends} == {"ok"}, process.stdout
+    for text in ("train: 36 images in 3 class folders", "the same 3 in both splits", "val: all 15 decoded in full",
+                 "0 of all 15 validation images", "classes of 12 (checks) to 12 (stripes)", "MiB written and synced",
+                 "the loader does not use it", f"{tmp_path}/run: new"):  # fmt: skip
+        assert text in process.stdout, text
+    report = json.loads((tmp_path / "doctor.json").read_text())
+    assert [row["check"] for row in report["rows"]] == [name for name in found for _ in range(1 + (name in TWICE))]
+    assert "fail" not in report["counts"] and sum(report["counts"].values()) == len(report["rows"])
+    assert everything(root) == before
+    assert {p.name for p in tmp_path.iterdir()} == {"imagenet", "doctor.json"}  # neither a run, nor a cache, nor a probe
+
+
+def without_privileges() -> None:
+    """For root, permissions count as for others; few files may be open; one core."""
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+        CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: of what is executed next
+    resource.setrlimit(resource.RLIMIT_NOFILE, (70, 70))
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+
+
+def test_much_is_wrong_at_once(root: Path, tmp_path: Path) -> None:
+    folder = root / "train"
+    (folder / "dots" / "00.jpg").chmod(0)
+    (folder / "dots" / "01.jpg").write_bytes(JPEG[: len(JPEG) // 2])
+    os.mkfifo(folder / "dots" / "pipe.jpg")
+    (folder / "stripes" / "gone.jpg").symlink_to("nowhere")
+    (folder / "closed").mkdir(mode=0)
+    (folder / "dots" / os.fsdecode(b"not utf-8 \xff.jpg")).write_bytes(b"<html>404")
+    before = everything(root)
+    tmp_path.chmod(0o555)
+    try:
+        process = run(root, preexec_fn=without_privileges)
+    finally:
+        tmp_path.chmod(0o755)
+        (folder / "closed").chmod(0o755)
+    assert (process.returncode, process.stderr) == (1, ""), process.stdout + process.stderr
+    found = statuses(process.stdout)
+    assert {name for name, status in found.items() if status == "fail"} == {"layout", "classes", "readable", "disk"}
+    assert (found["cores"], found["workers"]) == ("warn", "warn")
+    for text in (
+        f"{folder}/closed: PermissionError",
+        f"{folder}/dots/pipe.jpg: a FIFO",
+        f"{folder}/stripes/gone.jpg: a dangling link",
+        "1 of train's 4 are not in val: closed",
+        "train: 3 of all 37 cannot be read",
+        f"{folder}/dots/00.jpg: PermissionError",
+        f"{folder}/dots/01.jpg: OSError: image file is truncated",
+        f"{folder}/dots/not utf-8 \\udcff.jpg: not a picture, begins with b'<html>404'",
+        f"1 of {os.cpu_count()} hardware threads by affinity (1 physical cores)",
+        "70 open files (up to 70) allow 0",
+        f"{tmp_path}: cannot be written: Permission denied",
+    ):
+        assert text in process.stdout, f"{text}\n{process.stdout}"
+    assert everything(root).keys() == before.keys() and [*tmp_path.iterdir()] == [root]
+
+
+@pytest.mark.parametrize("arguments", [
+    ["data.rot=3"], ["data.root=/nowhere"], ["--sample", "0"], ["--sample", "many"], ["--ranks", "0"], ["--every"],
+    ["--json", "/nowhere/a.json"], ["--json", "/tmp"],
+])  # fmt: skip
+def test_a_mistake_is_one_line_and_status_2(root: Path, arguments: list[str]) -> None:
+    process = run(root, *arguments)
+    assert (process.returncode, process.stdout) == (2, "")
+    last = process.stderr.splitlines()[-1]
+    assert last.startswith("doctor.py: ") and arguments[0] in last
+    assert len(process.stderr.splitlines()) == 1 or "usage" in process.stderr  # argparse's own
+
+
+def descendants(pid: int) -> set[int]:
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return set()
+    return {*children, *(d for child in children for d in descendants(child))}
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def read_terminal(terminal: int, seconds: float) -> str:
+    """What has been written to it; "" when the other end is closed, or nothing comes."""
+    try:
+        return os.read(terminal, 4096).decode() if select.select([terminal], [], [], seconds)[0] else ""
+    except OSError:
+        return ""
+
+
+def test_progress_on_a_terminal_and_an_interrupt(root: Path) -> None:
+    folder = root / "train" / "dots"
+    (folder / "large.jpg").write_bytes(encoded(drawn().resize((3000, 2500))))
+    for i in range(300):
+        (folder / f"link{i:03d}.jpg").hardlink_to(folder / "large.jpg")
+    terminal, theirs = pty.openpty()
+    process = subprocess.Popen(
+        command(root, "--all"),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # as a shell starts it
+    )
+    os.close(theirs)
+    shown, deadline = "", time.monotonic() + 40
+    try:
+        while not re.search(r"\ropening files: [1-9]\d* of 352\x1b\[K", shown):
+            assert time.monotonic() < deadline, shown
+            shown += read_terminal(terminal, 1)
+        family = descendants(process.pid)
+        assert len(family) >= 2
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
+        output = process.communicate(timeout=20)[0]
+    finally:
+        process.kill()
+        process.wait()
+    while more := read_terminal(terminal, 0):
+        shown += more
+    os.close(terminal)
+    assert process.returncode == 130 and "interrupted" in shown and "Traceback" not in shown
+    assert [*statuses(output)] == ["layout", "classes", "class order"]
+    while any(map(is_running, family)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+# The data.
+
+
+def test_missing_and_extra_classes(root: Path) -> None:
+    shutil.rmtree(root / "val" / "dots")
+    shutil.copytree(root / "val" / "checks", root / "val" / "zebra")
+    found = look(root)
+    assert [(row.status, row.found) for row in found["classes"]] == [
+        ("fail", "1 of train's 3 are not in val: dots"),
+        ("fail", "1 of val's 3 are not in train: zebra"),
+    ]
+    assert {row.status for row in found["layout"]} == {"ok"}
+
+
+def flat(root: Path) -> None:
+    for path in sorted((root / "val").glob("*/*.jpg")):
+        path.rename(root / "val" / f"{path.parent.name}{path.name}")
+    for folder in (root / "val").glob("*/"):
+        folder.rmdir()
+
+
+def loose(root: Path) -> None:
+    (root / "train" / "cover.jpg").write_bytes(JPEG)
+    (root / "train" / "README.txt").write_text("not an image")
+
+
+def empty(root: Path) -> None:
+    (root / "train" / "apples").mkdir()
+    (root / "train" / "apples" / "list.txt").touch()
+
+
+def one_too_high(root: Path) -> None:
+    (root / "train").rename(root / "inner")
+    (root / "train").mkdir()
+    (root / "inner").rename(root / "train" / "train")
+
+
+def missing(root: Path) -> None:
+    shutil.rmtree(root / "val")
+
+
+def a_file(root: Path) -> None:
+    missing(root)
+    (root / "val").touch()
+
+
+@pytest.mark.parametrize(("change", "status", "text", "do"), [
+    (flat, "fail", "val: no class folders in ROOT/val; flat, with 15 images", "valprep.sh"),
+    (loose, "warn", "train: 1 images lie in no class folder: left out: ROOT/train/cover.jpg", "move"),
+    (empty, "fail", "train: 1 class folders hold no images: apples", "fill or remove"),
+    (one_too_high, "warn", "train: a single class, train", "one folder too high"),
+    (missing, "fail", "data.val=ROOT/val: No such file or directory", "one folder per class"),
+    (a_file, "fail", "data.val=ROOT/val: Not a directory", "one folder per class"),
+])  # fmt: skip
+def test_layout(root: Path, change: Callable[[Path], None], status: str, text: str, do: str) -> None:
+    change(root)
+    found = look(root)
+    row = only(row for row in found["layout"] if row.status != "ok")
+    assert row.status == status and row.found == text.replace("ROOT", str(root)) and do in row.do
+    assert not any("could not be checked" in row.found for rows in found.values() for row in rows)
+    if change in (flat, missing, a_file):
+        for name in ("classes", "class order", "duplicates", "sizes", "plan"):
+            assert only(found[name]).found == "not checked: there are not two splits with images, see layout"
+        assert only(found["readable"]).found == "train: all 36 decoded in full, none is damaged"
+
+
+def test_what_is_no_file_is_named_and_not_opened(root: Path) -> None:
+    folder = root / "train" / "dots"
+    os.mkfifo(folder / "pipe.jpg")
+    (folder / "gone.JPEG").symlink_to("nowhere")
+    (folder / "self.jpg").symlink_to("self.jpg")
+    (folder / "zero.jpg").symlink_to("/dev/zero")
+    (folder / "gone.txt").symlink_to("nowhere")  # not named as an image
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(os.path.relpath(folder / "socket.jpg"))
+        row = only(row for row in look(root)["layout"] if row.status != "ok")
+    assert row.status == "warn" and row.found.startswith("train: 5 are named as images and are no files")
+    assert sorted(line.split("/")[-1] for line in row.details) == [
+        "gone.JPEG: a dangling link", "pipe.jpg: a FIFO", "self.jpg: a link to itself", "socket.jpg: a socket",
+        "zero.jpg: a device",
+    ]  # fmt: skip
+
+
+def test_the_files_are_those_that_training_takes(root: Path) -> None:
+    folder = root / "train"
+    (folder / ".hidden").mkdir()
+    (folder / "dots" / ".hidden").mkdir()
+    (folder / "dots" / "inner" / "deep").mkdir(parents=True)
+    (folder / "dots" / "inner" / "again").symlink_to(folder / "dots")  # a circle
+    for name in (".hidden/a.jpg", "dots/.hidden/a.jpg", "dots/inner/deep/A.PNG", "dots/inner/ü.JPEG", "dots/a.txt"):
+        (folder / name).write_bytes(JPEG)
+    (folder / "dots" / "._a.jpg").write_bytes(JPEG)
+    (folder / os.fsdecode(b"dots/\xff.jpg")).write_bytes(JPEG)
+    os.mkfifo(folder / "dots" / "pipe.jpg")
+    (folder / "linked").symlink_to(root / "val" / "checks")
+    index = load_index(folder, key="data.train")
+    split = survey.list_split(str(folder), lambda text: None)
+    assert [path for path, _ in split.files] == [index.path(i) for i in range(len(index))]
+    assert [len(files) for files in split.classes.values()] == np.bincount(index.labels.array).tolist()
+    assert tuple(split.classes) == index.classes
+    assert all(os.path.getsize(path) == size for path, size in split.files)
+
+
+def test_a_fifo_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jpg")
+    assert survey.examine(str(tmp_path / "a.jpg"), "pillow").problem == "OSError: no longer a regular file"
+    (tmp_path / "b.jpg").write_bytes(JPEG)
+    assert survey.find_duplicates([(str(tmp_path / "b.jpg"), 9)], [(str(tmp_path / "a.jpg"), 9)], lambda text: None) == []
+
+
+@pytest.mark.parametrize(("name", "content", "reason"), [
+    ("half.jpg", JPEG[: len(JPEG) // 2], "image file is truncated"),
+    ("half.png", encoded(drawn(), "PNG")[:3000], "truncated|broken|Truncated"),
+    ("page.jpg", b"<!DOCTYPE html><html>", re.escape("not a picture, begins with b'<!DOCTYPE html><'")),
+    ("empty.jpg", b"", "empty, 0 bytes"),
+    ("._00.jpg", b"\0\5\26\7" + bytes(4000), "not a picture"),
+    ("noise.jpg", bytes(range(256)) * 40, "not a picture"),
+])  # fmt: skip
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_a_file_that_cannot_be_read(root: Path, split: str, name: str, content: bytes, reason: str) -> None:
+    path = root / split / "stripes" / name
+    path.write_bytes(content)
+    case = case_of(root)
+    list(doctor.layout(case))
+    rows = {row.found.split(":")[0]: row for row in doctor.readable(case)}
+    bad = rows.pop(split)
+    assert bad.status == "fail" and bad.found == f"{split}: 1 of all {37 if split == 'train' else 16} cannot be read"
+    assert re.fullmatch(f"{re.escape(str(path))}: (.*: )?.*({reason}).*", only(bad.details))
+    assert ("data.on_error=skip" in bad.do) == (split == "train")
+    assert [row.status for row in rows.values()] == ["ok"]
+
+
+def test_training_may_skip_unreadable_files_but_validation_may_not(root: Path) -> None:
+    for split in ("train", "val"):
+        for i in range(12 if split == "train" else 3):
+            (root / split / "dots" / f"bad{i:02d}.jpg").write_bytes(b"bad")
+    found = look(root, "data.on_error=skip")["readable"]
+    assert [row.status for row in found] == ["warn", "fail"]
+    lines = list(doctor.lines(found[0]))
+    assert len(found[0].details) == 12 and len(lines) == 2 + 10 + 1 and "and 2 more" in lines[-1]
+
+
+def odd(kind: str) -> tuple[str, bytes]:
+    """Name and content of a file of that kind."""
+    if kind == "turned by EXIF":
+        exif = Image.Exif()
+        exif[0x0112] = 6
+        return "a.jpg", encoded(drawn(), exif=exif)
+    if kind == "16-bit or other":
+        return "a.png", encoded(Image.fromarray(np.asarray(drawn("L")).astype(np.uint16) * 257), "PNG")
+    if kind == "animated":
+        frames = [drawn(seed=i).resize((100, 100)) for i in range(3)]
+        return "a.webp", encoded(frames[0], "WEBP", save_all=True, append_images=frames)
+    return {
+        "CMYK": lambda: ("a.jpg", encoded(drawn("CMYK"))),
+        "grey": lambda: ("a.jpg", encoded(drawn("L"))),
+        "palette": lambda: ("a.png", encoded(drawn("P"), "PNG")),
+        "transparent": lambda: ("a.png", encoded(drawn("RGBA"), "PNG")),
+        "misnamed": lambda: ("a.JPEG", encoded(drawn(), "PNG")),
+        "progressive": lambda: ("a.jpg", encoded(drawn(), progressive=True)),
+        "very large": lambda: ("a.png", encoded(Image.new("RGB", (6000, 4200)), "PNG")),
+        "tiny": lambda: ("a.jpg", encoded(drawn().resize((300, 20)))),
+    }[kind]()
+
+
+@pytest.mark.parametrize("kind", list(doctor.ODD))
+def test_an_odd_file_is_named_and_no_failure(tmp_path: Path, kind: str) -> None:
+    name, content = odd(kind)
+    path = tmp_path / name
+    path.write_bytes(content)
+    opened = survey.examine(str(path), decode.resolve("auto"))
+    assert opened.odd == (kind,) and not opened.problem
+    plain = survey.Opened("plain", (300, 300))
+    row = only(doctor.odd_files(case_of(tmp_path, opened={"train": [plain] * 49, "val": [opened]})))
+    assert row.found == f"of 50 pictures: 1 {kind}"
+    assert only(row.details).startswith(f"1 {kind}: {doctor.ODD[kind][1]}: {path} (")
+    assert row.status == ("ok" if kind in ("grey", "progressive") else "warn")  # 2 %
+    assert only(doctor.odd_files(case_of(tmp_path, opened={"train": [plain] * 99 + [opened]}))).status == "ok"
+
+
+def test_ordinary_files_are_not_odd(tmp_path: Path) -> None:
+    png, webp = encoded(drawn(), "PNG"), encoded(drawn(), "WEBP")
+    for name, content in (("a.jpg", JPEG), ("a.JPEG", JPEG), ("a.png", png), ("a.webp", webp)):
+        (tmp_path / name).write_bytes(content)
+        assert survey.examine(str(tmp_path / name), "pillow").odd == ()
+
+
+def test_a_cmyk_file_in_a_dataset(root: Path) -> None:
+    (root / "val" / "dots" / "cmyk.JPEG").write_bytes(encoded(drawn("CMYK")))
+    found = look(root)
+    row = only(found["odd files"])
+    assert row.status == "warn" and row.found == "of 52 pictures: 1 CMYK"
+    assert f"{root}/val/dots/cmyk.JPEG (JPEG CMYK" in only(row.details)
+    assert {row.status for row in found["readable"]} == {"ok"}
+
+
+def test_a_duplicate_across_splits(root: Path) -> None:
+    shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "dots" / "copy.jpg")
+    content = bytearray((root / "train" / "dots" / "04.jpg").read_bytes())
+    content[13] ^= 1  # a JPEG's density: the same size, the same end
+    (root / "val" / "dots" / "near.jpg").write_bytes(content)
+    (root / "train" / "dots" / "zero.jpg").touch()
+    (root / "val" / "dots" / "zero.jpg").touch()
+    row = only(look(root)["duplicates"])
+    assert row.status == "warn" and row.found.startswith("1 of all 18 validation images are in train as well")
+    assert row.details == (f"{root}/val/dots/copy.jpg = {root}/train/dots/03.jpg",)
+
+
+def test_the_same_folder_as_train_and_val(root: Path) -> None:
+    row = only(look(root, "data.val=train")["duplicates"])
+    assert row.status == "fail" and row.found.startswith("36 of all 36 validation images")
+
+
+def test_a_sampled_validation_image_is_compared_with_all_of_train(root: Path) -> None:
+    for path in (root / "val").glob("*/*.jpg"):
+        shutil.copy(root / "train" / path.parent.name / path.name, path)
+    found = look(root, sample=4)
+    assert only(found["duplicates"]).found.startswith("4 of 4 sampled of 15 validation images")
+    assert found["readable"][0].found == "train: 4 sampled of 36 decoded in full, none is damaged"
+
+
+def test_samples_are_spread_and_repeatable() -> None:
+    for seed in range(5):
+        places = survey.spread(1000, 50, seed)
+        assert places == survey.spread(1000, 50, seed) and [place // 20 for place in places] == list(range(50))
+    assert survey.spread(1000, 50, 0) != survey.spread(1000, 50, 1)
+    assert survey.spread(7, 50, 0) == survey.spread(7, 7, 0) == list(range(7))
+    assert survey.spread(0, 50, 0) == []
+
+
+def test_suspicious_files_are_opened_in_any_case(root: Path) -> None:
+    (root / "train" / "stripes" / "zero.jpg").touch()
+    (root / "train" / "stripes" / "._a.jpg").write_bytes(bytes(4096))
+    row = look(root, sample=1)["readable"][0]
+    assert row.status == "fail" and re.match(r"train: 2 of [23] sampled of 38 cannot", row.found)
+
+
+def test_sizes(root: Path) -> None:
+    for path in root.rglob("*.jpg"):
+        path.write_bytes(encoded(drawn(seed=int(path.stem)).resize((600, 500))))
+    for i in range(1, 5):
+        (root / "val" / "dots" / f"{i:02d}.jpg").unlink()
+    rows = look(root, "data.image_size=224")["sizes"]
+    total = sum(p.stat().st_size for p in (root / "train").rglob("*.jpg"))
+    assert rows[0].found.startswith(
+        f"train: 36 images, {total / 1e9:.2f} GB, mean {total / 36e3:.0f} kB; short side 500 px, four in five 500 to 500; "
+    )
+    assert [row.status for row in rows] == ["ok", "ok"] and rows[1].found.endswith("classes of 1 (dots) to 5 (stripes)")
+    assert rows[0].do == "scripts/shrink.py --side 256 leaves 3.8 times less to decode"
+    for i in range(60):
+        (root / "train" / "checks" / f"x{i}.jpg").hardlink_to(root / "train" / "checks" / "00.jpg")
+    for i in range(10):
+        (root / "train" / "dots" / f"{i:02d}.jpg").unlink()
+    row = look(root, sample=5)["sizes"][0]
+    assert row.status == "warn" and row.found.endswith("classes of 2 (dots) to 72 (checks), 36 times as many")
+
+
+def test_class_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ordered(names: list[str]) -> Row:
+        split = survey.Split("/x", {name: [(name, 1000)] for name in sorted(names)})
+        return only(doctor.class_order(case_of(tmp_path, splits={"train": split, "val": split})))
+
+    ids = [f"n{i:08d}" for i in range(1440764, 1440764 + 1000)]
+    row = ordered(ids)
+    assert row.status == "warn" and row.found.startswith("1,000 WordNet ids, n01440764 to n01441763: not the 1,000 of")
+    assert "mean other classes" in row.do
+    row = ordered(ids[:380])
+    assert row.status == "warn" and row.found.startswith("380 WordNet ids") and "replaced" in row.do
+    row = ordered([*ids, "extra", "lost+found"])
+    assert row.status == "warn" and "; not ids: extra, lost+found" in row.found
+    monkeypatch.setattr(doctor, "IMAGENET_1K", doctor.hashlib.sha256(" ".join(ids).encode()).hexdigest())
+    row = ordered(ids[::-1])
+    assert row.status == "ok" and row.found.startswith("ImageNet-1k's 1,000 in its order")
+    row = ordered([str(i) for i in range(12)])
+    assert row.status == "warn" and row.found == "numbers, but sorted as words: 0, 1, 10, 11, 2 and 7 more"
+    assert ordered([f"{i:02d}" for i in range(12)]).status == ordered(["cat", "dog"]).status == "ok"
+
+
+def hanging_worker(pipe: Connection, decoder: str) -> None:
+    """As survey's own, but it never answers for some files and dies of others."""
+    pipe.send(None)
+    while path := pipe.recv():
+        if path.startswith("/hang"):
+            time.sleep(60)
+        if path.startswith("/die"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        pipe.send(survey.examine(path, decoder))
+
+
+def dead_worker(pipe: Connection, decoder: str) -> None:
+    os._exit(3)
+
+
+def test_a_file_that_hangs_or_kills_costs_only_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [str(p) for p in sorted((root / "train").rglob("*.jpg"))]
+    bad = ["/hang1.jpg", "/die1.jpg", "/die2.jpg", "/hang2.jpg"]
+    told: list[str] = []
+    monkeypatch.setattr(survey, "_work", hanging_worker)
+    found = survey.examine_all([*bad[:2], *good, *bad[2:]], decoder="pillow", workers=2, tell=told.append, seconds=3)
+    problems = {opened.path: opened.problem for opened in found}
+    assert len(found) == len(problems) == 40 and {path for path, problem in problems.items() if problem} == set(bad)
+    assert all(problems[path] == "not read and decoded within 3 s" for path in bad if "hang" in path)
+    assert all("died (exit status -9" in problems[path] for path in bad if "die" in path)
+    assert told[-1] == "opening files: 40 of 40"
+    monkeypatch.setattr(survey, "MOST_LOST", 1)
+    with pytest.raises(RuntimeError, match=r"^2 decoding processes died or did not answer, the last on /die2\.jpg$"):
+        survey.examine_all([*good, "/die1.jpg", "/die2.jpg"], decoder="pillow", workers=1, tell=told.append)
+    monkeypatch.setattr(survey, "_work", dead_worker)
+    rows = look(root)
+    assert only(rows["readable"]).found == "could not be checked: RuntimeError: decoding processes cannot be started"
+    assert only(rows["duplicates"]).found == "not checked: no file was opened, see readable"
+
+
+# The machine.
+
+
+@pytest.mark.parametrize(("usable", "online", "quota", "ranks", "status"), [
+    (16, 16, math.inf, 1, "ok"), (16, 32, math.inf, 1, "warn"), (16, 16, 4.5, 1, "warn"), (16, 16, 1.5, 1, "warn"),
+    (16, 16, 16, 8, "ok"), (16, 16, math.inf, 9, "warn"),
+])  # fmt: skip
+def test_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, usable: int, online: int, quota: float, ranks: int, status: str
+) -> None:
+    monkeypatch.setattr(machine, "cores", lambda: usable)
+    monkeypatch.setattr(machine, "threads_per_core", lambda: 2)
+    monkeypatch.setattr(machine, "cpu_quota", lambda: quota)
+    monkeypatch.setattr(os, "cpu_count", lambda: online)
+    row = only(doctor.cores(case_of(tmp_path, ranks=ranks)))
+    assert row.status == status
+    assert row.found.startswith(f"{usable} of {online} hardware threads by affinity (8 physical cores)")
+    assert ("a CPU quota of 1.5" in row.found) == (quota == 1.5)
+
+
+@pytest.mark.parametrize(("override", "text"), [
+    ("loader.batch_size=37", "larger than the training split (36 images)"), ("model.name=resnet5", "no such model"),
+    ("loader.workers=4096", "open files allow"),
+])  # fmt: skip
+def test_what_training_would_refuse_has_failed(root: Path, monkeypatch: pytest.MonkeyPatch, override: str, text: str) -> None:
+    monkeypatch.setattr(machine, "spare_files", lambda: 4096)
+    found = look(root, override)
+    row = only(found["plan"])
+    assert row.status == "fail" and row.found.startswith(f"{override}: ") and text in row.found
+    assert {only(found[name]).found for name in ("workers", "memory")} == {"not checked: there is no plan, see plan"}
+    assert only(found["disk"]).do == "what the checkpoints need is not known, see plan"
+
+
+def test_ranks(root: Path) -> None:
+    found = look(root, ranks=2)
+    assert only(found["plan"]).status == only(found["memory"]).status == "ok" and "2 ranks here" in only(found["workers"]).found
+    assert "must be a multiple of the 2 ranks" in only(look(root, "loader.batch_size=9", ranks=2)["plan"]).found
+
+
+def test_few_open_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "spare_files", lambda: budget.FILES_KEPT + 3)
+    monkeypatch.setattr(doctor, "OPEN_FILES", (80, 80))
+    row = only(look(root)["workers"])
+    assert row.status == "warn" and "raise ulimit -n" in row.do
+    assert row.found == "0 (open files allow no more, see ulimit -n); 80 open files (up to 80) allow 0"
+
+
+def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = planned(root, "loader.workers=2")
+    for free, status in ((16 << 30, "ok"), (110 << 20, "warn"), (10 << 20, "fail")):
+        monkeypatch.setattr(machine, "free_memory", lambda free=free: free)
+        monkeypatch.setattr(doctor, "ON_FILES", {})
+        monkeypatch.setattr(doctor, "ON_MACHINE", {"memory": doctor.memory})
+        row = only(doctor.check(case))
+        assert row.status == status and "of batch buffers" in row.found
+
+
+def test_the_disk_takes_no_file(
+    root: Path, tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
+    with file_size_limit(1 << 20):
+        row = only(doctor.disk(case_of(root)))
+    assert row.status == "fail" and row.found == f"{tmp_path}: cannot be written: File too large"
+    assert [*tmp_path.iterdir()] == [root]
+
+
+def test_what_checkpoints_need(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    case = planned(root, "optim=adamw", "train.ema_decay=0.9", "checkpoint.keep=3")
+    assert case.plan is not None
+    size = 4 * 4 * case.plan[0].parameters  # weights, two moments, average
+    for free, rate, status in ((5 * size - 1, 1e9, "fail"), (9 * size, 1e9, "warn"), (11 * size, 1e9, "ok"),
+                               (11 * size, size / 31, "warn")):  # fmt: skip
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage(1 << 40, 0, free))
+        monkeypatch.setattr(doctor, "write_rate", lambda folder, rate=rate: (rate, 64 << 20))
+        row = only(doctor.disk(case))
+        assert row.status == status and f"5 checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each" in row.found
+
+
+@pytest.mark.parametrize("overrides", [["optim=adamw", "train.ema_decay=0.9"], ["optim.nesterov=false", "optim.momentum=0"]])
+def test_a_checkpoint_is_as_large_as_said(root: Path, overrides: list[str]) -> None:
+    case = planned(root, "model=resnet18_cifar", *overrides)
+    assert case.plan is not None
+    state = train.build_state(case.config, case.plan[0], case.plan[2])
+    state.model(torch.zeros(2, 3, 32, 32)).sum().backward()
+    state.optimizer.step()
+    buffer = BytesIO()
+    torch.save(state.state_dict(), buffer)
+    said = re.search(r"checkpoints of ([\d.]+) GB", only(doctor.disk(case)).found)
+    assert said is not None and float(said[1]) == pytest.approx(len(buffer.getvalue()) / 1e9, rel=0.02)
+
+
+def test_the_run_directory(root: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "checkpoints" / "step-00000040.pt").touch()
+    row = only(doctor.run_directory(case_of(root)))
+    assert row.status == "ok" and row.found == f"{run}: holds a run up to step-00000040" and "the same command" in row.do
+    assert "moved aside" in only(doctor.run_directory(case_of(root, "checkpoint.resume=never"))).found
+    row = only(look(root, "checkpoint.resume=/nowhere.pt")["run.dir"])
+    assert row.status == "fail" and row.found.startswith("checkpoint.resume=/nowhere.pt: no such file")
+    row = only(look(root, f"run.dir={root}")["run.dir"])
+    assert row.status == "fail" and "holds other things than a run" in row.found
+
+
+def test_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = case_of(tmp_path)
+    monkeypatch.setattr(doctor, "BEGAN", (time.time(), time.monotonic()))
+    assert only(doctor.clock(case)).status == "ok"
+    monkeypatch.setattr(doctor, "BEGAN", (time.time() + 2, time.monotonic()))
+    row = only(doctor.clock(case))
+    assert row.status == "warn" and re.search(r", (2000|1999)\.\d ms off", row.found)
+    monkeypatch.setattr(doctor, "BEGAN", (time.time(), time.monotonic()))
+    monkeypatch.setattr(time, "localtime", lambda *_: time.gmtime(0))
+    row = only(doctor.clock(case))
+    assert row.status == "warn" and row.do.startswith("set the clock")
+
+
+@pytest.mark.parametrize(("have", "overrides", "status", "faster"), [
+    (["turbojpeg", "simplejpeg", "pillow"], [], "ok", ""),
+    (["turbojpeg", "simplejpeg", "pillow"], ["loader.decoder=pillow"], "warn", "simplejpeg"),
+    (["turbojpeg", "simplejpeg", "pillow"], ["loader.decoder=hybrid"], "ok", ""),
+    (["simplejpeg", "pillow"], [], "warn", "libjpeg-turbo"),
+    (["pillow"], [], "warn", "simplejpeg"),
+])  # fmt: skip
+def test_the_decoder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, have: list[str], overrides: list[str], status: str, faster: str
+) -> None:
+    monkeypatch.setattr(decode, "installed", lambda: have)
+    row = only(doctor.decoder(case_of(tmp_path, *overrides)))
+    assert row.status == status and faster in row.do and f"installed: {', '.join(have)}" in row.found
+
+
+@pytest.mark.parametrize("broken", [*doctor.ON_FILES, *doctor.ON_MACHINE])
+def test_a_check_that_cannot_be_made_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    def raises(case: Case) -> Iterator[Row]:
+        raise OSError(errno.EIO, "Input/output error")
+        yield
+
+    for table in (doctor.ON_FILES, doctor.ON_MACHINE):
+        for name in table:
+            monkeypatch.setitem(table, name, raises if name == broken else lambda case: iter([doctor.ok("fine")]))
+    found = look(root)
+    assert [*found] == [*doctor.ON_FILES, *doctor.ON_MACHINE]
+    row = only(found.pop(broken))
+    assert (row.status, row.found) == ("warn", "could not be checked: OSError: [Errno 5] Input/output error")
+    assert {row.status for rows in found.values() for row in rows} == {"ok"}
+
+
+@pytest.mark.parametrize("source", ["demo", "fake"])
+def test_data_without_files(tmp_path: Path, source: str) -> None:
+    found = look(tmp_path / "demo", f"data={source}")
+    assert found.keys().isdisjoint({*doctor.ON_FILES} - {"layout"})
+    assert only(found["layout"]).found == f"data={source}: no files to look at yet"
+    assert only(found["plan"]).status == only(found["memory"]).status == "ok"
+    assert [*tmp_path.iterdir()] == []
+    assert only(look(tmp_path / "demo", f"data={source}", "augment.train=[hflipp]")["plan"]).status == "fail"
+
+
+# GPUs.
+
+
+class FakeNvml(ModuleType):
+    """NVML of some healthy GPUs; `change` makes them ill. A call that is not here fails, as on a card that does not know it."""
+
+    def __init__(self, **change: Any) -> None:
+        super().__init__("pynvml")
+        self.answers: dict[str, Any] = {
+            "MemoryInfo": SimpleNamespace(free=140 * GIB, total=141 * GIB),
+            "ComputeRunningProcesses": [],
+            "CurrPcieLinkGeneration": 1, "MaxPcieLinkGeneration": 5, "CurrPcieLinkWidth": 16, "MaxPcieLinkWidth": 16,
+            "NvLinkState": 1, "TotalEccErrors": 0, "RemappedRows": (0, 0, False, False), "PersistenceMode": 1,
+            "ClockInfo": 345, "MaxClockInfo": 1980, "Temperature": 31, "EnforcedPowerLimit": 700_000,
+            "PowerManagementDefaultLimit": 700_000, "CurrentClocksEventReasons": 1,
+        } | change  # fmt: skip
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        pass
+
+    def nvmlSystemGetDriverVersion(self) -> bytes:  # noqa: N802
+        return b"580.159"
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes) -> int:  # noqa: N802
+        return int(uuid.removeprefix(b"GPU-uuid"))
+
+    def __getattr__(self, name: str) -> Any:
+        answer = self.answers[name.removeprefix("nvmlDeviceGet")]  # KeyError is as good as NVMLError
+        return lambda handle, *arguments: answer(handle, *arguments) if callable(answer) else answer
+
+
+See = Callable[..., Rows]
+
+
+@pytest.fixture
+def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
+    """Rows about two H200s with a changed NVML."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name="NVIDIA H200", uuid=f"uuid{i}"))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(gpus, "has_engines", lambda device: device.index == 0)
+
+    def see(*overrides: str, nvml: ModuleType | None = None, ranks: int = 2, **change: Any) -> Rows:
+        monkeypatch.setitem(sys.modules, "pynvml", nvml or FakeNvml(**change))
+        case = case_of(root, "train.device=auto", *overrides, ranks=ranks)
+        names = ("GPU", "PCIe", "NVLink", "GPU health", "GPU clocks", "JPEG engines")
+        return {name: list(doctor.ON_MACHINE[name](case)) for name in names}
+
+    return see
+
+
+def test_two_healthy_gpus(see: See) -> None:
+    found = see()
+    assert {row.status for rows in found.values() for row in rows} == {"ok"}
+    assert {name: [row.found for row in rows] for name, rows in found.items()} == {
+        "GPU": [
+            "2 NVIDIA H200, 2 used; driver 580.159, torch for CUDA 13.0",
+            "GPU 0, 1: 140 of 141 GiB free, nobody on it",
+        ],
+        "PCIe": ["GPU 0, 1: generation 1 of 5 (an idle GPU lowers it), x16 of x16"],
+        "NVLink": ["GPU 0, 1: 18 of 18 links are up"],
+        "GPU health": [
+            "GPU 0, 1: 0 uncorrected memory errors since the driver was loaded, 0 rows remapped, persistence mode on"
+        ],
+        "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 C, power limit 700 of 700 W"],
+        "JPEG engines": ["GPU 0: found", "GPU 1: none that nvJPEG can use: the workers decode"],
+    }
+
+
+def second(ill: Any, healthy: Any) -> Callable[..., Any]:
+    """What the second GPU answers, and the first."""
+    return lambda handle, *arguments: ill if handle == 1 else healthy
+
+
+@pytest.mark.parametrize(("check", "change", "status", "text"), [
+    ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=30 * GIB)], [])}, "warn",
+     "1 processes on it hold 30.0 GiB: 77"),
+    ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=None)], [])}, "warn", "hold 0.0 GiB: 77"),
+    ("GPU", {"MemoryInfo": lambda handle: SimpleNamespace(free=(120 if handle else 140) * GIB, total=141 * GIB)}, "warn",
+     "120 of 141 GiB free; somebody holds the rest"),
+    ("PCIe", {"CurrPcieLinkWidth": second(4, 16)}, "warn", "x4 of x16"),
+    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn", "17 of 18 links are up"),
+    ("GPU health", {"TotalEccErrors": second(2, 0)}, "warn", "2 uncorrected memory errors"),
+    ("GPU health", {"RemappedRows": second((0, 1, True, False), (0, 0, False, False))}, "warn", "waits for a reset"),
+    ("GPU health", {"RemappedRows": second((0, 9, False, True), (0, 0, False, False))}, "fail", "a remapping failed"),
+    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn", "slowed now by heat, power brake"),
+    ("GPU clocks", {"EnforcedPowerLimit": second(400_000, 700_000)}, "warn", "power limit 400 of 700 W"),
+])  # fmt: skip
+def test_an_ill_gpu(see: See, check: str, change: dict[str, Any], status: str, text: str) -> None:
+    found = see(**change)
+    ill = only(row for rows in found.values() for row in rows if row.status != "ok")
+    assert ill in found[check] and ill.status == status and ill.found.startswith("GPU 1: ") and text in ill.found and ill.do
+    assert any(row.found.startswith("GPU 0: ") for row in found[check])
+
+
+def test_an_old_card_tells_little(see: See) -> None:
+    nvml = FakeNvml()
+    nvml.answers = {"CurrentClocksThrottleReasons": 0x8}
+    found = see(nvml=nvml)
+    assert found["GPU"][1].found == "GPU 0, 1: memory unknown, nobody on it"
+    assert not found["PCIe"] and not found["NVLink"] and not found["GPU health"]
+    assert only(found["GPU clocks"]).found == "GPU 0, 1: slowed now by hardware slowdown"
+
+
+def test_without_nvml_little_is_known(see: See) -> None:
+    nvml = FakeNvml()
+    nvml.nvmlInit = lambda: 1 / 0  # type: ignore[method-assign]
+    found = see(nvml=nvml)
+    assert [row.status for row in found["GPU"]] == ["ok", "warn"] and "pip install nvidia-ml-py" in found["GPU"][1].do
+    assert not any(rows for name, rows in found.items() if name not in ("GPU", "JPEG engines"))
+    assert [row.found.split(":")[0] for row in found["JPEG engines"]] == ["GPU 0", "GPU 1"]  # these need no NVML
+
+
+def test_gpus_that_are_not_used(see: See) -> None:
+    row = see(ranks=1)["GPU"][0]
+    assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 1 used") and "torchrun --nproc-per-node 2" in row.do
+    row = see("train.device=cpu")["GPU"][0]
+    assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 0 used") and "leave out train.device" in row.do
+
+
+def test_without_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    found = look(root, "train.device=auto", sample=1)
+    row = only(found["GPU"])
+    assert row.status == "warn" and "is built without CUDA" in row.found
+    assert found.keys().isdisjoint({"PCIe", "NVLink", "GPU health", "GPU clocks", "JPEG engines"})
+    found = look(root, "train.device=cuda", sample=1)
+    assert only(found["GPU"]).status == only(found["plan"]).status == "fail"
+    assert only(found["plan"]).found.startswith("train.device=cuda: torch sees 0 GPUs")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/proc/driver/nvidia/version" or exists(path))
+    assert "sees no GPU although there is an NVIDIA driver" in only(doctor.gpu(case_of(root))).found
