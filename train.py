@@ -129,7 +129,7 @@ def train(config: Config) -> dict[str, Any]:
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
         stack.enter_context(memory_explained(state, plan, world, run))
-        tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, run, workers)
+        tune_loader(config, plan, datasets, world, feed, state, objective, tracker, run, workers)
         watches = config.autotune.online and plan.measures_workers
         watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if watches else None
         meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
@@ -244,7 +244,6 @@ def tune_loader(
     world: World,
     feed: Feed,
     state: TrainState,
-    network: nn.Module,
     objective: Callable[..., Any],
     tracker: Tracker,
     run: RunDirectory,
@@ -252,7 +251,8 @@ def tune_loader(
 ) -> None:
     """loader.workers=auto: set the feed as is remembered for this work on this machine, or as real steps show now, and say it.
 
-    The steps leave no trace.
+    The steps leave no trace, and for that they do without the averaging of gradients over ranks: torch orders its exchanges
+    anew after a process's first averaged step, and sums of three ranks then round differently.
     """
     if plan.workers_unmeasured:
         tracker.say(f"autotune {budget} workers, not measured: {plan.workers_unmeasured}")
@@ -268,7 +268,7 @@ def tune_loader(
     }
 
     def step(batch: Batch) -> None:
-        train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
+        train_step(state, state.model, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
 
     with untouched(state):
         answer, lines = autotune.settle(

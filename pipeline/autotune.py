@@ -9,6 +9,7 @@ Nothing here changes a result: order and augmentation are functions of (seed, ep
 that the measured steps have changed.
 """
 
+import contextlib
 import hashlib
 import io
 import json
@@ -507,7 +508,14 @@ def recall(question: dict[str, Any]) -> Answer | None:
         if stored["question"] != question:
             return None
         found = stored["answer"]
-        return Answer(**{**found, "supply": Supply(**found["supply"]), "copy_ms": found["copy_ms"] and tuple(found["copy_ms"])})
+        answer = Answer(
+            **{**found, "supply": Supply(**found["supply"]), "copy_ms": found["copy_ms"] and tuple(found["copy_ms"])}
+        )
+        counts = (answer.workers, answer.prefetch_factor, answer.batch_size)
+        good = (
+            all(type(count) is int and count > 0 for count in counts) and answer.demand > 0 and type(answer.pin_memory) is bool
+        )
+        return answer if good else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
@@ -515,12 +523,14 @@ def recall(question: dict[str, Any]) -> Answer | None:
 def remember(question: dict[str, Any], answer: Answer) -> None:
     """Best effort: an answer that cannot be kept is measured again at the next start."""
     path = _memory_file(question)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(json.dumps({"question": question, "answer": asdict(answer)}, indent=1))
         os.replace(temporary, path)
     except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         logger.warning("the answer of loader.workers=auto cannot be kept in %s (%s)", path.parent, error)
 
 
@@ -552,12 +562,10 @@ class Watch:
 
     def at_epoch_end(self) -> str | None:
         """Change the number if that may help; the sentence that says so."""
-        if not self._waits or self._settled or not self.pool.recent:
-            self._waits.clear()
+        waits, rates, self._waits, self._rates = self._waits, self._rates, [], []
+        if not waits or self._settled or not self.pool.recent:
             return None
-        wait, rate, workers = median(self._waits), median(self._rates), len(self.pool.workers)
-        self._waits.clear()
-        self._rates.clear()
+        wait, rate, workers = median(waits), median(rates), len(self.pool.workers)
         before, self._before = self._before, None
         if before is not None and (wait > max(ENOUGH, before[1]) if workers < before[0] else wait > 0.75 * before[1]):
             self._settled = True

@@ -252,27 +252,30 @@ class WorkerPool:
         """Start workers, or end some once they have done what they have in hand; at least one stays.
 
         Raises:
-            LoaderError: a task failed meanwhile.
+            LoaderError: a task failed meanwhile, or is not done within the timeout.
         """
         while len(self.workers) < workers:
             self.workers.append(self._start())
         for worker in self.workers[max(1, workers) :]:
             worker.leaving = True
-        while any(worker.leaving and worker.tasks for worker in self.workers):
-            self._receive(timeout=1.0)
+        self._last_reply = time.monotonic()
+        while numbers := [number for worker in self.workers if worker.leaving for number in worker.tasks]:
+            self._receive(timeout=min(self.timeout_seconds, 1.0))
+            if time.monotonic() - self._last_reply > self.timeout_seconds:
+                raise LoaderError(self._stuck(numbers))
         for worker in [w for w in self.workers if w.leaving]:
             self.workers.remove(worker)
             self._end(worker)
         self._dispatch()
 
     def abandon(self) -> None:
-        """Forget all tasks, once no worker is at one any more: for a caller that goes on after an error."""
+        """Forget all tasks, for a caller that goes on after an error; others take the place of workers that are at one."""
         self.waiting.clear()
-        while any(worker.tasks for worker in self.workers):
-            with contextlib.suppress(LoaderError):
-                self._receive(timeout=1.0)
-            self.waiting.clear()  # of workers that died
         self.open.clear()
+        for place, worker in enumerate(self.workers):
+            if worker.tasks:
+                self._end(worker)
+                self.workers[place] = self._start()
 
     def _name_slow(self, reply: Reply) -> None:
         """A sample that took very long, once in a while: one slow file after the other would fill the log."""
@@ -373,7 +376,10 @@ class WorkerPool:
             "loader worker %d died (%s%s); its %d tasks go to a new one", dead.process.pid, how, hint, len(dead.tasks)
         )
         dead.pipe.close()
-        self.workers[self.workers.index(dead)] = self._start()
+        if dead.leaving:
+            self.workers.remove(dead)
+        else:
+            self.workers[self.workers.index(dead)] = self._start()
         self.waiting.extendleft(reversed(dead.tasks.values()))
 
     def _stuck(self, numbers: Sequence[int]) -> str:

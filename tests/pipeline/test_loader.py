@@ -648,7 +648,7 @@ def test_pool_without_workers_gets_some(image_root: Path) -> None:
             batch.release(None)
             if batch.step == 1:
                 loader.pool.resize(2)
-        assert len(loader.pool.workers) == 2
+                assert [len(worker.tasks) for worker in loader.pool.workers] == [1, 1]
         assert all(worker.replies for worker in loader.pool.workers)
 
 
@@ -687,7 +687,6 @@ def test_worker_that_leaves_ends_what_it_has_in_hand(changeable: Path) -> None:
         check_first_rows(loader, dataset)
 
 
-@pytest.mark.xfail(reason="the one that replaces it stays", strict=True)
 def test_worker_that_is_killed_while_leaving(changeable: Path) -> None:
     """What it had in hand is done by others, and it is not replaced for longer than that."""
     dataset = open_dataset(changeable)
@@ -727,7 +726,6 @@ def hangs_no_longer(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.xfail(reason="resize has no timeout", strict=True)
 def test_worker_that_is_stuck_while_leaving_is_named(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=2, slots=6) as loader:
@@ -780,7 +778,6 @@ def test_abandoned_pool_is_at_rest(changeable: Path) -> None:
         assert not any(w.tasks for w in loader.pool.workers)
 
 
-@pytest.mark.xfail(reason="abandon comes back to the dead worker for ever", strict=True)
 def test_pool_whose_worker_died_twice_can_be_abandoned(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset) as loader, ThreadPoolExecutor(1) as thread:
@@ -802,7 +799,6 @@ def test_pool_whose_worker_died_twice_can_be_abandoned(changeable: Path) -> None
         assert len(loader.pool.workers) == 2
 
 
-@pytest.mark.xfail(reason="abandon has no timeout", strict=True)
 def test_pool_with_a_stuck_worker_can_be_abandoned(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset) as loader:
@@ -844,7 +840,7 @@ class Computing(FakeDataset):
     """Keeps its core busy."""
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        enough = time.thread_time() + 0.002
+        enough = time.thread_time() + 0.0005
         while time.thread_time() < enough:
             pass
         return super().load(epoch, index)
@@ -854,21 +850,25 @@ def do_tasks(pool: WorkerPool, tasks: int, rows: int) -> None:
     pool.wait([pool.submit(0, 0, 0, np.zeros((rows, 2), np.int64)) for _ in range(tasks)])
 
 
+def until_all_are_known(pool: WorkerPool) -> None:
+    while not all(worker.replies >= 20 for worker in pool.workers):
+        do_tasks(pool, 40, rows=1)
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 def test_replies_tell_waiting_from_computing(workers: int) -> None:
     def replies(dataset: FakeDataset) -> list[Reply]:
         source = start_source(dataset, batch_size=4, size=SIZE, slots=1)
         with WorkerPool([source], workers=workers, start_method="fork") as pool:
-            do_tasks(pool, 20, rows=4)
-            assert [reply.rows for reply in pool.recent] == [4] * 20
+            do_tasks(pool, 40, rows=4)
+            assert [reply.rows for reply in pool.recent] == [4] * 40
             return list(pool.recent)
 
-    for reply in replies(Sleeping(seconds=0.005)):
-        assert reply.seconds >= 4 * 0.005
+    for reply in replies(Sleeping(seconds=0.002)):
+        assert reply.seconds >= 4 * 0.002
         assert reply.cpu_seconds < reply.seconds / 2
-    computing = replies(Computing(num_samples=100, num_classes=2, size=SIZE))
-    assert all(4 * 0.002 <= reply.cpu_seconds <= 1.01 * reply.seconds for reply in computing)
-    assert max(reply.cpu_seconds / reply.seconds for reply in computing) > 0.9  # of those that had a core for themselves
+    for reply in replies(Computing(num_samples=100, num_classes=2, size=SIZE)):
+        assert 4 * 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds  # the rest is what others had of the core
 
 
 def test_pool_remembers_its_newest_replies() -> None:
@@ -881,26 +881,27 @@ def test_pool_remembers_its_newest_replies() -> None:
 def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As on a core that something else keeps busy, or with a disk of its own that fails."""
     source = start_source(
-        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.03), batch_size=4, size=SIZE, slots=1
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
     )
     with WorkerPool([source], workers=4, start_method="fork") as pool:
         pool.warn_of_laggards()  # nothing is known yet
-        slow = until(lambda: do_tasks(pool, 40, rows=1) or [w for w in pool.workers if w.replies >= 20 and w.seconds > 0.02])
+        until_all_are_known(pool)
         pool.warn_of_laggards()
         do_tasks(pool, 40, rows=1)
         pool.warn_of_laggards()
-        assert [w.process.pid for w in slow] == [int((tmp_path / "first").read_text())]
+        slow = int((tmp_path / "first").read_text())
+        assert slow in {w.process.pid for w in pool.workers}
         (record,) = caplog.records
-        assert record.message.startswith(f"loader worker {slow[0].process.pid} takes ")
+        assert record.message.startswith(f"loader worker {slow} takes ")
 
 
 def test_of_two_workers_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Who could tell which of them is the slow one."""
     source = start_source(
-        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.03), batch_size=4, size=SIZE, slots=1
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
     )
     with WorkerPool([source], workers=2, start_method="fork") as pool:
-        until(lambda: do_tasks(pool, 40, rows=1) or all(w.replies >= 20 for w in pool.workers))
+        until_all_are_known(pool)
         pool.warn_of_laggards()
     assert caplog.records == []
 

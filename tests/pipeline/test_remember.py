@@ -128,7 +128,6 @@ def test_foreign_file(cache: Path, content: bytes) -> None:
     assert recall(QUESTION) == ANSWER
 
 
-@pytest.mark.xfail(reason="types and bounds of a remembered answer are not looked at", strict=True)
 @pytest.mark.parametrize("changes", [{"workers": "many"}, {"workers": 3.5}, {"prefetch_factor": 0}, {"demand": 0}], ids=str)
 def test_values_that_cannot_be(cache: Path, changes: dict[str, Any]) -> None:
     """They would end the run, or hang it, much later."""
@@ -171,7 +170,6 @@ def test_full_disk(
     assert recall(QUESTION) == ANSWER
 
 
-@pytest.mark.xfail(reason="the temporary file stays", strict=True)
 def test_full_disk_is_not_made_fuller(cache: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
     with file_size_limit(100):
         remember(QUESTION, ANSWER)

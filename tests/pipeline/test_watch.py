@@ -97,7 +97,6 @@ def test_nothing_without_figures(pool: WorkerPool) -> None:
     assert watch.at_epoch_end() is None, "figures of an epoch before this"
 
 
-@pytest.mark.xfail(reason="the rates of epochs without an answer are kept", strict=True)
 def test_figures_count_for_their_own_epoch(pool: WorkerPool) -> None:
     watch = Watch(pool, most=20)
     recent = [*pool.recent]
@@ -107,7 +106,6 @@ def test_figures_count_for_their_own_epoch(pool: WorkerPool) -> None:
     assert [epoch(watch, 0.0, taken=FEW) for _ in range(2)] == [4, 3]
 
 
-@pytest.mark.xfail(reason="the rates of epochs without an answer are kept", strict=True)
 def test_at_rest_it_keeps_nothing(pool: WorkerPool) -> None:
     """A run has thousands of epochs."""
     watch = Watch(pool, most=20)

@@ -1,0 +1,39 @@
+"""train.py with `loader.workers=auto` measured on a CPU too, for test_auto_workers.py: `measured_on_cpu.py folder overrides...`
+
+Each rank writes to the folder that it begins to measure, and what it has found.
+"""
+
+import json
+import math
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import train
+from conf import cli
+from pipeline import autotune, machine
+
+
+def main(folder: Path, overrides: list[str]) -> int:
+    rank = os.environ.get("RANK", "0")
+    settle = autotune.settle
+
+    def noted(feed: Any, *arguments: Any, **options: Any) -> Any:
+        (folder / f"measuring-{rank}").touch()
+        answer, lines = settle(feed, *arguments, **options)
+        assert answer is not None, lines
+        found = {"workers": len(feed.train.loader.pool.workers), "most": feed.most_workers, "answer": asdict(answer)}
+        (folder / f"found-{rank}.json").write_text(json.dumps(found))
+        return answer, lines
+
+    autotune.settle = noted
+    autotune.why_not = lambda *_: None
+    autotune.SUPPLY_SECONDS = autotune.DEMAND_SECONDS = autotune.TRIAL_SECONDS = 0.3
+    machine.cores, machine.threads_per_core, machine.cpu_quota = lambda: 4, lambda: 1, lambda: math.inf
+    return train.main(cli.load(overrides))
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
