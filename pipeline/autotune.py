@@ -34,7 +34,7 @@ from pipeline.gpu_decode import has_engines
 from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError, WorkerPool
 from pipeline.prefetcher import Batch
-from pipeline.worker import Reply
+from pipeline.worker import EMPTY_ROW, Reply
 
 logger = logging.getLogger(__name__)
 Gather = Callable[[Any], list[Any]]
@@ -374,6 +374,7 @@ def measure_supply(loader: Loader) -> Supply:
         positions = (np.arange(rows) + len(numbers) * rows) * stride % count
         samples = np.stack([np.zeros_like(positions), positions], axis=1)
         slot, row = places[len(numbers) % len(places)]
+        source.labels.array[slot, row : row + rows] = EMPTY_ROW  # so that a sample at which a worker stays is named
         numbers.append(pool.submit(loader.source, slot, row, samples, round(loader.encoded_share * rows)))
 
     for _ in range(min(warm, len(places))):

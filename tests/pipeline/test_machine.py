@@ -117,12 +117,22 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("siblings", "threads"), [("0", 1), ("0,4", 2), ("0-1", 2), ("0-3", 4), ("0-1,8-9", 4), ("", 1), (None, 1)]
 )
-def test_threads_per_core(tmp_path: Path, siblings: str | None, threads: int) -> None:
+def test_threads_per_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     if siblings is not None:
-        topology = tmp_path / f"cpu{min(os.sched_getaffinity(0))}" / "topology"
+        topology = tmp_path / "cpu0" / "topology"
         topology.mkdir(parents=True)
         (topology / "thread_siblings_list").write_text(siblings + "\n")
     assert machine.threads_per_core(tmp_path) == threads
+
+
+def test_threads_of_a_core_that_the_affinity_mask_leaves_out_do_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    (tmp_path / "cpu0" / "topology").mkdir(parents=True)
+    (tmp_path / "cpu0" / "topology" / "thread_siblings_list").write_text("0,4\n")
+    assert machine.threads_per_core(tmp_path) == 1
 
 
 # Memory.
@@ -156,10 +166,11 @@ def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
 def test_limit_of_the_own_group(
     tmp_path: Path, lines: str, tree: str, limit: str, used: str, bytes_allowed: str | int, free: int
 ) -> None:
+    total = "total_" if "limit_in_bytes" in limit else ""
     files = {
         f"{tree}a/b/{limit}": bytes_allowed,
         f"{tree}a/b/{used}": 200 * MIB,
-        f"{tree}a/b/memory.stat": f"anon 7\ninactive_file {10 * MIB}\nactive_file {20 * MIB}",
+        f"{tree}a/b/memory.stat": f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}",
     }
     assert free_memory(tmp_path, lines, files) == free
 
