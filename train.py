@@ -518,7 +518,7 @@ def loader_input(feed: Feed) -> Input:
     recent = [reply for reply in pool.recent if reply.source == feed.train.loader.source]
     supply = autotune.supply_of(recent, 0.0, len(pool.workers)) if recent else None
     times = (supply.cpu_ms, supply.wait_ms, supply.core_ms) if supply else (0.0, 0.0, 0.0)
-    return Input(len(pool.workers), *times, pinned=feed.pinned is not None and bool(feed.pinned.locked))
+    return Input(len(pool.workers), *times, pinned=feed.page_locked)
 
 
 def write_interval(

@@ -34,6 +34,7 @@ from pipeline.gpu_decode import has_engines
 from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError, WorkerPool
 from pipeline.prefetcher import Batch
+from pipeline.sampler import scattered
 from pipeline.worker import EMPTY_ROW, Reply
 
 logger = logging.getLogger(__name__)
@@ -291,7 +292,7 @@ def tune(
     return Answer(
         workers=workers,
         prefetch_factor=factor,
-        pin_memory=feed.pinned is not None and bool(feed.pinned.locked),
+        pin_memory=feed.page_locked,
         demand=demand,
         batch_size=loader.batch_size,
         supply=supply,
@@ -363,16 +364,14 @@ def measure_supply(loader: Loader) -> Supply:
         LoaderError: an image cannot be read.
     """
     pool, source = loader.pool, loader.pool.sources[loader.source]
-    count = len(source.dataset)
     rows = min(PROBE_ROWS, loader.batch_size)
     places = [(slot, row) for slot in range(loader.slots) for row in range(0, loader.batch_size - rows + 1, rows)]
-    stride = next(s for s in range(max(1, int(0.618 * count)), 2 * count + 2) if math.gcd(s, count) == 1)
+    positions = scattered(len(source.dataset))
     numbers: list[int] = []
     warm = 2 * max(1, len(pool.workers))  # tasks, until every worker has begun
 
     def submit() -> None:
-        positions = (np.arange(rows) + len(numbers) * rows) * stride % count
-        samples = np.stack([np.zeros_like(positions), positions], axis=1)
+        samples = np.array([(0, next(positions)) for _ in range(rows)])
         slot, row = places[len(numbers) % len(places)]
         source.labels.array[slot, row : row + rows] = EMPTY_ROW  # so that a sample at which a worker stays is named
         numbers.append(pool.submit(loader.source, slot, row, samples, round(loader.encoded_share * rows)))

@@ -108,6 +108,11 @@ class Feed:
     most_workers: int
     pinned: Pinned | None = None
 
+    @property
+    def page_locked(self) -> bool:
+        """Whether the buffers are, at this moment: locking may have failed, or been given up."""
+        return self.pinned is not None and bool(self.pinned.locked)
+
 
 @contextmanager
 def open_feed(

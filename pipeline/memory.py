@@ -55,37 +55,36 @@ def plan_memory(
     Raises:
         UserError: it does not fit into what is free.
     """
-    if fewest is not None and fewest < workers:
-        for fewer in range(workers, fewest, -1):
-            try:
-                return plan_memory(config, datasets, workers=fewer, decoder=decoder, device=device, dtype=dtype,
-                                   world_size=world_size, ranks_here=ranks_here)  # fmt: skip
-            except UserError:
-                continue
-        workers = fewest
-    loader = config.loader
+    loader, cuda = config.loader, device.type == "cuda"
     share = loader.batch_size // world_size
-    slots = ring_slots(config, share, workers)
-    buffers, ready = 0, 0
+    slot_bytes, ready = 0, 0
     for dataset, side in ((datasets.train, datasets.train_side), (datasets.val, datasets.val_side)):
-        layout = buffer_layout(batch_size=share, size=side, slots=slots,
+        layout = buffer_layout(batch_size=share, size=side, slots=1,
                                file_bytes=file_room(dataset) if decoder in ON_GPU else 0)  # fmt: skip
-        buffers += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values())
+        slot_bytes += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values())
         ready += (loader.prefetch_batches + 1) * share * 3 * side * side * (1 + dtype.itemsize)
-    cuda = device.type == "cuda"
-    plan = MemoryPlan(
-        most_workers=workers,
-        slots=slots,
-        buffers=buffers,
-        pinned=buffers if cuda and loader.pin_memory else 0,
-        workers=workers * WORKER_BYTES[loader.start_method],
-        device=ready if cuda else 0,
-        free=machine.free_memory() // ranks_here,
-    )
-    if plan.buffers + plan.workers > plan.free:
+    free = machine.free_memory() // ranks_here
+
+    def plan(count: int) -> MemoryPlan:
+        slots = ring_slots(config, share, count)
+        return MemoryPlan(
+            most_workers=count,
+            slots=slots,
+            buffers=slots * slot_bytes,
+            pinned=slots * slot_bytes if cuda and loader.pin_memory else 0,
+            workers=count * WORKER_BYTES[loader.start_method],
+            device=ready if cuda else 0,
+            free=free,
+        )
+
+    fewest = workers if fewest is None else min(fewest, workers)
+    plans = map(plan, range(workers, fewest - 1, -1))
+    fitting = next((found for found in plans if found.buffers + found.workers <= free), None)
+    if fitting is None:
+        least = plan(fewest)
         each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
         raise UserError(
-            f"loader: needs {(plan.buffers + plan.workers) / GIB:.1f} GiB{each} ({plan.line()}); "
+            f"loader: needs {(least.buffers + least.workers) / GIB:.1f} GiB{each} ({least.line()}); "
             "lower loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
         )
-    return plan
+    return fitting

@@ -8,6 +8,8 @@ Because nothing is carried from step to step, resuming needs the step alone, and
 stretch differently.
 """
 
+import math
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -60,3 +62,12 @@ class ValSampler:
         """int64 [n, 2] rows of (0, index), n <= batch_size / world_size."""
         indices = self._mine[step * self._share : (step + 1) * self._share]
         return np.stack([np.zeros_like(indices), indices], axis=1)
+
+
+def scattered(count: int) -> Iterator[int]:
+    """Positions far from each other, each once before any comes again: for measuring on files from all over a dataset."""
+    stride = next(s for s in range(int(count * 0.618) or 1, 2 * count + 2) if math.gcd(s, count) == 1)
+    place = 0
+    while True:
+        place = (place + stride) % count
+        yield place

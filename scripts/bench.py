@@ -64,7 +64,7 @@ if __name__ == "__main__":
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
@@ -84,6 +84,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.loader import LoaderError
 from pipeline.memory import plan_memory
 from pipeline.prefetcher import Batch
+from pipeline.sampler import scattered
 
 WINDOWS = 5
 FOREVER = 1 << 40  # steps
@@ -355,21 +356,6 @@ class Stepper:
         rates = windows(take, seconds, self.finish)
         timing = feed.train.timing()
         return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
-
-
-def scattered(count: int) -> Iterator[int]:
-    """Positions far from each other, each once before any comes again."""
-    stride = next(s for s in range(int(count * 0.618) or 1, 2 * count + 2) if _coprime(s, count))
-    place = 0
-    while True:
-        place = (place + stride) % count
-        yield place
-
-
-def _coprime(a: int, b: int) -> bool:
-    while b:
-        a, b = b, a % b
-    return a == 1
 
 
 def table(rungs: list[Rung], earlier: dict[str, float]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.demo import draw_image
 
@@ -56,3 +57,12 @@ def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return limit
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch's threads would wait for each other longer than small tensors take, on a machine with something else to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -13,8 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +24,12 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint
 from pipeline import autotune, machine
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
+from tests.processes import HANGS_SECONDS, wait_until
+from tests.results import rows, same, stored
 
 ROOT = Path(train.__file__).parent
 # 36 images in batches of 8: 9 steps, validated after 5 and 9.
@@ -37,7 +37,6 @@ BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8
         "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
 ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_norm=1", "augment.batch=[{mixup: {alpha: 0.4}}]"]
 BUDGET, MOST = 3, 6  # workers: of four cores one is left to the training process; there is room for twice as many
-HANGS_SECONDS = 120  # only ends a test that would hang
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -96,22 +95,7 @@ def environment() -> dict[str, str]:
 
 def result(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """The state that was stored last and the validations, without what the clock says."""
-    found = checkpoint.load_newest(folder / "checkpoints")
-    assert found is not None
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    state = {k: v for k, v in found[1]["state"].items() if k != "spent"}
-    return state, [{k: v for k, v in row.items() if k != "seconds"} for row in rows if row["split"] == "val"]
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit, through all containers."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
+    return stored(folder), rows(folder, "val")
 
 
 def running(process: int) -> set[int]:
@@ -126,14 +110,6 @@ def running(process: int) -> set[int]:
     while more := {pid for pid, parent in relatives.items() if parent in found and pid not in found}:
         found |= more
     return found & relatives.keys()
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str] | None = None) -> None:
-    deadline = time.monotonic() + HANGS_SECONDS
-    while not condition():
-        assert process is None or process.poll() is None, f"ended early with status {process.returncode}"
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.01)
 
 
 def answer(workers: int) -> autotune.Answer:
@@ -194,9 +170,9 @@ def test_nothing_is_changed_by_measuring_when_resumed(
         summary = run(image_root, tmp_path / "parts", *ADAMW, *part)
         assert tuning(capfd.readouterr().out)[-1].startswith("measured in ")
     assert summary["params_sha256"] == whole["params_sha256"]
-    (state, rows), (expected_state, expected_rows) = result(tmp_path / "parts"), result(tmp_path / "whole")
+    (state, validated), (expected_state, expected) = result(tmp_path / "parts"), result(tmp_path / "whole")
     assert same({**state, "best": 0}, {**expected_state, "best": 0})
-    assert [row["step"] for row in rows] == [3, 5, 9] and rows[1:] == expected_rows
+    assert [row["step"] for row in validated] == [3, 5, 9] and validated[1:] == expected
 
 
 def test_workers_that_come_and_go_between_epochs(

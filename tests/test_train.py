@@ -36,6 +36,8 @@ from conf.schema import Config
 from engine import checkpoint
 from engine.state import TrainState
 from pipeline.prefetcher import Prefetcher
+from tests.processes import HANGS_SECONDS, wait_until
+from tests.results import rows, same, stored
 
 REPOSITORY = Path(train.__file__).parent
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.epochs=2",
@@ -44,7 +46,6 @@ BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8
 LONG = ["train.epochs=12", "train.validate_every_epochs=7", "checkpoint.every_steps=35"]
 # The console of a LONG run holds 38 log lines in any case and never all 54.
 STOP_AFTER_ROW = 38
-HANGS_SECONDS = 120  # only ends a test that would hang
 PLAIN_TAGS = {"train/loss", "train/top1", "val/loss", "val/top1", "val/top5", "lr", "throughput/images_per_second",
               "time/data_wait_fraction", "time/copy_ms", "time/step_ms"}  # fmt: skip
 
@@ -91,44 +92,10 @@ def torchrun(root: Path, folder: Path, *overrides: str) -> list[str]:
     return launcher + command(root, folder, *overrides)[1:]
 
 
-def rows(folder: Path, split: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without what the clock says."""
-    everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in everything if row["split"] == split]
-
-
-def stored(folder: Path) -> dict[str, Any]:
-    """The state in a run's newest checkpoint."""
-    found = checkpoint.load_newest(folder / "checkpoints")
-    assert found is not None
-    state: dict[str, Any] = found[1]["state"]
-    del state["spent"]  # seconds
-    return state
-
-
-def same(a: Any, b: Any) -> bool:
-    """Bit for bit, through all containers."""
-    if isinstance(a, torch.Tensor):
-        return isinstance(b, torch.Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return bool(a == b)
-
-
 def files(folder: Path) -> dict[str, tuple[int, int]]:
     """Every file below a folder with what changes when somebody writes it."""
     found = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
-
-
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[bytes] | None = None) -> None:
-    deadline = time.monotonic() + HANGS_SECONDS
-    while not condition():
-        assert process is None or process.poll() is None, f"ended early with status {process.returncode}"
-        assert time.monotonic() < deadline, "hangs"
-        time.sleep(0.01)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import copy
 import hashlib
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -194,15 +193,6 @@ def test_a_resumed_optimizer_does_what_the_config_says_now() -> None:
 PLAIN_SGD = Optim(name="sgd", lr=0.1, momentum=0, weight_decay=5e-4)
 
 
-@pytest.fixture
-def _one_thread() -> Iterator[None]:
-    """On a busy machine two wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def tensors(state: TrainState) -> list[Tensor]:
     """All that steps change: parameters and buffers of model and average, and what the optimiser keeps for each parameter."""
     kept = [v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
@@ -210,7 +200,7 @@ def tensors(state: TrainState) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())] + kept
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("ema", [0.9, None], ids=["average", "no average"])
 @pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
@@ -245,7 +235,7 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
         assert state.model.training
 
 
-@pytest.mark.usefixtures("_one_thread")
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
 def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -> None:
     straight, measured, touched = (new_state(optim) for _ in range(3))

@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 
 from pipeline.demo import CLASSES, TEXTURES, draw_image, ensure_demo_dataset
+from tests.processes import is_running
 
 SCRIPT = """
 import signal
@@ -73,13 +74,6 @@ def await_first_image(process: Process, root: Path) -> list[int]:
     children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     assert children
     return children
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> None:

@@ -26,6 +26,7 @@ from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, LoaderError, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW, Reply
+from tests.processes import descendants, is_running, process_state
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
@@ -43,29 +44,8 @@ def until(condition: Callable[[], Any]) -> Any:
     return value
 
 
-def process_state(pid: int) -> str:
-    """As in proc(5): R running, S sleeping, T stopped, Z zombie, ...; X when there is no such process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
-
-
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def is_running(pid: int) -> bool:
-    return process_state(pid) not in "ZX"
-
-
-def children(pid: int) -> list[int]:
-    """All descendants of a process."""
-    try:
-        own = [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-    return own + [grandchild for child in own for grandchild in children(child)]
 
 
 def open_dataset(root: Path, *, side: int = SIZE) -> FolderDataset:
@@ -930,7 +910,7 @@ def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -
         assert process.stdout is not None
         fifo = process.stdout.readline().strip()
         with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it waiting for more
-            family = children(process.pid)
+            family = descendants(process.pid)
             assert len(family) >= 2
             assert all(is_running(pid) for pid in family)
             process.kill()
@@ -949,7 +929,7 @@ def test_interpreter_can_end_without_closing_the_pool(changeable: Path, start_me
 def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_method: str) -> None:
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=3)
     WorkerPool([source], workers=1, start_method=start_method).close()  # a forkserver is there afterwards in any case
-    before = set(children(os.getpid()))
+    before = descendants(os.getpid())
     limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
     free = [number for number in range(1000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more
@@ -958,7 +938,7 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
             WorkerPool([source], workers=40, start_method=start_method)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    until(lambda: not any(map(is_running, set(children(os.getpid())) - before)))
+    until(lambda: not any(map(is_running, descendants(os.getpid()) - before)))
 
 
 def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPatch) -> None:

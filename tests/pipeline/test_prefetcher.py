@@ -371,15 +371,6 @@ class LateCopies(Prefetcher):
         return super()._enqueue(host, slot, after)
 
 
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch's threads would wait for each other longer than such small tensors take, on a machine with something else to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 @gpu
 @needs_gpu
 @pytest.mark.usefixtures("one_thread")

@@ -4,14 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
-import torch
 from PIL import Image
 
 from conf import cli
@@ -22,15 +20,8 @@ from scripts import bench, sweep
 from scripts.sweep import Cell, Setting
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.usefixtures("one_thread")
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.device=cpu"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def compose(root: Path, *overrides: str) -> Config:

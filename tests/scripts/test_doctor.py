@@ -36,6 +36,7 @@ from pipeline.demo import draw_image
 from pipeline.index import load_index
 from scripts import doctor, gpus, survey
 from scripts.doctor import Case, Row
+from tests.processes import descendants, is_running
 
 ROOT = Path(__file__).parents[2]
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "train.device=cpu"]
@@ -192,21 +193,6 @@ def test_a_mistake_is_one_line_and_status_2(root: Path, arguments: list[str]) ->
     last = process.stderr.splitlines()[-1]
     assert last.startswith("doctor.py: ") and arguments[0] in last
     assert len(process.stderr.splitlines()) == 1 or "usage" in process.stderr  # argparse's own
-
-
-def descendants(pid: int) -> set[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return set()
-    return {*children, *(d for child in children for d in descendants(child))}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def read_terminal(terminal: int, seconds: float) -> str:

@@ -26,6 +26,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.demo import draw_image
 from pipeline.index import load_index
 from scripts import shrink
+from tests.processes import descendants, is_running
 
 ROOT = Path(__file__).parents[2]
 Start = Callable[..., subprocess.Popen[str]]
@@ -291,21 +292,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for i in range(count // 2):
                 (root / split / label / f"{i:03d}.JPEG").write_bytes(data)
     return root
-
-
-def descendants(pid: int) -> set[int]:
-    try:
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except FileNotFoundError:
-        return set()
-    return {*children, *(d for child in children for d in descendants(child))}
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def await_gone(pids: set[int]) -> None:

@@ -1,0 +1,39 @@
+"""Looking at processes from outside, for tests that kill them."""
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HANGS_SECONDS = 120  # only ends a test that would hang
+
+
+def process_state(pid: int) -> str:
+    """As in proc(5): R running, S sleeping, T stopped, Z zombie, ...; X when there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "X"
+
+
+def is_running(pid: int) -> bool:
+    return process_state(pid) not in "ZX"
+
+
+def descendants(pid: int) -> set[int]:
+    """Children, whichever thread started them, and theirs."""
+    try:
+        own = {int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()}
+    except (FileNotFoundError, ProcessLookupError):
+        return set()
+    return {*own, *(d for child in own for d in descendants(child))}
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None) -> None:
+    """Return when it holds; a `process` that ends first, or HANGS_SECONDS, is a failure."""
+    deadline = time.monotonic() + HANGS_SECONDS
+    while not condition():
+        assert process is None or process.poll() is None, f"ended early with status {process.returncode}"
+        assert time.monotonic() < deadline, "hangs"
+        time.sleep(0.01)

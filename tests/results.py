@@ -1,0 +1,35 @@
+"""What a run has left, for tests that compare two runs bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine import checkpoint
+
+
+def rows(folder: Path, split: str) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, without what the clock says."""
+    everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in everything if row["split"] == split]
+
+
+def stored(folder: Path) -> dict[str, Any]:
+    """The state in a run's newest checkpoint, without what the clock says."""
+    found = checkpoint.load_newest(folder / "checkpoints")
+    assert found is not None
+    state: dict[str, Any] = found[1]["state"]
+    del state["spent"]
+    return state
+
+
+def same(a: Any, b: Any) -> bool:
+    """Bit for bit, through all containers."""
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and torch.equal(a, b)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
