@@ -114,9 +114,7 @@ def train(config: Config) -> dict[str, Any]:
             tracker.text("config", cli.to_yaml(config))
             tracker.graph(lambda: models.build(config.model.name, num_classes=plan.num_classes, image_size=plan.image_size),
                           side=plan.image_size, parameters=plan.parameters)  # fmt: skip
-        if world.leads:
-            run.write("config.yaml", cli.to_yaml(config))
-            (run.path / "summary.json").unlink(missing_ok=True)  # an earlier life's: this one has not ended
+        world.agree(lambda: run.begin(cli.to_yaml(config)))
 
         workers = min(plan.workers, memory.most_workers)
         feed = stack.enter_context(
@@ -124,12 +122,12 @@ def train(config: Config) -> dict[str, Any]:
                       most_workers=memory.most_workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
                       channels_last=plan.channels_last, rank=world.rank, world_size=world.size)
         )  # fmt: skip
-        network = world.wrap(state.model)
+        network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
         objective, measure = compiled(meters.objective, plan), compiled(meters.measure, plan)
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
         stack.enter_context(memory_explained(state, plan, world, run))
-        tune_loader(config, plan, datasets, world, feed, state, objective, tracker, run, workers)
+        tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
         watches = config.autotune.online and plan.measures_workers
         watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if watches else None
         meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
@@ -215,7 +213,7 @@ def train(config: Config) -> dict[str, Any]:
         summary = summarise(state, plan, meter, run, started, signal_number) | ledger.balance()
         summary |= {"mfu": ledger.mfu(summary["images_per_second"]), "verdict": ledger.run_verdict(loader_input(feed))}
         if world.leads:
-            checkpoint.write_json(run.path / "summary.json", summary)
+            run.write("summary.json", json.dumps(summary, indent=2))
         if not signal_number:
             tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
         tracker.outcome(summary)
@@ -244,15 +242,14 @@ def tune_loader(
     world: World,
     feed: Feed,
     state: TrainState,
+    network: nn.Module,
     objective: Callable[..., Any],
     tracker: Tracker,
-    run: RunDirectory,
     budget: int,
 ) -> None:
     """loader.workers=auto: set the feed as is remembered for this work on this machine, or as real steps show now, and say it.
 
-    The steps leave no trace, and for that they do without the averaging of gradients over ranks: torch orders its exchanges
-    anew after a process's first averaged step, and sums of three ranks then round differently.
+    The steps leave no trace.
     """
     if plan.workers_unmeasured:
         tracker.say(f"autotune {budget} workers, not measured: {plan.workers_unmeasured}")
@@ -268,7 +265,7 @@ def tune_loader(
     }
 
     def step(batch: Batch) -> None:
-        train_step(state, state.model, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
+        train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
 
     with untouched(state):
         answer, lines = autotune.settle(
@@ -276,8 +273,8 @@ def tune_loader(
         )
     for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
         tracker.say(f"{name:<8} {line}")
-    if answer is not None and world.leads:
-        run.write("autotune.json", json.dumps(asdict(answer), indent=1))
+    if answer is not None:
+        tracker.record("autotune.json", asdict(answer))
         tracker.text("autotune", "\n".join(lines))
         rows, limits = answer.bars()
         tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))

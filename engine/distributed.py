@@ -72,15 +72,23 @@ class World:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The module to call in training: averages gradients over the ranks."""
+    def wrap(self, model: nn.Module, example: Tensor) -> nn.Module:
+        """The module to call in training: averages gradients over the ranks.
+
+        DDP puts gradients into its buckets anew after the first backward pass, and three or more ranks' sums then round
+        differently. A pass over `example`, a batch, leaves that behind: the first step after a restart is like any other.
+        In evaluation mode it changes no buffer and draws no random number.
+        """
         if self.size == 1:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
         network = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
         # Shared before validation instead of at every step. Not an argument: torch 2.13 warns of it, 2.10 has no other.
         network.broadcast_buffers = False
-        return network
+        network.eval()
+        network(example.to(self.device)).sum().backward()
+        network.zero_grad(set_to_none=True)
+        return network.train()
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:

@@ -87,8 +87,26 @@ class RunDirectory:
             self._claim()
         return found
 
+    def begin(self, config: str) -> None:
+        """Write config.yaml, and take away an earlier life's summary: this one has not ended.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        self.write("config.yaml", config)
+        (self.path / "summary.json").unlink(missing_ok=True)
+
     def write(self, name: str, content: str) -> None:
-        checkpoint.replace_file(self.path / name, content)
+        """Replace a file of the folder.
+
+        Raises:
+            CheckpointError: it cannot be written; the one before is untouched.
+        """
+        try:
+            checkpoint.replace_file(self.path / name, content)
+        except OSError as error:
+            raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {error.strerror}; checkpoints are whole, "
+                                             "and the same command goes on from them") from error  # fmt: skip
 
     def finished_summary(self, step: int) -> dict[str, Any] | None:
         """The summary an earlier life left, if it finished at `step`."""

@@ -178,6 +178,11 @@ class Tracker:
         if self._board is not None:
             self._guard("TensorBoard", self._board.add_text, tag, f"```yaml\n{text}\n```", 0)
 
+    def record(self, name: str, content: Any) -> None:
+        """A JSON file of the run directory that nothing depends on."""
+        if self.folder is not None:
+            self._guard(name, write_json, self.folder / name, content)
+
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
         """A grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
 
@@ -200,7 +205,7 @@ class Tracker:
         images, hits = found.per_class()
         rows = [{"class": name, "images": n, "top1": round(100 * hit / n, 4) if n else None}
                 for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)]  # fmt: skip
-        self._guard("per_class.json", write_json, self.folder / "per_class.json", {"step": step, "classes": rows})
+        self.record("per_class.json", {"step": step, "classes": rows})
         if self._board is not None:
             drawn = self._guard("pictures", _draw_mistakes, found, classes, scale, shift, f"validation after step {step:,}")
             for tag, image in (drawn or {}).items():

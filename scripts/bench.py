@@ -315,7 +315,7 @@ class Stepper:
     def __init__(self, config: Config, plan: Plan, world: World) -> None:
         self.config, self.plan, self.world = config, plan, world
         self.state = train.build_state(config, plan, world)
-        self.network = world.wrap(self.state.model)
+        self.network = world.wrap(self.state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
         self.objective = train.compiled(meters.objective, plan)
         self.meter = meters.Meter(world, plan.batch_size, 0)
 

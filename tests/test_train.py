@@ -86,9 +86,9 @@ def command(root: Path, folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, str(REPOSITORY / "train.py"), *BASE, f"data.root={root}", f"run.dir={folder}", *overrides]
 
 
-def torchrun(root: Path, folder: Path, *overrides: str) -> list[str]:
-    """The command line for two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+def torchrun(root: Path, folder: Path, *overrides: str, ranks: int = 2) -> list[str]:
+    """The command line for several ranks."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return launcher + command(root, folder, *overrides)[1:]
 
 
@@ -712,6 +712,23 @@ def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
     assert json.loads((folder / "summary.json").read_text())["params_sha256"] == short[1]["params_sha256"]
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json"])
+def test_a_file_of_the_run_cannot_be_written(
+    name: str, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line; the same command goes on once the obstacle is gone."""
+    folder = tmp_path / "run"
+    obstacle = folder / f"{name}.tmp"  # where the new file would be filled
+    (folder / "checkpoints").mkdir(parents=True)
+    obstacle.mkdir()
+    assert train.main(compose(image_root, folder)) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"train.py: {folder / name}: cannot be written: ") and error.count("\n") == 1
+    obstacle.rmdir()
+    assert train.main(compose(image_root, folder)) == 0
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+
 def test_disk_full(
     image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -774,7 +791,7 @@ def test_train_from_anywhere(spaced: Path, image_root: Path, tmp_path: Path, sho
     assert {p.name for p in tmp_path.iterdir()} == {"the images", "my runs"}
 
 
-# Two ranks, as torchrun starts them.
+# Several ranks, as torchrun starts them.
 
 
 def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path) -> None:
@@ -799,15 +816,19 @@ def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path) -> None:
     assert max(losses) - min(losses) > 0.01, "the losses do not tell one step from another"
 
 
-def test_two_ranks_stop_together(image_root: Path, tmp_path: Path) -> None:
-    """A signal to one rank, or to torchrun, stops both at one step; gone on with, the run ends as one never stopped."""
-    options = ["train.epochs=24", "train.validate_every_epochs=7", "checkpoint.every_steps=35", "train.ema_decay=0.9"]
+def test_three_ranks_stop_together(image_root: Path, tmp_path: Path) -> None:
+    """A signal to one rank, or to torchrun, stops all at one step; gone on with, the run ends as one never stopped.
+
+    Three, because a sum of two numbers is the same in any order.
+    """
+    options = ["loader.batch_size=6", "train.epochs=18", "train.validate_every_epochs=7", "checkpoint.every_steps=35",
+               "train.ema_decay=0.9"]  # fmt: skip
     folder, straight = tmp_path / "run", tmp_path / "straight"
     reached = 0
     for number in (signal.SIGUSR1, signal.SIGTERM):
-        with stalled(torchrun(image_root, folder, *options), folder, reached + 10) as (process, let_go):
+        with stalled(torchrun(image_root, folder, *options, ranks=3), folder, reached + 10) as (process, let_go):
             ranks = ranks_of(process.pid)
-            assert len(ranks) == 2
+            assert len(ranks) == 3
             os.kill(ranks[1] if number == signal.SIGUSR1 else process.pid, number)
             let_go()
             assert process.returncode != 0
@@ -819,12 +840,13 @@ def test_two_ranks_stop_together(image_root: Path, tmp_path: Path) -> None:
         assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == reached
         assert [r["step"] for r in rows(folder, "train")] == list(range(1, reached + 1))
     for target in (folder, straight):
-        result = subprocess.run(torchrun(image_root, target, *options), capture_output=True, text=True, timeout=HANGS_SECONDS)
+        result = subprocess.run(torchrun(image_root, target, *options, ranks=3), capture_output=True, text=True,
+                                timeout=HANGS_SECONDS)  # fmt: skip
         assert result.returncode == 0, result.stderr
     check_continued(folder, json.loads((folder / "summary.json").read_text()),
                     (straight, json.loads((straight / "summary.json").read_text())))  # fmt: skip
 
-    # What two ranks validated is the model in the checkpoint: one rank finds the same.
+    # What the ranks validated is the model in the checkpoint: one rank finds the same.
     last = straight / "checkpoints" / "step-00000108.pt"
     run(image_root, tmp_path / "alone", *options, f"checkpoint.resume={last}")
     (alone,) = rows(tmp_path / "alone", "val")

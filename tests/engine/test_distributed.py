@@ -45,7 +45,7 @@ def test_a_world_of_one() -> None:
         assert world.gather("mine") == world.of_node(["mine"]) == ["mine"]
         assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
         model = nn.BatchNorm1d(2)
-        assert world.wrap(model) is model
+        assert world.wrap(model, torch.zeros(1, 4)) is model
         world.share_buffers(model)
         assert not torch.distributed.is_initialized()
 

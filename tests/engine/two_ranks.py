@@ -78,7 +78,7 @@ def gradients(world: World) -> dict[str, Any]:
     images = torch.randn(8, 4)
     share = images[4 * world.rank : 4 * world.rank + 4]
     apart = copy.deepcopy(model)
-    network = world.wrap(model)
+    network = world.wrap(model, torch.zeros(1, 4))
     for _ in range(2):
         network.zero_grad()
         network(share).square().mean().backward()
