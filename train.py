@@ -43,7 +43,7 @@ from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, explain_oom, fixed_bytes
 from engine.pictures import bars
-from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
+from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
@@ -56,6 +56,7 @@ from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_
 from pipeline.loader import LoaderError
 from pipeline.memory import MemoryPlan, plan_memory
 from pipeline.prefetcher import Batch
+from pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -129,8 +130,8 @@ def train(config: Config) -> dict[str, Any]:
         stack.enter_context(memory_explained(state, plan, world, run))
         tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
         watches = config.autotune.online and plan.measures_workers
-        watch = autotune.Watch(feed.train.loader.pool, feed.most_workers) if watches else None
-        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent)
+        watch = Watch(feed.train.loader.pool, feed.train.loader.source, feed.most_workers) if watches else None
+        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent, state.step)
         monitor = stack.enter_context(GpuMonitor(world.device))
 
         def report() -> None:
@@ -138,8 +139,15 @@ def train(config: Config) -> dict[str, Any]:
             if interval is not None:
                 row = write_interval(interval, plan, tracker, feed, monitor, ledger, memory)
                 feed.train.loader.pool.warn_of_laggards()
-                if watch is not None:
+                if watch is not None and "data_wait_fraction" in row:
                     watch.note(row["data_wait_fraction"], row["images_per_second"])
+
+        @contextmanager
+        def left_out() -> Iterator[None]:
+            """What happens inside is not training: it counts neither in the rate nor in the time of a step."""
+            report()
+            with meter.left_out(), feed.train.left_out():
+                yield
 
         def save_all(*, best: bool) -> None:
             tracker.flush()  # first: a kill after the checkpoint leaves no gap in the curves before it
@@ -172,11 +180,10 @@ def train(config: Config) -> dict[str, Any]:
         stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at checkpoints instead
         first_step = state.step
-        profiler = stack.enter_context(
-            StepProfiler(config.profile.steps, run.path / "profile" if world.leads else None, world.device, tracker.say)
-        )
+        profiler = StepProfiler(config.profile.steps, run.path / "profile" if world.leads else None, world.device, tracker.say)
+        if profiler.turns(state.step):
+            profiler.turn(state.step)
         for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
-            profiler.before(batch.step)
             if begins or plan.epochs_ended(batch.step) > plan.epochs_ended(batch.step - 1):
                 tracker.images("train/images", batch.images, scale=feed.train.scale, shift=feed.train.shift,
                                step=batch.step + 1)  # fmt: skip
@@ -197,20 +204,22 @@ def train(config: Config) -> dict[str, Any]:
                 report()
                 end_of_epoch()
             if plan.saves(state.step) or signal_number:
-                report()
-                with meter.left_out(), feed.train.left_out():
+                with left_out():
                     if plan.validates(state.step) and not signal_number:
                         validate_and_save()
                         signal_number = stop.agreed()
                     else:
                         save_all(best=False)
                     gc.collect()
+            if profiler.turns(state.step):
+                with left_out(), ledger.lost("profile"):
+                    profiler.turn(state.step)
             if signal_number:
                 break
 
         report()
-        profiler.close()
-        summary = summarise(state, plan, meter, run, started, signal_number) | ledger.balance()
+        profiler.close(state.step)
+        summary = summarise(state, plan, started, signal_number) | ledger.speed() | ledger.balance()
         summary |= {"mfu": ledger.mfu(summary["images_per_second"]), "verdict": ledger.run_verdict(loader_input(feed))}
         if world.leads:
             run.write("summary.json", json.dumps(summary, indent=2))
@@ -395,6 +404,8 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     activations = activation_bytes(model, datasets.train_side, torch.bfloat16 if precision == "bf16" else torch.float32)
     count_flops(model, datasets.val_side, key="augment.val")  # what would fail at the first validation is refused here
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
+    stop_step = min(steps, config.train.max_steps or steps)
+    check_profile(config.profile.steps, stop_step)
     channels_last = config.model.channels_last
     if channels_last == "auto":
         channels_last = world.device.type == "cuda" and models.is_convnet(model)
@@ -413,7 +424,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         world_size=world.size,
         epochs=config.train.epochs,
         schedule_steps=steps,
-        stop_step=min(steps, config.train.max_steps or steps),
+        stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
         validate_every_epochs=config.train.validate_every_epochs,
         log_every_steps=config.log.every_steps,
@@ -512,7 +523,7 @@ def compiled(function: F, plan: Plan) -> F:
 def loader_input(feed: Feed) -> Input:
     """What the loader does at this moment, for the verdict."""
     pool = feed.train.loader.pool
-    recent = [reply for reply in pool.recent if reply.source == feed.train.loader.source]
+    recent = pool.recent[feed.train.loader.source]
     supply = autotune.supply_of(recent, 0.0, len(pool.workers)) if recent else None
     times = (supply.cpu_ms, supply.wait_ms, supply.core_ms) if supply else (0.0, 0.0, 0.0)
     return Input(len(pool.workers), *times, pinned=feed.page_locked)
@@ -540,15 +551,13 @@ def write_interval(
         "images_per_second": interval.images_per_second,
         "seconds_left": (plan.stop_step - interval.step) * plan.batch_size / interval.images_per_second,
     }
-    row |= ledger.note(timing, interval.images_per_second)
+    row |= ledger.note(timing, interval)
     host = host_figures(feed.train.loader.pool.pids, memory.pinned)
     tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device), **host})
     return row
 
 
-def summarise(
-    state: TrainState, plan: Plan, meter: meters.Meter, run: RunDirectory, started: float, signal_number: int
-) -> dict[str, Any]:
+def summarise(state: TrainState, plan: Plan, started: float, signal_number: int) -> dict[str, Any]:
     """What summary.json holds. A signal's number is kept: the exit status follows from it."""
     best_step = state.best.get("step")
     return {
@@ -562,7 +571,6 @@ def summarise(
         "best_top1": state.best.get("top1"),
         "best_epoch": round(plan.epoch(int(best_step)), 4) if best_step else None,
         "best_checkpoint": f"step-{int(best_step):08d}.pt" if best_step else None,
-        "images_per_second": meter.images_per_second(),
         "seconds": time.monotonic() - started,
         "params_sha256": params_sha256(state.model),
     }

@@ -153,9 +153,12 @@ class StopSignal:
         self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        work, self._work = self._work, None
+        if work is not None and kind is None:
+            work.wait()  # gloo aborts now and then when its group is destroyed around an exchange under way
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:

@@ -6,14 +6,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from engine.meters import Interval
 from engine.plan import Plan
 from engine.verdict import Account, verdict
 
 # Dense bf16 operations per second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "A30": 165e12, "L40S": 362e12, "L4": 121e12,
               "A10": 125e12, "4090": 165e12, "3090": 71e12}  # fmt: skip
-SHORT_EPOCH = 20.0  # seconds
-LOST = ("validation", "checkpoint", "start")
+SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; fewer are not judged
+LOST = ("validation", "checkpoint", "start", "profile")
 
 
 Timing = Any
@@ -37,12 +38,14 @@ class Ledger:
     Args:
         plan: what the run does.
         spent: seconds by kind, kept in the checkpoint: earlier lives count.
+        step: where this life begins.
     """
 
-    def __init__(self, plan: Plan, spent: dict[str, float]) -> None:
+    def __init__(self, plan: Plan, spent: dict[str, float], step: int = 0) -> None:
         self.plan, self.spent = plan, spent
-        self._run: list[tuple[float, Timing, float]] = []  # seconds, timing, images/s
-        self._epoch: list[tuple[float, Timing, float]] = []
+        self._run: list[tuple[Interval, Timing]] = []
+        self._epoch: list[tuple[Interval, Timing]] = []
+        self._first_step = self._step = step
         self._begun = time.monotonic()
         self._lost_here = 0.0
         self.spent["lives"] = self.spent.get("lives", 0) + 1
@@ -72,19 +75,18 @@ class Ledger:
         self._add("training", max(0.0, now - self._begun - self._lost_here))
         self._begun, self._lost_here = now, 0.0
 
-    def note(self, timing: Timing | None, images_per_second: float) -> dict[str, float]:
+    def note(self, timing: Timing | None, interval: Interval) -> dict[str, float]:
         """Take in a log interval; return what its row says of time."""
-        per_rank = images_per_second / self.plan.world_size
-        row = {"data_wait_fraction": 0.0}
+        self._count(interval)
+        row: dict[str, float] = {}
         if self.plan.world_size > 1:
-            row["images_per_second_per_rank"] = per_rank
-        if (use := self.mfu(images_per_second)) is not None:
+            row["images_per_second_per_rank"] = interval.images_per_second / self.plan.world_size
+        if (use := self.mfu(interval.images_per_second)) is not None:
             row["mfu"] = use
-        if timing is None:  # no batch has been finished since the last row
+        if timing is None:  # the device has finished no batch since the last row
             return row
-        entry = timing.batches * self.plan.batch_per_rank / max(per_rank, 1e-9), timing, per_rank
-        self._epoch.append(entry)
-        self._run.append(entry)
+        self._epoch.append((interval, timing))
+        self._run.append((interval, timing))
         compute = 1.0 - timing.wait_fraction - timing.late_fraction - (0 if self._on_gpu else timing.copy_fraction)
         return row | {
             "data_wait_fraction": timing.wait_fraction,
@@ -98,19 +100,47 @@ class Ledger:
             "step_worst_ms": timing.step_worst_ms,
         }
 
+    def _count(self, interval: Interval) -> None:
+        """Images and seconds, over all lives, apart by what else they hold: a life's first interval compiles, and the first
+        epoch meets files that no cache has yet.
+        """
+        kind = ("starting" if self._step == self._first_step
+                else "first epoch" if self.plan.epochs_ended(self._step) == 0 else "later")  # fmt: skip
+        self._add(f"{kind} images", interval.images)
+        self._add(f"{kind} seconds", interval.seconds)
+        self._step = interval.step
+
+    def speed(self) -> dict[str, float]:
+        """Images/s of training over all lives: without the first epoch and each life's first interval, where there is more
+        than those; and with all of it.
+        """
+
+        def rate(*kinds: str) -> float:
+            images, seconds = (sum(self.spent.get(f"{kind} {unit}", 0.0) for kind in kinds) for unit in ("images", "seconds"))
+            return images / seconds if seconds else 0.0
+
+        kinds = ("later", "first epoch", "starting")
+        return {
+            "images_per_second": next(filter(None, map(rate, kinds)), 0.0),
+            "images_per_second_with_first_epoch": rate(*kinds),
+        }
+
     def epoch_verdict(self, now: Input) -> list[str]:
         """Of the intervals since the last call; of an epoch of seconds none, the run's is enough."""
         entries, self._epoch = self._epoch, []
-        return self._verdict(entries, now) if sum(seconds for seconds, _, _ in entries) > SHORT_EPOCH else []
+        return self._verdict(entries, now) if _seconds(entries) > SHORT_EPOCH else []
 
     def run_verdict(self, now: Input) -> list[str]:
         """Of this life, without its first interval, which holds compilation and warm-up."""
-        return self._verdict(self._run[1:] or self._run, now)
+        entries = self._run[1:]
+        if _seconds(entries) < SHORT_RUN:
+            return [f"none: {_seconds(entries):.1f} s of steps after the warm-up are too few to judge"]
+        return self._verdict(entries, now)
 
     def balance(self) -> dict[str, Any]:
         """For summary.json: seconds lost by kind over all lives, and the share of the time that was training."""
         self.settle()
-        lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in LOST}
+        lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in LOST if kind in self.spent or kind != "profile"}
         training = self.spent.get("training", 0.0)
         return {"seconds_lost": lost, "lives": int(self.spent["lives"]),
                 "effective_time": training / max(training + sum(lost.values()), 1e-9)}  # fmt: skip
@@ -128,27 +158,25 @@ class Ledger:
     def _on_gpu(self) -> bool:
         return self.plan.device_type == "cuda"
 
-    def _verdict(self, entries: list[tuple[float, Timing, float]], now: Input) -> list[str]:
-        total = sum(seconds for seconds, _, _ in entries)
-        if not total:
-            return []
+    def _verdict(self, entries: list[tuple[Interval, Timing]], now: Input) -> list[str]:
+        total = _seconds(entries)
 
         def mean(name: str) -> float:
-            found: float = sum(seconds * getattr(timing, name) for seconds, timing, _ in entries) / total
+            found: float = sum(interval.seconds * getattr(timing, name) for interval, timing in entries) / total
             return found
 
         plan = self.plan
         return verdict(
             Account(
-                images_per_second=sum(seconds * rate for seconds, _, rate in entries) / total,
-                step_ms=mean("step_ms"),
+                images_per_second=sum(interval.images for interval, _ in entries) / total,
                 copy_ms=mean("copy_ms"),
                 wait=mean("wait_fraction"),
                 late=mean("late_fraction"),
                 copy=mean("copy_fraction"),
                 drained=mean("drained_fraction"),
-                batch_size=plan.batch_per_rank,
+                batch_size=plan.batch_size,
                 on_gpu=self._on_gpu,
+                ranks=plan.world_size,
                 workers=now.workers,
                 cpu_ms=now.cpu_ms,
                 wait_ms=now.wait_ms,
@@ -158,3 +186,7 @@ class Ledger:
                 pinned=now.pinned,
             )
         )
+
+
+def _seconds(entries: list[tuple[Interval, Timing]]) -> float:
+    return sum(interval.seconds for interval, _ in entries)

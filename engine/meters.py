@@ -24,12 +24,17 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Interval:
-    """What the meter found between two log steps; `step` is the last of them."""
+    """What the meter found between two log steps; `step` is the last of them, `images` and `seconds` are those of training."""
 
     metrics: Metrics
     step: int
     lr: float
-    images_per_second: float
+    images: int
+    seconds: float
+
+    @property
+    def images_per_second(self) -> float:
+        return self.images / self.seconds
 
 
 def objective(
@@ -99,7 +104,6 @@ class Meter:
         self._sent: tuple[int, float, Any] | None = None
         self._last = (step, self._now())
         self._left_out: list[tuple[Any, Any]] = []
-        self._intervals: list[tuple[int, float]] = []  # images, seconds
 
     def add(self, values: Tensor) -> None:
         self.total += values
@@ -120,9 +124,7 @@ class Meter:
         (begin, began), self._last = self._last, (step, now)
         seconds = _seconds(began, now) - sum(_seconds(*pause) for pause in self._left_out)
         self._left_out.clear()
-        images, seconds = (step - begin) * self.batch_size, max(seconds, 1e-9)
-        self._intervals.append((images, seconds))
-        return Interval(metrics_of(self._host), step, lr, images / seconds)
+        return Interval(metrics_of(self._host), step, lr, (step - begin) * self.batch_size, max(seconds, 1e-9))
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
@@ -141,11 +143,6 @@ class Meter:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
-
-    def images_per_second(self) -> float:
-        """The rate so far, without the first interval, which holds compilation and warm-up."""
-        counted = self._intervals[1:] or self._intervals
-        return sum(images for images, _ in counted) / max(sum(seconds for _, seconds in counted), 1e-9) if counted else 0.0
 
 
 def _seconds(begin: Any, end: Any) -> float:

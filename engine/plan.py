@@ -117,6 +117,15 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
 
 
+def check_profile(steps: list[int], stop_step: int) -> None:
+    """Raises:
+    UserError: none of the steps to profile is reached.
+    """
+    if steps and steps[0] >= stop_step:
+        raise UserError(f"profile.steps=[{steps[0]},{steps[1]}]: the run ends after {stop_step:,} steps, the last is number "
+                        f"{stop_step - 1:,}; give steps before")  # fmt: skip
+
+
 def check_batch(config: Config, train_images: int, world_size: int) -> None:
     """Refuse a batch that the data or the ranks cannot make.
 

@@ -24,27 +24,31 @@ class StepProfiler:
     def __init__(self, steps: list[int], folder: Path | None, device: torch.device, say: Callable[[str], None]) -> None:
         self.steps, self.folder, self.device, self.say = (steps if folder is not None else []), folder, device, say
         self._profile: Any = None
+        self._first = 0
 
-    def before(self, step: int) -> None:
-        """Called before each step; waits for the device at both ends of what is profiled."""
+    def turns(self, step: int) -> bool:
+        """Whether `turn` has something to do before this step."""
         if not self.steps:
-            return
+            return False
         first, last = self.steps
-        if self._profile is None and first <= step <= last:
-            activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-            self._profile, self._first = profile(activities=activities), step
-            self._finish()
-            self._profile.start()
-        elif self._profile is not None and step > last:
-            self._end(step - 1)
+        return step > last if self._profile is not None else first <= step <= last
 
-    def close(self) -> None:
-        """The run ends: what has been profiled is written."""
-        if self._profile is not None:
-            self._end(self.steps[1])
-
-    def _end(self, last: int) -> None:
+    def turn(self, step: int) -> None:
+        """Begin what is profiled with this step, or end it with the step before; waits for the device."""
         self._finish()
+        if self._profile is not None:
+            self._write(step - 1)
+            return
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+        self._profile, self._first = profile(activities=activities, acc_events=True), step
+        self._profile.start()
+
+    def close(self, step: int) -> None:
+        """The run ends before this step: what has been profiled is written."""
+        if self._profile is not None:
+            self.turn(step)
+
+    def _write(self, last: int) -> None:
         self._profile.stop()
         found, self._profile, self.steps = self._profile, None, []
         assert self.folder is not None
@@ -63,9 +67,3 @@ class StepProfiler:
     def _finish(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-
-    def __enter__(self) -> "StepProfiler":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

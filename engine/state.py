@@ -11,6 +11,25 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 
+class MovingAverage(AveragedModel):
+    """torch's own, but for its update: that takes the count of steps to the device each time, and waits there for the step."""
+
+    def __init__(self, model: nn.Module, decay: float) -> None:
+        self.average = get_ema_multi_avg_fn(decay)
+        super().__init__(model, multi_avg_fn=self.average, use_buffers=True)
+
+    @torch.no_grad()
+    def update_parameters(self, model: nn.Module) -> None:
+        ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
+        if self.n_averaged == 0:  # it is on the host
+            torch._foreach_copy_(ours, theirs)
+        else:
+            for kind in {tensor.dtype for tensor in ours}:
+                pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0].dtype == kind]
+                self.average([mean for mean, _ in pairs], [now for _, now in pairs], self.n_averaged)
+        self.n_averaged += 1
+
+
 @dataclass
 class TrainState:
     """Model, optimiser, step and what validation found.
@@ -27,7 +46,7 @@ class TrainState:
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    ema: AveragedModel | None = None
+    ema: MovingAverage | None = None
     step: int = 0
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
@@ -102,9 +121,9 @@ def untouched(state: TrainState) -> Iterator[None]:
             torch.cuda.set_rng_state(random_gpu)
 
 
-def build_ema(model: nn.Module, decay: float) -> AveragedModel:
+def build_ema(model: nn.Module, decay: float) -> MovingAverage:
     """Exponential moving average of weights and buffers (arXiv 2110.00476 uses it; BatchNorm statistics are averaged too)."""
-    return AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay), use_buffers=True)
+    return MovingAverage(model, decay)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -148,8 +148,9 @@ class Tracker:
         if not self._header_shown:
             self.say(HEADER)
             self._header_shown = True
+        waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
         self.say(f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} "
-                 f"{row['images_per_second']:>8,.0f} {100 * row['data_wait_fraction']:>6.1f} {row['lr']:>9.3g} "
+                 f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} "
                  f"{duration(row['seconds_left']):>8}")  # fmt: skip
 
     def figures(self, values: dict[str, float], step: int) -> None:
@@ -262,7 +263,8 @@ class Tracker:
             ("status", f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
              f"in {duration(summary['seconds'])}"),
             ("accuracy", accuracy),
-            ("speed", f"{summary['images_per_second']:,.0f} images/s"),
+            ("speed", f"{summary['images_per_second']:,.0f} images/s; "
+             f"{summary['images_per_second_with_first_epoch']:,.0f} with the first epoch and what compiles"),
             ("run", f"{self.folder}"),
             ("curves", f"tensorboard --logdir {shlex.quote(str(self.folder / 'tensorboard'))}"),
             ("best", f"{best}" if best else "no checkpoint was validated"),

@@ -4,27 +4,28 @@ from dataclasses import dataclass
 
 WAITS = 0.05  # share of the time; less is not worth a change
 COPIES = 0.8  # share of the time in which copies run: they cannot be hidden behind the step any more
+UNPINNED_COPIES = 0.5  # likewise, of copies from ordinary memory: they hold up the host as well
 DRAINED = 0.5  # share of the steps at which the GPU had nothing left to do
 SPARE = 1.3  # workers that could give so much more than is taken are not what limits
 
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of some steps went, for one rank.
+    """Where the time of some steps went; fractions and milliseconds are the first rank's.
 
     Attributes:
-        images_per_second: reached.
-        step_ms, copy_ms: median, by the device's clock.
+        images_per_second: reached by all ranks.
+        copy_ms: of a batch, by the device's clock.
         wait, late, copy, drained: fractions as in the prefetcher's timing.
-        batch_size: images of a step on this rank.
+        batch_size: the global batch.
         on_gpu: else the step and the workers share the CPU.
-        workers: processes; 0 decodes in the training process.
+        ranks: how many there are.
+        workers: processes of a rank; 0 decodes in the training process.
         cpu_ms, wait_ms, core_ms: of one image in a worker: computing, waiting for storage, waiting for a core.
         decoder, compile, pinned: what the loader and the step run with.
     """
 
     images_per_second: float
-    step_ms: float
     copy_ms: float
     wait: float
     late: float
@@ -32,6 +33,7 @@ class Account:
     drained: float
     batch_size: int
     on_gpu: bool
+    ranks: int
     workers: int
     cpu_ms: float
     wait_ms: float
@@ -42,23 +44,27 @@ class Account:
 
     @property
     def ceiling(self) -> float:
-        """Images/s if the next batch were always there."""
-        return 1e3 * self.batch_size / max(self.step_ms, 1e-9)
+        """Images/s if the next batch were always there, copied and launched."""
+        return self.images_per_second / max(1e-3, 1 - self.wait - self.late - (0 if self.on_gpu else self.copy))
+
+    @property
+    def step_ms(self) -> float:
+        return 1e3 * self.batch_size / max(self.ceiling, 1e-9)
 
     @property
     def supply(self) -> float:
         """Images/s that the workers could give, by the time they take for one."""
-        return 1e3 * max(1, self.workers) / max(self.cpu_ms + self.wait_ms + self.core_ms, 1e-6)
+        return 1e3 * self.ranks * max(1, self.workers) / max(self.cpu_ms + self.wait_ms + self.core_ms, 1e-6)
 
     @property
     def cause(self) -> str:
         """storage, decode, hand-off, copy, launch or compute: what the next image waits for."""
         if self.wait >= WAITS:
-            if self.on_gpu and self.copy >= COPIES:
+            if self.on_gpu and self.copy >= (COPIES if self.pinned else UNPINNED_COPIES):
                 return "copy"
             if self.wait_ms > self.cpu_ms:
                 return "storage"
-            return "hand-off" if self.supply > SPARE * self.images_per_second else "decode"
+            return "hand-off" if self.workers and self.supply > SPARE * self.images_per_second else "decode"
         return "launch" if self.on_gpu and (self.late >= WAITS or self.drained >= DRAINED) else "compute"
 
 
@@ -67,7 +73,8 @@ def verdict(account: Account) -> list[str]:
     a, device = account, "GPU" if account.on_gpu else "CPU"
     reached = f"the step could take {a.ceiling:,.0f} img/s and got {a.images_per_second:,.0f}"
     waited = f"the {device} waited {100 * a.wait:.0f} % of the time for images; {reached}"
-    who = f"each of {a.workers} workers" if a.workers else "the training process (loader.workers=0)"
+    workers = f"each of {a.workers} workers" if a.workers > 1 else "the one worker"
+    who = workers + " of a rank" * (a.ranks > 1) if a.workers else "the training process (loader.workers=0)"
     core = f", {a.core_ms:.1f} ms for a core" if a.core_ms > 0.1 * a.cpu_ms else ""
     image = f"An image takes {who} {a.cpu_ms:.1f} ms of computing and {a.wait_ms:.1f} ms of waiting for storage{core}"
     match a.cause:
@@ -77,9 +84,8 @@ def verdict(account: Account) -> list[str]:
         case "decode":
             return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
         case "hand-off":
-            change = "raise loader.prefetch_batches and leave the training process a core of its own"
             return [f"input-bound by the hand-off: {waited}, though the workers could give {a.supply:,.0f}.",
-                    f"{image}: {change if a.workers else 'loader.workers=auto makes them beside the step'}."]  # fmt: skip
+                    f"{image}: raise loader.prefetch_batches and leave the training process a core of its own."]  # fmt: skip
         case "copy":
             return [f"copy-bound: a batch takes {a.copy_ms:.1f} ms to the GPU and {a.step_ms:.1f} ms there; {reached}.",
                     "The buffers are page-locked already: give the GPU a wider link." if a.pinned

@@ -32,7 +32,7 @@ from pipeline.build import MOST_TASKS_IN_HAND, Feed
 from pipeline.dataset import FolderDataset
 from pipeline.gpu_decode import has_engines
 from pipeline.index import default_cache_dir
-from pipeline.loader import Loader, LoaderError, WorkerPool
+from pipeline.loader import Loader, LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.worker import EMPTY_ROW, Reply
@@ -379,17 +379,18 @@ def measure_supply(loader: Loader) -> Supply:
     for _ in range(min(warm, len(places))):
         submit()
     pool.wait(numbers)
-    pool.recent.clear()
+    recent = pool.recent[loader.source]
+    recent.clear()
     began, done = time.perf_counter(), len(numbers)
     in_flight = min(len(places), 2 * max(1, len(pool.workers)))
-    while time.perf_counter() - began < SUPPLY_SECONDS or len(pool.recent) < 4:
+    while time.perf_counter() - began < SUPPLY_SECONDS or len(recent) < 4:
         while len(numbers) - done < in_flight:
             submit()
         pool.wait(numbers[done : done + 1])
         done += 1
     pool.wait(numbers[done:])
     dataset = source.dataset
-    return supply_of(pool.recent, dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0, len(pool.workers))
+    return supply_of(recent, dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0, len(pool.workers))
 
 
 def supply_of(replies: Sequence[Reply], file_bytes: float, workers: int) -> Supply:
@@ -537,51 +538,3 @@ def remember(question: dict[str, Any], answer: Answer) -> None:
 def _memory_file(question: dict[str, Any]) -> Path:
     digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
     return default_cache_dir() / "autotune" / f"{digest[:24]}.json"
-
-
-class Watch:
-    """autotune.online: looks at the waiting of each epoch and changes the number of workers, with hysteresis.
-
-    More when the device waited; back, and no further attempts, when that did not help. One fewer after two epochs in which
-    nothing waited and the workers could have given half as much again; back, likewise, when the device then waits.
-    """
-
-    WAITS, IDLE, TOO_MANY = 0.05, 0.002, 1.5
-
-    def __init__(self, pool: WorkerPool, most: int) -> None:
-        self.pool, self.most = pool, most
-        self._waits: list[float] = []
-        self._rates: list[float] = []
-        self._before: tuple[int, float] | None = None  # workers and waiting before the last change
-        self._quiet, self._settled = 0, False
-
-    def note(self, wait_fraction: float, images_per_second: float) -> None:
-        """A log interval's figures."""
-        self._waits.append(wait_fraction)
-        self._rates.append(images_per_second)
-
-    def at_epoch_end(self) -> str | None:
-        """Change the number if that may help; the sentence that says so."""
-        waits, rates, self._waits, self._rates = self._waits, self._rates, [], []
-        if not waits or self._settled or not self.pool.recent:
-            return None
-        wait, rate, workers = median(waits), median(rates), len(self.pool.workers)
-        before, self._before = self._before, None
-        if before is not None and (wait > max(ENOUGH, before[1]) if workers < before[0] else wait > 0.75 * before[1]):
-            self._settled = True
-            return self._change(before[0], f"waited {100 * wait:.1f} % of the epoch for input, {workers} are no better")
-        supply = workers * supply_of(self.pool.recent, 0.0, workers).images_per_second
-        self._quiet = self._quiet + 1 if wait < self.IDLE and supply > self.TOO_MANY * rate else 0
-        if wait > self.WAITS and workers < self.most:
-            self._before = workers, wait
-            return self._change(min(self.most, max(workers + 1, round(1.15 * workers))),
-                                f"waited {100 * wait:.1f} % of the epoch for input")  # fmt: skip
-        if self._quiet >= 2 and workers > 1:
-            self._before, self._quiet = (workers, wait), 0
-            return self._change(workers - 1, f"the workers could give {supply:,.0f} img/s, {rate:,.0f} are taken")
-        return None
-
-    def _change(self, workers: int, reason: str) -> str:
-        now = len(self.pool.workers)
-        self.pool.resize(workers)
-        return f"{reason}: {now} -> {workers} workers"

@@ -179,7 +179,7 @@ class WorkerPool:
         start_method: fork, forkserver or spawn.
 
     Attributes:
-        recent: what the newest tasks took.
+        recent: what the newest tasks of each source took.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class WorkerPool:
         self.prefetch_factor, self.timeout_seconds = prefetch_factor, timeout_seconds
         self.waiting: deque[Task] = deque()
         self.open: set[int] = set()
-        self.recent: deque[Reply] = deque(maxlen=256)
+        self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
         self.decode_seconds, self.replies = 0.0, 0  # per image that a worker decoded, a running mean
         self._lives: dict[int, int] = {}
         self._next_number = 0
@@ -350,7 +350,7 @@ class WorkerPool:
     def _finish(self, reply: Reply) -> None:
         self._last_reply = time.monotonic()
         heed(reply)
-        self.recent.append(reply)
+        self.recent[reply.source].append(reply)
         self._name_slow(reply)
         self.open.discard(reply.number)
         if reply.decoded:

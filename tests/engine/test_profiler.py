@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import train
 from conf import cli
+from conf.schema import UserError
 from engine.profiler import StepProfiler
 
 CPU = torch.device("cpu")
@@ -17,18 +19,23 @@ CPU = torch.device("cpu")
 
 def steps(profiler: StepProfiler, count: int) -> None:
     for step in range(count):
-        profiler.before(step)
+        if profiler.turns(step):
+            profiler.turn(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
-    profiler.close()
+    profiler.close(count)
 
 
-@pytest.mark.parametrize(("chosen", "products"), [([2, 4], 3), ([0, 0], 1), ([3, 99], 3), ([6, 9], 0)])
-def test_profile_holds_the_steps_asked_for(tmp_path: Path, chosen: list[int], products: int) -> None:
+@pytest.mark.parametrize(
+    ("chosen", "products", "name"),
+    [([2, 4], 3, "steps-2-4"), ([0, 0], 1, "steps-0-0"), ([3, 99], 3, "steps-3-5"), ([6, 9], 0, "")],
+)
+def test_profile_holds_the_steps_asked_for(tmp_path: Path, chosen: list[int], products: int, name: str) -> None:
     said: list[str] = []
     steps(StepProfiler(chosen, tmp_path / "profile", CPU, said.append), 6)
     traces = list(tmp_path.glob("profile/*.json.gz"))
     assert len(traces) == len(said) == (products > 0)
     for trace in traces:
+        assert trace.name == f"{name}.json.gz"
         events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         assert sum(event.get("name") == "aten::mm" for event in events) == products
         assert "aten::mm" in trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text()
@@ -57,3 +64,34 @@ def test_run_with_a_profile_ends_with_the_same_weights(image_root: Path, tmp_pat
         found.append(train.train(config)["params_sha256"])
     assert found[0] == found[1]
     assert sorted(p.name for p in (tmp_path / "profiled" / "profile").iterdir()) == ["steps-1-2.json.gz", "steps-1-2.txt"]
+
+
+def test_writing_a_profile_is_no_training(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither in the rate, nor in a step's time: on a clock that jumps while it is written."""
+    write, jumped = StepProfiler._write, [0.0]
+    seconds, monotonic = time.perf_counter, time.monotonic
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + jumped[0])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jumped[0])
+
+    def slowly(profiler: StepProfiler, last: int) -> None:
+        write(profiler, last)
+        jumped[0] += 1000
+
+    monkeypatch.setattr(StepProfiler, "_write", slowly)
+    config = cli.load([f"data.root={image_root}", f"run.dir={tmp_path / 'run'}", "model=resnet_tiny", "augment=demo",
+                       "data.image_size=32", "loader.workers=0", "loader.batch_size=8", "train.max_steps=6",
+                       "train.device=cpu", "log.every_steps=1", "profile.steps=[2,3]"])  # fmt: skip
+    summary = train.train(config)
+    assert summary["seconds_lost"]["profile"] > 1000
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    trained = [row for row in rows if row["split"] == "train"]
+    assert sum(8 / row["images_per_second"] for row in trained) < 1000
+    assert all(row.get("step_worst_ms", 0) < 1e6 for row in trained)
+
+
+def test_steps_that_are_never_reached_are_refused(image_root: Path, tmp_path: Path) -> None:
+    config = cli.load([f"data.root={image_root}", f"run.dir={tmp_path / 'run'}", "model=resnet_tiny", "loader.batch_size=8",
+                       "train.max_steps=6", "train.device=cpu", "profile.steps=[6,9]"])  # fmt: skip
+    with pytest.raises(UserError, match=r"profile\.steps=\[6,9\]: the run ends after 6 steps"):
+        train.train(config)
+    assert not (tmp_path / "run").exists()

@@ -8,12 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import train
+from conf import cli
 from conf.schema import Optim
 from engine import checkpoint
+from engine.distributed import join_world
+from engine.meters import Meter, objective
 from engine.optim import build_optimizer
 from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
+from pipeline.build import build_datasets
+from pipeline.prefetcher import Batch
 
 OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
@@ -132,6 +139,41 @@ def test_average_by_hand() -> None:
         for name, value in (("weight", weight), ("running_mean", mean)):
             average[name] = value if step == 0 else 0.75 * average[name] + 0.25 * value
             assert ema.module.state_dict()[name].item() == pytest.approx(average[name])
+
+
+def test_average_is_torchs_own_to_the_bit() -> None:
+    state = new_state(OPTIMIZERS["sgd"])
+    theirs = AveragedModel(state.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
+    for _ in range(4):
+        advance(state, 1)
+        theirs.update_parameters(state.model)
+    assert state.ema is not None and equal(state.ema.state_dict(), theirs.state_dict())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
+    """With all that a config can add to it: average, clipping, label smoothing, mixed targets."""
+    config = cli.load(["data=fake", "model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=1",
+                       "train.label_smoothing=0.1", f"optim={name}", "loader.batch_size=16", "data.image_size=32",
+                       "model.compile=off"])  # fmt: skip
+    with join_world("cuda") as world:
+        plan = train.make_plan(config, build_datasets(config), world)
+        state = train.build_state(config, plan, world)
+        batch = Batch(torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.input_dtype),
+                      torch.zeros(16, dtype=torch.int64, device="cuda"),
+                      torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"), 0)  # fmt: skip
+        meter = Meter(world, 16, 0)
+        for step in range(4):
+            if step == 1:  # the first makes the optimiser's state
+                torch.cuda.set_sync_debug_mode("error")
+            try:
+                meter.add(train.train_step(state, state.model, objective, batch, lr=0.1, config=config, plan=plan))
+            finally:
+                if step == 3:
+                    torch.cuda.set_sync_debug_mode("default")
+        assert all(bool(tensor.isfinite().all()) for tensor in state.model.state_dict().values())
 
 
 def test_params_sha256_is_what_design_says() -> None:

@@ -1,5 +1,6 @@
 """Why a run is slow: each cause is made, and the sentence names it."""
 
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,36 +15,43 @@ import train
 from conf import cli
 from engine.distributed import join_world
 from engine.ledger import Input, Ledger
+from engine.meters import Interval, Metrics
 from engine.verdict import Account, verdict
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.prefetcher import Batch
 
 RUNS_WELL = Account(
-    images_per_second=6600, step_ms=38.0, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256,
-    on_gpu=True, workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, decoder="turbojpeg", compile="default", pinned=True,
+    images_per_second=6600, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256, on_gpu=True,
+    ranks=1, workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, decoder="turbojpeg", compile="default", pinned=True,
 )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "cause", "says"),
     [
-        ({}, "compute", ["compute-bound", "6,600 of 6,737", "model.compile=tuned"]),
+        ({}, "compute", ["compute-bound", "6,600 of 6,633", "model.compile=tuned"]),
         ({"compile": "tuned"}, "compute", ["nothing more to give."]),
         ({"compile": "off"}, "compute", ["model.compile=default"]),
         ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6}, "decode",
-         ["waited 38 % of the time", "could take 6,737 img/s and got 4,150", "3.6 ms of computing", "loader.decoder=hybrid"]),
+         ["waited 38 % of the time", "could take 6,704 img/s and got 4,150", "3.6 ms of computing", "loader.decoder=hybrid"]),
         ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid"}, "decode", ["scripts/shrink.py"]),
         ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7}, "storage",
          ["by storage", "5.7 ms of waiting", "faster storage"]),
         ({"wait": 0.38, "images_per_second": 4150}, "hand-off", ["by the hand-off", "could give 7,895"]),
         ({"wait": 0.3, "images_per_second": 2500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
-        ({"wait": 0.3, "copy": 0.95, "copy_ms": 16.0, "step_ms": 12.0, "pinned": False}, "copy",
-         ["copy-bound", "loader.pin_memory=true"]),
-        ({"drained": 0.9, "batch_size": 8, "step_ms": 9.0}, "launch",
+        ({"wait": 0.3, "images_per_second": 500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
+        ({"wait": 0.3, "copy": 0.95, "copy_ms": 16.0}, "copy", ["copy-bound", "a wider link"]),
+        ({"wait": 0.3, "copy": 0.7, "copy_ms": 16.0}, "decode", []),
+        ({"wait": 0.3, "copy": 0.7, "copy_ms": 16.0, "pinned": False}, "copy", ["copy-bound", "loader.pin_memory=true"]),
+        ({"wait": 0.6, "images_per_second": 4000, "wait_ms": 5.7, "ranks": 2}, "storage",
+         ["could take 10,025 img/s and got 4,000", "each of 15 workers of a rank"]),
+        ({"wait": 0.6, "images_per_second": 8000, "ranks": 2}, "hand-off", ["could give 15,789"]),
+        ({"drained": 0.9, "batch_size": 8}, "launch",
          ["launch-bound", "90 % of the steps", "loader.batch_size"]),
         ({"late": 0.2}, "launch", ["launch-bound"]),
         ({"on_gpu": False, "drained": 1.0}, "compute", ["the CPU waited"]),
+        ({"on_gpu": False, "images_per_second": 100, "wait": 0.01, "copy": 0.1}, "compute", ["100 of 112 img/s"]),
     ],
 )  # fmt: skip
 def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
@@ -71,6 +79,10 @@ class SlowDecoder(FolderDataset):
         return super()._read(index)
 
 
+def interval(step: int, images: int, seconds: float) -> Interval:
+    return Interval(Metrics(1.0, 50.0, 90.0, images), step, 0.1, images, seconds)
+
+
 @contextmanager
 def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str) -> Iterator[tuple[Feed, Ledger]]:
     """A feed over the images as `kind` reads them, or over made-up ones, and the ledger of a run over it."""
@@ -90,19 +102,26 @@ def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str
 
 def account_of(feed: Feed, ledger: Ledger, step: Callable[[Batch], object], *, steps: int = 12) -> list[str]:
     """Run some steps as train.py does and return the verdict."""
-    for batch in feed.train.batches(0, 4):
-        step(batch)
-    feed.train.timing()
-    began = time.perf_counter()
-    for batch in feed.train.batches(4, 4 + steps):
-        step(batch)
-    if feed.train.cuda:
-        torch.cuda.synchronize()
-    rate = steps * feed.train.loader.batch_size / (time.perf_counter() - began)
-    ledger.note(feed.train.timing(), rate)
+    for first, last in ((0, 4), (4, 4 + steps)):
+        began = time.perf_counter()
+        for batch in feed.train.batches(first, last):
+            step(batch)
+        if feed.train.cuda:
+            torch.cuda.synchronize()
+        images = (last - first) * feed.train.loader.batch_size
+        ledger.note(feed.train.timing(), interval(last, images, time.perf_counter() - began))
     return ledger.run_verdict(train.loader_input(feed))
 
 
+@pytest.fixture
+def _short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.ledger.SHORT_RUN", 0.0)
+
+
+made_on_purpose = pytest.mark.usefixtures("_short_runs_are_judged")
+
+
+@made_on_purpose
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("kind", "cause"), [(SlowDisk, "storage"), (SlowDecoder, "decode")])
 def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], cause: str, workers: int) -> None:
@@ -112,6 +131,7 @@ def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], c
     assert ("loader.workers=auto" in found[1]) == (workers == 0 and cause == "decode")
 
 
+@made_on_purpose
 def test_heavy_step_is_compute_bound(image_root: Path) -> None:
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=1") as (feed, ledger):
         found = account_of(feed, ledger, lambda batch: time.sleep(0.2))
@@ -125,8 +145,10 @@ MADE_UP = ("data=fake", "data.image_size=224", "loader.batch_size=256", "loader.
 
 @gpu
 @needs_gpu
+@made_on_purpose
 def test_ordinary_memory_is_copy_bound(image_root: Path) -> None:
-    with open_run(image_root, None, *MADE_UP, "loader.pin_memory=false") as (feed, ledger):
+    """13 ms of copies on an H200, of images so large that the host's own work is little beside them."""
+    with open_run(image_root, None, *MADE_UP, "data.image_size=512", "loader.pin_memory=false") as (feed, ledger):
         found = account_of(feed, ledger, lambda batch: batch.images.sum(), steps=100)
     assert found[0].startswith("copy-bound")
     assert "loader.pin_memory=true" in found[1]
@@ -134,6 +156,7 @@ def test_ordinary_memory_is_copy_bound(image_root: Path) -> None:
 
 @gpu
 @needs_gpu
+@made_on_purpose
 def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
     """More kernels than the host can launch in the time they take."""
     with open_run(image_root, None, *MADE_UP, "loader.batch_size=4") as (feed, ledger):
@@ -150,6 +173,7 @@ def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
 
 @gpu
 @needs_gpu
+@made_on_purpose
 def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
     weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
     with open_run(image_root, None, *MADE_UP) as (feed, ledger):
@@ -186,8 +210,8 @@ def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, monkeypatch
 def test_no_steps_no_verdict(image_root: Path) -> None:
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
         assert ledger.epoch_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False)) == []
-        assert ledger.run_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False)) == []
-        assert ledger.note(None, 100.0) == {"data_wait_fraction": 0.0}
+        assert ledger.run_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False))[0].startswith("none: 0.0 s of steps")
+        assert ledger.note(None, interval(1, 100, 1.0)) == {}
         assert ledger.mfu(100.0) is None
 
 
@@ -201,10 +225,41 @@ def test_mfu_is_of_the_gpus_peak(image_root: Path) -> None:
         assert ledger.mfu(7000) is None
 
 
-def test_an_epoch_of_seconds_has_no_verdict(image_root: Path) -> None:
+def test_short_stretches_have_no_verdict(image_root: Path) -> None:
+    """An epoch of seconds, and a run of which little more than the first interval is there."""
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (feed, ledger):
-        for rate, sentences in ((1e6, 0), (1.0, 1)):
+        for seconds, of_epoch in ((1.0, 0), (1.0, 0), (30.0, 1), (30.0, 1)):
             list(feed.train.batches(0, 4))
-            ledger.note(feed.train.timing(), rate)
-            assert len(ledger.epoch_verdict(train.loader_input(feed))) >= sentences
+            ledger.note(feed.train.timing(), interval(4, 64, seconds))
+            assert len(ledger.epoch_verdict(train.loader_input(feed))) >= of_epoch
             assert ledger.epoch_verdict(train.loader_input(feed)) == []
+            (first, *_) = ledger.run_verdict(train.loader_input(feed))
+            assert first.startswith("none: ") == (of_epoch == 0)
+
+
+def test_what_is_reached_is_no_more_than_what_is_possible(image_root: Path) -> None:
+    """Also when some intervals were held up by something that the others did not meet."""
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (feed, ledger):
+        for pause, seconds in ((0.0, 1.0), (0.0, 1.0), (0.05, 40.0), (0.0, 1.0)):
+            for _ in feed.train.batches(0, 4):
+                time.sleep(pause)
+            ledger.note(feed.train.timing(), interval(4, 64, seconds))
+        (sentence, *_) = ledger.run_verdict(train.loader_input(feed))
+        found = [float(number.replace(",", "")) for number in re.findall(r"[\d,]+(?= of | img/s| and got)", sentence)]
+        assert min(found) == pytest.approx(3 * 64 / 42, abs=1), sentence
+
+
+def test_speed_with_and_without_the_first_epoch(image_root: Path) -> None:
+    """36 images in batches of 16: the first epoch ends with step 3. Two lives, the second begins with step 4."""
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        plan, spent = ledger.plan, ledger.spent
+        assert ledger.speed() == {"images_per_second": 0.0, "images_per_second_with_first_epoch": 0.0}
+        rates = []
+        for step, seconds in ((1, 8.0), (3, 4.0), (4, 2.0)):  # compiles, meets cold files, neither
+            ledger.note(None, interval(step, 16, seconds))
+            rates.append(tuple(ledger.speed().values()))
+        assert rates == [(16 / 8, 16 / 8), (16 / 4, 32 / 12), (16 / 2, 48 / 14)]
+        again = Ledger(plan, spent, step=4)
+        again.note(None, interval(5, 16, 9.0))
+        again.note(None, interval(6, 16, 2.0))
+        assert tuple(again.speed().values()) == (32 / 4, 80 / 25)

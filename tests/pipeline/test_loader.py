@@ -541,7 +541,7 @@ def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest
             replaced = [(epoch, {20: 22, 21: 22, 35: 0}.get(index, index)) for epoch, index in samples.tolist()]
             check(batch, dataset, np.array(replaced))
             batch.release(None)
-        skipped = [line for reply in loader.pool.recent for line in reply.skipped]
+        skipped = [line for reply in loader.pool.recent[loader.source] for line in reply.skipped]
     assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
     assert {line.split(":")[0] for line in skipped} == {dataset.name(index) for index in bad}
     assert len(caplog.records) == len(skipped)
@@ -834,8 +834,8 @@ def test_replies_tell_waiting_from_computing(workers: int) -> None:
         source = start_source(dataset, batch_size=4, size=SIZE, slots=1)
         with WorkerPool([source], workers=workers, start_method="fork") as pool:
             do_tasks(pool, 40, rows=4)
-            assert [reply.rows for reply in pool.recent] == [4] * 40
-            return list(pool.recent)
+            assert [reply.rows for reply in pool.recent[0]] == [4] * 40
+            return list(pool.recent[0])
 
     for reply in replies(Sleeping(seconds=0.002)):
         assert reply.seconds >= 4 * 0.002
@@ -848,7 +848,17 @@ def test_pool_remembers_its_newest_replies() -> None:
     source = start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
     with WorkerPool([source], workers=0) as pool:
         do_tasks(pool, 300, rows=1)
-        assert [reply.number for reply in pool.recent] == list(range(300 - 256, 300))
+        assert [reply.number for reply in pool.recent[0]] == list(range(300 - 256, 300))
+
+
+def test_replies_of_one_source_do_not_push_out_anothers() -> None:
+    """Validation, at the end of which the verdict asks what the workers did in training, takes more than are kept."""
+    sources = [start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
+               for _ in range(2)]  # fmt: skip
+    with WorkerPool(sources, workers=0) as pool:
+        pool.wait([pool.submit(0, 0, 0, np.zeros((1, 2), np.int64)) for _ in range(5)])
+        pool.wait([pool.submit(1, 0, 0, np.zeros((1, 2), np.int64)) for _ in range(300)])
+        assert [reply.number for reply in pool.recent[0]] == list(range(5))
 
 
 def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,59 @@
+"""autotune.online: the number of workers follows what the epochs show."""
+
+from statistics import median
+
+from pipeline.autotune import ENOUGH, supply_of
+from pipeline.loader import WorkerPool
+
+
+class Watch:
+    """Looks at the waiting of each epoch and changes the number of workers, with hysteresis.
+
+    More when the device waited; back, and no further attempts, when that did not help. One fewer after two epochs in which
+    nothing waited and the workers could have given half as much again; back, likewise, when the device then waits.
+
+    Args:
+        pool: whose number is changed.
+        source: of the pool's sources the one whose waiting is watched: validation has the same workers.
+        most: workers there is room for.
+    """
+
+    WAITS, IDLE, TOO_MANY = 0.05, 0.002, 1.5
+
+    def __init__(self, pool: WorkerPool, source: int, most: int) -> None:
+        self.pool, self.recent, self.most = pool, pool.recent[source], most
+        self._waits: list[float] = []
+        self._rates: list[float] = []
+        self._before: tuple[int, float] | None = None  # workers and waiting before the last change
+        self._quiet, self._settled = 0, False
+
+    def note(self, wait_fraction: float, images_per_second: float) -> None:
+        """A log interval's figures."""
+        self._waits.append(wait_fraction)
+        self._rates.append(images_per_second)
+
+    def at_epoch_end(self) -> str | None:
+        """Change the number if that may help; the sentence that says so."""
+        waits, rates, self._waits, self._rates = self._waits, self._rates, [], []
+        if not waits or self._settled or not self.recent:
+            return None
+        wait, rate, workers = median(waits), median(rates), len(self.pool.workers)
+        before, self._before = self._before, None
+        if before is not None and (wait > max(ENOUGH, before[1]) if workers < before[0] else wait > 0.75 * before[1]):
+            self._settled = True
+            return self._change(before[0], f"waited {100 * wait:.1f} % of the epoch for input, {workers} are no better")
+        supply = workers * supply_of(self.recent, 0.0, workers).images_per_second
+        self._quiet = self._quiet + 1 if wait < self.IDLE and supply > self.TOO_MANY * rate else 0
+        if wait > self.WAITS and workers < self.most:
+            self._before = workers, wait
+            return self._change(min(self.most, max(workers + 1, round(1.15 * workers))),
+                                f"waited {100 * wait:.1f} % of the epoch for input")  # fmt: skip
+        if self._quiet >= 2 and workers > 1:
+            self._before, self._quiet = (workers, wait), 0
+            return self._change(workers - 1, f"the workers could give {supply:,.0f} img/s, {rate:,.0f} are taken")
+        return None
+
+    def _change(self, workers: int, reason: str) -> str:
+        now = len(self.pool.workers)
+        self.pool.resize(workers)
+        return f"{reason}: {now} -> {workers} workers"
