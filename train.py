@@ -8,7 +8,11 @@ Fork it: what it imports are parts, and none of them calls back.
 """
 
 import os
+import signal
 import sys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends it without a word
 
 from conf import cli
 
@@ -145,6 +149,7 @@ def train(config: Config) -> dict[str, Any]:
         @contextmanager
         def left_out() -> Iterator[None]:
             """What happens inside is not training: it counts neither in the rate nor in the time of a step."""
+            feed.train.end_step()
             report()
             with meter.left_out(), feed.train.left_out():
                 yield
@@ -201,6 +206,7 @@ def train(config: Config) -> dict[str, Any]:
             if state.step == first_step + 1:
                 ledger.started(time.monotonic() - started)  # compiling is part of a start
             if plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
+                feed.train.end_step()
                 report()
                 end_of_epoch()
             if plan.saves(state.step) or signal_number:
@@ -227,7 +233,9 @@ def train(config: Config) -> dict[str, Any]:
             tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
         tracker.outcome(summary)
         lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
-        tracker.say(f"time      {100 * summary['effective_time']:.0f} % of it training; {lost}")
+        starts = f" over {summary['lives']} starts" * (summary["lives"] > 1)
+        share, total = 100 * summary["effective_time"], duration(summary["seconds_of_all_lives"])
+        tracker.say(f"time      {share:.0f} % of {total}{starts} was training; {lost}")
         for line in summary["verdict"]:
             tracker.say(f"verdict   {line}")
         return summary
@@ -263,12 +271,24 @@ def tune_loader(
     if plan.workers_unmeasured:
         tracker.say(f"autotune {budget} workers, not measured: {plan.workers_unmeasured}")
     if not plan.measures_workers:
+        if (config.autotune.online or config.autotune.refresh) and plan.workers_unmeasured is None:
+            tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
         return
     loader = config.loader
     question = {
         "data": [datasets.fingerprint, datasets.train_side, config.augment.train, config.augment.batch],
         "loader": asdict(loader),
-        "step": [asdict(config.model), plan.num_classes, plan.precision, plan.compile, plan.decoder],
+        "step": [
+            asdict(config.model),
+            plan.num_classes,
+            plan.precision,
+            plan.compile,
+            plan.decoder,
+            config.optim.name,
+            config.optim.clip_norm is None,
+            config.train.ema_decay is None,
+            config.train.deterministic,
+        ],
         "machine": [plan.device, platform.node(), budget, world.size, world.local_size],
         "versions": [torch.__version__, autotune.VERSION],
     }
@@ -278,7 +298,14 @@ def tune_loader(
 
     with untouched(state):
         answer, lines = autotune.settle(
-            feed, step, config=config, question=question, first_step=state.step, budget=budget, ranks=world
+            feed,
+            step,
+            config=config,
+            question=question,
+            first_step=state.step,
+            last_step=plan.stop_step,
+            budget=budget,
+            ranks=world,
         )
     for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
         tracker.say(f"{name:<8} {line}")

@@ -4,7 +4,9 @@ Hydra composes the groups. Around it stands what Hydra leaves open: overrides ar
 a typo is answered with the nearest name, also behind + and ++), mistakes end with status 2, and nothing is created.
 """
 
+import contextlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields, is_dataclass
@@ -25,6 +27,7 @@ FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
 FIELDS = {name: field for name, field, _ in walk(Config())}
 KEYS = list(FIELDS)
+WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 
 
 def choices(group: str) -> list[str]:
@@ -41,6 +44,7 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     Raises:
         UserError: a key, group choice or value that is not allowed.
     """
+    overrides = [_quoted(text) for text in overrides]
     parsed = [_read_override(text) for text in overrides]
     for override in parsed:
         _check_override(override)
@@ -89,7 +93,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         else:
             if flag in ("-m", "--multirun"):
                 fail(f"{flag}: sweeps are not supported; start one run per value, each with its own run.name", script)
-            fail(f"{flag}: not an option; options are --help and --cfg job, everything else is key=value", script)
+            fail(f"{flag}: not an option; --help names them, everything else is key=value", script)
     if show_only and "job" in overrides:
         overrides.remove("job")
     try:
@@ -143,6 +147,19 @@ def nearest(word: str, known: Sequence[str]) -> str:
     """`; did you mean X?` for the closest known name, or nothing."""
     hint = did_you_mean(word, known, cutoff=0.5)
     return f"; {hint}" if hint else ""
+
+
+def _quoted(text: str) -> str:
+    """Put a word, a path above all, in quotes where Hydra's grammar would stumble over a bracket or an umlaut in it."""
+    name, _, value = text.partition("=")
+    if name.lstrip("+") not in WORDS or not value or not value.isprintable():
+        return text
+    with contextlib.suppress(HydraException):
+        if not OverridesParser.create().parse_override(text).is_sweep_override() or "/" not in value:
+            return text
+    # In quotes, a backslash means itself unless a quote follows.
+    escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + "\\'" * bool(found[2]), value)
+    return f"{name}='{escaped}'"
 
 
 def _read_override(text: str) -> Override:

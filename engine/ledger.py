@@ -138,12 +138,13 @@ class Ledger:
         return self._verdict(entries, now)
 
     def balance(self) -> dict[str, Any]:
-        """For summary.json: seconds lost by kind over all lives, and the share of the time that was training."""
+        """For summary.json, over all lives: seconds, those that were lost by kind, and the share that was training."""
         self.settle()
         lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in LOST if kind in self.spent or kind != "profile"}
         training = self.spent.get("training", 0.0)
-        return {"seconds_lost": lost, "lives": int(self.spent["lives"]),
-                "effective_time": training / max(training + sum(lost.values()), 1e-9)}  # fmt: skip
+        total = training + sum(lost.values())
+        return {"seconds_of_all_lives": total, "seconds_lost": lost, "lives": int(self.spent["lives"]),
+                "effective_time": training / max(total, 1e-9)}  # fmt: skip
 
     def mfu(self, images_per_second: float) -> float | None:
         """Model FLOPs utilisation (arXiv 2204.02311): the operations the model needs (forward, and twice that backward) as a

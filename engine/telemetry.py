@@ -139,9 +139,12 @@ class GpuMonitor:
                 logger.log(level, "NVML gives no figures of this GPU's %s: %s", ", ".join(names), error_text)
 
     def _note(self, sample: dict[str, float]) -> None:
+        values = {
+            name: value for name, value in ((name, float(value)) for name, value in sample.items()) if math.isfinite(value)
+        }
         with self._lock:
-            self._counts.update(sample.keys())
-            for name, value in sample.items():
+            self._counts.update(values.keys())
+            for name, value in values.items():
                 self._sums[name] += value
 
     def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:

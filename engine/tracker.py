@@ -10,6 +10,7 @@ import logging
 import os
 import shlex
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -98,6 +99,7 @@ class Tracker:
         self._rows: Any = None
         self._board: Any = None
         self._given_up: set[str] = set()
+        self._restore = contextlib.ExitStack()
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
@@ -121,6 +123,10 @@ class Tracker:
     def _open_board(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        default = threading.excepthook
+        # Its writer's thread ends with a traceback; the next call here gets the same error, and says it in a line.
+        threading.excepthook = lambda args: None if type(args.thread).__name__ == "_AsyncWriterThread" else default(args)
+        self._restore.callback(setattr, threading, "excepthook", default)
         begins = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
         # purge_step hides what an earlier life wrote after the step this one starts from
         self._board = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
@@ -259,14 +265,16 @@ class Tracker:
         accuracy = "not validated" if summary["top1"] is None else (
             f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 {summary['best_top1']:.2f} % "
             f"after epoch {summary['best_epoch']:.4g}")  # fmt: skip
+        with_all = summary.get("images_per_second_with_first_epoch")  # since version 0.1
+        all_told = f"; {with_all:,.0f} with the first epoch and what compiles" if with_all else ""
         rows = [
             ("status", f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
              f"in {duration(summary['seconds'])}"),
             ("accuracy", accuracy),
-            ("speed", f"{summary['images_per_second']:,.0f} images/s; "
-             f"{summary['images_per_second_with_first_epoch']:,.0f} with the first epoch and what compiles"),
+            ("speed", f"{summary['images_per_second']:,.0f} images/s{all_told}"),
             ("run", f"{self.folder}"),
-            ("curves", f"tensorboard --logdir {shlex.quote(str(self.folder / 'tensorboard'))}"),
+            *[("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")
+              for folder in [self.folder / "tensorboard"] if folder.is_dir()],
             ("best", f"{best}" if best else "no checkpoint was validated"),
         ]  # fmt: skip
         self.say("")
@@ -278,6 +286,7 @@ class Tracker:
         for name, writer in (("metrics.jsonl", self._rows), ("TensorBoard", self._board)):
             if writer is not None:
                 self._guard(name, writer.close)
+        self._restore.close()
 
     def __enter__(self) -> "Tracker":
         return self
@@ -322,7 +331,9 @@ class Tracker:
         try:
             return call(*arguments)
         except Exception as error:
-            logger.warning("%s cannot be written (%s: %s); training goes on without it", name, type(error).__name__, error)
+            remedy = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) and error.name else ""
+            logger.warning("%s cannot be written (%s: %s); training goes on without it%s", name, type(error).__name__, error,
+                           remedy)  # fmt: skip
         self._given_up.add(name)
         if name == "TensorBoard":
             self._board = None

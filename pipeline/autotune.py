@@ -18,7 +18,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
@@ -184,6 +184,7 @@ def settle(
     config: Config,
     question: dict[str, Any],
     first_step: int,
+    last_step: int,
     budget: int,
     ranks: Ranks,
 ) -> tuple[Answer | None, list[str]]:
@@ -191,17 +192,25 @@ def settle(
 
     Without an answer the cores' whole budget is taken, and the line says why.
 
+    Args:
+        first_step, last_step: of this start.
+        (the others): as for `tune`.
+
     Raises:
         LoaderError: the first batches cannot be made.
     """
     loader, pool = config.loader, feed.train.loader.pool
     known: Answer | None = ranks.agree(lambda: None if config.autotune.refresh else recall(question))
     if known is not None:
+        known = replace(known, workers=min(known.workers, feed.most_workers))  # of rank 0; this node may have less
         pool.prefetch_factor = known.prefetch_factor
-        pool.resize(min(known.workers, feed.most_workers))  # rank 0 remembers; another node may have less
+        pool.resize(known.workers)
         if feed.pinned is not None and not known.pin_memory:
             feed.pinned.release()
         return known, [*known.lines(), "remembered; autotune.refresh=true measures again"]
+    if last_step - first_step < FEWEST_BATCHES:
+        pool.resize(budget)
+        return None, [f"not measured, {budget} workers: {last_step - first_step} steps are over before it matters"]
     try:
         answer = tune(
             feed,

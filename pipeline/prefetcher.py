@@ -168,17 +168,17 @@ class Prefetcher:
             marks.use.append(self._mark())
             self._at = slot, marks
             yield batch_ready
-            self._end_step()
+            self.end_step()
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
         """What happens inside, a validation say, is neither a step nor waiting. The consumer is done with its batch."""
-        self._end_step()
+        self.end_step()
         yield
         self._idle_from = self._mark()
 
-    def _end_step(self) -> None:
-        """The consumer has launched all that reads its batch."""
+    def end_step(self) -> None:
+        """The consumer has launched all that reads its batch. Taking the next one says so too."""
         if self._at is not None:
             (slot, marks), self._at = self._at, None
             self._idle_from = self._consumed[slot] = self._mark()

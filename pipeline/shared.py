@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from conf.schema import UserError
+
 
 class SharedArray:
     """A numpy array in shared memory that can be handed to a child process under any start method.
@@ -19,6 +21,9 @@ class SharedArray:
 
     Attributes:
         array: the array; writes are seen by every process that holds it.
+
+    Raises:
+        UserError: the system refuses the memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -26,9 +31,10 @@ class SharedArray:
         fd = os.memfd_create("batches", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
-        except OSError:
+        except OSError as error:
             os.close(fd)
-            raise
+            raise UserError(f"{size / 2**20:.0f} MiB of shared memory are refused ({error.strerror}): "
+                            "ulimit -f, or a limit of the container, is too low") from None  # fmt: skip
         self._map(fd, shape, np.dtype(dtype))
 
     @classmethod

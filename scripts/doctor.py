@@ -170,7 +170,8 @@ def layout(case: Case) -> Iterator[Row]:
         except OSError as error:
             yield fail(f"data.{name}={root}: {error.strerror}", "it must be a folder that holds one folder per class")
             continue
-        if empty := [c for c, files in split.classes.items() if not files]:
+        denied = {path for path, _ in split.denied}
+        if empty := [c for c, files in split.classes.items() if not files and os.path.join(root, c) not in denied]:
             yield fail(f"{name}: {len(empty):,} class folders hold no images: {few(empty)}", "fill or remove them")
         if split.denied:
             yield fail(f"{name}: {len(split.denied):,} places cannot be read, training refuses to start",
@@ -186,7 +187,7 @@ def layout(case: Case) -> Iterator[Row]:
             yield warn(f"{name}: {loose:,} images lie in no class folder: left out: {few(split.loose)}", "move them into one")
         elif len(split.classes) == 1:
             yield warn(f"{name}: a single class, {few(split.classes)}", "is data.root one folder too high?")
-        elif not empty:
+        elif not empty and not denied:
             yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
 
 

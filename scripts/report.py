@@ -235,7 +235,8 @@ def read_run(folder: Path) -> Run:
     if not any(os.path.isfile(folder / name) for name in FILES):
         example, wrong = Path("runs/demo"), "is a file" if os.path.exists(folder) else "no such folder"
         if os.path.isdir(folder):
-            wrong = f"is not a run (no {', '.join(FILES[:-1])} or {FILES[-1]})"
+            can = os.access(folder, os.R_OK | os.X_OK)
+            wrong = f"is not a run (no {', '.join(FILES[:-1])} or {FILES[-1]})" if can else "permission denied"
             example = next((path.parent for path in sorted(folder.glob("*/config.yaml"))), example)
         raise UserError(f"{folder}: {wrong}; give a run directory, such as {example}")
     run = Run(folder)
@@ -747,10 +748,10 @@ def write(path: Path, content: str) -> None:
     Raises:
         UserError: it cannot be written.
     """
+    if os.path.isdir(path):
+        raise UserError(f"{path}: is a folder; give a file with --out")
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        if os.path.isdir(path):
-            raise IsADirectoryError(None, "is a folder")
         beside.write_text(content, encoding="utf-8")
         os.replace(beside, path)
     except OSError as error:
@@ -767,7 +768,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        runs = [read_run(folder) for folder in dict.fromkeys(options.runs)]
+        folders = {os.path.realpath(folder): folder for folder in reversed(options.runs)}  # each once, under its first name
+        runs = [read_run(folder) for folder in reversed(folders.values())]
         out = options.out or (options.runs[0] if len(runs) == 1 else Path()) / "report.html"
         write(out, build(runs))
     except UserError as error:

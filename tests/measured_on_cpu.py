@@ -29,7 +29,7 @@ def main(folder: Path, overrides: list[str]) -> int:
         return answer, lines
 
     autotune.settle = noted
-    autotune.why_not = lambda *_: None
+    autotune.why_not, autotune.FEWEST_BATCHES = lambda *_: None, 0
     autotune.SUPPLY_SECONDS = autotune.DEMAND_SECONDS = autotune.TRIAL_SECONDS = 0.3
     machine.cores, machine.threads_per_core, machine.cpu_quota = lambda: 4, lambda: 1, lambda: math.inf
     return train.main(cli.load(overrides))

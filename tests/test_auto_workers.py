@@ -28,6 +28,7 @@ from pipeline import autotune, machine
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
+from pipeline.watch import Watch
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
 
@@ -57,6 +58,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a GPU that has never seen this work."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(autotune, "why_not", lambda *_: None)
+    monkeypatch.setattr(autotune, "FEWEST_BATCHES", 0)
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
@@ -181,7 +183,7 @@ def test_workers_that_come_and_go_between_epochs(
     expected = run(image_root, tmp_path / "one", "train.epochs=4", "loader.workers=1")["params_sha256"]
     processes = running(os.getpid())
     monkeypatch.setattr(autotune, "recall", lambda _: answer(2))
-    monkeypatch.setattr(autotune.Watch, "WAITS", -1.0)  # it always waits
+    monkeypatch.setattr(Watch, "WAITS", -1.0)  # it always waits
     capfd.readouterr()
     summary = run(image_root, tmp_path / "online", "train.epochs=4", "autotune.online=true")
     changes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("autotune waited")]
@@ -190,7 +192,9 @@ def test_workers_that_come_and_go_between_epochs(
     assert running(os.getpid()) == processes
 
 
-def test_remembered_number_has_room(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remembered_number_has_room(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """There may be less memory than at the last start."""
     sizes = []
     resize = WorkerPool.resize
@@ -203,6 +207,17 @@ def test_remembered_number_has_room(image_root: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(autotune, "recall", lambda _: answer(MOST + 2))
     run(image_root, tmp_path / "run", "train.max_steps=1")
     assert sizes == [MOST]
+    assert any(line.startswith(f"workers={MOST} ") for line in tuning(capfd.readouterr().out))
+
+
+def test_few_steps_are_not_worth_measuring(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(autotune, "FEWEST_BATCHES", 4)
+    for steps, first_line in (("3", "not measured, 3 workers: 3 steps are over before it matters"), ("7", "the step takes ")):
+        capfd.readouterr()
+        run(image_root, tmp_path / "run", f"train.max_steps={steps}")  # the second goes on after the first's three
+        assert tuning(capfd.readouterr().out)[0].startswith(first_line)
 
 
 def test_unreadable_file_among_those_that_are_measured(

@@ -329,12 +329,12 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
     assert seen == {2: [2], 4: [4], 5: [5, 5]}
 
 
-def test_no_figure_is_made_up(short: tuple[Path, dict[str, Any]]) -> None:
-    """A row in whose interval no batch had finished has no times, instead of times of 0."""
+def test_every_row_has_its_times(short: tuple[Path, dict[str, Any]]) -> None:
+    """Also of the step after which is validated, saved, or ended."""
     train_rows = rows(short[0], "train")
     for key in ("copy_ms", "step_ms"):
         times = [row[key] for row in train_rows if key in row]
-        assert 0 < len(times) < len(train_rows) and min(times) > 0
+        assert len(times) == len(train_rows) and min(times) > 0
 
 
 def test_finished_run_is_left_alone(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -431,6 +431,16 @@ def test_sigkill(
     for tag in ("config/text_summary", "custom_scalars__config__"):
         assert len(board.Tensors(tag)) == 1
     assert len(list((folder / "tensorboard").iterdir())) == 2  # one for each life
+
+
+def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
+    """There is nothing to save yet, and nothing to say."""
+    with subprocess.Popen(command(image_root, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+        process.send_signal(signal.SIGINT)
+        output, error = process.communicate(timeout=HANGS_SECONDS)
+    assert (process.returncode, output, error) == (-signal.SIGINT, b"", b"")
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])

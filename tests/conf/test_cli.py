@@ -302,6 +302,28 @@ def test_unknown_option(option: str, capsys: pytest.CaptureFixture[str]) -> None
     assert refusal([DATA, option], capsys).startswith(f"{option}: not an option")
 
 
+PATHS = [
+    "/data/ü b",
+    "/d/(2012)",
+    "/d/a=b",
+    "/d/[x",
+    "/d/{x}",
+    "/d/#1",
+    "/d/it's",
+    "/d/a,b",
+    "/d/x\\",
+    "/d/\\'x",
+    "~/%$ x",
+    "/日本",
+]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_path_is_taken_as_it_is(path: str) -> None:
+    config = cli.load([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
+    assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
+
+
 @pytest.mark.parametrize("option", ["-m", "--multirun"])
 def test_sweeps_are_refused_with_a_way_out(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refusal([DATA, option], capsys) == (

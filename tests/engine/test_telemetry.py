@@ -1,6 +1,7 @@
 """Figures of the GPU, the allocator and the host: there when their source is, one warning when not, and never an error."""
 
 import logging
+import math
 import mmap
 import multiprocessing
 import os
@@ -221,6 +222,15 @@ def test_a_query_that_fails_is_one_warning(install, caplog: pytest.LogCaptureFix
     (record,) = caplog.records
     assert record.levelname == "WARNING"
     assert query in record.getMessage() and str(error) in record.getMessage()
+
+
+@pytest.mark.parametrize("value", ["warm", None, math.nan, math.inf])
+def test_what_is_no_number_does_not_count(install, caplog: pytest.LogCaptureFixture, value: Any) -> None:
+    nvml = install(Nvml(nvmlDeviceGetTemperature=value))
+    with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
+        wait_until(lambda: nvml.samples > 20)
+        assert EVERYTHING.keys() - monitor.read().keys() == {"gpu/temperature_celsius"}
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (not isinstance(value, float))
 
 
 @pytest.mark.parametrize("query", OF_QUERY)

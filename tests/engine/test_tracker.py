@@ -223,7 +223,7 @@ def test_folder_that_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert capsys.readouterr().out.count("\n") == 4  # the header, two rows, a validation
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's own thread says it, too
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
 def test_disk_that_fills_up(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, file_size_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
@@ -251,6 +251,7 @@ def test_tensorboard_that_is_not_installed(
     life(tmp_path, 0, [10], loss=1)
     (record,) = caplog.records
     assert "TensorBoard cannot be written" in record.getMessage()
+    assert record.getMessage().endswith("training goes on without it; pip install tensorboard")
     assert len(rows(tmp_path)) == 1
 
 
@@ -478,7 +479,8 @@ def test_on_a_terminal_a_live_line_gives_way(tmp_path: Path, monkeypatch: pytest
 
 
 SUMMARY = {"status": "finished", "step": 1500, "epoch": 10.0, "top1": 71.25, "top5": 90.5, "best_top1": 72.5, "best_epoch": 9.0,
-           "best_checkpoint": "step-00001350.pt", "images_per_second": 2950.4, "seconds": 65.4}  # fmt: skip
+           "best_checkpoint": "step-00001350.pt", "images_per_second": 2950.4,
+           "images_per_second_with_first_epoch": 2104.2, "seconds": 65.4}  # fmt: skip
 
 
 def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -486,12 +488,15 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.mkdir()
     with Tracker(folder, tensorboard=False) as tracker:
         tracker.outcome(SUMMARY)
+        assert "curves" not in capsys.readouterr().out, "there are none"
+    with Tracker(folder) as tracker:
+        tracker.outcome(SUMMARY)
         tracker.outcome({**SUMMARY, "status": "interrupted", "top1": None, "best_checkpoint": None})
     text = capsys.readouterr().out
     for line in (
         "status    finished after 1,500 steps, 10 epochs, in 1:05",
         "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
-        "speed     2,950 images/s",
+        "speed     2,950 images/s; 2,104 with the first epoch and what compiles",
         f"run       {folder}",
         f"curves    tensorboard --logdir '{folder}/tensorboard'",
         f"best      {folder}/checkpoints/step-00001350.pt",

@@ -307,6 +307,21 @@ def test_layout(root: Path, change: Callable[[Path], None], status: str, text: s
         assert only(found["readable"]).found == "train: all 36 decoded in full, none is damaged"
 
 
+def test_a_class_that_cannot_be_read_is_not_called_empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a user without the permission; these tests may run as root, who has every."""
+    scandir, closed = os.scandir, str(root / "train" / "dots")
+
+    def denied(path: str) -> Any:
+        if path == closed:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", denied)
+    row = only(row for row in doctor.layout(case_of(root)) if row.status != "ok")
+    assert row.status == "fail" and row.found == "train: 1 places cannot be read, training refuses to start"
+    assert only(row.details).startswith(f"{closed}: PermissionError")
+
+
 def test_what_is_no_file_is_named_and_not_opened(root: Path) -> None:
     folder = root / "train" / "dots"
     os.mkfifo(folder / "pipe.jpg")

@@ -539,6 +539,22 @@ def test_a_page_that_cannot_be_written(runs: Path, tmp_path: Path, capsys: pytes
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
+@pytest.mark.parametrize("out", [".", "..", "/", ""])
+def test_a_page_named_as_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        report.main([str(runs / "first"), "--out", out])
+    said = capsys.readouterr().err
+    assert left.value.code == 2 and len(said.splitlines()) == 1 and said.endswith(": is a folder; give a file with --out\n")
+
+
+def test_one_run_under_two_names_is_one(runs: Path, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert report.main([str(runs / "first"), str(runs / "x" / ".." / "first"), str(runs / "first/"), "--out", str(page)]) == 0
+    again = tmp_path / "again.html"
+    assert report.main([str(runs / "first"), "--out", str(again)]) == 0
+    assert page.read_text() == again.read_text()
+
+
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "scripts/report.py", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60
