@@ -2,11 +2,12 @@
 
     python scripts/bench.py data.root=/imagenet
     python scripts/bench.py data.root=/imagenet model=resnet18 --only loader step train --compare earlier.json
+    python scripts/bench.py data.root=/imagenet --only telemetry
     python scripts/bench.py data.root=/imagenet sweep=true
     python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12] sweep.prefetch_factor=[2,3]
 
 Takes train.py's key=value overrides. Every rung is warmed up first and then measured in windows; the table gives the median
-window and the range. Writes bench.json and bench.png to --out.
+window and the range. Writes bench.json and bench.png to --out. What train.py's telemetry costs is measured when asked for.
 
 sweep=true measures the loader alone and with the training step instead, for every combination of workers, prefetch_factor and
 pin_memory in a grid; sweep.<one of them>=[values] chooses the values. It names the best and the knee, the fewest workers that
@@ -29,6 +30,7 @@ from scripts import sweep
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 RUNGS = ("read", "decode", "loader", "copy", "step", "train")
+ON_REQUEST = ("telemetry",)
 
 
 def stored(path: Path, kind: str) -> list[dict[str, Any]]:
@@ -45,7 +47,8 @@ def stored(path: Path, kind: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=RUNGS, metavar="RUNG", help=f"some of: {', '.join(RUNGS)}")
+    parser.add_argument("--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG",
+                        help=f"some of: {', '.join(RUNGS + ON_REQUEST)}")  # fmt: skip
     parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (2)")
     parser.add_argument("--compare", type=Path, help="an earlier bench.json or sweep.json: shows the ratio to it")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
@@ -62,10 +65,12 @@ if __name__ == "__main__":
         cli.fail("--only: sweep=true measures the loader and training; leave one of the two out", "bench.py")
     EARLIER = stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
 
+import io
 import logging
+import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from statistics import median
@@ -76,13 +81,16 @@ from PIL import Image
 import train
 from engine import checkpoint, meters
 from engine.distributed import World, join_world
+from engine.ledger import Ledger
 from engine.pictures import bars
 from engine.plan import Plan
+from engine.telemetry import GpuMonitor
+from engine.tracker import Tracker
 from pipeline.budget import worker_budget
 from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.loader import LoaderError
-from pipeline.memory import plan_memory
+from pipeline.memory import MemoryPlan, plan_memory
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 
@@ -123,7 +131,8 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
         plan = train.make_plan(config, datasets, world)
-        plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype)
+        memory = plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
+                             dtype=plan.input_dtype)  # fmt: skip
         train.set_up_torch(config, plan)
         found: list[Rung] = []
         if isinstance(datasets.train, FolderDataset):
@@ -138,6 +147,9 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
             found.append(measure_copy(plan, world.device))
         if "step" in only or "train" in only:
             found += [r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only]
+        if "telemetry" in only:
+            with feed_of(config, datasets, plan, world) as feed:
+                found.append(Stepper(config, plan, world).watched(feed, seconds, memory))
     return found
 
 
@@ -200,14 +212,15 @@ def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> Abs
 
 def windows(step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None) -> list[float]:
     """Units per second in each of WINDOWS windows; `step` does some and returns how many, `finish` waits for them."""
-    rates = []
-    for _ in range(WINDOWS):
-        began, done = time.perf_counter(), 0
-        while time.perf_counter() - began < seconds / WINDOWS:
-            done += step()
-        finish()
-        rates.append(done / (time.perf_counter() - began))
-    return rates
+    return [window(step, seconds / WINDOWS, finish) for _ in range(WINDOWS)]
+
+
+def window(step: Callable[[], int], seconds: float, finish: Callable[[], None]) -> float:
+    began, done = time.perf_counter(), 0
+    while time.perf_counter() - began < seconds:
+        done += step()
+    finish()
+    return done / (time.perf_counter() - began)
 
 
 def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
@@ -357,6 +370,40 @@ class Stepper:
         timing = feed.train.timing()
         return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
 
+    def watched(self, feed: Feed, seconds: float, memory: MemoryPlan) -> Rung:
+        """Windows with all that train.py measures and writes while it trains, and windows without, in turns."""
+        batches, taken = feed.train.batches(0, FOREVER), 0
+        monitor: GpuMonitor | None = None
+        pairs: list[tuple[float, float]] = []
+
+        def take() -> int:
+            nonlocal taken
+            batch = next(batches)
+            images = self.step(batch)
+            taken += 1
+            if monitor is not None:
+                if (interval := self.meter.read()) is not None:  # of an earlier step, as in train.py
+                    train.write_interval(interval, self.plan, tracker, feed, monitor, ledger, memory)
+                if self.plan.logs(batch.step + 1):
+                    self.meter.send(batch.step + 1, lr=1e-3)
+            return images
+
+        warm_up(take, feed)
+        self.finish()
+        ledger = Ledger(self.plan, {})
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), Tracker(Path(folder)) as tracker:
+            for _ in range(WINDOWS):
+                without = window(take, seconds / WINDOWS, self.finish)
+                feed.train.timing()
+                with GpuMonitor(self.world.device) as monitor:
+                    pairs.append((window(take, seconds / WINDOWS, self.finish), without))
+                monitor = None
+        ratios, alone = sorted(on / off for on, off in pairs), [off for _, off in pairs]
+        noise = (max(alone) - min(alone)) / median(alone)
+        note = (f"{median(ratios):.3f} of the rate without it ({ratios[0]:.3f}-{ratios[-1]:.3f}, {WINDOWS} pairs, "
+                f"{taken} steps); windows without it differ by up to {100 * noise:.1f} %")  # fmt: skip
+        return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=taken)
+
 
 def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
     """Aligned lines: rung, median rate, range, ratio to an earlier run, note."""
@@ -364,7 +411,7 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
     for rung in rungs:
         ratio = f"  x{rung.rate / earlier[rung.name]:.2f}" if rung.name in earlier else ""
         spread = f"{min(rung.rates):,.0f}-{max(rung.rates):,.0f}"
-        lines.append(f"{rung.name:<7} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}")
+        lines.append(f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}")
         lines += [
             f"          {name:<30} {d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s  host free {100 * d['host_free']:3.0f} %"
             for name, d in rung.details.items()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from itertools import product
@@ -52,6 +53,13 @@ def test_rungs_on_a_cpu(image_root: Path) -> None:
     found = {rung.name: rung for rung in rungs}
     assert found["train"].waited is not None and 0 <= found["train"].waited <= 1
     assert found["loader"].batches > bench.WINDOWS
+
+
+def test_what_telemetry_costs(image_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (rung,) = bench.run(compose(image_root, "log.every_steps=2"), only=("telemetry",), seconds=0.5)
+    assert rung.name == "telemetry" and len(rung.rates) == bench.WINDOWS and min(rung.rates) > 0
+    assert re.match(r"\d\.\d{3} of the rate without it \(.*, 5 pairs, \d+ steps\); windows without it differ by", rung.note)
+    assert capsys.readouterr().out == ""
 
 
 def test_only_some_rungs(image_root: Path) -> None:
