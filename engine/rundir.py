@@ -105,8 +105,9 @@ class RunDirectory:
         try:
             checkpoint.replace_file(self.path / name, content)
         except OSError as error:
-            raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {error.strerror}; checkpoints are whole, "
-                                             "and the same command goes on from them") from error  # fmt: skip
+            whole = "the checkpoints are whole, and the same command goes on from them"
+            kept = whole if any(self.checkpoints.glob("step-*.pt")) else "nothing has been trained yet"
+            raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {error.strerror}; {kept}") from error
 
     def finished_summary(self, step: int) -> dict[str, Any] | None:
         """The summary an earlier life left, if it finished at `step`."""
