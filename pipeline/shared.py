@@ -31,11 +31,11 @@ class SharedArray:
         fd = os.memfd_create("batches", os.MFD_CLOEXEC)
         try:
             os.ftruncate(fd, size)
+            self._map(fd, shape, np.dtype(dtype))
         except OSError as error:
-            os.close(fd)
-            raise UserError(f"{size / 2**20:.0f} MiB of shared memory are refused ({error.strerror}): "
+            self._fd = fd  # closed with this object
+            raise UserError(f"{size / 2**20:.1f} MiB of shared memory are refused ({error.strerror}): "
                             "ulimit -f, or a limit of the container, is too low") from None  # fmt: skip
-        self._map(fd, shape, np.dtype(dtype))
 
     @classmethod
     def copy_of(cls, values: np.ndarray) -> "SharedArray":
