@@ -86,11 +86,12 @@ def train(config: Config) -> dict[str, Any]:
         world.agree(lambda: run.check(config.checkpoint.resume))
         if undrawn := stand_in(config):  # a mistake shows before anything is drawn
             plan = make_plan(config, undrawn, world)
-            make_room(config, undrawn, plan, world)
+            world.all_or_none(lambda: make_room(config, undrawn, plan, world))
             build_state(config, plan, world)
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
-        memory = make_room(config, datasets, plan, world)
+        rooms = world.all_or_none(lambda: make_room(config, datasets, plan, world))
+        memory = min(world.of_node(rooms), key=lambda room: room.most_workers)  # other things take memory as well, at any time
         set_up_torch(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)

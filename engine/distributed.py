@@ -55,6 +55,20 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    def all_or_none(self, attempt: Callable[[], T]) -> list[T]:
+        """What `attempt` gives on every rank; the mistake that one finds is raised on all. Collective."""
+        outcome: T | UserError
+        try:
+            outcome = attempt()
+        except UserError as error:
+            outcome = error
+        found: list[T] = []
+        for value in self.gather(outcome):
+            if isinstance(value, UserError):
+                raise value
+            found.append(value)
+        return found
+
     def of_node(self, values: list[T]) -> list[T]:
         """Of one value for each rank, those of this node's ranks."""
         first = self.rank - self.local_rank

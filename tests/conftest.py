@@ -1,6 +1,8 @@
 """Fixtures that all tests share: a small dataset of real JPEG files, and a cache folder of the test's own."""
 
+import gc
 import itertools
+import logging
 import resource
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -41,6 +43,33 @@ def _event_files_in_order() -> None:
     from tensorboard.summary.writer import event_file_writer
 
     event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
+
+
+@pytest.fixture(scope="module")
+def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For tests that call train() itself, and for what it starts.
+
+    One thread: bits depend on the number, and on a busy machine two wait for each other.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    gc.freeze()  # train() collects garbage: it need not look through what pytest and torch have imported
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
+    gc.unfreeze()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """main() sets up the root logger for its process; here it is given back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
 
 
 @pytest.fixture

@@ -4,21 +4,17 @@ On a CPU nothing is measured. Here it is, on a machine that says it has four cor
 """
 
 import contextlib
-import gc
 import json
-import logging
 import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -33,24 +29,12 @@ from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
 
 ROOT = Path(train.__file__).parent
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 # 36 images in batches of 8: 9 steps, validated after 5 and 9.
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=auto", "train.epochs=2",
         "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
 ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_norm=1", "augment.batch=[{mixup: {alpha: 0.4}}]"]
 BUDGET, MOST = 3, 6  # workers: of four cores one is left to the training process; there is room for twice as many
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _surroundings() -> Iterator[None]:
-    """One thread, here and in child processes: bits depend on the number, and on a busy machine two wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()  # train() collects garbage: it need not look through what pytest and torch have imported
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=True)
@@ -64,16 +48,6 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
     for name in ("SUPPLY_SECONDS", "DEMAND_SECONDS", "TRIAL_SECONDS"):
         monkeypatch.setattr(autotune, name, 0.4)
-
-
-@pytest.fixture(autouse=True)
-def _logging() -> Iterator[None]:
-    """main() sets up the root logger for its process; here it is given back."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:

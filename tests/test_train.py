@@ -7,7 +7,6 @@ without a word about time.
 
 import contextlib
 import fcntl
-import gc
 import json
 import logging
 import os
@@ -40,6 +39,7 @@ from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
 
 REPOSITORY = Path(train.__file__).parent
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.epochs=2",
         "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
 # 36 images in batches of 8: 54 steps, validated after 32 and 54, a checkpoint besides after 35 (in the middle of an epoch).
@@ -48,30 +48,6 @@ LONG = ["train.epochs=12", "train.validate_every_epochs=7", "checkpoint.every_st
 STOP_AFTER_ROW = 38
 PLAIN_TAGS = {"train/loss", "train/top1", "val/loss", "val/top1", "val/top5", "lr", "throughput/images_per_second",
               "time/data_wait_fraction", "time/copy_ms", "time/step_ms"}  # fmt: skip
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _surroundings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """One thread, here and in child processes: bits depend on the number, and on a busy machine two wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    gc.freeze()  # train() collects garbage: it need not look through what pytest and torch have imported
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
-        yield
-    gc.unfreeze()
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
-def _logging() -> Iterator[None]:
-    """main() sets up the root logger for its process; here it is given back."""
-    root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
-    yield
-    root.handlers[:] = handlers
-    root.setLevel(level)
 
 
 def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:

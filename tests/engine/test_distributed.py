@@ -139,6 +139,7 @@ def test_rank_0_decides_and_all_hear_of_it(ranks: tuple[Found, Found]) -> None:
 
 def test_what_every_rank_has(ranks: tuple[Found, Found]) -> None:
     for found in ranks:
+        assert found["all_or_none"] == [[0, 10], "rank 1 has no room"]
         assert found["gathering"] == {"ranks": [0, 1], "paths": ["runs/0", "runs/1"], "of_node": [0, 1]}
 
 

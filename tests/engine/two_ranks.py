@@ -42,6 +42,20 @@ def agreement(world: World) -> dict[str, Any]:
     return found
 
 
+def all_or_none(world: World) -> list[Any]:
+    def attempt(limit: int) -> int:
+        if world.rank >= limit:
+            raise UserError(f"rank {world.rank} has no room")
+        return 10 * world.rank
+
+    found: list[Any] = [world.all_or_none(lambda: attempt(2))]
+    try:
+        world.all_or_none(lambda: attempt(1))
+    except UserError as error:
+        found.append(str(error))
+    return found
+
+
 def gathering(world: World) -> dict[str, Any]:
     everyones = world.gather({"rank": world.rank, "path": Path(f"runs/{world.rank}"), "none": None})
     return {
@@ -157,6 +171,7 @@ def main(folder: Path) -> None:
             "gathering": gathering(world),
             "sums": sums(world),
             "buffers": buffers(world),
+            "all_or_none": all_or_none(world),
             "gradients": gradients(world),
             "validation": validation(world),
             "metering": metering(world),
