@@ -12,7 +12,7 @@ import signal
 import sys
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, Ctrl-C ends it without a word
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # while modules are imported Ctrl-C ends it without a word
 
 from conf import cli
 
@@ -151,7 +151,7 @@ def train(config: Config) -> dict[str, Any]:
         def left_out() -> Iterator[None]:
             """What happens inside is not training: it counts neither in the rate nor in the time of a step."""
             feed.train.end_step()
-            report()
+            report()  # of this very step, for which it waits
             with meter.left_out(), feed.train.left_out():
                 yield
 
@@ -176,7 +176,8 @@ def train(config: Config) -> dict[str, Any]:
                 tracker.say(f"autotune {change}")
 
         if plan.validates(state.step) and state.last.get("step") != state.step:
-            validate_and_save()  # an earlier life was stopped before it could
+            with meter.left_out():
+                validate_and_save()  # an earlier life was stopped before it could
             signal_number = stop.agreed()
 
         gc.collect()
@@ -207,9 +208,8 @@ def train(config: Config) -> dict[str, Any]:
             if state.step == first_step + 1:
                 ledger.started(time.monotonic() - started)  # compiling is part of a start
             if plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
-                feed.train.end_step()
-                report()
-                end_of_epoch()
+                with left_out():
+                    end_of_epoch()
             if plan.saves(state.step) or signal_number:
                 with left_out():
                     if plan.validates(state.step) and not signal_number:
@@ -225,11 +225,13 @@ def train(config: Config) -> dict[str, Any]:
                 break
 
         report()
-        profiler.close(state.step)
+        if profiler.running:
+            with ledger.lost("profile"):
+                profiler.turn(state.step)
         summary = summarise(state, plan, started, signal_number) | ledger.speed() | ledger.balance()
         summary |= {"mfu": ledger.mfu(summary["images_per_second"]), "verdict": ledger.run_verdict(loader_input(feed))}
         if world.leads:
-            run.write("summary.json", json.dumps(summary, indent=2))
+            run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
             tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
         tracker.outcome(summary)
@@ -622,4 +624,5 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on what was begun is cleaned up
     sys.exit(main(CONFIG))

@@ -37,7 +37,7 @@ class Ledger:
 
     Args:
         plan: what the run does.
-        spent: seconds by kind, kept in the checkpoint: earlier lives count.
+        spent: what the lives so far took, by kind: seconds, and images with the seconds they took. Kept in the checkpoint.
         step: where this life begins.
     """
 
@@ -46,13 +46,13 @@ class Ledger:
         self._run: list[tuple[Interval, Timing]] = []
         self._epoch: list[tuple[Interval, Timing]] = []
         self._first_step = self._step = step
-        self._begun = time.monotonic()
-        self._lost_here = 0.0
+        self._begun: float | None = None  # since when steps are taken that are not in `spent` yet
+        self._lost_here = self._lost_at_start = 0.0  # since then, and before the first step
         self.spent["lives"] = self.spent.get("lives", 0) + 1
 
     def started(self, seconds: float) -> None:
         """The first step is done: what came before it, and its compiling, is the price of a start."""
-        self._add("start", seconds)
+        self._add("start", max(0.0, seconds - self._lost_at_start))
         self._begun, self._lost_here = time.monotonic(), 0.0
 
     @contextmanager
@@ -65,15 +65,17 @@ class Ledger:
             seconds = time.monotonic() - began
             self._add(kind, seconds)
             self._lost_here += seconds
+            self._lost_at_start += seconds
 
-    def _add(self, kind: str, seconds: float) -> None:
-        self.spent[kind] = self.spent.get(kind, 0.0) + seconds
+    def _add(self, kind: str, amount: float) -> None:
+        self.spent[kind] = self.spent.get(kind, 0.0) + amount
 
     def settle(self) -> None:
         """Bring `spent` up to now, for a checkpoint."""
         now = time.monotonic()
-        self._add("training", max(0.0, now - self._begun - self._lost_here))
-        self._begun, self._lost_here = now, 0.0
+        if self._begun is not None:
+            self._add("training", max(0.0, now - self._begun - self._lost_here))
+            self._begun, self._lost_here = now, 0.0
 
     def note(self, timing: Timing | None, interval: Interval) -> dict[str, float]:
         """Take in a log interval; return what its row says of time."""

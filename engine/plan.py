@@ -118,12 +118,14 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
 
 
 def check_profile(steps: list[int], stop_step: int) -> None:
-    """Raises:
-    UserError: none of the steps to profile is reached.
+    """Refuse steps to profile that a run of `stop_step` steps does not reach.
+
+    Raises:
+        UserError: it reaches none of them.
     """
     if steps and steps[0] >= stop_step:
         raise UserError(f"profile.steps=[{steps[0]},{steps[1]}]: the run ends after {stop_step:,} steps, the last is number "
-                        f"{stop_step - 1:,}; give steps before")  # fmt: skip
+                        f"{stop_step - 1:,}; give earlier ones")  # fmt: skip
 
 
 def check_batch(config: Config, train_images: int, world_size: int) -> None:

@@ -14,6 +14,8 @@ logger = logging.getLogger(__name__)
 class StepProfiler:
     """Profiles steps first ... last, 0-based as the sampler counts them; costs nothing outside of them.
 
+    What an error ends is not written.
+
     Args:
         steps: [first, last], or [] for none.
         folder: where trace and table go; None for a rank that keeps silent.
@@ -26,27 +28,26 @@ class StepProfiler:
         self._profile: Any = None
         self._first = 0
 
+    @property
+    def running(self) -> bool:
+        return self._profile is not None
+
     def turns(self, step: int) -> bool:
         """Whether `turn` has something to do before this step."""
         if not self.steps:
             return False
         first, last = self.steps
-        return step > last if self._profile is not None else first <= step <= last
+        return step > last if self.running else first <= step <= last
 
     def turn(self, step: int) -> None:
         """Begin what is profiled with this step, or end it with the step before; waits for the device."""
         self._finish()
-        if self._profile is not None:
+        if self.running:
             self._write(step - 1)
             return
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
         self._profile, self._first = profile(activities=activities, acc_events=True), step
         self._profile.start()
-
-    def close(self, step: int) -> None:
-        """The run ends before this step: what has been profiled is written."""
-        if self._profile is not None:
-            self.turn(step)
 
     def _write(self, last: int) -> None:
         self._profile.stop()

@@ -91,10 +91,12 @@ class RunDirectory:
         """Write config.yaml, and take away an earlier life's summary: this one has not ended.
 
         Raises:
-            CheckpointError: the folder cannot be written.
+            CheckpointError: config.yaml cannot be written.
+            UserError: the summary cannot be removed.
         """
         self.write("config.yaml", config)
-        (self.path / "summary.json").unlink(missing_ok=True)
+        with self._usable():
+            (self.path / "summary.json").unlink(missing_ok=True)
 
     def write(self, name: str, content: str) -> None:
         """Replace a file of the folder.
@@ -107,7 +109,8 @@ class RunDirectory:
         except OSError as error:
             whole = "the checkpoints are whole, and the same command goes on from them"
             kept = whole if any(self.checkpoints.glob("step-*.pt")) else "nothing has been trained yet"
-            raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {error.strerror}; {kept}") from error
+            reason = error.strerror or error
+            raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {reason}; {kept}") from error
 
     def finished_summary(self, step: int) -> dict[str, Any] | None:
         """The summary an earlier life left, if it finished at `step`."""

@@ -15,7 +15,7 @@ class MovingAverage(AveragedModel):
     """torch's own, but for its update: that takes the count of steps to the device each time, and waits there for the step."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.average = get_ema_multi_avg_fn(decay)
+        self.average = get_ema_multi_avg_fn(decay)  # typed, as the base class's own reference to it is not
         super().__init__(model, multi_avg_fn=self.average, use_buffers=True)
 
     @torch.no_grad()
@@ -41,7 +41,7 @@ class TrainState:
         ema: moving average of the weights, when train.ema_decay is set; it is what is validated.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
-        spent: seconds by kind (training, validation, checkpoint, start), and lives; see engine.ledger.
+        spent: what the lives so far took, by kind; see engine.ledger.
     """
 
     model: nn.Module

@@ -139,9 +139,7 @@ class GpuMonitor:
                 logger.log(level, "NVML gives no figures of this GPU's %s: %s", ", ".join(names), error_text)
 
     def _note(self, sample: dict[str, float]) -> None:
-        values = {
-            name: value for name, value in ((name, float(value)) for name, value in sample.items()) if math.isfinite(value)
-        }
+        values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}  # raises for what is no number
         with self._lock:
             self._counts.update(values.keys())
             for name, value in values.items():

@@ -124,7 +124,8 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         default = threading.excepthook
-        # Its writer's thread ends with a traceback; the next call here gets the same error, and says it in a line.
+        # Its writer's thread ends with a traceback, which nothing but this hook can keep back; the next call here gets the same
+        # error, and says it in a line.
         threading.excepthook = lambda args: None if type(args.thread).__name__ == "_AsyncWriterThread" else default(args)
         self._restore.callback(setattr, threading, "excepthook", default)
         begins = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
@@ -267,14 +268,15 @@ class Tracker:
             f"after epoch {summary['best_epoch']:.4g}")  # fmt: skip
         with_all = summary.get("images_per_second_with_first_epoch")  # since version 0.1
         all_told = f"; {with_all:,.0f} with the first epoch and what compiles" if with_all else ""
+        folder = self.folder / "tensorboard"
+        curves = [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")] if folder.is_dir() else []
         rows = [
             ("status", f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
              f"in {duration(summary['seconds'])}"),
             ("accuracy", accuracy),
             ("speed", f"{summary['images_per_second']:,.0f} images/s{all_told}"),
             ("run", f"{self.folder}"),
-            *[("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")
-              for folder in [self.folder / "tensorboard"] if folder.is_dir()],
+            *curves,
             ("best", f"{best}" if best else "no checkpoint was validated"),
         ]  # fmt: skip
         self.say("")

@@ -193,8 +193,11 @@ def settle(
     Without an answer the cores' whole budget is taken, and the line says why.
 
     Args:
-        first_step, last_step: of this start.
-        (the others): as for `tune`.
+        feed, step, first_step, budget: as for `tune`.
+        config: what of the loader the user has chosen.
+        question: what an answer depends on.
+        last_step: where training will end; a start of few steps is not measured.
+        ranks: all of them measure, and take one answer.
 
     Raises:
         LoaderError: the first batches cannot be made.

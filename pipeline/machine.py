@@ -63,6 +63,12 @@ def free_memory(proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/p
     return max(0, free)
 
 
+def largest_buffer() -> float:
+    """Bytes that one piece of shared memory may have: it is a file, for which `ulimit -f` counts."""
+    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return math.inf if soft == resource.RLIM_INFINITY else soft
+
+
 def spare_files() -> int:
     """Files this process can still open, once its limit is raised as far as it may be."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

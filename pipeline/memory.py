@@ -53,15 +53,16 @@ def plan_memory(
     """Sum up what `open_feed` will allocate: for `workers`, or the most from `fewest` on for which it fits.
 
     Raises:
-        UserError: it does not fit into what is free.
+        UserError: it does not fit into what is free, or is more than a process may have in a piece.
     """
     loader, cuda = config.loader, device.type == "cuda"
     share = loader.batch_size // world_size
-    slot_bytes, ready = 0, 0
+    slot_bytes, widest, ready = 0, 0, 0
     for dataset, side in ((datasets.train, datasets.train_side), (datasets.val, datasets.val_side)):
         layout = buffer_layout(batch_size=share, size=side, slots=1,
                                file_bytes=file_room(dataset) if decoder in ON_GPU else 0)  # fmt: skip
-        slot_bytes += sum(math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values())
+        sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values()]
+        slot_bytes, widest = slot_bytes + sum(sizes), max(widest, *sizes)
         ready += (loader.prefetch_batches + 1) * share * 3 * side * side * (1 + dtype.itemsize)
     free = machine.free_memory() // ranks_here
 
@@ -87,4 +88,7 @@ def plan_memory(
             f"loader: needs {(least.buffers + least.workers) / GIB:.1f} GiB{each} ({least.line()}); "
             "lower loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
         )
+    if fitting.slots * widest > machine.largest_buffer():
+        raise UserError(f"loader: needs a buffer of {fitting.slots * widest / GIB:.2f} GiB, and ulimit -f allows "
+                        f"{machine.largest_buffer() / GIB:.2f}: raise it")  # fmt: skip
     return fitting

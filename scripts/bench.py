@@ -70,7 +70,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from statistics import median
@@ -371,19 +371,23 @@ class Stepper:
         return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
 
     def watched(self, feed: Feed, seconds: float, memory: MemoryPlan) -> Rung:
-        """Windows with all that train.py measures and writes while it trains, and windows without, in turns."""
-        batches, taken = feed.train.batches(0, FOREVER), 0
+        """Windows with the rows that train.py writes and with NVML's thread, and windows without, in turns.
+
+        The events around every batch are in both.
+        """
+        batches, taken, rows = feed.train.batches(0, FOREVER), 0, 0
         monitor: GpuMonitor | None = None
         pairs: list[tuple[float, float]] = []
 
         def take() -> int:
-            nonlocal taken
+            nonlocal taken, rows
             batch = next(batches)
             images = self.step(batch)
             taken += 1
             if monitor is not None:
                 if (interval := self.meter.read()) is not None:  # of an earlier step, as in train.py
                     train.write_interval(interval, self.plan, tracker, feed, monitor, ledger, memory)
+                    rows += 1
                 if self.plan.logs(batch.step + 1):
                     self.meter.send(batch.step + 1, lr=1e-3)
             return images
@@ -392,16 +396,17 @@ class Stepper:
         self.finish()
         ledger = Ledger(self.plan, {})
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), Tracker(Path(folder)) as tracker:
-            for _ in range(WINDOWS):
-                without = window(take, seconds / WINDOWS, self.finish)
-                feed.train.timing()
-                with GpuMonitor(self.world.device) as monitor:
-                    pairs.append((window(take, seconds / WINDOWS, self.finish), without))
-                monitor = None
+            for number in range(WINDOWS):
+                found = {}
+                for watched in (number % 2 == 0, number % 2 == 1):
+                    with GpuMonitor(self.world.device) if watched else nullcontext() as monitor:
+                        found[watched] = window(take, seconds / WINDOWS, self.finish)
+                    feed.train.timing()
+                pairs.append((found[True], found[False]))
         ratios, alone = sorted(on / off for on, off in pairs), [off for _, off in pairs]
         noise = (max(alone) - min(alone)) / median(alone)
         note = (f"{median(ratios):.3f} of the rate without it ({ratios[0]:.3f}-{ratios[-1]:.3f}, {WINDOWS} pairs, "
-                f"{taken} steps); windows without it differ by up to {100 * noise:.1f} %")  # fmt: skip
+                f"{taken} steps, {rows} rows); windows without it differ by up to {100 * noise:.1f} %")  # fmt: skip
         return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=taken)
 
 
@@ -422,7 +427,7 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
 def chart(rungs: list[Rung], title: str) -> Image.Image:
     """A bar per rung, the narrowest one marked: that is what limits training."""
     rungs = [r for r in rungs if r.name not in ("read", "decode")] or rungs
-    narrowest = min((r for r in rungs if r.name != "train"), key=lambda r: r.rate, default=rungs[0])
+    narrowest = min((r for r in rungs if r.name not in ("train", *ON_REQUEST)), key=lambda r: r.rate, default=rungs[0])
     return bars(title, [(r.name, r.rate, f"{r.rate:,.0f} {r.unit}") for r in rungs], marked=[narrowest.name])
 
 
@@ -437,7 +442,7 @@ def main() -> int:
             name, (content, lines, picture) = "sweep", swept(about, AXES)
     except UserError as error:
         cli.fail(str(error), "bench.py")
-    except LoaderError as error:
+    except (LoaderError, train.TrainingError) as error:
         cli.complain(str(error), "bench.py")
         return 1
     print(lines)

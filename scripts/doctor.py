@@ -170,8 +170,8 @@ def layout(case: Case) -> Iterator[Row]:
         except OSError as error:
             yield fail(f"data.{name}={root}: {error.strerror}", "it must be a folder that holds one folder per class")
             continue
-        denied = {path for path, _ in split.denied}
-        if empty := [c for c, files in split.classes.items() if not files and os.path.join(root, c) not in denied]:
+        denied = [path for path, _ in split.denied]
+        if empty := [c for c, files in split.classes.items() if not files and not any_within(os.path.join(root, c), denied)]:
             yield fail(f"{name}: {len(empty):,} class folders hold no images: {few(empty)}", "fill or remove them")
         if split.denied:
             yield fail(f"{name}: {len(split.denied):,} places cannot be read, training refuses to start",
@@ -189,6 +189,11 @@ def layout(case: Case) -> Iterator[Row]:
             yield warn(f"{name}: a single class, {few(split.classes)}", "is data.root one folder too high?")
         elif not empty and not denied:
             yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
+
+
+def any_within(folder: str, paths: Iterable[str]) -> bool:
+    """Whether one of them is the folder or lies in it."""
+    return any(os.path.commonpath([folder, path]) == folder for path in paths)
 
 
 def classes(case: Case) -> Iterator[Row]:

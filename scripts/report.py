@@ -50,6 +50,7 @@ PAUSES = {  # what else a run's time is: key of summary.json's seconds_lost -> n
     "validation": ("validation", "p-validation"),
     "checkpoint": ("checkpoints", "p-checkpoint"),
     "start": ("starting", "p-start"),
+    "profile": ("profiling", "p-profile"),
 }
 REST = ("not timed", "p-rest")
 MOST_COLUMNS = 100  # of the chart of the time's parts
@@ -768,8 +769,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        folders = {os.path.realpath(folder): folder for folder in reversed(options.runs)}  # each once, under its first name
-        runs = [read_run(folder) for folder in reversed(folders.values())]
+        folders: dict[str, Path] = {}  # each once, under its first name
+        for folder in options.runs:
+            folders.setdefault(os.path.realpath(folder), folder)
+        runs = [read_run(folder) for folder in folders.values()]
         out = options.out or (options.runs[0] if len(runs) == 1 else Path()) / "report.html"
         write(out, build(runs))
     except UserError as error:

@@ -359,7 +359,7 @@ STYLE = """
   --page: #f5f6f8; --card: #fff; --ink: #1b2330; --dim: #5b6675; --rule: #dfe3e9; --grid: #e6e9ee;
   --c0: #1f66d1; --c1: #d9560b; --c2: #23843a; --c3: #9135ad; --c4: #c01f57; --c5: #0b7a8c; --c6: #8a5a3c; --c7: #66707f;
   --compute: #5a9e78; --copy: #6f9fe0; --wait: #d9483b; --late: #eda035; --validation: #9a7bd0; --checkpoint: #c07fa6;
-  --start: #8f2d56; --rest: #b9c0ca;
+  --start: #8f2d56; --profile: #7a9b3c; --rest: #b9c0ca;
   --good: #1d7a3d; --fair: #a15c00; --busy: #1f66d1; --bad: #b3261e;
 }
 @media (prefers-color-scheme: dark) {
@@ -367,7 +367,7 @@ STYLE = """
     --page: #12161c; --card: #1a2028; --ink: #e6eaf0; --dim: #9aa5b4; --rule: #303945; --grid: #2a323d;
     --c0: #6aa5ff; --c1: #ff9a4d; --c2: #63c97d; --c3: #cf8af0; --c4: #ff7ba6; --c5: #4cc3d6; --c6: #c99a78; --c7: #a3adba;
     --compute: #4d8a68; --copy: #5584c7; --wait: #e0604f; --late: #d99a3a; --validation: #8a6cc2; --checkpoint: #a86a90;
-    --start: #c04f80; --rest: #566170;
+    --start: #c04f80; --profile: #7a9b3c; --rest: #566170;
     --good: #6fd08c; --fair: #f0b35a; --busy: #7ab0ff; --bad: #ff8a80;
   }
 }
@@ -375,7 +375,7 @@ STYLE = """
 .c4 { --k: var(--c4) } .c5 { --k: var(--c5) } .c6 { --k: var(--c6) } .c7 { --k: var(--c7) }
 .p-compute { --k: var(--compute) } .p-copy { --k: var(--copy) } .p-wait { --k: var(--wait) } .p-late { --k: var(--late) }
 .p-validation { --k: var(--validation) } .p-checkpoint { --k: var(--checkpoint) } .p-start { --k: var(--start) }
-.p-rest { --k: var(--rest) }
+.p-profile { --k: var(--profile) } .p-rest { --k: var(--rest) }
 * { box-sizing: border-box }
 html { -webkit-text-size-adjust: 100% }
 body { margin: 0; background: var(--page); color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif }

@@ -35,7 +35,7 @@ from conf.schema import Config
 from engine import checkpoint
 from engine.state import TrainState
 from pipeline.prefetcher import Prefetcher
-from tests.processes import HANGS_SECONDS, wait_until
+from tests.processes import HANGS_SECONDS, is_running, wait_until
 from tests.results import rows, same, stored
 
 REPOSITORY = Path(train.__file__).parent
@@ -305,6 +305,56 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
     assert seen == {2: [2], 4: [4], 5: [5, 5]}
 
 
+@pytest.fixture
+def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let a thousand seconds pass."""
+    jumped, seconds, monotonic = [0.0], time.perf_counter, time.monotonic
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + jumped[0])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jumped[0])
+
+    def pass_by() -> None:
+        jumped[0] += 1000
+
+    return pass_by
+
+
+def check_not_trained(folder: Path) -> None:
+    """The thousand seconds are in no row: neither in the rate, nor as waiting."""
+    found = rows(folder, "train")
+    assert sum(8 / row["images_per_second"] for row in found) < 1000
+    assert all(row["data_wait_fraction"] < 0.95 and row["step_worst_ms"] < 1e6 for row in found)
+
+
+def test_validation_is_not_training(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
+) -> None:
+    """Nor is one at a life's beginning, which an earlier one was stopped before."""
+    validate = train.validate
+
+    def slowly(*arguments: Any) -> bool:
+        jump()
+        return validate(*arguments)
+
+    monkeypatch.setattr(train, "validate", slowly)
+    run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
+    for name in ("checkpoints/step-00000009.pt", "checkpoints/step-00000009.json", "summary.json"):
+        (tmp_path / "run" / name).unlink()
+    summary = run(image_root, tmp_path / "run")
+    assert [row["step"] for row in rows(tmp_path / "run", "val")] == [5, 9]
+    assert 2000 < summary["seconds_lost"]["validation"] < 2900 and summary["seconds_lost"]["start"] < 900
+    assert summary["seconds_of_all_lives"] < 2900
+    check_not_trained(tmp_path / "run")
+
+
+def test_the_end_of_an_epoch_is_not_training(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
+) -> None:
+    """What is said there, and workers that start."""
+    monkeypatch.setattr(train.Ledger, "epoch_verdict", lambda *_: jump() or [])
+    run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
+    check_not_trained(tmp_path / "run")
+
+
 def test_every_row_has_its_times(short: tuple[Path, dict[str, Any]]) -> None:
     """Also of the step after which is validated, saved, or ended."""
     train_rows = rows(short[0], "train")
@@ -415,8 +465,27 @@ def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
         wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
         process.send_signal(signal.SIGINT)
         output, error = process.communicate(timeout=HANGS_SECONDS)
-    assert (process.returncode, output, error) == (-signal.SIGINT, b"", b"")
+    assert process.returncode in (-signal.SIGINT, 130) and error == b"", output
     assert not (tmp_path / "run").exists()
+
+
+def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
+    """What was begun is taken away, and nobody who draws is left."""
+    arguments = [
+        sys.executable,
+        str(REPOSITORY / "train.py"),
+        "recipe=demo",
+        f"data.root={tmp_path / 'demo'}",
+        "train.device=cpu",
+    ]
+    with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        wait_until(lambda: any(tmp_path.glob(".demo*/**/*.jpg")), process)
+        drawing = family(process.pid)
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=HANGS_SECONDS)
+    assert process.returncode == 130 and b"Traceback" not in error
+    assert not any(tmp_path.glob(".demo*"))
+    wait_until(lambda: not any(map(is_running, drawing)))
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])

@@ -165,14 +165,12 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
                       torch.zeros(16, dtype=torch.int64, device="cuda"),
                       torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"), 0)  # fmt: skip
         meter = Meter(world, 16, 0)
-        for step in range(4):
-            if step == 1:  # the first makes the optimiser's state
-                torch.cuda.set_sync_debug_mode("error")
-            try:
+        try:
+            for _ in range(4):
                 meter.add(train.train_step(state, state.model, objective, batch, lr=0.1, config=config, plan=plan))
-            finally:
-                if step == 3:
-                    torch.cuda.set_sync_debug_mode("default")
+                torch.cuda.set_sync_debug_mode("error")  # from the second on: the first makes the optimiser's state
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
         assert all(bool(tensor.isfinite().all()) for tensor in state.model.state_dict().values())
 
 

@@ -206,6 +206,24 @@ def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, monkeypatch
     assert balance["lives"] == 2
 
 
+def test_what_is_lost_before_the_first_step_is_counted_once(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The validation, say, that an earlier life was stopped before."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        now[0] += 3.0
+        with ledger.lost("validation"):
+            now[0] += 20.0
+        ledger.settle()
+        with ledger.lost("checkpoint"):
+            now[0] += 1.0
+        now[0] += 2.0
+        ledger.started(26.0)
+        balance = ledger.balance()
+    assert balance["seconds_lost"] == {"validation": 20.0, "checkpoint": 1.0, "start": 5.0}
+    assert balance["seconds_of_all_lives"] == 26.0
+
+
 def test_no_steps_no_verdict(image_root: Path) -> None:
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
         assert ledger.epoch_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False)) == []

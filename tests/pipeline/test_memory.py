@@ -1,6 +1,7 @@
 """What the loader will take of the machine's memory is known before it is taken, and refused where there is too little."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def plan(config: Config, *, datasets: Datasets | None = None, **options: Any) ->
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let the machine have so many bytes."""
     return lambda number: monkeypatch.setattr(machine, "free_memory", lambda: number)
+
+
+def test_ulimit_on_files_counts_for_shared_memory(file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
+    """A batch of 8 takes at most 8 * 3 * 32 * 32 bytes in the larger of the two rings."""
+    config = small("data=fake", "loader.prefetch_batches=1")
+    largest = plan(config).slots * 8 * 3 * 32 * 32
+    with file_size_limit(largest):
+        plan(config)
+    with (
+        file_size_limit(largest - 1),
+        pytest.raises(UserError, match=r"a buffer of .* and ulimit -f allows .*: raise it"),
+    ):
+        plan(config)
 
 
 def allocated(source: Source) -> int:
