@@ -66,13 +66,13 @@ def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
 
 class SlowDisk(FolderDataset):
     def _read(self, index: int) -> bytes:
-        time.sleep(0.01)
+        time.sleep(0.005)
         return super()._read(index)
 
 
 class SlowDecoder(FolderDataset):
     def _read(self, index: int) -> bytes:
-        until = time.thread_time() + 0.01
+        until = time.thread_time() + 0.005
         while time.thread_time() < until:
             pass
         return super()._read(index)
@@ -99,7 +99,7 @@ def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str
             yield feed, Ledger(plan, {})
 
 
-def account_of(feed: Feed, ledger: Ledger, step: Callable[[Batch], object], *, steps: int = 12) -> list[str]:
+def account_of(feed: Feed, ledger: Ledger, step: Callable[[Batch], object], *, steps: int = 8) -> list[str]:
     """Run some steps as train.py does and return the verdict."""
     for first, last in ((0, 4), (4, 4 + steps)):
         began = time.perf_counter()
@@ -133,7 +133,7 @@ def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], c
 @made_on_purpose
 def test_heavy_step_is_compute_bound(image_root: Path) -> None:
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=1") as (feed, ledger):
-        found = account_of(feed, ledger, lambda batch: time.sleep(0.2))
+        found = account_of(feed, ledger, lambda batch: time.sleep(0.1))
     assert found[0].startswith("compute-bound")
 
 

@@ -54,7 +54,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
     g, (height, width, _) = geometry, pixels.shape
     across = weights(row[g.SOURCE_LEFT], row[g.SCALE_X], side, int(row[g.CLIP_LEFT]), int(row[g.CLIP_RIGHT]), width)
     down = weights(row[g.SOURCE_TOP], row[g.SCALE_Y], side, int(row[g.CLIP_TOP]), int(row[g.CLIP_BOTTOM]), height)
-    made = np.einsum("yh,hwc,xw->yxc", down, pixels.astype(float), across)
+    made = np.einsum("yh,hwc,xw->yxc", down, pixels.astype(float), across, optimize=True)
     return np.floor((made[:, ::-1] if row[g.MIRRORED] else made) + 0.5).astype(np.uint8)
 
 
