@@ -272,7 +272,7 @@ def tune_loader(
     The steps leave no trace.
     """
     if plan.workers_unmeasured:
-        tracker.say(f"autotune {budget} workers, not measured: {plan.workers_unmeasured}")
+        tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}")
     if not plan.measures_workers:
         if (config.autotune.online or config.autotune.refresh) and plan.workers_unmeasured is None:
             tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")

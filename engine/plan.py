@@ -106,8 +106,8 @@ class Plan:
              f"{self.image_size} px image; validated at {self.val_size} px"),
             ("device", f"{self.device}, {self.precision}{', channels_last' if self.channels_last else ''}, "
              f"compile {self.compile}"),
-            ("loader", f"{'up to ' if self.measures_workers else ''}{self.workers} workers per rank ({self.workers_reason}), "
-             f"decoder {self.decoder}"),
+            ("loader", f"{'up to ' if self.measures_workers else ''}{self.workers} worker{'s' * (self.workers != 1)} per rank "
+             f"({self.workers_reason}), decoder {self.decoder}"),
         ]  # fmt: skip
         return [f"{name:<8} {text}" for name, text in rows]
 

@@ -213,7 +213,7 @@ def settle(
         return known, [*known.lines(), "remembered; autotune.refresh=true measures again"]
     if last_step - first_step < FEWEST_BATCHES:
         pool.resize(budget)
-        return None, [f"not measured, {budget} workers: {last_step - first_step} steps are over before it matters"]
+        return None, [f"not measured, workers={budget}: {last_step - first_step} steps are over before it matters"]
     try:
         answer = tune(
             feed,
@@ -227,7 +227,7 @@ def settle(
         )
     except NotMeasuredError as error:
         pool.resize(budget)
-        return None, [f"not measured, {budget} workers: {error}"]
+        return None, [f"not measured, workers={budget}: {error}"]
     remember(question, answer)
     dataset, advice = pool.sources[feed.train.loader.source].dataset, ""
     if answer.stage == "decode" and isinstance(dataset, FolderDataset):

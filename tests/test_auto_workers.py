@@ -188,7 +188,7 @@ def test_few_steps_are_not_worth_measuring(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 4)
-    for steps, first_line in (("3", "not measured, 3 workers: 3 steps are over before it matters"), ("7", "the step takes ")):
+    for steps, first_line in (("3", "not measured, workers=3: 3 steps are over before it matters"), ("7", "the step takes ")):
         capfd.readouterr()
         run(image_root, tmp_path / "run", f"train.max_steps={steps}")  # the second goes on after the first's three
         assert tuning(capfd.readouterr().out)[0].startswith(first_line)
@@ -210,7 +210,7 @@ def test_unreadable_file_among_those_that_are_measured(
     capfd.readouterr()
     auto = run(root, tmp_path / "auto", "train.max_steps=3")
     (line,) = tuning(capfd.readouterr().out)
-    assert line.startswith(f"not measured, {BUDGET} workers: {broken}: ")
+    assert line.startswith(f"not measured, workers={BUDGET}: {broken}: ")
     assert auto["params_sha256"] == one["params_sha256"]
     assert not (tmp_path / "auto" / "autotune.json").exists()
     assert not [*(tmp_path / "cache").rglob("autotune/*")]
