@@ -188,6 +188,7 @@ def train(config: Config) -> dict[str, Any]:
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at checkpoints instead
         first_step = state.step
         profiler = StepProfiler(config.profile.steps, run.path / "profile" if world.leads else None, world.device, tracker.say)
+        stack.callback(profiler.close)
         if profiler.turns(state.step):
             profiler.turn(state.step)
         for batch in feed.train.batches(state.step, state.step if signal_number else plan.stop_step):
@@ -207,6 +208,9 @@ def train(config: Config) -> dict[str, Any]:
                 meter.send(state.step, lr)
             if state.step == first_step + 1:
                 ledger.started(time.monotonic() - started)  # compiling is part of a start
+            if profiler.running and (profiler.turns(state.step) or state.step == plan.stop_step):
+                with left_out(), ledger.lost("profile"):  # before a validation, which would be in it
+                    profiler.turn(state.step)
             if plan.epochs_ended(state.step) > plan.epochs_ended(state.step - 1):
                 with left_out():
                     end_of_epoch()
@@ -218,13 +222,15 @@ def train(config: Config) -> dict[str, Any]:
                     else:
                         save_all(best=False)
                     gc.collect()
+            if signal_number:
+                break
             if profiler.turns(state.step):
                 with left_out(), ledger.lost("profile"):
                     profiler.turn(state.step)
-            if signal_number:
-                break
 
         report()
+        if state.step == first_step:  # no step was left to take
+            ledger.started(time.monotonic() - started)
         if profiler.running:
             with ledger.lost("profile"):
                 profiler.turn(state.step)

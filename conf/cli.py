@@ -155,7 +155,9 @@ def _quoted(text: str) -> str:
     if name.lstrip("+") not in WORDS or not value or not value.isprintable():
         return text
     with contextlib.suppress(HydraException):
-        if not OverridesParser.create().parse_override(text).is_sweep_override() or "/" not in value:
+        parsed = OverridesParser.create().parse_override(text)
+        a_word = not isinstance(parsed.value(), (bool, int, float))  # 1.10 would come back as 1.1
+        if a_word and (not parsed.is_sweep_override() or "/" not in value):
             return text
     # In quotes, a backslash means itself unless a quote follows.
     escaped = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + "\\'" * bool(found[2]), value)
@@ -178,7 +180,7 @@ def _check_override(override: Override) -> None:
         choice = override.value()
         if not isinstance(choice, str) or choice not in choices(name):
             hint = nearest(str(choice), choices(name))
-            more = "; any other model is model.name=" if name == "model" else ""
+            more = f"; any other model is model.name={choice}" if name == "model" else ""
             raise UserError(f"{text}: no such {name}; choose one of {', '.join(choices(name))}{hint}{more}")
         if override.is_add() or override.is_delete():
             raise UserError(f"{text}: write {name}={choice}")
@@ -223,4 +225,8 @@ def _type_name(kind: Any) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if len(lines) > 1 and lines[0].endswith("raised while composing config:"):  # of a YAML: the cause stands below
+        key = next((line.split(": ", 1)[1] for line in lines if line.strip().startswith("full_key: ")), "")
+        return f"{lines[0].split(':')[0]}: {key}{': ' if key else ''}{lines[1]}"
+    return lines[0]

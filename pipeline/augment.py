@@ -225,7 +225,8 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
     if name not in table:
         hint = did_you_mean(name, table)
         raise UserError(f"{key}: there is no transform {name}; choose from {', '.join(table)}{'; ' if hint else ''}{hint}")
-    allowed = [p.name for p in inspect.signature(table[name]).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    signature = inspect.signature(table[name]).parameters.values()
+    allowed = [p.name for p in signature if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     unknown = next((p for p in parameters if p not in allowed), None)
     if unknown is not None:
         raise UserError(f"{key}: {name} has no parameter {unknown}; it has {', '.join(allowed) or 'none'}")

@@ -6,6 +6,7 @@ Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a lab
 import os
 import re
 import time
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -121,7 +122,9 @@ class FolderDataset:
             yield
         # Pillow's plugins raise many kinds of error on broken files (struct.error, IndexError, SyntaxError, ...).
         except Exception as error:
-            raise BadImageError(f"{self.index.path(index)}: {describe(error)}") from error
+            last = traceback.extract_tb(error.__traceback__)[-1]  # tells a broken file from a mistake in a transform
+            where = f"{os.path.basename(last.filename)}:{last.lineno}"
+            raise BadImageError(f"{self.index.path(index)}: {describe(error)} ({where})") from error
 
     def name(self, index: int) -> str:
         return self.index.path(index)

@@ -67,7 +67,7 @@ class Picture:
         return Picture(as_tensor(self.pixels()).flip(1).numpy())
 
     def pixels(self) -> np.ndarray:
-        """uint8 [H, W, 3]."""
+        """uint8 [H, W, 3]; may be read-only or shared: copy it before you write."""
         return self._pixels
 
     def pillow(self) -> Image.Image:

@@ -89,6 +89,6 @@ def plan_memory(
             "lower loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
         )
     if fitting.slots * widest > machine.largest_buffer():
-        raise UserError(f"loader: needs a buffer of {fitting.slots * widest / GIB:.2f} GiB, and ulimit -f allows "
-                        f"{machine.largest_buffer() / GIB:.2f}: raise it")  # fmt: skip
+        raise UserError(f"loader: needs a buffer of {fitting.slots * widest / 2**20:.1f} MiB, and ulimit -f allows "
+                        f"{machine.largest_buffer() / 2**20:.1f}: raise it")  # fmt: skip
     return fitting

@@ -346,6 +346,19 @@ def test_validation_is_not_training(
     check_not_trained(tmp_path / "run")
 
 
+def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
+    """Its start counts, although no step was left to take."""
+    first = run(image_root, tmp_path / "run", "train.epochs=1", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
+    path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
+    content = checkpoint.load(path)
+    content["state"]["last"] = {}
+    checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3, best=False)
+    (tmp_path / "run" / "summary.json").unlink()
+    second = run(image_root, tmp_path / "run", "train.epochs=1")
+    assert (second["step"], second["lives"], second["status"]) == (5, 2, "finished")
+    assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
+
+
 def test_the_end_of_an_epoch_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:

@@ -1,5 +1,6 @@
 """The command line: what composes, what --help and --cfg job say, and how a mistake is answered."""
 
+import shutil
 import subprocess
 import sys
 from dataclasses import asdict
@@ -322,6 +323,25 @@ PATHS = [
 def test_a_path_is_taken_as_it_is(path: str) -> None:
     config = cli.load([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [("model: {nam: resnet18}", "In 'recipe/mine': model.nam: Key 'nam' not in 'Model'"),
+     ("train: {epochs: six}", "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to Float")],
+)  # fmt: skip
+def test_a_mistake_in_a_recipe_is_named(content: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = shutil.copytree(cli.FOLDER, tmp_path / "conf")
+    (folder / "recipe" / "mine.yaml").write_text(f"# @package _global_\n{content}\n")
+    monkeypatch.setattr(cli, "FOLDER", folder)
+    with pytest.raises(UserError) as error:
+        cli.load([DATA, "recipe=mine"])
+    assert says in str(error.value)
+
+
+@pytest.mark.parametrize("word", ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan"])
+def test_a_word_that_looks_like_a_number_is_a_word(word: str) -> None:
+    assert cli.load([DATA, f"run.name={word}"]).run.name == word
 
 
 @pytest.mark.parametrize("option", ["-m", "--multirun"])

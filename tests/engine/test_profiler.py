@@ -3,8 +3,11 @@
 import gzip
 import json
 import logging
+import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -91,6 +94,35 @@ def test_writing_a_profile_is_no_training(
     trained = [row for row in rows if row["split"] == "train"]
     assert sum(8 / row["images_per_second"] for row in trained) < 1000
     assert all(row.get("step_worst_ms", 0) < 1e6 for row in trained)
+
+
+@pytest.mark.parametrize("chosen", ["[3,4]", "[3,99]"])
+def test_validation_is_not_in_the_profile(
+    chosen: str, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """36 images in batches of 8: step 5 ends an epoch, and here the run."""
+    validate, validated = train.validate, []
+
+    def marked(*arguments: Any) -> bool:
+        validated.append(True)
+        with torch.profiler.record_function("a validation"):
+            return validate(*arguments)
+
+    monkeypatch.setattr(train, "validate", marked)
+    train.train(cli.load([f"data.root={image_root}", f"run.dir={tmp_path / 'run'}", "model=resnet_tiny", "augment=demo",
+                          "data.image_size=32", "loader.workers=0", "loader.batch_size=8", "train.max_steps=5",
+                          "train.device=cpu", f"profile.steps={chosen}"]))  # fmt: skip
+    trace = gzip.decompress((tmp_path / "run" / "profile" / "steps-3-4.json.gz").read_bytes())
+    assert validated and b"convolution_backward" in trace and b"a validation" not in trace
+
+
+def test_run_that_fails_while_it_is_profiled(image_root: Path, tmp_path: Path) -> None:
+    """In one line, and not in a crash of the interpreter."""
+    arguments = [f"data.root={image_root}", f"run.dir={tmp_path / 'run'}", "model=resnet_tiny", "data.image_size=32",
+                 "optim.lr=1e30", "schedule.warmup_epochs=0", "loader.workers=0", "loader.batch_size=8", "train.epochs=2",
+                 "train.device=cpu", "log.every_steps=1", "profile.steps=[0,8]"]  # fmt: skip
+    done = subprocess.run([sys.executable, train.__file__, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "train.py: the loss is " in done.stderr
 
 
 def test_steps_that_are_never_reached_are_refused(image_root: Path, tmp_path: Path) -> None:
