@@ -4,6 +4,7 @@ import gc
 import itertools
 import logging
 import resource
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -70,6 +71,33 @@ def own_logging() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+class Clock:
+    """time.perf_counter and time.monotonic, which stand still until told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        for name in ("perf_counter", "monotonic"):
+            monkeypatch.setattr(time, name, lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+@pytest.fixture
+def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Let a thousand seconds pass."""
+    jumped, seconds, monotonic = [0.0], time.perf_counter, time.monotonic
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + jumped[0])
+    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jumped[0])
+
+    def pass_by() -> None:
+        jumped[0] += 1000
+
+    return pass_by
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""What a run has left, for tests that compare two runs bit for bit."""
+"""What a run has left, for tests that look at a run or compare two bit for bit."""
 
 import json
 from pathlib import Path
@@ -33,3 +33,10 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (list, tuple)):
         return len(a) == len(b) and all(map(same, a, b))
     return bool(a == b)
+
+
+def check_not_trained(folder: Path) -> None:
+    """The thousand seconds are in no row: neither in the rate, nor as waiting."""
+    found = rows(folder, "train")
+    assert sum(8 / row["images_per_second"] for row in found) < 1000
+    assert all(row["data_wait_fraction"] < 0.95 and row["step_worst_ms"] < 1e6 for row in found)

@@ -36,7 +36,7 @@ from engine import checkpoint
 from engine.state import TrainState
 from pipeline.prefetcher import Prefetcher
 from tests.processes import HANGS_SECONDS, is_running, wait_until
-from tests.results import rows, same, stored
+from tests.results import check_not_trained, rows, same, stored
 
 REPOSITORY = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
@@ -303,26 +303,6 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
     monkeypatch.setattr(checkpoint, "save", look_and_save)
     run(image_root, tmp_path / "run", "log.tensorboard=true", "checkpoint.every_steps=2", "train.max_steps=5")
     assert seen == {2: [2], 4: [4], 5: [5, 5]}
-
-
-@pytest.fixture
-def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let a thousand seconds pass."""
-    jumped, seconds, monotonic = [0.0], time.perf_counter, time.monotonic
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds() + jumped[0])
-    monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jumped[0])
-
-    def pass_by() -> None:
-        jumped[0] += 1000
-
-    return pass_by
-
-
-def check_not_trained(folder: Path) -> None:
-    """The thousand seconds are in no row: neither in the rate, nor as waiting."""
-    found = rows(folder, "train")
-    assert sum(8 / row["images_per_second"] for row in found) < 1000
-    assert all(row["data_wait_fraction"] < 0.95 and row["step_worst_ms"] < 1e6 for row in found)
 
 
 def test_validation_is_not_training(

@@ -1,7 +1,6 @@
 """Loss and hits as summed on the device, against plain counting; the meter's protocol and its rates."""
 
 import math
-import time
 
 import pytest
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor, nn
 from engine import meters
 from engine.distributed import World
 from engine.meters import Meter, Metrics, metrics_of, sums
+from tests.conftest import Clock
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 EMPTY = -1
@@ -113,19 +113,6 @@ def test_measure_leaves_out_rows_that_fill_up() -> None:
 def test_metrics_of() -> None:
     assert metrics_of(torch.tensor([10.0, 1, 3, 4])) == Metrics(loss=2.5, top1=25, top5=75, images=4)
     assert metrics_of(torch.zeros(4)) == Metrics(0, 0, 0, 0)
-
-
-class Clock:
-    """time.perf_counter that stands still until told."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = 100.0
-        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    return Clock(monkeypatch)
 
 
 def test_an_interval_is_read_a_step_late() -> None:

@@ -19,6 +19,7 @@ from engine.verdict import Account, verdict
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.prefetcher import Batch
+from tests.conftest import Clock
 
 RUNS_WELL = Account(
     images_per_second=6600, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256, on_gpu=True,
@@ -183,9 +184,7 @@ def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
 # The ledger
 
 
-def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, clock: Clock) -> None:
     config = cli.load([f"data.root={image_root}", "loader.batch_size=16", "model=resnet_tiny", "train.device=cpu"])
     with join_world("cpu") as world:
         plan = train.make_plan(config, build_datasets(config), world)
@@ -193,31 +192,29 @@ def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, monkeypatch
     for _ in range(2):
         ledger = Ledger(plan, spent)
         ledger.started(5.0)
-        now[0] += 30.0
+        clock.now += 30.0
         with ledger.lost("validation"):
-            now[0] += 10.0
+            clock.now += 10.0
         ledger.settle()
         with ledger.lost("checkpoint"):
-            now[0] += 2.0
-        now[0] += 8.0
+            clock.now += 2.0
+        clock.now += 8.0
         balance = ledger.balance()
     assert balance["seconds_lost"] == {"validation": 20.0, "checkpoint": 4.0, "start": 10.0}
     assert balance["effective_time"] == pytest.approx(76 / 110)
     assert balance["lives"] == 2
 
 
-def test_what_is_lost_before_the_first_step_is_counted_once(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lost_before_the_first_step_is_counted_once(image_root: Path, clock: Clock) -> None:
     """The validation, say, that an earlier life was stopped before."""
-    now = [100.0]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
-        now[0] += 3.0
+        clock.now += 3.0
         with ledger.lost("validation"):
-            now[0] += 20.0
+            clock.now += 20.0
         ledger.settle()
         with ledger.lost("checkpoint"):
-            now[0] += 1.0
-        now[0] += 2.0
+            clock.now += 1.0
+        clock.now += 2.0
         ledger.started(26.0)
         balance = ledger.balance()
     assert balance["seconds_lost"] == {"validation": 20.0, "checkpoint": 1.0, "start": 5.0}
