@@ -55,7 +55,7 @@ from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
 from pipeline import autotune
-from pipeline.budget import chosen_workers
+from pipeline.budget import chosen_workers, worker_budget
 from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, stand_in
 from pipeline.loader import LoaderError
 from pipeline.memory import MemoryPlan, plan_memory
@@ -469,6 +469,8 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         workers_reason=budget.reason,
         measures_workers=config.loader.workers == "auto" and unmeasured is None,
         workers_unmeasured=unmeasured if config.loader.workers == "auto" else None,
+        most_workers=worker_budget(world.local_size, decoder=decoder).workers,
+        file_bytes=datasets.train.mean_bytes(),
         decoder=decoder,
         device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
         device_type=world.device.type,

@@ -45,6 +45,7 @@ class Ledger:
         self.plan, self.spent = plan, spent
         self._run: list[tuple[Interval, Timing]] = []
         self._epoch: list[tuple[Interval, Timing]] = []
+        self._warm = False  # a life's first interval holds compilation: nothing is judged by it
         self._first_step = self._step = step
         self._begun: float | None = None  # since when steps are taken that are not in `spent` yet
         self._lost_here = self._lost_at_start = 0.0  # since then, and before the first step
@@ -87,8 +88,10 @@ class Ledger:
             row["mfu"] = use
         if timing is None:  # the device has finished no batch since the last row
             return row
-        self._epoch.append((interval, timing))
-        self._run.append((interval, timing))
+        if self._warm:
+            self._epoch.append((interval, timing))
+            self._run.append((interval, timing))
+        self._warm = True
         compute = 1.0 - timing.wait_fraction - timing.late_fraction - (0 if self._on_gpu else timing.copy_fraction)
         return row | {
             "data_wait_fraction": timing.wait_fraction,
@@ -133,11 +136,10 @@ class Ledger:
         return self._verdict(entries, now) if _seconds(entries) > SHORT_EPOCH else []
 
     def run_verdict(self, now: Input) -> list[str]:
-        """Of this life, without its first interval, which holds compilation and warm-up."""
-        entries = self._run[1:]
-        if _seconds(entries) < SHORT_RUN:
-            return [f"none: {_seconds(entries):.1f} s of steps after the warm-up are too few to judge"]
-        return self._verdict(entries, now)
+        """Of this life."""
+        if _seconds(self._run) < SHORT_RUN:
+            return [f"none: {_seconds(self._run):.1f} s of steps after the warm-up are too few to judge"]
+        return self._verdict(self._run, now)
 
     def balance(self) -> dict[str, Any]:
         """For summary.json, over all lives: seconds, those that were lost by kind, and the share that was training."""
@@ -181,9 +183,11 @@ class Ledger:
                 on_gpu=self._on_gpu,
                 ranks=plan.world_size,
                 workers=now.workers,
+                most_workers=plan.most_workers,
                 cpu_ms=now.cpu_ms,
                 wait_ms=now.wait_ms,
                 core_ms=now.core_ms,
+                file_bytes=plan.file_bytes,
                 decoder=plan.decoder,
                 compile=plan.compile,
                 pinned=now.pinned,

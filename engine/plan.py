@@ -21,6 +21,8 @@ class Plan:
         activation_bytes: of one image on its way through the model, for the backward pass.
         measures_workers: loader.workers=auto, and `workers` is the budget to choose within.
         workers_unmeasured: why loader.workers=auto takes the whole budget instead.
+        most_workers: what the cores are enough for, whatever is configured.
+        file_bytes: mean size of a training image's file; 0 when there are none.
     """
 
     train_images: int
@@ -42,6 +44,8 @@ class Plan:
     workers_reason: str
     measures_workers: bool
     workers_unmeasured: str | None
+    most_workers: int
+    file_bytes: float
     decoder: str
     device: str
     device_type: str

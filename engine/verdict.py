@@ -6,6 +6,8 @@ WAITS = 0.05  # share of the time; less is not worth a change
 COPIES = 0.8  # share of the time in which copies run: they cannot be hidden behind the step any more
 UNPINNED_COPIES = 0.5  # likewise, of copies from ordinary memory: they hold up the host as well
 DRAINED = 0.5  # share of the steps at which the GPU had nothing left to do
+LARGE_FILE = 50e3  # bytes; ImageNet's own files have 110,000, those that scripts/shrink.py makes 27,000
+SHRINK = "scripts/shrink.py makes the files smaller once"
 SPARE = 1.3  # workers that could give so much more than is taken are not what limits
 
 
@@ -21,7 +23,9 @@ class Account:
         on_gpu: else the step and the workers share the CPU.
         ranks: how many there are.
         workers: processes of a rank; 0 decodes in the training process.
+        most_workers: what the cores are enough for.
         cpu_ms, wait_ms, core_ms: of one image in a worker: computing, waiting for storage, waiting for a core.
+        file_bytes: mean size of an image's file; 0 when there are none.
         decoder, compile, pinned: what the loader and the step run with.
     """
 
@@ -35,9 +39,11 @@ class Account:
     on_gpu: bool
     ranks: int
     workers: int
+    most_workers: int
     cpu_ms: float
     wait_ms: float
     core_ms: float
+    file_bytes: float
     decoder: str
     compile: str
     pinned: bool
@@ -46,6 +52,11 @@ class Account:
     def ceiling(self) -> float:
         """Images/s if the next batch were always there, copied and launched."""
         return self.images_per_second / max(1e-3, 1 - self.wait - self.late - (0 if self.on_gpu else self.copy))
+
+    @property
+    def large_files(self) -> bool:
+        """Whether making the files smaller would help."""
+        return self.file_bytes > LARGE_FILE
 
     @property
     def step_ms(self) -> float:
@@ -80,7 +91,7 @@ def verdict(account: Account) -> list[str]:
     match a.cause:
         case "storage":
             return [f"input-bound by storage: {waited}.",
-                    f"{image}: move the images to faster storage, or make them smaller with scripts/shrink.py."]  # fmt: skip
+                    f"{image}: move the images to faster storage{f', or {SHRINK}' * a.large_files}."]  # fmt: skip
         case "decode":
             return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
         case "hand-off":
@@ -102,11 +113,13 @@ def verdict(account: Account) -> list[str]:
 
 def _faster_decoding(account: Account) -> str:
     """What to try, the most effective first."""
-    ways = ["scripts/shrink.py makes the files smaller once"]
-    if account.on_gpu and account.decoder not in ("gpu", "hybrid"):
-        ways.insert(0, "loader.decoder=hybrid takes the GPU's JPEG engines, where it has them")
+    ways = []
     if not account.workers:
-        ways.insert(0, "loader.workers=auto decodes beside the step")
-    elif account.core_ms < 0.1 * account.cpu_ms:
-        ways.insert(0, "loader.workers can be raised, for the cores are not full")
-    return "; ".join(ways)
+        ways.append("loader.workers=auto decodes beside the step")
+    elif account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
+        ways.append(f"loader.workers can be raised to {account.most_workers}, for the cores are not full")
+    if account.on_gpu and account.decoder not in ("gpu", "hybrid"):
+        ways.append("loader.decoder=hybrid takes the GPU's JPEG engines, where it has them")
+    if account.large_files:
+        ways.append(SHRINK)
+    return "; ".join(ways or ["the training needs more cores"])

@@ -44,6 +44,7 @@ VERSION = 1  # of the way of measuring; answers of another are not remembered
 PROBE_WORKERS = 2  # the first of those that are kept
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 ENOUGH = 0.02  # share of the time the device may wait for input
+SHRINKING_PAYS = 1.2  # times as many images per core; files that were shrunk give 1.0
 PAYS = 1.015  # more workers must raise the rate by this, or they are not kept
 SUPPLY_SECONDS, DEMAND_SECONDS, TRIAL_SECONDS = 2.0, 2.0, 2.0  # what is measured for so long is within a percent or two
 ROUNDS, LATE_SECONDS = 4, 15.0  # no further number is tried after these
@@ -92,10 +93,22 @@ class Supply:
 
 @dataclass(frozen=True)
 class Trial:
-    """What a number of workers did beside the step: share of the time the device waited, and the rate that was reached."""
+    """What a number of workers did beside the step.
+
+    Attributes:
+        wait_fraction: share of the time the device waited.
+        images_per_second: what was reached.
+        each: images/s that one of the workers gave while it had something to do. The probe, a first look, misses it by a third.
+    """
 
     wait_fraction: float
     images_per_second: float
+    each: float
+
+    @property
+    def worth(self) -> float:
+        """To compare trials by: the rate, steadied by the waiting, which says the same unless the workers slow the step."""
+        return math.sqrt(self.images_per_second * max(0.0, 1 - self.wait_fraction))
 
 
 @dataclass(frozen=True)
@@ -232,8 +245,9 @@ def settle(
     dataset, advice = pool.sources[feed.train.loader.source].dataset, ""
     if answer.stage == "decode" and isinstance(dataset, FolderDataset):
         gain = shrink_gain(dataset)
-        engines = "loader.decoder=hybrid, or " if feed.train.gpu_decoder is None and has_engines(feed.train.device) else ""
-        advice = f"{engines}scripts/shrink.py (x{gain:.1f} per core)"
+        ways = ["loader.decoder=hybrid"] if feed.train.gpu_decoder is None and has_engines(feed.train.device) else []
+        ways += [f"scripts/shrink.py (x{gain:.1f} per core)"] if gain >= SHRINKING_PAYS else []
+        advice = ", or ".join(ways or ["more cores"])
     return answer, [*answer.lines(advice), f"measured in {answer.seconds:.0f} s"]
 
 
@@ -288,14 +302,15 @@ def tune(
         batch_seconds = max(gather(max(step_seconds, loader.batch_size / (workers * supply.images_per_second))))
         steps = min(200, round(TRIAL_SECONDS / batch_seconds))
         if steps < FEWEST_STEPS:  # so slow that a trial would take longer than it is worth
-            return Trial(1 - step_seconds / batch_seconds, loader.batch_size / batch_seconds)
+            return Trial(1 - step_seconds / batch_seconds, loader.batch_size / batch_seconds, supply.images_per_second)
         trials = of_node(gather(try_with_step(feed, step, first_step, steps, finish)))
-        return Trial(max(t.wait_fraction for t in trials), min(t.images_per_second for t in trials))
+        return Trial(max(t.wait_fraction for t in trials), *(min(getattr(t, name) for t in trials)
+                                                             for name in ("images_per_second", "each")))  # fmt: skip
 
     tried = search(
         attempt,
         first=min(cap, math.ceil(MARGIN * demand / supply.images_per_second)),
-        fewest=min(cap, math.ceil(demand / supply.images_per_second)),
+        demand=demand,
         cap=cap,
         more=lambda wants: any(gather(wants and time.perf_counter() - began < LATE_SECONDS)),
     )
@@ -317,14 +332,15 @@ def tune(
 
 
 def search(
-    attempt: Callable[[int], Trial], *, first: int, fewest: int, cap: int, more: Callable[[bool], bool] = lambda wants: wants
+    attempt: Callable[[int], Trial], *, first: int, demand: float, cap: int, more: Callable[[bool], bool] = lambda wants: wants
 ) -> dict[int, Trial]:
     """Try numbers of workers while there is something to learn.
 
     Args:
         attempt: what so many workers give with the step running.
         first: the number to begin with.
-        fewest, cap: the bounds of what is tried.
+        demand: images/s of the step.
+        cap: no more are tried.
         more: whether to go on, told whether this rank wants to: every rank goes on as long as one does.
     """
     tried: dict[int, Trial] = {}
@@ -332,27 +348,29 @@ def search(
     for _ in range(ROUNDS):
         workers = best_of(tried) if following in tried else following
         tried[workers] = attempt(workers)
-        following = neighbour(tried, fewest, cap)
+        following = neighbour(tried, demand, cap)
         if not more(following not in tried):
             break
     return tried
 
 
-def neighbour(tried: dict[int, Trial], fewest: int, cap: int) -> int:
+def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
     """The number of workers to try next; one that was tried when there is nothing to learn."""
     best = best_of(tried)
+    fewest = min(cap, math.ceil(demand / tried[best].each))
     too_few = max((workers for workers in tried if workers < best), default=fewest - 1)
     if tried[best].wait_fraction <= ENOUGH:  # fewer may do: the fewest first, then halfway
         return best if best - too_few < 2 else fewest if too_few < fewest else (too_few + best) // 2
-    if best == max(tried) and best < cap:  # more, as long as it pays
-        return min(cap, max(best + 1, math.ceil(1.15 * best)))
-    return max(1, best - 1) if best == cap else best  # a host without a free core slows the step
+    if best == cap:
+        return max(1, best - 1)  # a host without a free core slows the step
+    # More, as long as it pays; where far more slowed the step, one more.
+    return best + 1 if best < max(tried) else min(cap, max(best + 1, math.ceil(1.15 * best)))
 
 
 def best_of(tried: dict[int, Trial]) -> int:
-    """The fewest workers whose rate no other number beats by PAYS."""
-    top = max(trial.images_per_second for trial in tried.values())
-    return min(workers for workers, trial in tried.items() if trial.images_per_second * PAYS >= top)
+    """The fewest workers that no other number beats by PAYS."""
+    top = max(trial.worth for trial in tried.values())
+    return min(workers for workers, trial in tried.items() if trial.worth * PAYS >= top)
 
 
 def _probe(loader: Loader, gather: Gather) -> list[Supply]:
@@ -401,8 +419,7 @@ def measure_supply(loader: Loader) -> Supply:
         pool.wait(numbers[done : done + 1])
         done += 1
     pool.wait(numbers[done:])
-    dataset = source.dataset
-    return supply_of(recent, dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0, len(pool.workers))
+    return supply_of(recent, source.dataset.mean_bytes(), len(pool.workers))
 
 
 def supply_of(replies: Sequence[Reply], file_bytes: float, workers: int) -> Supply:
@@ -440,17 +457,20 @@ def try_with_step(
     feed: Feed, step: Callable[[Batch], object], first_step: int, steps: int, finish: Callable[[], None]
 ) -> Trial:
     """`steps` steps fed by the pool as it is, after WARM_BATCHES."""
-    began = 0.0
+    loader, began = feed.train.loader, 0.0
+    recent = loader.pool.recent[loader.source]
     for place, batch in enumerate(feed.train.batches(first_step, first_step + WARM_BATCHES + steps)):
         if place == WARM_BATCHES:
             finish()
             feed.train.timing()
+            recent.clear()
             began = time.perf_counter()
         step(batch)
     finish()
-    rate = steps * feed.train.loader.batch_size / (time.perf_counter() - began)
+    rate = steps * loader.batch_size / (time.perf_counter() - began)
     timing = feed.train.timing()
-    return Trial(timing.wait_fraction if timing else 0.0, rate)
+    each = supply_of(recent, 0.0, len(loader.pool.workers)).images_per_second if recent else rate
+    return Trial(timing.wait_fraction if timing else 0.0, rate, each)
 
 
 def measure_copies(loader: Loader) -> tuple[float, float]:
@@ -472,7 +492,7 @@ def measure_copies(loader: Loader) -> tuple[float, float]:
 
 def _resident(feed: Feed, first_step: int) -> Batch:
     for batch in feed.train.batches(first_step, first_step + 1):
-        return Batch(batch.images.clone(), batch.labels.clone(), batch.targets.clone(), batch.step)
+        return batch.clone()
     raise AssertionError("a step has a batch")
 
 

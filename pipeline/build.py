@@ -222,8 +222,7 @@ def choose_decoder(config: Config, device: torch.device) -> str:
 
 def file_room(dataset: Dataset) -> int:
     """Bytes a row gets for its file. A task's rows share theirs: half as much again as the mean is nearly always enough."""
-    mean = dataset.mean_bytes() if isinstance(dataset, FolderDataset) else 0.0
-    return max(1 << 15, int(1.5 * mean))
+    return max(1 << 15, int(1.5 * dataset.mean_bytes()))
 
 
 def _root(config: Config) -> Path:

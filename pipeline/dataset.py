@@ -46,6 +46,9 @@ class Dataset(Protocol):
     def name(self, index: int) -> str:
         """What to call a sample in a message: its path."""
 
+    def mean_bytes(self) -> float:
+        """Mean size of a sample's file; 0 when there are none."""
+
 
 class BadImageError(RuntimeError):
     """A file that cannot become a sample: names the path and the reason."""
@@ -158,6 +161,9 @@ class FakeDataset:
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"
+
+    def mean_bytes(self) -> float:
+        return 0.0
 
 
 def describe(error: BaseException) -> str:

@@ -46,6 +46,11 @@ class Batch:
     targets: Tensor
     step: int
 
+    def clone(self) -> "Batch":
+        """One that lasts. What was one tensor stays one: for targets that are not the labels a step is compiled anew."""
+        labels = self.labels.clone()
+        return Batch(self.images.clone(), labels, labels if self.targets is self.labels else self.targets.clone(), self.step)
+
 
 @dataclass(frozen=True)
 class Timing:

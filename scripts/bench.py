@@ -343,9 +343,7 @@ class Stepper:
 
     def alone(self, feed: Feed, seconds: float) -> Rung:
         """On four batches that stay on the device."""
-        resident = cycle(
-            [Batch(b.images.clone(), b.labels.clone(), b.targets.clone(), b.step) for b in feed.train.batches(0, 4)]
-        )
+        resident = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
         for _ in range(20 if self.world.device.type == "cuda" else 2):
             self.step(next(resident))
         self.finish()

@@ -36,6 +36,8 @@ def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int |
         workers_reason="as configured",
         measures_workers=False,
         workers_unmeasured=None,
+        most_workers=4,
+        file_bytes=110e3,
         decoder="pillow",
         device="cpu",
         device_type="cpu",

@@ -23,7 +23,8 @@ from tests.conftest import Clock
 
 RUNS_WELL = Account(
     images_per_second=6600, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256, on_gpu=True,
-    ranks=1, workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, decoder="turbojpeg", compile="default", pinned=True,
+    ranks=1, workers=15, most_workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, file_bytes=110e3, decoder="turbojpeg",
+    compile="default", pinned=True,
 )  # fmt: skip
 
 
@@ -35,9 +36,16 @@ RUNS_WELL = Account(
         ({"compile": "off"}, "compute", ["model.compile=default"]),
         ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6}, "decode",
          ["waited 38 % of the time", "could take 6,704 img/s and got 4,150", "3.6 ms of computing", "loader.decoder=hybrid"]),
-        ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid"}, "decode", ["scripts/shrink.py"]),
+        ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid"}, "decode",
+         ["for storage: scripts/shrink.py"]),
+        ({"wait": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid", "file_bytes": 27e3}, "decode",
+         ["for storage: the training needs more cores."]),
+        ({"wait": 0.9, "images_per_second": 2200, "workers": 3, "core_ms": 0.0}, "decode", ["can be raised to 15"]),
+        ({"wait": 0.9, "images_per_second": 2200, "workers": 3, "core_ms": 1.8, "file_bytes": 27e3}, "decode",
+         ["1.8 ms for a core: loader.decoder=hybrid takes the GPU's JPEG engines, where it has them."]),
         ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7}, "storage",
-         ["by storage", "5.7 ms of waiting", "faster storage"]),
+         ["by storage", "5.7 ms of waiting", "faster storage, or scripts/shrink.py"]),
+        ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "file_bytes": 27e3}, "storage", ["faster storage."]),
         ({"wait": 0.38, "images_per_second": 4150}, "hand-off", ["by the hand-off", "could give 7,895"]),
         ({"wait": 0.3, "images_per_second": 2500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
         ({"wait": 0.3, "images_per_second": 500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
@@ -249,6 +257,19 @@ def test_short_stretches_have_no_verdict(image_root: Path) -> None:
             assert ledger.epoch_verdict(train.loader_input(feed)) == []
             (first, *_) = ledger.run_verdict(train.loader_input(feed))
             assert first.startswith("none: ") == (of_epoch == 0)
+
+
+def test_nothing_is_judged_by_the_interval_that_compiles(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    judged: list[Account] = []
+    monkeypatch.setattr("engine.ledger.verdict", lambda account: judged.append(account) or ["a sentence"])
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (feed, ledger):
+        for step, pause, seconds in ((4, 0.2, 60.0), (8, 0.0, 15.0), (12, 0.0, 15.0)):
+            for _ in feed.train.batches(step - 4, step):
+                time.sleep(pause)
+            ledger.note(feed.train.timing(), interval(step, 64, seconds))
+        ledger.epoch_verdict(train.loader_input(feed))
+        ledger.run_verdict(train.loader_input(feed))
+    assert [account.images_per_second for account in judged] == [128 / 30, 128 / 30]
 
 
 def test_what_is_reached_is_no_more_than_what_is_possible(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
