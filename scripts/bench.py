@@ -73,7 +73,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
-from statistics import median
+from statistics import median, quantiles
 
 import torch
 from PIL import Image
@@ -95,6 +95,7 @@ from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 
 WINDOWS = 5
+TURN_SECONDS = 2.0  # with telemetry, and without: several log rows, and short beside what drifts in a machine
 FOREVER = 1 << 40  # steps
 
 
@@ -394,17 +395,17 @@ class Stepper:
         self.finish()
         ledger = Ledger(self.plan, {})
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), Tracker(Path(folder)) as tracker:
-            for number in range(WINDOWS):
+            count = max(WINDOWS, round(seconds / TURN_SECONDS))
+            for number in range(count):
                 found = {}
                 for watched in (number % 2 == 0, number % 2 == 1):
                     with GpuMonitor(self.world.device) if watched else nullcontext() as monitor:
-                        found[watched] = window(take, seconds / WINDOWS, self.finish)
+                        found[watched] = window(take, seconds / count, self.finish)
                     feed.train.timing()
                 pairs.append((found[True], found[False]))
-        ratios, alone = sorted(on / off for on, off in pairs), [off for _, off in pairs]
-        noise = (max(alone) - min(alone)) / median(alone)
-        note = (f"{median(ratios):.3f} of the rate without it ({ratios[0]:.3f}-{ratios[-1]:.3f}, {WINDOWS} pairs, "
-                f"{taken} steps, {rows} rows); windows without it differ by up to {100 * noise:.1f} %")  # fmt: skip
+        low, middle, high = quantiles((on / off for on, off in pairs), n=4)
+        note = (f"{middle:.3f} of the rate without it, in turns ({count} pairs, the middle half {low:.3f}-{high:.3f}, "
+                f"{taken} steps, {rows} rows)")  # fmt: skip
         return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=taken)
 
 
