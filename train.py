@@ -133,10 +133,10 @@ def train(config: Config) -> dict[str, Any]:
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
         stack.enter_context(memory_explained(state, plan, world, run))
-        tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
+        alone = tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
         watches = config.autotune.online and plan.measures_workers
         watch = Watch(feed.train.loader.pool, feed.train.loader.source, feed.most_workers) if watches else None
-        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent, state.step)
+        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent, state.step, alone)
         monitor = stack.enter_context(GpuMonitor(world.device))
 
         def report() -> None:
@@ -167,7 +167,7 @@ def train(config: Config) -> dict[str, Any]:
             save_all(best=best)
 
         def end_of_epoch() -> None:
-            for line in ledger.epoch_verdict(loader_input(feed)):
+            for line in ledger.epoch_verdict(loader_input(feed), world.gather):
                 tracker.say(f"verdict  {line}")
             tracker.figures(spread(world.gather(monitor.read("epoch"))) if world.size > 1 else {}, state.step)
             if slow := [line for line in monitor.slowdowns() if "power limit" not in line]:  # that is normal at full load
@@ -235,7 +235,8 @@ def train(config: Config) -> dict[str, Any]:
             with ledger.lost("profile"):
                 profiler.turn(state.step)
         summary = summarise(state, plan, started, signal_number) | ledger.speed() | ledger.balance()
-        summary |= {"mfu": ledger.mfu(summary["images_per_second"]), "verdict": ledger.run_verdict(loader_input(feed))}
+        summary["mfu"] = ledger.mfu(summary["images_per_second"])
+        summary["verdict"] = ledger.run_verdict(loader_input(feed), world.gather)
         if world.leads:
             run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
@@ -272,17 +273,20 @@ def tune_loader(
     objective: Callable[..., Any],
     tracker: Tracker,
     budget: int,
-) -> None:
+) -> float:
     """loader.workers=auto: set the feed as is remembered for this work on this machine, or as real steps show now, and say it.
 
     The steps leave no trace.
+
+    Returns:
+        Images/s that the step takes on all ranks without the loader; 0 when that is not known.
     """
     if plan.workers_unmeasured:
         tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}")
     if not plan.measures_workers:
         if (config.autotune.online or config.autotune.refresh) and plan.workers_unmeasured is None:
             tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
-        return
+        return 0.0
     loader = config.loader
     question = {
         "data": [datasets.fingerprint, datasets.train_side, config.augment.train, config.augment.batch],
@@ -323,6 +327,7 @@ def tune_loader(
         tracker.text("autotune", "\n".join(lines))
         rows, limits = answer.bars()
         tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
+    return answer.demand * world.size if answer is not None else 0.0
 
 
 def train_step(

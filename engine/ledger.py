@@ -1,14 +1,14 @@
 """Where the time of a run goes: steps, waiting, validation, checkpoints, starts; and what follows from it."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from engine.meters import Interval
 from engine.plan import Plan
-from engine.verdict import Account, verdict
+from engine.verdict import Account, slowest, verdict
 
 # Dense bf16 operations per second, by NVIDIA's data sheets.
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "A30": 165e12, "L40S": 362e12, "L4": 121e12,
@@ -19,6 +19,7 @@ LOST = ("validation", "checkpoint", "start", "profile")
 
 Timing = Any
 """A pipeline.prefetcher.Timing: the packages do not import each other."""
+Gather = Callable[[Account | None], list[Account | None]]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,11 @@ class Ledger:
         plan: what the run does.
         spent: what the lives so far took, by kind: seconds, and images with the seconds they took. Kept in the checkpoint.
         step: where this life begins.
+        alone: images/s that the step takes on all ranks without the loader; 0 when that was not measured.
     """
 
-    def __init__(self, plan: Plan, spent: dict[str, float], step: int = 0) -> None:
-        self.plan, self.spent = plan, spent
+    def __init__(self, plan: Plan, spent: dict[str, float], step: int = 0, alone: float = 0.0) -> None:
+        self.plan, self.spent, self.alone = plan, spent, alone
         self._run: list[tuple[Interval, Timing]] = []
         self._epoch: list[tuple[Interval, Timing]] = []
         self._warm = False  # a life's first interval holds compilation: nothing is judged by it
@@ -130,16 +132,24 @@ class Ledger:
             "images_per_second_with_first_epoch": rate(*kinds),
         }
 
-    def epoch_verdict(self, now: Input) -> list[str]:
-        """Of the intervals since the last call; of an epoch of seconds none, the run's is enough."""
-        entries, self._epoch = self._epoch, []
-        return self._verdict(entries, now) if _seconds(entries) > SHORT_EPOCH else []
+    def epoch_verdict(self, now: Input, gather: Gather = lambda account: [account]) -> list[str]:
+        """Of the intervals since the last call; of an epoch of seconds none, the run's is enough.
 
-    def run_verdict(self, now: Input) -> list[str]:
-        """Of this life."""
-        if _seconds(self._run) < SHORT_RUN:
-            return [f"none: {_seconds(self._run):.1f} s of steps after the warm-up are too few to judge"]
-        return self._verdict(self._run, now)
+        Args:
+            now: of this rank's loader.
+            gather: what every rank has, to every rank.
+        """
+        entries, self._epoch = self._epoch, []
+        account = slowest(gather(self._account(entries, now) if _seconds(entries) > SHORT_EPOCH else None))
+        return verdict(account) if account is not None else []
+
+    def run_verdict(self, now: Input, gather: Gather = lambda account: [account]) -> list[str]:
+        """Of this life; arguments as for `epoch_verdict`."""
+        seconds = _seconds(self._run)
+        account = slowest(gather(self._account(self._run, now) if seconds >= SHORT_RUN else None))
+        if account is None:
+            return [f"none: {seconds:.1f} s of steps after the warm-up are too few to judge"]
+        return verdict(account)
 
     def balance(self) -> dict[str, Any]:
         """For summary.json, over all lives: seconds, those that were lost by kind, and the share that was training."""
@@ -163,7 +173,7 @@ class Ledger:
     def _on_gpu(self) -> bool:
         return self.plan.device_type == "cuda"
 
-    def _verdict(self, entries: list[tuple[Interval, Timing]], now: Input) -> list[str]:
+    def _account(self, entries: list[tuple[Interval, Timing]], now: Input) -> Account:
         total = _seconds(entries)
 
         def mean(name: str) -> float:
@@ -171,27 +181,26 @@ class Ledger:
             return found
 
         plan = self.plan
-        return verdict(
-            Account(
-                images_per_second=sum(interval.images for interval, _ in entries) / total,
-                copy_ms=mean("copy_ms"),
-                wait=mean("wait_fraction"),
-                late=mean("late_fraction"),
-                copy=mean("copy_fraction"),
-                drained=mean("drained_fraction"),
-                batch_size=plan.batch_size,
-                on_gpu=self._on_gpu,
-                ranks=plan.world_size,
-                workers=now.workers,
-                most_workers=plan.most_workers,
-                cpu_ms=now.cpu_ms,
-                wait_ms=now.wait_ms,
-                core_ms=now.core_ms,
-                file_bytes=plan.file_bytes,
-                decoder=plan.decoder,
-                compile=plan.compile,
-                pinned=now.pinned,
-            )
+        return Account(
+            images_per_second=sum(interval.images for interval, _ in entries) / total,
+            alone=self.alone,
+            copy_ms=mean("copy_ms"),
+            wait=mean("wait_fraction"),
+            late=mean("late_fraction"),
+            copy=mean("copy_fraction"),
+            drained=mean("drained_fraction"),
+            batch_size=plan.batch_size,
+            on_gpu=self._on_gpu,
+            ranks=plan.world_size,
+            workers=now.workers,
+            most_workers=plan.most_workers,
+            cpu_ms=now.cpu_ms,
+            wait_ms=now.wait_ms,
+            core_ms=now.core_ms,
+            file_bytes=plan.file_bytes,
+            decoder=plan.decoder,
+            compile=plan.compile,
+            pinned=now.pinned,
         )
 
 

@@ -1,11 +1,13 @@
 """Why a run is as fast as it is, in a sentence or two with the numbers, and the one change that would help most."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 WAITS = 0.05  # share of the time; less is not worth a change
 COPIES = 0.8  # share of the time in which copies run: they cannot be hidden behind the step any more
 UNPINNED_COPIES = 0.5  # likewise, of copies from ordinary memory: they hold up the host as well
 DRAINED = 0.5  # share of the steps at which the GPU had nothing left to do
+SLOWED = 0.9  # of what the step took alone
 LARGE_FILE = 50e3  # bytes; ImageNet's own files have 110,000, those that scripts/shrink.py makes 27,000
 SHRINK = "scripts/shrink.py makes the files smaller once"
 SPARE = 1.3  # workers that could give so much more than is taken are not what limits
@@ -13,10 +15,11 @@ SPARE = 1.3  # workers that could give so much more than is taken are not what l
 
 @dataclass(frozen=True)
 class Account:
-    """Where the time of some steps went; fractions and milliseconds are the first rank's.
+    """Where the time of some steps went; fractions and milliseconds are one rank's: the others wait for the slowest.
 
     Attributes:
         images_per_second: reached by all ranks.
+        alone: what the step took before the loader ran beside it; 0 when that was not measured.
         copy_ms: of a batch, by the device's clock.
         wait, late, copy, drained: fractions as in the prefetcher's timing.
         batch_size: the global batch.
@@ -30,6 +33,7 @@ class Account:
     """
 
     images_per_second: float
+    alone: float
     copy_ms: float
     wait: float
     late: float
@@ -59,6 +63,11 @@ class Account:
         return self.file_bytes > LARGE_FILE
 
     @property
+    def beside(self) -> float:
+        """Images/s of the step while the loader runs, its waiting for images left out."""
+        return self.images_per_second / max(1e-3, 1 - self.wait)
+
+    @property
     def step_ms(self) -> float:
         return 1e3 * self.batch_size / max(self.ceiling, 1e-9)
 
@@ -69,14 +78,22 @@ class Account:
 
     @property
     def cause(self) -> str:
-        """storage, decode, hand-off, copy, launch or compute: what the next image waits for."""
+        """storage, decode, hand-off, copy, cores, launch or compute: what the next image waits for."""
         if self.wait >= WAITS:
             if self.on_gpu and self.copy >= (COPIES if self.pinned else UNPINNED_COPIES):
                 return "copy"
             if self.wait_ms > self.cpu_ms:
                 return "storage"
             return "hand-off" if self.workers and self.supply > SPARE * self.images_per_second else "decode"
+        if self.beside < SLOWED * self.alone:
+            return "cores"
         return "launch" if self.on_gpu and (self.late >= WAITS or self.drained >= DRAINED) else "compute"
+
+
+def slowest(accounts: Sequence[Account | None]) -> Account | None:
+    """Of every rank's account, of the same steps, the one the others wait for; None when a rank has none."""
+    known = [account for account in accounts if account is not None]
+    return max(known, key=lambda account: account.wait) if len(known) == len(accounts) else None
 
 
 def verdict(account: Account) -> list[str]:
@@ -101,6 +118,10 @@ def verdict(account: Account) -> list[str]:
             return [f"copy-bound: a batch takes {a.copy_ms:.1f} ms to the GPU and {a.step_ms:.1f} ms there; {reached}.",
                     "The buffers are page-locked already: give the GPU a wider link." if a.pinned
                     else "The buffers are not page-locked: set loader.pin_memory=true, and see ulimit -l."]  # fmt: skip
+        case "cores":
+            return [f"core-bound: the step took {a.alone:,.0f} img/s alone and takes {a.beside:,.0f} beside the workers; "
+                    f"the {device} waited {100 * a.wait:.1f} % of the time for images.",
+                    f"The training process shares its cores with them: {_less_decoding(a)}."]  # fmt: skip
         case "launch":
             idle = f"before {100 * a.drained:.0f} % of the steps the GPU had nothing left to do, though the images were there"
             graphs = "" if a.compile == "reduce-overhead" else ", or set model.compile=reduce-overhead"
@@ -112,12 +133,17 @@ def verdict(account: Account) -> list[str]:
 
 
 def _faster_decoding(account: Account) -> str:
-    """What to try, the most effective first."""
-    ways = []
+    """What to try when decoding limits, the most effective first."""
     if not account.workers:
-        ways.append("loader.workers=auto decodes beside the step")
-    elif account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
-        ways.append(f"loader.workers can be raised to {account.most_workers}, for the cores are not full")
+        return f"loader.workers=auto decodes beside the step; {_less_decoding(account)}"
+    if account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
+        return f"loader.workers can be raised to {account.most_workers}, for the cores are not full; {_less_decoding(account)}"
+    return _less_decoding(account)
+
+
+def _less_decoding(account: Account) -> str:
+    """What takes work from the cores, the most effective first."""
+    ways = []
     if account.on_gpu and account.decoder not in ("gpu", "hybrid"):
         ways.append("loader.decoder=hybrid takes the GPU's JPEG engines, where it has them")
     if account.large_files:

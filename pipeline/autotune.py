@@ -40,12 +40,14 @@ from pipeline.worker import EMPTY_ROW, Reply
 logger = logging.getLogger(__name__)
 Gather = Callable[[Any], list[Any]]
 
-VERSION = 1  # of the way of measuring; answers of another are not remembered
+VERSION = 2  # of the way of measuring; answers of another are not remembered
 PROBE_WORKERS = 2  # the first of those that are kept
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 ENOUGH = 0.02  # share of the time the device may wait for input
 SHRINKING_PAYS = 1.2  # times as many images per core; files that were shrunk give 1.0
 PAYS = 1.015  # more workers must raise the rate by this, or they are not kept
+SLOWED = 0.95  # of the step's own rate; a loaded host takes a percent or two anyway
+HUNGRY = ("decode", "cores")  # stages that less computing for an image would speed up
 SUPPLY_SECONDS, DEMAND_SECONDS, TRIAL_SECONDS = 2.0, 2.0, 2.0  # what is measured for so long is within a percent or two
 ROUNDS, LATE_SECONDS = 4, 15.0  # no further number is tried after these
 FEWEST_STEPS, WARM_BATCHES = 4, 4  # in a trial; every one begins with nothing queued
@@ -105,10 +107,9 @@ class Trial:
     images_per_second: float
     each: float
 
-    @property
-    def worth(self) -> float:
-        """To compare trials by: the rate, steadied by the waiting, which says the same unless the workers slow the step."""
-        return math.sqrt(self.images_per_second * max(0.0, 1 - self.wait_fraction))
+    def slows(self, demand: float) -> bool:
+        """Whether the step was slower beside the workers than alone: the training process lacks a core."""
+        return self.images_per_second < SLOWED * demand * (1 - self.wait_fraction)
 
 
 @dataclass(frozen=True)
@@ -137,9 +138,9 @@ class Answer:
 
     @property
     def stage(self) -> str:
-        """What limits: the step, storage, decode, or the hand-off between workers and device."""
+        """What limits: the step, the cores it shares with the workers, storage, decode, or the hand-off to the device."""
         if self.wait_fraction <= ENOUGH:
-            return "step"
+            return "step" if self.rate >= SLOWED * self.demand * (1 - self.wait_fraction) else "cores"
         if self.supply.waits:
             return "storage"
         return "hand-off" if self.workers * self.supply.images_per_second >= MARGIN * self.demand else "decode"
@@ -163,6 +164,7 @@ class Answer:
             pins += f" ({self.copy_ms[0]:.1f} ms a batch, {self.copy_ms[1]:.1f} without)"
         verdict = {
             "step": "the step limits",
+            "cores": "the step is slower beside the workers, cores are the stage",
             "hand-off": "input-bound, though the workers could give more: the hand-off is the stage",
             "storage": "input-bound, storage is the stage",
             "decode": "input-bound, decode is the stage",
@@ -177,7 +179,7 @@ class Answer:
         ]
         if self.stage == "storage":
             found.append("to go faster: faster or local storage, or scripts/shrink.py (fewer bytes a file)")
-        elif self.stage == "decode" and advice:
+        elif self.stage in HUNGRY and advice:
             found.append(f"to go faster: {advice}")
         return found
 
@@ -243,7 +245,7 @@ def settle(
         return None, [f"not measured, workers={budget}: {error}"]
     remember(question, answer)
     dataset, advice = pool.sources[feed.train.loader.source].dataset, ""
-    if answer.stage == "decode" and isinstance(dataset, FolderDataset):
+    if answer.stage in HUNGRY and isinstance(dataset, FolderDataset):
         gain = shrink_gain(dataset)
         ways = ["loader.decoder=hybrid"] if feed.train.gpu_decoder is None and has_engines(feed.train.device) else []
         ways += [f"scripts/shrink.py (x{gain:.1f} per core)"] if gain >= SHRINKING_PAYS else []
@@ -357,8 +359,11 @@ def search(
 def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
     """The number of workers to try next; one that was tried when there is nothing to learn."""
     best = best_of(tried)
+    fewer = [workers for workers in tried if workers < best]
     fewest = min(cap, math.ceil(demand / tried[best].each))
-    too_few = max((workers for workers in tried if workers < best), default=fewest - 1)
+    too_few = max(fewer, default=fewest - 1)
+    if tried[best].slows(demand) and best - max(fewer, default=0) >= 2:
+        return max(max(fewer, default=0) + 1, min(best - 1, math.ceil(MARGIN * demand / tried[best].each)))
     if tried[best].wait_fraction <= ENOUGH:  # fewer may do: the fewest first, then halfway
         return best if best - too_few < 2 else fewest if too_few < fewest else (too_few + best) // 2
     if best == cap:
@@ -368,9 +373,13 @@ def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
 
 
 def best_of(tried: dict[int, Trial]) -> int:
-    """The fewest workers that no other number beats by PAYS."""
-    top = max(trial.worth for trial in tried.values())
-    return min(workers for workers, trial in tried.items() if trial.worth * PAYS >= top)
+    """The fewest workers that are as fast as the fastest, to PAYS, and let the device wait no longer than those, to ENOUGH."""
+    top = max(tried.values(), key=lambda trial: trial.images_per_second)
+    return min(
+        workers
+        for workers, trial in tried.items()
+        if trial.images_per_second * PAYS >= top.images_per_second and trial.wait_fraction <= top.wait_fraction + ENOUGH
+    )
 
 
 def _probe(loader: Loader, gather: Gather) -> list[Supply]:

@@ -22,9 +22,9 @@ from pipeline.prefetcher import Batch
 from tests.conftest import Clock
 
 RUNS_WELL = Account(
-    images_per_second=6600, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256, on_gpu=True,
-    ranks=1, workers=15, most_workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, file_bytes=110e3, decoder="turbojpeg",
-    compile="default", pinned=True,
+    images_per_second=6600, alone=6700, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256,
+    on_gpu=True, ranks=1, workers=15, most_workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, file_bytes=110e3,
+    decoder="turbojpeg", compile="default", pinned=True,
 )  # fmt: skip
 
 
@@ -58,8 +58,13 @@ RUNS_WELL = Account(
         ({"drained": 0.9, "batch_size": 8}, "launch",
          ["launch-bound", "90 % of the steps", "loader.batch_size"]),
         ({"late": 0.2}, "launch", ["launch-bound"]),
+        ({"alone": 7500, "drained": 0.6}, "cores",
+         ["core-bound: the step took 7,500 img/s alone and takes 6,627 beside the workers; the GPU waited 0.4 %",
+          "shares its cores with them: loader.decoder=hybrid"]),
+        ({"alone": 7500, "wait": 0.3}, "decode", []),
+        ({"alone": 0, "drained": 0.6}, "launch", []),
         ({"on_gpu": False, "drained": 1.0}, "compute", ["the CPU waited"]),
-        ({"on_gpu": False, "images_per_second": 100, "wait": 0.01, "copy": 0.1}, "compute", ["100 of 112 img/s"]),
+        ({"on_gpu": False, "alone": 0, "images_per_second": 100, "wait": 0.01, "copy": 0.1}, "compute", ["100 of 112 img/s"]),
     ],
 )  # fmt: skip
 def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
@@ -270,6 +275,23 @@ def test_nothing_is_judged_by_the_interval_that_compiles(image_root: Path, monke
         ledger.epoch_verdict(train.loader_input(feed))
         ledger.run_verdict(train.loader_input(feed))
     assert [account.images_per_second for account in judged] == [128 / 30, 128 / 30]
+
+
+def test_the_rank_that_waits_longest_is_judged(image_root: Path) -> None:
+    """The others are held up by it where they average gradients, which looks like computing."""
+
+    def ranks(account: Account | None) -> list[Account | None]:
+        assert account is not None
+        return [replace(account, wait=0.1), replace(account, wait=0.4)]
+
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (feed, ledger):
+        for step in (4, 8, 12):
+            list(feed.train.batches(step - 4, step))
+            ledger.note(feed.train.timing(), interval(step, 64, 30.0))
+        found = ledger.epoch_verdict(train.loader_input(feed), ranks)
+        assert found[0].startswith("input-bound by decode: the CPU waited 40 % of the time")
+        assert found == ledger.run_verdict(train.loader_input(feed), ranks)
+        assert ledger.run_verdict(train.loader_input(feed), lambda account: [account, None])[0].startswith("none: 60.0 s")
 
 
 def test_what_is_reached_is_no_more_than_what_is_possible(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,7 +195,7 @@ def machine(
 
     def run(workers: int) -> tuple[float, float]:
         supply = workers * per_worker * (1 - contention * (workers - 1) / cores)
-        takes = demand * (1 - slow * max(0, workers - (cores - 2)))
+        takes = demand * (1 - slow * max(0, workers - (cores - (2 if slow < 0.05 else 4))))
         share = supply / takes
         rate = takes * min(1, share) * (1 - 0.03 * math.exp(-(((share - 1) / 0.06) ** 2)))
         return rate, 1 - rate / takes
@@ -206,7 +206,7 @@ def machine(
 @pytest.mark.parametrize("misjudged", [0.7, 1, 1.3])  # the probe's worker, by so much
 @pytest.mark.parametrize("cores", [4, 16])
 @pytest.mark.parametrize("contention", [0, 0.1, 0.25])
-@pytest.mark.parametrize("slow", [0, 0.02])
+@pytest.mark.parametrize("slow", [0, 0.02, 0.1])  # 0.1: of a training process with four busy threads
 @pytest.mark.parametrize("per_worker", [120, 400, 600, 1600, 2500])
 @pytest.mark.parametrize("demand", [2000, 4000, 7350, 22000])
 def test_search_finds_the_knee(
@@ -267,7 +267,14 @@ def test_answer_for_a_reader() -> None:
         "input-bound, decode is the stage",
         "to go faster: loader.decoder=hybrid, or scripts/shrink.py (x2.9 per core)",
     ]
-    assert replace(ANSWER, wait_fraction=0.01).stage == "step"
+    assert replace(ANSWER, rate=6500, wait_fraction=0.01).stage == "step"
+    beside = replace(ANSWER, wait_fraction=0.01)
+    assert beside.stage == "cores"
+    assert beside.lines("scripts/shrink.py (x2.9 per core)")[2:] == [
+        "workers=14 pin_memory=on (0.7 ms a batch, 2.6 without) prefetch_factor=3   with the step 5,600 img/s, 1.0 % waiting: "
+        "the step is slower beside the workers, cores are the stage",
+        "to go faster: scripts/shrink.py (x2.9 per core)",
+    ]
     assert replace(ANSWER, demand=4000, rate=3500).stage == "hand-off"
     rows, limits = ANSWER.bars()
     assert [round(value) for _, value, _ in rows] == [6690, 5622, 5600]
