@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,8 @@ class Tracker:
         self._board: Any = None
         self._given_up: set[str] = set()
         self._restore = contextlib.ExitStack()
+        self._artist = ThreadPoolExecutor(1, "pictures")
+        self._encoded: Future[None] | None = None
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
@@ -194,12 +197,12 @@ class Tracker:
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
         """A grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
 
-        Waits for the device.
+        Waits for the device, and not for the encoding, which would hold up the step by tens of milliseconds.
         """
         if self._board is not None:
             count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
             sheet = grid(_pixels(images[:count], scale, shift)).permute(1, 2, 0).contiguous()
-            self.picture(tag, Image.fromarray(sheet.numpy()), step, photos=True)
+            self._encoded = self._artist.submit(self.picture, tag, Image.fromarray(sheet.numpy()), step, photos=True)
 
     def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
         """A drawing, or photographs, which need not keep every bit when they are many."""
@@ -255,6 +258,8 @@ class Tracker:
 
     def flush(self) -> None:
         """Put the curves so far on disk, where metrics.jsonl's rows are already: nothing after this can lose them."""
+        if self._encoded is not None:
+            self._encoded.result()
         if self._board is not None:
             self._guard("TensorBoard", self._board.flush)
 
@@ -285,6 +290,7 @@ class Tracker:
 
     def close(self) -> None:
         self._clear_live()
+        self._artist.shutdown()
         for name, writer in (("metrics.jsonl", self._rows), ("TensorBoard", self._board)):
             if writer is not None:
                 self._guard(name, writer.close)

@@ -5,6 +5,7 @@ import json
 import logging
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -282,6 +283,22 @@ def test_images_are_shown_as_they_were_before_normalising(tmp_path: Path) -> Non
     assert image.step == 7
     shown = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).tobytes()), dtype=torch.uint8)
     assert torch.equal(shown.view(48, 48, 3).permute(2, 0, 1), grid(pixels[:64]))
+
+
+def test_images_are_encoded_beside_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step after an epoch's end goes on while they are encoded; with a flush they are on disk."""
+    goes_on, encoded = threading.Event(), pictures.encoded
+
+    def slow(image: Image.Image, *, photos: bool = False) -> bytes:
+        assert goes_on.wait(60)
+        return encoded(image, photos=photos)
+
+    monkeypatch.setattr(pictures, "encoded", slow)
+    with Tracker(tmp_path) as tracker:
+        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=1)
+        goes_on.set()
+        tracker.flush()
+        assert picture(curves(tmp_path), "train/images").size == (4, 4)
 
 
 def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
