@@ -57,6 +57,7 @@ from models import gpu_layers
 from pipeline import autotune
 from pipeline.budget import chosen_workers, worker_budget
 from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, stand_in
+from pipeline.dataset import LARGE_FILE
 from pipeline.loader import LoaderError
 from pipeline.memory import MemoryPlan, plan_memory
 from pipeline.prefetcher import Batch
@@ -475,7 +476,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         measures_workers=config.loader.workers == "auto" and unmeasured is None,
         workers_unmeasured=unmeasured if config.loader.workers == "auto" else None,
         most_workers=worker_budget(world.local_size, decoder=decoder).workers,
-        file_bytes=datasets.train.mean_bytes(),
+        large_files=datasets.train.mean_bytes() > LARGE_FILE,
         decoder=decoder,
         device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
         device_type=world.device.type,

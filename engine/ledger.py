@@ -145,10 +145,9 @@ class Ledger:
 
     def run_verdict(self, now: Input, gather: Gather = lambda account: [account]) -> list[str]:
         """Of this life; arguments as for `epoch_verdict`."""
-        seconds = _seconds(self._run)
-        account = slowest(gather(self._account(self._run, now) if seconds >= SHORT_RUN else None))
+        account = slowest(gather(self._account(self._run, now) if _seconds(self._run) >= SHORT_RUN else None))
         if account is None:
-            return [f"none: {seconds:.1f} s of steps after the warm-up are too few to judge"]
+            return [f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"]
         return verdict(account)
 
     def balance(self) -> dict[str, Any]:
@@ -197,7 +196,7 @@ class Ledger:
             cpu_ms=now.cpu_ms,
             wait_ms=now.wait_ms,
             core_ms=now.core_ms,
-            file_bytes=plan.file_bytes,
+            large_files=plan.large_files,
             decoder=plan.decoder,
             compile=plan.compile,
             pinned=now.pinned,

@@ -22,7 +22,7 @@ class Plan:
         measures_workers: loader.workers=auto, and `workers` is the budget to choose within.
         workers_unmeasured: why loader.workers=auto takes the whole budget instead.
         most_workers: what the cores are enough for, whatever is configured.
-        file_bytes: mean size of a training image's file; 0 when there are none.
+        large_files: whether scripts/shrink.py would make the training files much smaller.
     """
 
     train_images: int
@@ -45,7 +45,7 @@ class Plan:
     measures_workers: bool
     workers_unmeasured: str | None
     most_workers: int
-    file_bytes: float
+    large_files: bool
     decoder: str
     device: str
     device_type: str

@@ -7,8 +7,8 @@ WAITS = 0.05  # share of the time; less is not worth a change
 COPIES = 0.8  # share of the time in which copies run: they cannot be hidden behind the step any more
 UNPINNED_COPIES = 0.5  # likewise, of copies from ordinary memory: they hold up the host as well
 DRAINED = 0.5  # share of the steps at which the GPU had nothing left to do
-SLOWED = 0.9  # of what the step took alone
-LARGE_FILE = 50e3  # bytes; ImageNet's own files have 110,000, those that scripts/shrink.py makes 27,000
+BESIDE = 0.9  # of what the step took alone, in seconds at the start: over hours a GPU runs warmer and slower
+HELD_UP = 0.1  # share of the steps at which the GPU had nothing left to do, where the host lacks a core
 SHRINK = "scripts/shrink.py makes the files smaller once"
 SPARE = 1.3  # workers that could give so much more than is taken are not what limits
 
@@ -28,7 +28,7 @@ class Account:
         workers: processes of a rank; 0 decodes in the training process.
         most_workers: what the cores are enough for.
         cpu_ms, wait_ms, core_ms: of one image in a worker: computing, waiting for storage, waiting for a core.
-        file_bytes: mean size of an image's file; 0 when there are none.
+        large_files: whether scripts/shrink.py would make them much smaller.
         decoder, compile, pinned: what the loader and the step run with.
     """
 
@@ -47,7 +47,7 @@ class Account:
     cpu_ms: float
     wait_ms: float
     core_ms: float
-    file_bytes: float
+    large_files: bool
     decoder: str
     compile: str
     pinned: bool
@@ -55,17 +55,22 @@ class Account:
     @property
     def ceiling(self) -> float:
         """Images/s if the next batch were always there, copied and launched."""
-        return self.images_per_second / max(1e-3, 1 - self.wait - self.late - (0 if self.on_gpu else self.copy))
+        return self.images_per_second / max(1e-3, 1 - self.idle)
 
     @property
-    def large_files(self) -> bool:
-        """Whether making the files smaller would help."""
-        return self.file_bytes > LARGE_FILE
+    def idle(self) -> float:
+        """Share of the time in which the device did not compute, as far as it shows between the steps."""
+        return self.wait + self.late + (0 if self.on_gpu else self.copy)
 
     @property
     def beside(self) -> float:
         """Images/s of the step while the loader runs, its waiting for images left out."""
         return self.images_per_second / max(1e-3, 1 - self.wait)
+
+    @property
+    def slower(self) -> bool:
+        """Whether the step was slower than when it was measured alone."""
+        return self.beside < BESIDE * self.alone
 
     @property
     def step_ms(self) -> float:
@@ -84,16 +89,20 @@ class Account:
                 return "copy"
             if self.wait_ms > self.cpu_ms:
                 return "storage"
-            return "hand-off" if self.workers and self.supply > SPARE * self.images_per_second else "decode"
-        if self.beside < SLOWED * self.alone:
+            spare = self.workers and self.decoder != "gpu" and self.supply > SPARE * self.images_per_second
+            return "hand-off" if spare else "decode"
+        if self.slower and self.decoder != "gpu" and (self.late >= WAITS or self.drained >= HELD_UP):
             return "cores"
         return "launch" if self.on_gpu and (self.late >= WAITS or self.drained >= DRAINED) else "compute"
 
 
 def slowest(accounts: Sequence[Account | None]) -> Account | None:
-    """Of every rank's account, of the same steps, the one the others wait for; None when a rank has none."""
+    """Of every rank's account the one the others wait for, which to them looks like computing; None when a rank has none."""
     known = [account for account in accounts if account is not None]
-    return max(known, key=lambda account: account.wait) if len(known) == len(accounts) else None
+    if len(known) < len(accounts):
+        return None
+    idle = max(known, key=lambda account: account.idle)
+    return idle if idle.idle >= WAITS else max(known, key=lambda account: account.drained)
 
 
 def verdict(account: Account) -> list[str]:
@@ -110,6 +119,8 @@ def verdict(account: Account) -> list[str]:
             return [f"input-bound by storage: {waited}.",
                     f"{image}: move the images to faster storage{f', or {SHRINK}' * a.large_files}."]  # fmt: skip
         case "decode":
+            if a.decoder == "gpu":
+                image = "The GPU's JPEG engines limit"
             return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
         case "hand-off":
             return [f"input-bound by the hand-off: {waited}, though the workers could give {a.supply:,.0f}.",
@@ -128,23 +139,30 @@ def verdict(account: Account) -> list[str]:
             return [f"launch-bound: {idle}; it got {a.images_per_second:,.0f} img/s.", f"Raise loader.batch_size{graphs}."]
     bound = (f"compute-bound: {a.images_per_second:,.0f} of {a.ceiling:,.0f} img/s; the {device} waited {100 * a.wait:.1f} % "
              "of the time for images: the input has nothing more to give")  # fmt: skip
+    if a.slower:
+        bound += f"; alone it took {a.alone:,.0f}: " + ("decoding takes its part of the GPU" if a.decoder == "gpu"
+                                                        else "see the GPU's clocks, and what else runs on it")  # fmt: skip
     faster = {"off": "model.compile=default would speed up the step", "default": "a long run gains by model.compile=tuned"}
     return [f"{bound}; {faster[a.compile]}." if a.on_gpu and a.compile in faster else f"{bound}."]
 
 
 def _faster_decoding(account: Account) -> str:
     """What to try when decoding limits, the most effective first."""
-    if not account.workers:
-        return f"loader.workers=auto decodes beside the step; {_less_decoding(account)}"
-    if account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
-        return f"loader.workers can be raised to {account.most_workers}, for the cores are not full; {_less_decoding(account)}"
-    return _less_decoding(account)
+    ways = [_less_decoding(account)]
+    if account.decoder != "gpu":
+        if not account.workers:
+            ways.insert(0, "loader.workers=auto decodes beside the step")
+        elif account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
+            ways.insert(0, f"loader.workers can be raised, the cores are enough for {account.most_workers}")
+    return "; ".join(ways)
 
 
 def _less_decoding(account: Account) -> str:
     """What takes work from the cores, the most effective first."""
     ways = []
-    if account.on_gpu and account.decoder not in ("gpu", "hybrid"):
+    if account.decoder == "gpu":
+        ways.append("loader.decoder=hybrid shares each batch with the CPU's cores")
+    elif account.on_gpu and account.decoder not in ("hybrid", "none"):
         ways.append("loader.decoder=hybrid takes the GPU's JPEG engines, where it has them")
     if account.large_files:
         ways.append(SHRINK)

@@ -29,7 +29,7 @@ from PIL import Image
 
 from conf.schema import Config
 from pipeline.build import MOST_TASKS_IN_HAND, Feed
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import LARGE_FILE, FolderDataset
 from pipeline.gpu_decode import has_engines
 from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError
@@ -49,7 +49,7 @@ PAYS = 1.015  # more workers must raise the rate by this, or they are not kept
 SLOWED = 0.95  # of the step's own rate; a loaded host takes a percent or two anyway
 HUNGRY = ("decode", "cores")  # stages that less computing for an image would speed up
 SUPPLY_SECONDS, DEMAND_SECONDS, TRIAL_SECONDS = 2.0, 2.0, 2.0  # what is measured for so long is within a percent or two
-ROUNDS, LATE_SECONDS = 4, 15.0  # no further number is tried after these
+ROUNDS, LATE_SECONDS = 5, 15.0  # no further number is tried after these
 FEWEST_STEPS, WARM_BATCHES = 4, 4  # in a trial; every one begins with nothing queued
 PROBE_ROWS = 8  # images in a task of the probe: a slow disk shall not make it long
 WARM_STEPS = 5  # the first compiles, the next choose kernels
@@ -101,15 +101,13 @@ class Trial:
         wait_fraction: share of the time the device waited.
         images_per_second: what was reached.
         each: images/s that one of the workers gave while it had something to do. The probe, a first look, misses it by a third.
+        slowed: the step took longer beside the workers than alone: the training process lacks a core.
     """
 
     wait_fraction: float
     images_per_second: float
     each: float
-
-    def slows(self, demand: float) -> bool:
-        """Whether the step was slower beside the workers than alone: the training process lacks a core."""
-        return self.images_per_second < SLOWED * demand * (1 - self.wait_fraction)
+    slowed: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +116,8 @@ class Answer:
 
     Attributes:
         demand: images/s the step takes, per rank.
-        rate, wait_fraction: what was reached with the step running, per rank.
+        rate, wait_fraction, each, slowed: of the trial of these workers, per rank.
+        tried: else they are what follows from the step and the probe: steps are too long to take more of them.
         budget: workers that the cores are enough for.
         copy_ms: of a batch to the GPU, from page-locked and from ordinary memory.
         seconds: spent on measuring, after the first steps, which compile.
@@ -132,6 +131,9 @@ class Answer:
     supply: Supply
     rate: float
     wait_fraction: float
+    each: float
+    slowed: bool
+    tried: bool
     budget: int
     copy_ms: tuple[float, float] | None
     seconds: float
@@ -140,20 +142,20 @@ class Answer:
     def stage(self) -> str:
         """What limits: the step, the cores it shares with the workers, storage, decode, or the hand-off to the device."""
         if self.wait_fraction <= ENOUGH:
-            return "step" if self.rate >= SLOWED * self.demand * (1 - self.wait_fraction) else "cores"
+            return "cores" if self.slowed else "step"
         if self.supply.waits:
             return "storage"
-        return "hand-off" if self.workers * self.supply.images_per_second >= MARGIN * self.demand else "decode"
+        return "hand-off" if self.workers * self.each >= MARGIN * self.demand else "decode"
 
     def bars(self) -> tuple[list[tuple[str, float, str]], list[str]]:
         """Supply and demand as (name, images/s, label), and the names of those that limit."""
-        supply = self.workers * self.supply.images_per_second
+        supply = self.workers * self.each
         rows = [
             ("the step alone", self.demand, f"{self.demand:,.0f}"),
-            (f"{self.workers} workers alone", supply, f"{supply:,.0f} ({self.workers} x {self.supply.images_per_second:,.0f})"),
+            (f"{self.workers} workers alone", supply, f"{supply:,.0f} ({self.workers} x {self.each:,.0f})"),
             ("both together", self.rate, f"{self.rate:,.0f}, {100 * self.wait_fraction:.1f} % waiting"),
         ]
-        return rows, [rows[0][0] if self.stage == "step" else rows[1][0]]
+        return rows, [rows[{"step": 0, "cores": 2}.get(self.stage, 1)][0]]
 
     def lines(self, advice: str = "") -> list[str]:
         """The answer for a reader; `advice` is what would help a run that decoding limits."""
@@ -174,11 +176,13 @@ class Answer:
             f"the step takes {self.demand:,.0f} img/s ({self.batch_size} x {step_ms:.1f} ms, measured on a resident batch)",
             f"one worker gives {s.images_per_second:,.0f} img/s ({s.cpu_ms:.2f} ms CPU, {s.wait_ms:.2f} ms waiting{slow}); "
             f"cores are enough for {self.budget}",
-            f"workers={self.workers} pin_memory={pins} prefetch_factor={self.prefetch_factor}   with the step {self.rate:,.0f} "
-            f"img/s, {100 * self.wait_fraction:.1f} % waiting: {verdict}",
+            f"workers={self.workers} pin_memory={pins} prefetch_factor={self.prefetch_factor}   "
+            f"{'with the step' if self.tried else 'expected'} {self.rate:,.0f} img/s, "
+            f"{100 * self.wait_fraction:.1f} % waiting: {verdict}",
         ]
         if self.stage == "storage":
-            found.append("to go faster: faster or local storage, or scripts/shrink.py (fewer bytes a file)")
+            smaller = ", or scripts/shrink.py (fewer bytes a file)" if s.file_bytes > LARGE_FILE else ""
+            found.append(f"to go faster: faster or local storage{smaller}")
         elif self.stage in HUNGRY and advice:
             found.append(f"to go faster: {advice}")
         return found
@@ -299,23 +303,33 @@ def tune(
     # Workers that wait for storage leave their core to others.
     cap = max(1, min(feed.most_workers, math.floor(budget * (1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)))))
 
+    def seconds_expected(workers: int) -> float:
+        return max(gather(max(step_seconds, loader.batch_size / (workers * supply.images_per_second))))
+
     def attempt(workers: int) -> Trial:
         pool.resize(workers)
-        batch_seconds = max(gather(max(step_seconds, loader.batch_size / (workers * supply.images_per_second))))
-        steps = min(200, round(TRIAL_SECONDS / batch_seconds))
-        if steps < FEWEST_STEPS:  # so slow that a trial would take longer than it is worth
-            return Trial(1 - step_seconds / batch_seconds, loader.batch_size / batch_seconds, supply.images_per_second)
+        steps = max(FEWEST_STEPS, min(200, round(TRIAL_SECONDS / seconds_expected(workers))))
         trials = of_node(gather(try_with_step(feed, step, first_step, steps, finish)))
-        return Trial(max(t.wait_fraction for t in trials), *(min(getattr(t, name) for t in trials)
-                                                             for name in ("images_per_second", "each")))  # fmt: skip
+        wait = max(trial.wait_fraction for trial in trials)
+        rate, each = (min(getattr(trial, name) for trial in trials) for name in ("images_per_second", "each"))
+        # Engines of the GPU take from the step what workers do not.
+        slowed = feed.train.gpu_decoder is None and rate < SLOWED * demand * (1 - wait)
+        return Trial(wait, rate, each, slowed)
 
-    tried = search(
-        attempt,
-        first=min(cap, math.ceil(MARGIN * demand / supply.images_per_second)),
-        demand=demand,
-        cap=cap,
-        more=lambda wants: any(gather(wants and time.perf_counter() - began < LATE_SECONDS)),
-    )
+    first = min(cap, math.ceil(MARGIN * demand / supply.images_per_second))
+    batch_seconds = seconds_expected(first)
+    takes_trials = TRIAL_SECONDS / batch_seconds >= FEWEST_STEPS
+    if takes_trials:
+        tried = search(
+            attempt,
+            first=first,
+            demand=demand,
+            cap=cap,
+            more=lambda wants: any(gather(wants and time.perf_counter() - began < LATE_SECONDS)),
+        )
+    else:
+        rate = loader.batch_size / batch_seconds
+        tried = {first: Trial(1 - step_seconds / batch_seconds, rate, supply.images_per_second)}
     workers = best_of(tried)
     pool.resize(workers)
     return Answer(
@@ -327,6 +341,9 @@ def tune(
         supply=supply,
         rate=tried[workers].images_per_second,
         wait_fraction=tried[workers].wait_fraction,
+        each=tried[workers].each,
+        slowed=tried[workers].slowed,
+        tried=takes_trials,
         budget=budget,
         copy_ms=copy_ms,
         seconds=time.perf_counter() - began,
@@ -359,17 +376,18 @@ def search(
 def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
     """The number of workers to try next; one that was tried when there is nothing to learn."""
     best = best_of(tried)
-    fewer = [workers for workers in tried if workers < best]
-    fewest = min(cap, math.ceil(demand / tried[best].each))
-    too_few = max(fewer, default=fewest - 1)
-    if tried[best].slows(demand) and best - max(fewer, default=0) >= 2:
-        return max(max(fewer, default=0) + 1, min(best - 1, math.ceil(MARGIN * demand / tried[best].each)))
-    if tried[best].wait_fraction <= ENOUGH:  # fewer may do: the fewest first, then halfway
+    trial = tried[best]
+    below = max((workers for workers in tried if workers < best), default=0)
+    above = min((workers for workers in tried if workers > best), default=cap + 1)
+    fewest, plenty = (min(cap, math.ceil(images / trial.each)) for images in (demand, MARGIN * demand))
+    if trial.wait_fraction <= ENOUGH and not trial.slowed:  # fewer may do: the fewest first, then halfway
+        too_few = below or fewest - 1
         return best if best - too_few < 2 else fewest if too_few < fewest else (too_few + best) // 2
-    if best == cap:
-        return max(1, best - 1)  # a host without a free core slows the step
-    # More, as long as it pays; where far more slowed the step, one more.
-    return best + 1 if best < max(tried) else min(cap, max(best + 1, math.ceil(1.15 * best)))
+    if trial.wait_fraction > ENOUGH and above - best >= 2:  # more: as long as it pays, then halfway to what did not
+        return (best + above) // 2 if above <= cap else max(best + 1, min(cap, plenty, math.ceil(1.3 * best)))
+    if (trial.slowed or best == cap) and best - below >= 2:  # fewer: they take the step's cores
+        return (below + best) // 2 if below else max(1, min(plenty, best - max(1, best // 4 if trial.slowed else 1)))
+    return best
 
 
 def best_of(tried: dict[int, Trial]) -> int:

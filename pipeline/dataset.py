@@ -50,6 +50,9 @@ class Dataset(Protocol):
         """Mean size of a sample's file; 0 when there are none."""
 
 
+LARGE_FILE = 50e3  # bytes, on average; ImageNet's own files have 110,000, those that scripts/shrink.py makes 27,000
+
+
 class BadImageError(RuntimeError):
     """A file that cannot become a sample: names the path and the reason."""
 

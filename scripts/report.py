@@ -670,7 +670,7 @@ def answer(found: dict[str, Any]) -> dict[str, str]:
             f"copy of a batch, {kind}": f"{number(figure(ms))} ms"
             for kind, ms in zip(("pinned", "not pinned"), copies, strict=True)
         }
-    told = {"workers", "demand", "rate", "wait_fraction", "seconds", "copy_ms"}
+    told = {"workers", "demand", "rate", "wait_fraction", "each", "seconds", "copy_ms"}
     more = [(key, value) for key, value in leaves(found) if key not in told and not isinstance(value, list)]
     return texts | {key.replace("_", " ").replace(".", ", "): shown(value) for key, value in more}
 
@@ -682,7 +682,7 @@ def shown(value: Any) -> str:
 def supply_and_demand(found: dict[str, Any]) -> list[tuple[str, float, str]]:
     """(name, images/s, text) of the step, of the workers, and of both together."""
     workers, demand, together = (figure(found.get(key)) for key in ("workers", "demand", "rate"))
-    supply = workers * worker_rate(found)
+    supply = workers * figure(found.get("each"), worker_rate(found))
     if not (math.isfinite(supply) and math.isfinite(demand)):
         return []
     rows = [

@@ -92,7 +92,8 @@ def answer(workers: int) -> autotune.Answer:
     """Such as a start before this one may have found."""
     supply = autotune.Supply(cpu_ms=1.0, wait_ms=0.0, spread=1.0, file_bytes=1.0, workers=1)
     return autotune.Answer(workers=workers, prefetch_factor=2, pin_memory=False, demand=1.0, batch_size=8, supply=supply,
-                           rate=1.0, wait_fraction=0.0, budget=BUDGET, copy_ms=None, seconds=1.0)  # fmt: skip
+                           rate=1.0, wait_fraction=0.0, each=1.0, slowed=False, tried=True, budget=BUDGET, copy_ms=None,
+                           seconds=1.0)  # fmt: skip
 
 
 def tuning(console: str) -> list[str]:
@@ -125,6 +126,7 @@ def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd
     assert again["seconds"] != measured["seconds"]
     assert [lines[-1].split(" ")[0] for lines in said] == ["measured", "remembered;", "measured"]
     for kept, lines in zip(found, said, strict=True):
+        assert kept["tried"] and kept["rate"] > 0
         assert 1 <= kept["workers"] <= MOST and kept["budget"] == BUDGET and kept["batch_size"] == 8
         assert kept["supply"]["workers"] == autotune.PROBE_WORKERS
         assert lines[0].startswith("the step takes ") and lines[1].startswith("one worker gives ")

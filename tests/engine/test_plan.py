@@ -37,7 +37,7 @@ def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int |
         measures_workers=False,
         workers_unmeasured=None,
         most_workers=4,
-        file_bytes=110e3,
+        large_files=True,
         decoder="pillow",
         device="cpu",
         device_type="cpu",

@@ -5,7 +5,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,19 @@ from PIL import Image
 
 from conf import cli
 from pipeline import autotune
-from pipeline.autotune import ENOUGH, MARGIN, Answer, NotMeasuredError, Supply, Trial, best_of, search, shrink_gain, tune
+from pipeline.autotune import (
+    ENOUGH,
+    MARGIN,
+    SLOWED,
+    Answer,
+    NotMeasuredError,
+    Supply,
+    Trial,
+    best_of,
+    search,
+    shrink_gain,
+    tune,
+)
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.prefetcher import Batch
@@ -188,49 +200,71 @@ def test_shrink_gain_of_what_cannot_be_read_is_one(image_root: Path, tmp_path: P
 # What follows from it
 
 
-def machine(
-    demand: float, per_worker: float, cores: int, slow: float, contention: float
-) -> Callable[[int], tuple[float, float]]:
-    """(images/s, share of waiting) for a number of workers: they hinder each other, arrive unevenly, and slow a full host."""
+@dataclass(frozen=True)
+class Host:
+    """Workers that hinder each other and arrive unevenly, beside a step that slows without free cores of its own.
 
-    def run(workers: int) -> tuple[float, float]:
-        supply = workers * per_worker * (1 - contention * (workers - 1) / cores)
-        takes = demand * (1 - slow * max(0, workers - (cores - (2 if slow < 0.05 else 4))))
-        share = supply / takes
+    Attributes:
+        demand, per_worker: images/s of the step, and of one worker alone.
+        cores: on which all of it runs.
+        threads: of the training process that are busy.
+        slow: the step loses so much for each core that these lack.
+        contention: of its rate a worker loses so much when all cores work.
+    """
+
+    demand: float
+    per_worker: float
+    cores: int
+    threads: int
+    slow: float
+    contention: float
+
+    def each(self, workers: int) -> float:
+        return self.per_worker * (1 - self.contention * (workers - 1) / self.cores)
+
+    def beside(self, workers: int) -> float:
+        return self.demand * max(0.1, 1 - self.slow * max(0, workers + self.threads - self.cores))
+
+    def run(self, workers: int) -> tuple[float, float]:
+        """Images/s and share of waiting."""
+        takes = self.beside(workers)
+        share = workers * self.each(workers) / takes
         rate = takes * min(1, share) * (1 - 0.03 * math.exp(-(((share - 1) / 0.06) ** 2)))
         return rate, 1 - rate / takes
 
-    return run
-
 
 @pytest.mark.parametrize("misjudged", [0.7, 1, 1.3])  # the probe's worker, by so much
-@pytest.mark.parametrize("cores", [4, 16])
+@pytest.mark.parametrize("cores", [4, 16, 64])
 @pytest.mark.parametrize("contention", [0, 0.1, 0.25])
-@pytest.mark.parametrize("slow", [0, 0.02, 0.1])  # 0.1: of a training process with four busy threads
+@pytest.mark.parametrize(("slow", "threads"), [(0, 2), (0.02, 2), (0.1, 2), (0.1, 4), (0.1, 6), (0.05, 8)])
 @pytest.mark.parametrize("per_worker", [120, 400, 600, 1600, 2500])
-@pytest.mark.parametrize("demand", [2000, 4000, 7350, 22000])
 def test_search_finds_the_knee(
-    demand: float, per_worker: float, slow: float, contention: float, cores: int, misjudged: float
+    per_worker: float, slow: float, threads: int, contention: float, cores: int, misjudged: float
 ) -> None:
-    """At least 0.98 of the best, with no more workers than the fewest that give that, and one."""
-    run, cap = machine(demand, per_worker, cores, slow, contention), cores - 1
-    best = max(run(workers)[0] for workers in range(1, cap + 1))
-    knee = min(workers for workers in range(1, cap + 1) if run(workers)[0] >= 0.98 * best)
-    for seed in range(3):
-        noise = np.random.default_rng(seed)
+    """At least 0.98 of the best, with no more workers than the fewest that give that, and one.
 
-        def attempt(workers: int, noise: np.random.Generator = noise) -> Trial:
-            rate, wait = run(workers)
-            each = per_worker * (1 - contention * (workers - 1) / cores) * (1 + noise.normal(0, 0.02))
-            return Trial(wait, rate * (1 + noise.normal(0, 0.004)), each)
+    Of 64 cores, where five trials leave numbers between them: 0.97, and one in sixteen.
+    """
+    for demand in (2000, 4000, 7350, 22000):
+        host, cap = Host(demand, per_worker, cores, threads, slow, contention), cores - 1
+        best = max(host.run(workers)[0] for workers in range(1, cap + 1))
+        knee = min(workers for workers in range(1, cap + 1) if host.run(workers)[0] >= 0.98 * best)
+        for seed in range(3):
+            noise = np.random.default_rng(seed)
 
-        measured = demand * (1 + noise.normal(0, 0.003))
-        probed = misjudged * per_worker * (1 + noise.normal(0, 0.02))
-        tried = search(attempt, first=min(cap, math.ceil(MARGIN * measured / probed)), demand=measured, cap=cap)
-        found = best_of(tried)
-        assert run(found)[0] >= 0.98 * best
-        assert found <= knee + 1
-        assert max(tried) <= cap
+            def attempt(workers: int, noise: np.random.Generator = noise, host: Host = host) -> Trial:
+                rate, wait = host.run(workers)
+                rate *= 1 + noise.normal(0, 0.004)
+                each = host.each(workers) * (1 + noise.normal(0, 0.02))
+                return Trial(wait, rate, each, slowed=rate < SLOWED * host.demand * (1 - wait))
+
+            measured = demand * (1 + noise.normal(0, 0.003))
+            probed = misjudged * per_worker * (1 + noise.normal(0, 0.02))
+            tried = search(attempt, first=min(cap, math.ceil(MARGIN * measured / probed)), demand=measured, cap=cap)
+            found = best_of(tried)
+            assert host.run(found)[0] >= (0.97 if cores == 64 else 0.98) * best
+            assert found <= knee + max(1, cores // 16)
+            assert max(tried) <= cap
 
 
 def test_search_ends_when_the_others_have_no_time() -> None:
@@ -256,7 +290,7 @@ def test_search_of_ranks_that_differ_takes_the_same_number_of_trials() -> None:
 
 SUPPLY = Supply(cpu_ms=2.45, wait_ms=0.04, spread=1.2, file_bytes=110e3, workers=2)
 ANSWER = Answer(workers=14, prefetch_factor=3, pin_memory=True, demand=6690, batch_size=256, supply=SUPPLY, rate=5600,
-                wait_fraction=0.16, budget=14, copy_ms=(0.7, 2.6), seconds=9.0)  # fmt: skip
+                wait_fraction=0.16, each=402, slowed=False, tried=True, budget=14, copy_ms=(0.7, 2.6), seconds=9.0)  # fmt: skip
 
 
 def test_answer_for_a_reader() -> None:
@@ -267,18 +301,33 @@ def test_answer_for_a_reader() -> None:
         "input-bound, decode is the stage",
         "to go faster: loader.decoder=hybrid, or scripts/shrink.py (x2.9 per core)",
     ]
-    assert replace(ANSWER, rate=6500, wait_fraction=0.01).stage == "step"
-    beside = replace(ANSWER, wait_fraction=0.01)
-    assert beside.stage == "cores"
+    rows, limits = ANSWER.bars()
+    assert [round(value) for _, value, _ in rows] == [6690, 5628, 5600]
+    assert limits == ["14 workers alone"]
+
+
+def test_answer_that_other_things_limit() -> None:
+    step = replace(ANSWER, rate=6500, wait_fraction=0.01)
+    assert step.stage == "step" and step.bars()[1] == ["the step alone"]
+    assert replace(ANSWER, each=560).stage == "hand-off"
+    assert (
+        replace(step, tried=False)
+        .lines()[2]
+        .endswith("prefetch_factor=3   expected 6,500 img/s, 1.0 % waiting: the step limits")
+    )
+    beside = replace(ANSWER, wait_fraction=0.01, slowed=True)
+    assert beside.stage == "cores" and beside.bars()[1] == ["both together"]
     assert beside.lines("scripts/shrink.py (x2.9 per core)")[2:] == [
         "workers=14 pin_memory=on (0.7 ms a batch, 2.6 without) prefetch_factor=3   with the step 5,600 img/s, 1.0 % waiting: "
         "the step is slower beside the workers, cores are the stage",
         "to go faster: scripts/shrink.py (x2.9 per core)",
     ]
-    assert replace(ANSWER, demand=4000, rate=3500).stage == "hand-off"
-    rows, limits = ANSWER.bars()
-    assert [round(value) for _, value, _ in rows] == [6690, 5622, 5600]
-    assert limits == ["14 workers alone"]
+    for file_bytes, advice in (
+        (110e3, "or local storage, or scripts/shrink.py (fewer bytes a file)"),
+        (27e3, "or local storage"),
+    ):
+        disk = replace(ANSWER, supply=replace(SUPPLY, wait_ms=9.0, file_bytes=file_bytes))
+        assert disk.stage == "storage" and disk.lines()[-1].endswith(advice)
 
 
 @pytest.mark.parametrize(
