@@ -2,15 +2,16 @@
 
 from statistics import median
 
-from pipeline.autotune import ENOUGH, supply_of
+from pipeline.autotune import ENOUGH, PAYS, supply_of
 from pipeline.loader import WorkerPool
 
 
 class Watch:
     """Looks at the waiting of each epoch and changes the number of workers, with hysteresis.
 
-    More when the device waited; back, and no further attempts, when that did not help. One fewer after two epochs in which
-    nothing waited and the workers could have given half as much again; back, likewise, when the device then waits.
+    More when the device waited; back, and no further attempts, when it then waits hardly less or the rate is no better: workers
+    can slow the step. One fewer after two epochs in which nothing waited and the workers could have given half as much again;
+    back, likewise, when the device then waits or the rate falls.
 
     Args:
         pool: whose number is changed.
@@ -24,7 +25,7 @@ class Watch:
         self.pool, self.recent, self.most = pool, pool.recent[source], most
         self._waits: list[float] = []
         self._rates: list[float] = []
-        self._before: tuple[int, float] | None = None  # workers and waiting before the last change
+        self._before: tuple[int, float, float] | None = None  # workers, waiting and rate before the last change
         self._quiet, self._settled = 0, False
 
     def note(self, wait_fraction: float, images_per_second: float) -> None:
@@ -39,17 +40,22 @@ class Watch:
             return None
         wait, rate, workers = median(waits), median(rates), len(self.pool.workers)
         before, self._before = self._before, None
-        if before is not None and (wait > max(ENOUGH, before[1]) if workers < before[0] else wait > 0.75 * before[1]):
-            self._settled = True
-            return self._change(before[0], f"waited {100 * wait:.1f} % of the epoch for input, {workers} are no better")
+        if before is not None:
+            had, waited, reached = before
+            worse = wait > max(ENOUGH, waited) or rate * PAYS < reached
+            better = wait <= 0.75 * waited and rate >= reached * PAYS
+            if worse if workers < had else not better:
+                self._settled = True
+                found = f"waited {100 * wait:.1f} % of the epoch for input, at {rate:,.0f} img/s"
+                return self._change(had, f"{found}: {workers} are no better")
         supply = workers * supply_of(self.recent, 0.0, workers).images_per_second
         self._quiet = self._quiet + 1 if wait < self.IDLE and supply > self.TOO_MANY * rate else 0
         if wait > self.WAITS and workers < self.most:
-            self._before = workers, wait
+            self._before = workers, wait, rate
             return self._change(min(self.most, max(workers + 1, round(1.15 * workers))),
                                 f"waited {100 * wait:.1f} % of the epoch for input")  # fmt: skip
         if self._quiet >= 2 and workers > 1:
-            self._before, self._quiet = (workers, wait), 0
+            self._before, self._quiet = (workers, wait, rate), 0
             return self._change(workers - 1, f"the workers could give {supply:,.0f} img/s, {rate:,.0f} are taken")
         return None
 

@@ -95,7 +95,7 @@ from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 
 WINDOWS = 5
-TURN_SECONDS = 2.0  # with telemetry, and without: several log rows, and short beside what drifts in a machine
+TURN_SECONDS = 2.0  # with telemetry, and without: a log row or more, and short beside what drifts in a machine
 FOREVER = 1 << 40  # steps
 
 

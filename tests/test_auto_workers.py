@@ -20,6 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import train
 from conf import cli
 from conf.schema import Config
+from engine import ledger
+from engine.distributed import World
+from engine.verdict import Account
 from pipeline import autotune, machine
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
@@ -136,6 +139,19 @@ def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd
     assert len(board.Images("autotune/supply and demand")) == 1
     text = board.Tensors("autotune/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "the step takes " in text
+
+
+def test_the_verdict_is_of_all_ranks_and_knows_what_the_step_takes_alone(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gathered: list[Any] = []
+    monkeypatch.setattr(World, "gather", lambda world, value: gathered.append(value) or [value])
+    for name in ("SHORT_RUN", "SHORT_EPOCH"):
+        monkeypatch.setattr(ledger, name, 0.0)
+    run(image_root, tmp_path / "run")
+    demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]
+    accounts = [value for value in gathered if isinstance(value, Account)]
+    assert [account.alone for account in accounts] == [demand] * 3  # two epochs, and the run
 
 
 def test_nothing_is_changed_by_measuring_when_resumed(

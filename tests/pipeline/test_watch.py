@@ -23,10 +23,10 @@ def pool() -> Iterator[WorkerPool]:
 
 
 def epoch(watch: Watch, wait: float, taken: float = MANY) -> int:
-    """An epoch whose intervals wait for about `wait`; returns the workers it leaves."""
+    """An epoch whose intervals wait for about `wait`, of a step that takes `taken`; returns the workers it leaves."""
     before = len(watch.pool.workers)
     for part in (0.0, wait, wait, 1.0):  # the first interval of an epoch, or one with a checkpoint, is unlike the others
-        watch.note(part, taken)
+        watch.note(part, taken * (1 - part))
     said, after = watch.at_epoch_end(), len(watch.pool.workers)
     assert (said is None) == (before == after)
     assert said is None or said.endswith(f": {before} -> {after} workers")
@@ -55,6 +55,19 @@ def test_more_that_do_not_help_are_taken_back_for_good(pool: WorkerPool, wait: f
     assert [epoch(watch, w) for w in (0.4, wait)] == [5, 4]
     assert [epoch(watch, w) for w in (0.4, 0.9, 0.9)] == [4, 4, 4]
     assert [epoch(watch, 0.0, taken=FEW) for _ in range(4)] == [4, 4, 4, 4]
+
+
+def test_more_that_slow_the_step_are_taken_back_for_good(pool: WorkerPool) -> None:
+    """The device waits less because it computes longer."""
+    watch = Watch(pool, 0, most=20)
+    assert [epoch(watch, wait, taken) for wait, taken in ((0.4, MANY), (0.1, 0.67 * MANY))] == [5, 4]
+    assert [epoch(watch, 0.4) for _ in range(3)] == [4, 4, 4]
+
+
+def test_one_fewer_that_then_is_slower_is_taken_back_for_good(pool: WorkerPool) -> None:
+    watch = Watch(pool, 0, most=20)
+    assert [epoch(watch, 0.0, taken) for taken in (FEW, FEW, 0.98 * FEW)] == [4, 3, 4]
+    assert [epoch(watch, 0.0, taken=FEW) for _ in range(4)] == [4] * 4
 
 
 def test_a_little_waiting_changes_nothing(pool: WorkerPool) -> None:
