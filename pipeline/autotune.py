@@ -382,7 +382,7 @@ def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
     fewest, plenty = (min(cap, math.ceil(images / trial.each)) for images in (demand, MARGIN * demand))
     if trial.wait_fraction <= ENOUGH and not trial.slowed:  # fewer may do: the fewest first, then halfway
         too_few = below or fewest - 1
-        return best if best - too_few < 2 else fewest if too_few < fewest else (too_few + best) // 2
+        return best if best - too_few < 2 else fewest if too_few < fewest < best else (too_few + best) // 2
     if trial.wait_fraction > ENOUGH and above - best >= 2:  # more: as long as it pays, then halfway to what did not
         return (best + above) // 2 if above <= cap else max(best + 1, min(cap, plenty, math.ceil(1.3 * best)))
     if (trial.slowed or best == cap) and best - below >= 2:  # fewer: they take the step's cores

@@ -267,6 +267,49 @@ def test_search_finds_the_knee(
             assert max(tried) <= cap
 
 
+# Sweeps on an H200 with 16 cores: images/s of the step alone and of the probe's worker; workers -> images/s with the step, share
+# of waiting, images/s of the loader alone.
+SWEEPS: dict[str, tuple[float, float, dict[int, tuple[float, float, float]]]] = {
+    "resnet18 plain": (21850, 628, {
+        6: (3768, 0.833, 3862), 8: (4819, 0.784, 4647), 10: (6247, 0.725, 5751), 12: (6921, 0.689, 6992),
+        13: (7290, 0.658, 7502), 14: (8281, 0.633, 8091), 15: (8121, 0.617, 8695)}),
+    "resnet18 shrunk": (21852, 1579, {
+        4: (6563, 0.706, 6890), 6: (10682, 0.523, 10603), 8: (13806, 0.396, 12630), 10: (17200, 0.228, 16056),
+        12: (18934, 0.147, 17860), 14: (21045, 0.013, 20603), 15: (21205, 0.001, 22094)}),
+    "resnet50 plain": (7156, 686, {
+        6: (3832, 0.494, 3692), 8: (4457, 0.377, 4811), 9: (5364, 0.279, 5218), 10: (5934, 0.197, 5803),
+        11: (6535, 0.097, 6574), 12: (6919, 0.064, 6952), 14: (7097, 0.001, 7082)}),
+    "resnet50 shrunk": (7190, 1244, {
+        2: (3795, 0.499, 3508), 3: (5424, 0.263, 5192), 4: (6997, 0.028, 6697), 5: (7182, 0.004, 8711),
+        6: (7077, 0, 10005), 8: (7056, 0, 13692), 12: (7089, 0, 19998)}),
+    "resnet50 shrunk again": (7443, 1655, {
+        3: (4682, 0.38, 4393), 4: (6050, 0.18, 6217), 5: (7369, 0.004, 7686), 6: (7367, 0, 9525),
+        7: (7384, 0, 11612), 8: (7398, 0, 13336), 12: (7363, 0, 18512)}),
+    "vit_s16 plain": (8122, 768, {
+        4: (2937, 0.64, 3012), 6: (4756, 0.434, 4310), 8: (6343, 0.249, 5807), 10: (6873, 0.174, 6816),
+        12: (7955, 0.018, 8193), 14: (7951, 0, 8888), 15: (8009, 0, 9486)}),
+    "vit_s16 shrunk": (8129, 1781, {
+        2: (3735, 0.551, 3910), 3: (5936, 0.309, 5407), 4: (6927, 0.142, 6764), 5: (8091, 0.005, 8710),
+        6: (8089, 0, 11004), 8: (8089, 0, 13597), 12: (7932, 0, 18845)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SWEEPS)
+def test_search_finds_the_knee_of_what_was_measured(name: str) -> None:
+    demand, probed, cells = SWEEPS[name]
+    columns = [list(column) for column in zip(*cells.values(), strict=True)]
+
+    def attempt(workers: int) -> Trial:
+        rate, wait, supply = (float(np.interp(workers, list(cells), column)) for column in columns)
+        return Trial(wait, rate, supply / workers, slowed=rate < SLOWED * demand * (1 - wait))
+
+    found = best_of(search(attempt, first=min(15, math.ceil(MARGIN * demand / probed)), demand=demand, cap=15))
+    best = max(columns[0])
+    knee = min(workers for workers in range(min(cells), 16) if attempt(workers).images_per_second >= 0.98 * best)
+    assert attempt(found).images_per_second >= 0.98 * best
+    assert found <= knee + 1
+
+
 def test_search_ends_when_the_others_have_no_time() -> None:
     tried = search(lambda workers: Trial(0.5, 100.0 * workers, 100.0), first=2, demand=200, cap=100, more=lambda wants: False)
     assert list(tried) == [2]
