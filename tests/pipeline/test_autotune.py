@@ -267,8 +267,8 @@ def test_search_finds_the_knee(
             assert max(tried) <= cap
 
 
-# Sweeps on an H200 with 16 cores: images/s of the step alone and of the probe's worker; workers -> images/s with the step, share
-# of waiting, images/s of the loader alone.
+# Sweeps on an H200 with 16 cores: images/s of the step alone and of the probe's worker; workers -> images/s with the step,
+# share of waiting, images/s of the loader alone.
 SWEEPS: dict[str, tuple[float, float, dict[int, tuple[float, float, float]]]] = {
     "resnet18 plain": (21850, 628, {
         6: (3768, 0.833, 3862), 8: (4819, 0.784, 4647), 10: (6247, 0.725, 5751), 12: (6921, 0.689, 6992),
