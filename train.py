@@ -146,7 +146,7 @@ def train(config: Config) -> dict[str, Any]:
                 row = write_interval(interval, plan, tracker, feed, monitor, ledger, memory)
                 feed.train.loader.pool.warn_of_laggards()
                 if watch is not None and "data_wait_fraction" in row:
-                    watch.note(row["data_wait_fraction"], row["images_per_second"])
+                    watch.note(row["data_wait_fraction"], row["images_per_second"] / world.size)
 
         @contextmanager
         def left_out() -> Iterator[None]:

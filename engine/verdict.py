@@ -83,14 +83,13 @@ class Account:
 
     @property
     def cause(self) -> str:
-        """storage, decode, hand-off, copy, cores, launch or compute: what the next image waits for."""
+        """storage, decode, engines, hand-off, copy, cores, launch or compute: what the next image waits for."""
         if self.wait >= WAITS:
             if self.on_gpu and self.copy >= (COPIES if self.pinned else UNPINNED_COPIES):
                 return "copy"
-            if self.wait_ms > self.cpu_ms:
-                return "storage"
-            spare = self.workers and self.decoder != "gpu" and self.supply > SPARE * self.images_per_second
-            return "hand-off" if spare else "decode"
+            if self.workers and self.supply > SPARE * self.images_per_second:
+                return "engines" if self.decoder == "gpu" else "hand-off"
+            return "storage" if self.wait_ms > self.cpu_ms else "decode"
         if self.slower and self.decoder != "gpu" and (self.late >= WAITS or self.drained >= HELD_UP):
             return "cores"
         return "launch" if self.on_gpu and (self.late >= WAITS or self.drained >= DRAINED) else "compute"
@@ -119,9 +118,9 @@ def verdict(account: Account) -> list[str]:
             return [f"input-bound by storage: {waited}.",
                     f"{image}: move the images to faster storage{f', or {SHRINK}' * a.large_files}."]  # fmt: skip
         case "decode":
-            if a.decoder == "gpu":
-                image = "The GPU's JPEG engines limit"
             return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
+        case "engines":
+            return [f"input-bound by decode: {waited}.", f"The GPU's JPEG engines limit: {_less_decoding(a)}."]
         case "hand-off":
             return [f"input-bound by the hand-off: {waited}, though the workers could give {a.supply:,.0f}.",
                     f"{image}: raise loader.prefetch_batches and leave the training process a core of its own."]  # fmt: skip
@@ -134,13 +133,17 @@ def verdict(account: Account) -> list[str]:
                     f"the {device} waited {100 * a.wait:.1f} % of the time for images.",
                     f"The training process shares its cores with them: {_less_decoding(a)}."]  # fmt: skip
         case "launch":
-            idle = f"before {100 * a.drained:.0f} % of the steps the GPU had nothing left to do, though the images were there"
+            idle = (f"before {100 * a.drained:.0f} % of the steps the GPU had nothing left to do" if a.drained >= DRAINED
+                    else f"{100 * a.late:.0f} % of the time the GPU had nothing to do")  # fmt: skip
             graphs = "" if a.compile == "reduce-overhead" else ", or set model.compile=reduce-overhead"
-            return [f"launch-bound: {idle}; it got {a.images_per_second:,.0f} img/s.", f"Raise loader.batch_size{graphs}."]
+            return [
+                f"launch-bound: {idle}, though the images were there; it got {a.images_per_second:,.0f} img/s.",
+                f"Raise loader.batch_size{graphs}.",
+            ]
     bound = (f"compute-bound: {a.images_per_second:,.0f} of {a.ceiling:,.0f} img/s; the {device} waited {100 * a.wait:.1f} % "
              "of the time for images: the input has nothing more to give")  # fmt: skip
     if a.slower:
-        bound += f"; alone it took {a.alone:,.0f}: " + ("decoding takes its part of the GPU" if a.decoder == "gpu"
+        bound += f"; alone the step took {a.alone:,.0f}: " + ("decoding takes its part of the GPU" if a.decoder == "gpu"
                                                         else "see the GPU's clocks, and what else runs on it")  # fmt: skip
     faster = {"off": "model.compile=default would speed up the step", "default": "a long run gains by model.compile=tuned"}
     return [f"{bound}; {faster[a.compile]}." if a.on_gpu and a.compile in faster else f"{bound}."]
@@ -149,11 +152,10 @@ def verdict(account: Account) -> list[str]:
 def _faster_decoding(account: Account) -> str:
     """What to try when decoding limits, the most effective first."""
     ways = [_less_decoding(account)]
-    if account.decoder != "gpu":
-        if not account.workers:
-            ways.insert(0, "loader.workers=auto decodes beside the step")
-        elif account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
-            ways.insert(0, f"loader.workers can be raised, the cores are enough for {account.most_workers}")
+    if not account.workers:
+        ways.insert(0, "loader.workers=auto decodes beside the step")
+    elif account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
+        ways.insert(0, f"loader.workers can be raised, the cores are enough for {account.most_workers}")
     return "; ".join(ways)
 
 

@@ -47,7 +47,7 @@ ENOUGH = 0.02  # share of the time the device may wait for input
 SHRINKING_PAYS = 1.2  # times as many images per core; files that were shrunk give 1.0
 PAYS = 1.015  # more workers must raise the rate by this, or they are not kept
 SLOWED = 0.95  # of the step's own rate; a loaded host takes a percent or two anyway
-HUNGRY = ("decode", "cores")  # stages that less computing for an image would speed up
+HUNGRY = ("decode", "cores", "engines")  # stages that less computing for an image would speed up
 SUPPLY_SECONDS, DEMAND_SECONDS, TRIAL_SECONDS = 2.0, 2.0, 2.0  # what is measured for so long is within a percent or two
 ROUNDS, LATE_SECONDS = 5, 15.0  # no further number is tried after these
 FEWEST_STEPS, WARM_BATCHES = 4, 4  # in a trial; every one begins with nothing queued
@@ -117,6 +117,7 @@ class Answer:
     Attributes:
         demand: images/s the step takes, per rank.
         rate, wait_fraction, each, slowed: of the trial of these workers, per rank.
+        engines: the GPU's decode, and workers read.
         tried: else they are what follows from the step and the probe: steps are too long to take more of them.
         budget: workers that the cores are enough for.
         copy_ms: of a batch to the GPU, from page-locked and from ordinary memory.
@@ -133,6 +134,7 @@ class Answer:
     wait_fraction: float
     each: float
     slowed: bool
+    engines: bool
     tried: bool
     budget: int
     copy_ms: tuple[float, float] | None
@@ -140,19 +142,21 @@ class Answer:
 
     @property
     def stage(self) -> str:
-        """What limits: the step, the cores it shares with the workers, storage, decode, or the hand-off to the device."""
+        """What limits: the step, the cores it shares with the workers, storage, decode, engines, or the hand-off."""
         if self.wait_fraction <= ENOUGH:
             return "cores" if self.slowed else "step"
         if self.supply.waits:
             return "storage"
-        return "hand-off" if self.workers * self.each >= MARGIN * self.demand else "decode"
+        if self.workers * self.each >= MARGIN * self.demand:
+            return "engines" if self.engines else "hand-off"
+        return "decode"
 
     def bars(self) -> tuple[list[tuple[str, float, str]], list[str]]:
         """Supply and demand as (name, images/s, label), and the names of those that limit."""
         supply = self.workers * self.each
         rows = [
             ("the step alone", self.demand, f"{self.demand:,.0f}"),
-            (f"{self.workers} workers alone", supply, f"{supply:,.0f} ({self.workers} x {self.each:,.0f})"),
+            (f"{self.workers} worker{'s' * (self.workers != 1)}", supply, f"{supply:,.0f} ({self.workers} x {self.each:,.0f})"),
             ("both together", self.rate, f"{self.rate:,.0f}, {100 * self.wait_fraction:.1f} % waiting"),
         ]
         return rows, [rows[{"step": 0, "cores": 2}.get(self.stage, 1)][0]]
@@ -168,6 +172,7 @@ class Answer:
             "step": "the step limits",
             "cores": "the step is slower beside the workers, cores are the stage",
             "hand-off": "input-bound, though the workers could give more: the hand-off is the stage",
+            "engines": "input-bound, the GPU's JPEG engines are the stage",
             "storage": "input-bound, storage is the stage",
             "decode": "input-bound, decode is the stage",
         }[self.stage]
@@ -224,12 +229,14 @@ def settle(
     loader, pool = config.loader, feed.train.loader.pool
     known: Answer | None = ranks.agree(lambda: None if config.autotune.refresh else recall(question))
     if known is not None:
-        known = replace(known, workers=min(known.workers, feed.most_workers))  # of rank 0; this node may have less
+        room = min(known.workers, feed.most_workers)  # of rank 0; this node may have less
+        cut = f"; it was {known.workers} workers, and there is room for {room}" if room < known.workers else ""
+        known = replace(known, workers=room)
         pool.prefetch_factor = known.prefetch_factor
         pool.resize(known.workers)
         if feed.pinned is not None and not known.pin_memory:
             feed.pinned.release()
-        return known, [*known.lines(), "remembered; autotune.refresh=true measures again"]
+        return known, [*known.lines(), f"remembered{cut}; autotune.refresh=true measures again"]
     if last_step - first_step < FEWEST_BATCHES:
         pool.resize(budget)
         return None, [f"not measured, workers={budget}: {last_step - first_step} steps are over before it matters"]
@@ -251,7 +258,7 @@ def settle(
     dataset, advice = pool.sources[feed.train.loader.source].dataset, ""
     if answer.stage in HUNGRY and isinstance(dataset, FolderDataset):
         gain = shrink_gain(dataset)
-        ways = ["loader.decoder=hybrid"] if feed.train.gpu_decoder is None and has_engines(feed.train.device) else []
+        ways = ["loader.decoder=hybrid"] if answer.engines or has_engines(feed.train.device) else []
         ways += [f"scripts/shrink.py (x{gain:.1f} per core)"] if gain >= SHRINKING_PAYS else []
         advice = ", or ".join(ways or ["more cores"])
     return answer, [*answer.lines(advice), f"measured in {answer.seconds:.0f} s"]
@@ -300,6 +307,7 @@ def tune(
             feed.pinned.release()
     factor = prefetch_factor or min(MOST_TASKS_IN_HAND, max(2, math.ceil(supply.spread) + 1))
     pool.prefetch_factor = factor
+    engines = feed.train.gpu_decoder is not None
     # Workers that wait for storage leave their core to others.
     cap = max(1, min(feed.most_workers, math.floor(budget * (1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)))))
 
@@ -309,12 +317,12 @@ def tune(
     def attempt(workers: int) -> Trial:
         pool.resize(workers)
         steps = max(FEWEST_STEPS, min(200, round(TRIAL_SECONDS / seconds_expected(workers))))
-        trials = of_node(gather(try_with_step(feed, step, first_step, steps, finish)))
-        wait = max(trial.wait_fraction for trial in trials)
+        everyone = gather(try_with_step(feed, step, first_step, steps, finish))
+        trials = of_node(everyone)
+        wait, longest = (max(trial.wait_fraction for trial in some) for some in (trials, everyone))
         rate, each = (min(getattr(trial, name) for trial in trials) for name in ("images_per_second", "each"))
-        # Engines of the GPU take from the step what workers do not.
-        slowed = feed.train.gpu_decoder is None and rate < SLOWED * demand * (1 - wait)
-        return Trial(wait, rate, each, slowed)
+        # All ranks are as fast as the one that waits longest. What engines of the GPU take from the step no number gives back.
+        return Trial(wait, rate, each, slowed=not engines and rate < SLOWED * demand * (1 - longest))
 
     first = min(cap, math.ceil(MARGIN * demand / supply.images_per_second))
     batch_seconds = seconds_expected(first)
@@ -343,6 +351,7 @@ def tune(
         wait_fraction=tried[workers].wait_fraction,
         each=tried[workers].each,
         slowed=tried[workers].slowed,
+        engines=engines,
         tried=takes_trials,
         budget=budget,
         copy_ms=copy_ms,

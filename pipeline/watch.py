@@ -9,9 +9,9 @@ from pipeline.loader import WorkerPool
 class Watch:
     """Looks at the waiting of each epoch and changes the number of workers, with hysteresis.
 
-    More when the device waited; back, and no further attempts, when it then waits hardly less or the rate is no better: workers
-    can slow the step. One fewer after two epochs in which nothing waited and the workers could have given half as much again;
-    back, likewise, when the device then waits or the rate falls.
+    More when the device waited; back, and no further attempts, when it then waits hardly less, or when the rate has not gained
+    half of what less waiting should give: workers can slow the step. One fewer after two epochs in which nothing waited and the
+    workers could have given half as much again; back, likewise, when the device then waits or the rate falls.
 
     Args:
         pool: whose number is changed.
@@ -29,7 +29,7 @@ class Watch:
         self._quiet, self._settled = 0, False
 
     def note(self, wait_fraction: float, images_per_second: float) -> None:
-        """A log interval's figures."""
+        """A log interval's figures, of this rank."""
         self._waits.append(wait_fraction)
         self._rates.append(images_per_second)
 
@@ -43,11 +43,12 @@ class Watch:
         if before is not None:
             had, waited, reached = before
             worse = wait > max(ENOUGH, waited) or rate * PAYS < reached
-            better = wait <= 0.75 * waited and rate >= reached * PAYS
+            better = wait <= 0.75 * waited and rate >= reached * (1 + (1 - wait) / (1 - waited)) / 2
             if worse if workers < had else not better:
                 self._settled = True
+                than = "worse than" if workers < had else "no better than"
                 found = f"waited {100 * wait:.1f} % of the epoch for input, at {rate:,.0f} img/s"
-                return self._change(had, f"{found}: {workers} are no better")
+                return self._change(had, f"{found}, {than} with {had}")
         supply = workers * supply_of(self.recent, 0.0, workers).images_per_second
         self._quiet = self._quiet + 1 if wait < self.IDLE and supply > self.TOO_MANY * rate else 0
         if wait > self.WAITS and workers < self.most:

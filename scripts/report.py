@@ -656,8 +656,8 @@ def worker_rate(found: dict[str, Any]) -> float:
 
 def answer(found: dict[str, Any]) -> dict[str, str]:
     """autotune.json as names and texts; what is not known here under its own name."""
-    rates = {"the step alone takes": figure(found.get("demand")), "one worker gives": worker_rate(found),
-             "both together reach": figure(found.get("rate"))}  # fmt: skip
+    rates = {"the step alone takes": figure(found.get("demand")), "one worker gives alone": worker_rate(found),
+             "and beside the step": figure(found.get("each")), "both together reach": figure(found.get("rate"))}  # fmt: skip
     texts = {"workers": show(found["workers"])} if "workers" in found else {}
     texts |= {name: f"{number(rate)} images/s" for name, rate in rates.items() if math.isfinite(rate)}
     if math.isfinite(wait := figure(found.get("wait_fraction"))):
@@ -685,10 +685,11 @@ def supply_and_demand(found: dict[str, Any]) -> list[tuple[str, float, str]]:
     supply = workers * figure(found.get("each"), worker_rate(found))
     if not (math.isfinite(supply) and math.isfinite(demand)):
         return []
+    limit = "both" if found.get("slowed") is True else "step" if demand <= supply else "workers"
     rows = [
-        ("step alone", demand, ", the limit" * (demand <= supply)),
-        (f"{workers:,.0f} worker{'s' * (workers != 1)} alone", supply, ", the limit" * (supply < demand)),
-        ("both together", together, ""),
+        ("step alone", demand, ", the limit" * (limit == "step")),
+        (f"{workers:,.0f} worker{'s' * (workers != 1)}", supply, ", the limit" * (limit == "workers")),
+        ("both together", together, ", the limit" * (limit == "both")),
     ]
     return [(name, rate, f"{number(rate)} images/s{remark}") for name, rate, remark in rows if math.isfinite(rate)]
 

@@ -95,8 +95,8 @@ def answer(workers: int) -> autotune.Answer:
     """Such as a start before this one may have found."""
     supply = autotune.Supply(cpu_ms=1.0, wait_ms=0.0, spread=1.0, file_bytes=1.0, workers=1)
     return autotune.Answer(workers=workers, prefetch_factor=2, pin_memory=False, demand=1.0, batch_size=8, supply=supply,
-                           rate=1.0, wait_fraction=0.0, each=1.0, slowed=False, tried=True, budget=BUDGET, copy_ms=None,
-                           seconds=1.0)  # fmt: skip
+                           rate=1.0, wait_fraction=0.0, each=1.0, slowed=False, engines=False, tried=True, budget=BUDGET,
+                           copy_ms=None, seconds=1.0)  # fmt: skip
 
 
 def tuning(console: str) -> list[str]:
@@ -199,7 +199,9 @@ def test_remembered_number_has_room(
     monkeypatch.setattr(autotune, "recall", lambda _: answer(MOST + 2))
     run(image_root, tmp_path / "run", "train.max_steps=1")
     assert sizes == [MOST]
-    assert any(line.startswith(f"workers={MOST} ") for line in tuning(capfd.readouterr().out))
+    lines = tuning(capfd.readouterr().out)
+    assert any(line.startswith(f"workers={MOST} ") for line in lines)
+    assert lines[-1].startswith(f"remembered; it was {MOST + 2} workers, and there is room for {MOST};")
 
 
 def test_few_steps_are_not_worth_measuring(

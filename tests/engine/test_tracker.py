@@ -301,6 +301,15 @@ def test_images_are_encoded_beside_the_step(tmp_path: Path, monkeypatch: pytest.
         assert picture(curves(tmp_path), "train/images").size == (4, 4)
 
 
+def test_images_are_written_with_a_later_row(tmp_path: Path) -> None:
+    with Tracker(tmp_path) as tracker:
+        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=1)
+        assert tracker._encoded is not None
+        tracker._encoded[3].result()
+        tracker.train_row(train_row(2), {})
+        assert tracker._encoded is None
+
+
 def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
     """32 of 224 px, as JPEG: an epoch's grid is a megabyte at most."""
     pixels = torch.nn.functional.interpolate(torch.rand(64, 3, 8, 8), 224, mode="bilinear") * 255

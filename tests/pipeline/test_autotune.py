@@ -113,6 +113,7 @@ def test_slow_decoder_is_named_and_stays_within_the_cores(image_root: Path) -> N
         answer = tune(feed, step_of(0.001), first_step=0, budget=1)
     assert answer.workers == 1
     assert answer.stage == "decode"
+    assert 0.2 / CORE_SECONDS < answer.each < 1 / CORE_SECONDS
     lines = answer.lines("scripts/shrink.py (x2.0 per core)")
     assert "decode is the stage" in lines[2]
     assert lines[-1] == "to go faster: scripts/shrink.py (x2.0 per core)"
@@ -123,6 +124,37 @@ def test_slow_step_needs_one_worker(image_root: Path) -> None:
         answer = tune(feed, step_of(0.25), first_step=0, budget=2)
     assert answer.workers == 1
     assert answer.demand == pytest.approx(32 / 0.25, rel=0.2)
+    assert not answer.tried
+    assert (answer.rate, answer.wait_fraction, answer.slowed) == (pytest.approx(answer.demand), 0.0, False)
+
+
+def slower_when_fed() -> Callable[[Batch], None]:
+    """A step that takes twice as long on any batch but the first, the resident one."""
+    seen: list[Batch] = []
+
+    def step(batch: Batch) -> None:
+        seen[:] = seen or [batch]
+        time.sleep(0.02 if batch is seen[0] else 0.04)
+
+    return step
+
+
+def test_step_that_is_slower_beside_workers(image_root: Path) -> None:
+    with open_slow(FolderDataset, image_root) as feed:
+        answer = tune(feed, slower_when_fed(), first_step=0, budget=1)
+    assert answer.tried
+    assert answer.slowed
+    assert answer.rate < 0.6 * answer.demand
+
+
+def test_step_that_waits_for_another_node_is_not_slowed_by_this_ones_workers(image_root: Path) -> None:
+    def gather(value: Any) -> list[Any]:
+        return [value, replace(value, wait_fraction=0.6)] if isinstance(value, Trial) else [value]
+
+    with open_slow(FolderDataset, image_root) as feed:
+        answer = tune(feed, slower_when_fed(), first_step=0, budget=1, gather=gather, of_node=lambda values: values[:1])
+    assert not answer.slowed
+    assert answer.wait_fraction < 0.5
 
 
 def test_given_values_stay(image_root: Path) -> None:
@@ -332,8 +364,23 @@ def test_search_of_ranks_that_differ_takes_the_same_number_of_trials() -> None:
 
 
 SUPPLY = Supply(cpu_ms=2.45, wait_ms=0.04, spread=1.2, file_bytes=110e3, workers=2)
-ANSWER = Answer(workers=14, prefetch_factor=3, pin_memory=True, demand=6690, batch_size=256, supply=SUPPLY, rate=5600,
-                wait_fraction=0.16, each=402, slowed=False, tried=True, budget=14, copy_ms=(0.7, 2.6), seconds=9.0)  # fmt: skip
+ANSWER = Answer(
+    workers=14,
+    prefetch_factor=3,
+    pin_memory=True,
+    demand=6690,
+    batch_size=256,
+    supply=SUPPLY,
+    rate=5600,
+    wait_fraction=0.16,
+    each=402,
+    slowed=False,
+    engines=False,
+    tried=True,
+    budget=14,
+    copy_ms=(0.7, 2.6),
+    seconds=9.0,
+)
 
 
 def test_answer_for_a_reader() -> None:
@@ -346,13 +393,19 @@ def test_answer_for_a_reader() -> None:
     ]
     rows, limits = ANSWER.bars()
     assert [round(value) for _, value, _ in rows] == [6690, 5628, 5600]
-    assert limits == ["14 workers alone"]
+    assert limits == ["14 workers"]
 
 
 def test_answer_that_other_things_limit() -> None:
     step = replace(ANSWER, rate=6500, wait_fraction=0.01)
     assert step.stage == "step" and step.bars()[1] == ["the step alone"]
     assert replace(ANSWER, each=560).stage == "hand-off"
+    engines = replace(ANSWER, each=8000, engines=True)
+    assert engines.lines("loader.decoder=hybrid")[2:] == [
+        "workers=14 pin_memory=on (0.7 ms a batch, 2.6 without) prefetch_factor=3   with the step 5,600 img/s, 16.0 % waiting: "
+        "input-bound, the GPU's JPEG engines are the stage",
+        "to go faster: loader.decoder=hybrid",
+    ]
     assert (
         replace(step, tried=False)
         .lines()[2]

@@ -26,6 +26,7 @@ ANSWER = Answer(
     wait_fraction=0.01,
     each=1010.0,
     slowed=False,
+    engines=False,
     tried=True,
     budget=15,
     copy_ms=(0.7, 3.9),

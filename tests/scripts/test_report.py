@@ -297,6 +297,24 @@ def test_a_figure_may_be_anything(tmp_path: Path, seed: int) -> None:
     made(folder, synthetic(tmp_path / "other", rows[::-1]), out=tmp_path / "both.html")
 
 
+@pytest.mark.parametrize(
+    ("found", "limit"),
+    [
+        ({"each": 400}, "15 workers"),
+        ({"each": 500}, "step alone"),
+        ({"each": 500, "slowed": True}, "both together"),
+        ({"workers": 1}, "1 worker"),
+    ],
+)
+def test_what_limits_by_loader_workers_auto(tmp_path: Path, found: dict[str, Any], limit: str) -> None:
+    answer = {"workers": 15, "demand": 7000, "rate": 5900, "supply": {"cpu_ms": 2.0, "wait_ms": 0.0}, "slowed": False} | found
+    rows = report.supply_and_demand(answer)
+    assert [name for name, _, text in rows if text.endswith(", the limit")] == [limit]
+    folder = synthetic(tmp_path / "run", [step_row(50)])
+    (folder / "autotune.json").write_text(json.dumps(answer))
+    assert "500 images/s" in made(folder).said  # of one worker, alone or beside the step
+
+
 def test_names_from_a_run_are_text(copied: Path, runs: Path, tmp_path: Path) -> None:
     config = (copied / "config.yaml").read_text()
     (copied / "config.yaml").write_text(config.replace("name: first", f"name: {json.dumps(HOSTILE)}")
