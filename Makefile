@@ -75,7 +75,7 @@ demo: env  ## train a small model on images it makes itself
 test: env  ## the tests that take seconds each
 	@$(RUN) -m pytest -q $(ARGS)
 
-soak: env  ## the tests that take minutes each
+soak: env  ## the tests that `make test` leaves out, to stay short
 	@$(RUN) -m pytest -q -m slow $(ARGS)
 
 lint: env  ## ruff and mypy

@@ -481,7 +481,10 @@ def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
     wait_until(lambda: not any(map(is_running, drawing)))
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+)
 def test_signal(
     number: signal.Signals, status: int, image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
 ) -> None:

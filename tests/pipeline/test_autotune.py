@@ -59,7 +59,7 @@ class SlowDecoder(FolderDataset):
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made slow here is so by far: seconds are not needed to see it."""
     for name in ("SUPPLY_SECONDS", "DEMAND_SECONDS", "TRIAL_SECONDS"):
-        monkeypatch.setattr(autotune, name, 0.6)
+        monkeypatch.setattr(autotune, name, 0.4)
 
 
 @contextmanager

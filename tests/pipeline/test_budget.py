@@ -141,7 +141,7 @@ with WorkerPool([source], workers=workers, start_method=sys.argv[1]) as pool:
 """
 
 
-@pytest.mark.parametrize("start_method", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_as_many_workers_as_open_files_allow_can_be_started(start_method: str) -> None:
     """In a process whose limit is low, with what is kept for the run still free once all work."""
     files = 8 + FILES_KEPT + 6 * FILES_PER_WORKER

@@ -30,7 +30,7 @@ from tests.processes import descendants, is_running, process_state
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
-START_METHODS = ["fork", "forkserver", "spawn"]
+START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 # A watchdog, not a measurement: long enough for the slowest machine, so that a test of something broken ends.
 PATIENCE_SECONDS = 60
 

@@ -31,7 +31,7 @@ def covers(mapping: str, address: int) -> bool:
     return begin <= address < end
 
 
-START_METHODS = ["fork", "forkserver", "spawn"]
+START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
