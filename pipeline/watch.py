@@ -43,7 +43,7 @@ class Watch:
         if before is not None:
             had, waited, reached = before
             worse = wait > max(ENOUGH, waited) or rate * PAYS < reached
-            better = wait <= 0.75 * waited and rate >= reached * (1 + (1 - wait) / (1 - waited)) / 2
+            better = wait <= 0.75 * waited and rate * (1 - waited) >= reached * (1 - (wait + waited) / 2)
             if worse if workers < had else not better:
                 self._settled = True
                 than = "worse than" if workers < had else "no better than"

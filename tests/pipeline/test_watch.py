@@ -57,6 +57,11 @@ def test_more_that_do_not_help_are_taken_back_for_good(pool: WorkerPool, wait: f
     assert [epoch(watch, 0.0, taken=FEW) for _ in range(4)] == [4, 4, 4, 4]
 
 
+def test_a_device_that_did_nothing_but_wait(pool: WorkerPool) -> None:
+    watch = Watch(pool, 0, most=20)
+    assert [epoch(watch, wait) for wait in (1.0, 0.5, 0.5)] == [5, 6, 5]
+
+
 def test_a_small_gain_just_above_what_is_allowed_is_kept(pool: WorkerPool) -> None:
     watch = Watch(pool, 0, most=20)
     assert [epoch(watch, wait) for wait in (0.055, 0.041, 0.041)] == [5, 5, 5]
