@@ -10,8 +10,8 @@ Takes train.py's key=value overrides. Every rung is warmed up first and then mea
 window and the range. Writes bench.json and bench.png to --out. What train.py's telemetry costs is measured when asked for.
 
 sweep=true measures the loader alone and with the training step instead, for every combination of workers, prefetch_factor and
-pin_memory in a grid; sweep.<one of them>=[values] chooses the values. It names the best and the knee, the fewest workers that
-reach 0.98 of the best, and writes sweep.json and sweep.png, a heat map.
+pin_memory in a grid, which it goes over in rounds; sweep.<one of them>=[values] chooses the values. It names the best and the
+knee, the fewest workers that reach 0.98 of the best, and writes sweep.json and sweep.png, a heat map.
 """
 
 import argparse
@@ -49,7 +49,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG",
                         help=f"some of: {', '.join(RUNGS + ON_REQUEST)}")  # fmt: skip
-    parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (2)")
+    parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (3)")
     parser.add_argument("--compare", type=Path, help="an earlier bench.json or sweep.json: shows the ratio to it")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
     OPTIONS, ARGUMENTS = parser.parse_known_args()
@@ -154,7 +154,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     return found
 
 
-def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 2.0) -> tuple[Rung, list[sweep.Cell]]:
+def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 3.0) -> tuple[Rung, list[sweep.Cell]]:
     """Measure every setting of the grid, with one compiled step; tell of each as it goes.
 
     Returns:
@@ -173,17 +173,19 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 2
         stepper = Stepper(config, plan, world)
         with feed_of(small, datasets, plan, world) as feed:
             alone = stepper.alone(feed, seconds)
-        print(f"{len(settings)} cells, each measured for 2 x {seconds:g} s after its warm-up", flush=True)
-        cells: list[sweep.Cell] = []
-        start = 0
-        for number, setting in enumerate(settings, 1):
-            cell, batches = measure_cell(setting, datasets, stepper, seconds, start)
+        print(f"{len(settings)} cells, each measured for 2 x {seconds:g} s in {sweep.ROUNDS} rounds", flush=True)
+        cells = {setting: sweep.Cell(setting) for setting in settings}
+        visits, start = sweep.visits(settings), 0
+        for number, setting in enumerate(visits, 1):
+            if cells[setting].failed:
+                continue
+            visit, batches = measure_cell(setting, datasets, stepper, seconds / sweep.ROUNDS, start)
             start += batches  # files that no cell has read yet, for none may find them in the page cache because of another
-            cells.append(cell)
-            told = f"failed: {cell.failed}" if cell.failed else (
-                f"loader alone {cell.rate('loader'):,.0f}, with the step {cell.rate('train'):,.0f} images/s")  # fmt: skip
-            print(f"{number:>3}/{len(settings)}  {setting}: {told}", flush=True)
-    return alone, cells
+            cells[setting] = cells[setting].and_again(visit)
+            told = f"failed: {visit.failed}" if visit.failed else (
+                f"loader alone {visit.rate('loader'):,.0f}, with the step {visit.rate('train'):,.0f} images/s")  # fmt: skip
+            print(f"{number:>3}/{len(visits)}  {setting}: {told}", flush=True)
+    return alone, list(cells.values())
 
 
 def with_setting(config: Config, setting: sweep.Setting) -> Config:
@@ -193,17 +195,18 @@ def with_setting(config: Config, setting: sweep.Setting) -> Config:
 def measure_cell(
     setting: sweep.Setting, datasets: Datasets, stepper: "Stepper", seconds: float, start: int
 ) -> tuple[sweep.Cell, int]:
-    """One setting, with buffers and workers of its own, and how many batches it took from step `start` on."""
+    """One visit to a setting, with buffers and workers of its own, and how many batches it took from step `start` on."""
     config, world = with_setting(stepper.config, setting), stepper.world
     try:
         plan = train.make_plan(config, datasets, world)
         plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype)
         with feed_of(config, datasets, plan, world) as feed:
-            loader = measure_loader(feed, plan, seconds, start)
-            fed = stepper.fed(feed, seconds, start + loader.batches)
+            loader = measure_loader(feed, plan, seconds, start, count=1)
+            fed = stepper.fed(feed, seconds, start + loader.batches, count=1)
     except (UserError, LoaderError, OSError, EOFError, MemoryError, RuntimeError) as error:  # RuntimeError: of CUDA
         return sweep.Cell(setting, failed=" ".join(str(error).split()) or type(error).__name__), 0
-    return sweep.Cell(setting, loader.rates, fed.rates, fed.waited), loader.batches + fed.batches
+    waited = [] if fed.waited is None else [fed.waited]
+    return sweep.Cell(setting, loader.rates, fed.rates, waited), loader.batches + fed.batches
 
 
 def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> AbstractContextManager[Feed]:
@@ -211,9 +214,11 @@ def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> Abs
                      channels_last=plan.channels_last)  # fmt: skip
 
 
-def windows(step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None) -> list[float]:
-    """Units per second in each of WINDOWS windows; `step` does some and returns how many, `finish` waits for them."""
-    return [window(step, seconds / WINDOWS, finish) for _ in range(WINDOWS)]
+def windows(
+    step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None, *, count: int = WINDOWS
+) -> list[float]:
+    """Units per second in each of `count` windows; `step` does some and returns how many, `finish` waits for them."""
+    return [window(step, seconds / count, finish) for _ in range(count)]
 
 
 def window(step: Callable[[], int], seconds: float, finish: Callable[[], None]) -> float:
@@ -256,7 +261,7 @@ def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
     return Rung("decode", "images/s", rates, f"one core, decoder {plan.decoder}, to {plan.image_size} px")
 
 
-def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0) -> Rung:
+def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
     """Complete batches in host memory, taken as fast as they come."""
     batches = feed.train.loader.batches(start, FOREVER)
     taken = 0
@@ -269,7 +274,7 @@ def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0) -> Ru
         return len(batch.labels)
 
     warm_up(take, feed)
-    rates = windows(take, seconds)
+    rates = windows(take, seconds, count=count)
     return Rung("loader", "images/s", rates, f"{plan.workers} workers, batch {plan.batch_size}", batches=taken)
 
 
@@ -352,7 +357,7 @@ class Stepper:
         rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
         return Rung("step", "images/s", rates, f"{name}, batch already on the device")
 
-    def fed(self, feed: Feed, seconds: float, start: int = 0) -> Rung:
+    def fed(self, feed: Feed, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
         """On the feed's batches, as they come."""
         batches = feed.train.batches(start, FOREVER)
         taken = 0
@@ -365,7 +370,7 @@ class Stepper:
         warm_up(take, feed)
         self.finish()
         feed.train.timing()
-        rates = windows(take, seconds, self.finish)
+        rates = windows(take, seconds, self.finish, count=count)
         timing = feed.train.timing()
         return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
 
@@ -467,7 +472,7 @@ def swept(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, Any], str,
     Raises:
         LoaderError: none can run.
     """
-    alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 2.0)
+    alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 3.0)
     best, knee = sweep.best(cells), sweep.knee(cells)
     if best is None or knee is None:
         raise LoaderError(f"no cell can run: {cells[0].failed}")

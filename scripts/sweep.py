@@ -4,7 +4,7 @@ loader.workers=auto measures what the step needs and tries a few numbers; this t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from statistics import median
 from typing import Any
@@ -25,6 +25,7 @@ AXES: dict[str, tuple[type, str]] = {
 KEYS = ["sweep", *(f"sweep.{axis}" for axis in AXES)]
 PREFETCH_FACTORS = (1, 2, 3, 4)  # those that loader.workers=auto chooses from, and 1
 KNEE = 0.98  # of the best rate: what more workers add is noise
+ROUNDS = 3  # over the grid, there and back: what drifts in a machine meanwhile shall not choose a cell
 MEASURES = {"loader": "loader alone", "train": "with the training step"}
 
 WIDE, HIGH, LEFT = 84, 52, 144  # of the heat map: a cell, and the room left of it, pixels
@@ -49,20 +50,28 @@ class Cell:
     """What a setting gave.
 
     Attributes:
-        loader, train: images/s in each window, of the loader alone and with the training step.
-        waited: share of the time in which the device had no batch to work on.
+        loader, train: images/s in each round, of the loader alone and with the training step.
+        waited: share of the time in which the device had no batch to work on, in each round.
         failed: why there are no rates.
     """
 
     setting: Setting
     loader: list[float] = field(default_factory=list)
     train: list[float] = field(default_factory=list)
-    waited: float | None = None
+    waited: list[float] = field(default_factory=list)
     failed: str = ""
 
     def rate(self, measure: str) -> float:
-        """Of the median window; 0 for a cell that has failed."""
+        """Of the median round; 0 for a cell that has failed."""
         return median(getattr(self, measure) or [0.0])
+
+    def and_again(self, later: "Cell") -> "Cell":
+        """With the rounds of a later visit; one that has failed leaves no rates."""
+        if later.failed:
+            return later
+        return replace(
+            self, loader=self.loader + later.loader, train=self.train + later.train, waited=self.waited + later.waited
+        )
 
 
 def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -126,6 +135,11 @@ def grid(asked: dict[str, list[Any]], loader: Loader, *, budget: int, on_gpu: bo
     return [Setting(w, p, f) for p, f, w in product(axes["pin_memory"], axes["prefetch_factor"], axes["workers"])]
 
 
+def visits(settings: Sequence[Setting]) -> list[Setting]:
+    """Every setting ROUNDS times: there, back, and there again."""
+    return [setting for number in range(ROUNDS) for setting in settings[:: -1 if number % 2 else 1]]
+
+
 def ladder(budget: int) -> list[int]:
     """All numbers up to a budget of 8, else every second and from 16 on steps of a half; always the budget, and one fewer."""
     if budget <= 8:
@@ -170,7 +184,7 @@ def table(cells: Sequence[Cell], alone: float, earlier: dict[Setting, float]) ->
             lines.append(f"{line}  failed: {cell.failed}")
             continue
         rate = cell.rate("train")
-        waited = "" if cell.waited is None else f"{100 * cell.waited:.0f} %"
+        waited = f"{100 * median(cell.waited):.0f} %" if cell.waited else ""
         line += f"  {cell.rate('loader'):>10,.0f}  {rate:>10,.0f}  {rate / top.rate('train'):>7.2f}  {waited:>6}"
         line += f"  x{rate / earlier[s]:.2f}" if s in earlier else ""
         lines.append(line + "  best" * (cell is top) + "  knee" * (cell is bend))
