@@ -68,7 +68,7 @@ LAYOUT = {
     "memory": {"counts and shares": r"memory/(?!.*_gib$).*", "on the GPU, GiB": r"memory/.*_gib$"},
     "host": {"memory, GiB": r"host/.*"},
 }
-GRID_PIXELS = 32 * 224 * 224  # of training images: 32 of ImageNet's, up to 64 of smaller ones
+GRID_PIXELS = 16 * 224 * 224  # of training images: 16 of ImageNet's, up to 64 of smaller ones
 WORST_IMAGES = 16
 GRAPH_PARAMETERS = 100_000_000  # a larger model is not traced: it would be built a second time, on the host
 HEADER = f"{'epoch':>10} {'step':>9} {'loss':>8} {'top1 %':>7} {'img/s':>8} {'wait %':>6} {'lr':>9} {'left':>8}"
@@ -102,7 +102,7 @@ class Tracker:
         self._given_up: set[str] = set()
         self._restore = contextlib.ExitStack()
         self._artist = ThreadPoolExecutor(1, "pictures")
-        self._encoded: tuple[str, tuple[int, int], int, Future[bytes]] | None = None  # images on their way to TensorBoard
+        self._encoded: tuple[int, Future[Any]] | None = None  # step and images on their way to TensorBoard
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
@@ -197,27 +197,29 @@ class Tracker:
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
         """A grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
 
-        Waits for the device, and not for the encoding, which would hold up the step by tens of milliseconds: it is written
-        with a later row, or with the next flush.
+        Waits for nothing: to wait for the device, to copy and to encode would each hold up the step by tens of milliseconds. It
+        is written with a later row, or with the next flush.
         """
         if self._board is not None:
             count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
-            sheet = grid(_pixels(images[:count], scale, shift)).permute(1, 2, 0).contiguous()
-            image = Image.fromarray(sheet.numpy())
+            pixels, made = _pixels(images[:count], scale, shift), None
+            if pixels.is_cuda:
+                made = torch.cuda.Event(blocking=True)
+                made.record()
             self._write_encoded(wait=True)
-            self._encoded = tag, image.size, step, self._artist.submit(pictures.encoded, image, photos=True)
+            self._encoded = step, self._artist.submit(_sheet, tag, pixels, made)
 
     def _write_encoded(self, *, wait: bool = False) -> None:
         """Write the images that are encoded by now, or with `wait` those that were handed over."""
-        if self._encoded is not None and (wait or self._encoded[3].done()):
-            (tag, size, step, content), self._encoded = self._encoded, None
+        if self._encoded is not None and (wait or self._encoded[1].done()):
+            (step, summary), self._encoded = self._encoded, None
             if self._board is not None:
-                self._guard("TensorBoard", lambda: self._add_picture(tag, size, content.result(), step))
+                self._guard("TensorBoard", lambda: self._board.file_writer.add_summary(summary.result(), step))
 
     def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
         """A drawing, or photographs, which need not keep every bit when they are many."""
         if self._board is not None:
-            self._guard("TensorBoard", lambda: self._add_picture(tag, image.size, pictures.encoded(image, photos=photos), step))
+            self._guard("TensorBoard", lambda: self._board.file_writer.add_summary(_summary(tag, image, photos=photos), step))
 
     def mistakes(self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int) -> None:
         """What a validation got wrong: per_class.json; and as pictures the worst images, the confusions and every class."""
@@ -325,14 +327,6 @@ class Tracker:
         for tag, value in values.items():
             self._board.add_scalar(tag, value, step)
 
-    def _add_picture(self, tag: str, size: tuple[int, int], encoded: bytes, step: int) -> None:
-        """As SummaryWriter.add_image, which takes 1.1 s for 64 photographs of 224 px; to encode them here takes 0.05."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        width, height = size
-        content = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=encoded)
-        self._board.file_writer.add_summary(Summary(value=[Summary.Value(tag=tag, image=content)]), step)
-
     def _add_hyperparameters(self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int) -> None:
         from torch.utils.tensorboard.summary import hparams
 
@@ -379,9 +373,27 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
+    """As SummaryWriter.add_image, which takes 1.1 s for 64 photographs of 224 px; to encode them here takes 0.05."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    content = Summary.Image(height=image.height, width=image.width, colorspace=3,
+                            encoded_image_string=pictures.encoded(image, photos=photos))  # fmt: skip
+    return Summary(value=[Summary.Value(tag=tag, image=content)])
+
+
+def _sheet(tag: str, pixels: Tensor, made: torch.cuda.Event | None) -> Any:
+    """The grid of uint8 [N, 3, S, S]; those of a GPU are there once `made` has come."""
+    if made is not None:
+        made.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream(pixels.device)):  # the step's own has more queued, which a copy would wait for
+            pixels = pixels.cpu()
+    return _summary(tag, Image.fromarray(grid(pixels).permute(1, 2, 0).contiguous().numpy()), photos=True)
+
+
 def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """float [N, 3, S, S] on the device -> uint8 on the host, undoing the normalisation; waits for the device."""
-    return images.float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8).cpu()
+    """float [N, 3, S, S] -> uint8, undoing the normalisation."""
+    return images.float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8)
 
 
 def _draw_mistakes(found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str) -> dict[str, Image.Image]:
@@ -390,7 +402,7 @@ def _draw_mistakes(found: Mistakes, classes: Sequence[str], scale: Tensor, shift
     images, rows = found.worst_images()
     if rows:
         captions = [(classes[label], classes[prediction], f"loss {loss:.2f}") for label, prediction, loss in rows]
-        drawn["val/worst"] = pictures.worst(f"the largest losses, {when}", _pixels(images, scale, shift), captions)
+        drawn["val/worst"] = pictures.worst(f"the largest losses, {when}", _pixels(images, scale, shift).cpu(), captions)
     if found.pairs:
         drawn["val/confusion"] = pictures.confusion(f"confusions, {when}", found.table.cpu().numpy(), classes)
     seen, hits = (counts.numpy() for counts in found.per_class())

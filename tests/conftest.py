@@ -19,6 +19,13 @@ CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU"))
+
+
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train/ and val/ with three classes of 12 and 5 JPEG files of 128-320 px. Shared: copy it before changing it."""

@@ -142,7 +142,6 @@ def test_mistakes_of_too_many_classes_for_pairs(
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     """Also where only repeatable kernels are allowed; and what is counted in bf16 is exactly what top1 counts."""
     network, device = copy.deepcopy(model).cuda(), torch.device("cuda")

@@ -232,7 +232,6 @@ def convnet() -> nn.Module:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("first", [144, 512, 4096])
 @pytest.mark.parametrize("expects", [False, True])
 def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> None:

@@ -151,7 +151,6 @@ def test_average_is_torchs_own_to_the_bit() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     """With all that a config can add to it: average, clipping, label smoothing, mixed targets."""

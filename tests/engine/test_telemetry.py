@@ -23,7 +23,6 @@ from engine import telemetry
 from engine.telemetry import GIB, QUERIES, GpuMonitor, allocator_figures, host_figures, spread
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
-ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
 def wait_until(true: Callable[[], object]) -> None:
@@ -542,7 +541,7 @@ def test_a_system_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class TestOnAGpu:
-    pytestmark = ON_GPU
+    pytestmark = pytest.mark.gpu
 
     def test_the_allocator(self) -> None:
         torch.cuda.init()  # its peaks cannot be asked for before

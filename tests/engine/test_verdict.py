@@ -164,13 +164,10 @@ def test_heavy_step_is_compute_bound(image_root: Path) -> None:
     assert found[0].startswith("compute-bound")
 
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 MADE_UP = ("data=fake", "data.image_size=224", "loader.batch_size=256", "loader.workers=4")
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @made_on_purpose
 def test_ordinary_memory_is_copy_bound(image_root: Path) -> None:
     """13 ms of copies on an H200, of images so large that the host's own work is little beside them."""
@@ -180,8 +177,7 @@ def test_ordinary_memory_is_copy_bound(image_root: Path) -> None:
     assert "loader.pin_memory=true" in found[1]
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @made_on_purpose
 def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
     """More kernels than the host can launch in the time they take."""
@@ -197,8 +193,7 @@ def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
     assert found[0].startswith("launch-bound")
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @made_on_purpose
 def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
     weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)

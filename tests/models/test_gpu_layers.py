@@ -12,9 +12,6 @@ from torch.nn import functional as F
 import models
 from models.gpu_layers import BlockConv, OnePassBatchNorm, PlacedMaxPool, _PlacedMaxPool, rewrite
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
     """ResNet-18 with weights and statistics of its own, plain and rewritten."""
@@ -363,8 +360,7 @@ def test_places_are_those_of_the_maxima(values: Callable[[Tensor], Tensor], shap
 # On a GPU.
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
 @pytest.mark.parametrize("shape", [(8, 64, 112, 112), *SHAPES])
@@ -381,8 +377,7 @@ def test_pooling_has_the_bits_of_the_plain_layer(
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(2, 8, 15, 16), (2, 8, 16, 15), (2, 8, 7, 7)])
 def test_pooling_of_odd_sides_is_the_plain_layers(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
@@ -391,8 +386,7 @@ def test_pooling_of_odd_sides_is_the_plain_layers(shape: tuple[int, ...]) -> Non
         assert torch.equal(ours, theirs)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["one value for all", "transposed", "with gaps"])
 def test_pooling_takes_any_layout_of_the_gradient(layout: str) -> None:
     torch.manual_seed(0)
@@ -420,8 +414,7 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_variance_of_values_far_from_zero() -> None:
     """The compiler makes the sums as they are written, in float32 and around one of the values."""
@@ -474,8 +467,7 @@ def batch_on_gpu() -> tuple[Tensor, Tensor]:
     return images, torch.arange(32, device="cuda") % 10
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_float64() -> None:
     """To rounding: nothing hides behind a bound that low precision needs."""
@@ -488,8 +480,7 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
     assert statistics_differ(rewritten, plain) < 1e-9
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_float32() -> None:
     """Losses to 0.1 %, gradients to 2 %: a value next to zero that a ReLU takes and the other not changes them by so much."""
@@ -502,8 +493,7 @@ def test_compiled_resnet_learns_the_same_in_float32() -> None:
     assert statistics_differ(rewritten, plain) < 1e-3
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_bf16() -> None:
     """Losses to 3 %; gradients no further from those of float32 than the plain model's, by half: bf16 alone moves them by a
@@ -521,8 +511,7 @@ def test_compiled_resnet_learns_the_same_in_bf16() -> None:
     assert statistics_differ(rewritten, plain) < 0.05
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_gives_equal_bits_twice() -> None:
     images, labels = batch_on_gpu()

@@ -182,7 +182,6 @@ def test_unknown_name_or_parameter_is_refused() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 def test_gpu_and_cpu_see_the_same_draws(name: str) -> None:
     images, targets = torch.randn(16, 3, 32, 32), torch.eye(16)

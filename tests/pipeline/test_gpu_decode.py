@@ -20,9 +20,6 @@ from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import Prefetcher
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
 
@@ -155,8 +152,7 @@ def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: floa
 # On a GPU.
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entries: list[Any], share: float) -> None:
@@ -199,8 +195,7 @@ def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entri
             assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_a_file_the_engines_refuse_is_decoded_by_a_worker(image_root: Path, tmp_path: Path) -> None:
     """A header that promises a JPEG, with damage behind it: the batch is made all the same, or the file is named."""
     from pipeline.gpu_decode import GpuDecoder

@@ -972,7 +972,6 @@ def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 def test_buffers_are_page_locked_while_in_use(image_root: Path) -> None:
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=4)
     pixels = torch.from_numpy(source.pixels.array)

@@ -287,8 +287,6 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.Monk
 # On a GPU. The consumer lags behind: its kernels wait in the stream long after the host has gone on, so that memory which is
 # written too early is read with the wrong content.
 
-gpu = pytest.mark.gpu
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no NVIDIA GPU")
 LAG_CYCLES = 4_000_000  # 2 to 4 ms: many times a copy of one of these batches, and longer than the host needs for a step
 LARGE_BATCH = 64  # two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
 SELECTING = ["cutmix", {"random_erasing": {"p": 0.5}}]  # they choose pixels, and compute none: exact on any device
@@ -372,8 +370,7 @@ class LateCopies(Prefetcher):
         return super()._enqueue(host, slot, after)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("steps", "lag", "kind", "options"),
@@ -416,8 +413,7 @@ class HandsOutEarly(LateCopies):
         return batch, early, marks
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("broken", "lag_cycles"),
     [(IgnoresReaders, 10 * LAG_CYCLES), (GivesSlotsBackEarly, LAG_CYCLES), (HandsOutEarly, LAG_CYCLES)],
@@ -427,8 +423,7 @@ def test_broken_prefetchers_are_found_out(broken: type[Prefetcher], lag_cycles: 
     assert wrong
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_slow_host_and_fast_device_see_every_batch_too() -> None:
     """The other direction: copies run ahead of the consumer as far as they may."""
     with open_prefetcher(NOISE, device=CUDA, depth=3, workers=2, **UNCHANGED) as prefetcher:
@@ -440,8 +435,7 @@ def test_slow_host_and_fast_device_see_every_batch_too() -> None:
         assert wrong_steps(found, prefetcher) == []
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_iteration_left_early_is_still_read_while_the_next_begins() -> None:
     found = {}
     with open_prefetcher(NOISE, device=CUDA, workers=2, **UNCHANGED) as prefetcher:
@@ -470,8 +464,7 @@ class SlowThread(Prefetcher):
         return done
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_next_iteration_waits_for_the_thread_of_one_left_early() -> None:
     """Else a slot goes to new samples while the engines' thread is still at its old ones."""
     with open_prefetcher(NOISE, kind=SlowThread, device=CUDA, workers=2, **UNCHANGED) as prefetcher:
@@ -491,8 +484,7 @@ def test_next_iteration_waits_for_the_thread_of_one_left_early() -> None:
         assert len(found) == 6 and not wrong_steps(found, prefetcher)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_page_locking_changes_nothing() -> None:
     with open_prefetcher(NOISE, device=CUDA, workers=2) as locked:
         with open_prefetcher(NOISE, device=CUDA, workers=2, pinned=False) as pageable:
@@ -501,8 +493,7 @@ def test_page_locking_changes_nothing() -> None:
                 assert torch.equal(one.labels, other.labels)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_bf16_on_the_gpu_is_that_of_the_cpu() -> None:
     with open_prefetcher(FAKE, dtype=torch.bfloat16) as cpu:
         expected = [batch.images for batch in cpu.batches(0, 5)]
@@ -512,8 +503,7 @@ def test_bf16_on_the_gpu_is_that_of_the_cpu() -> None:
             assert torch.equal(batch.images.cpu(), images)
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_loop_never_waits_for_the_device() -> None:
     weight = torch.randn(8, 3, 3, 3, device="cuda")
     with open_prefetcher(FAKE, device=CUDA, workers=2, transforms=ALL, dtype=torch.bfloat16) as prefetcher:
@@ -540,8 +530,7 @@ def sync_in_debug_mode(value: Tensor) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 @pytest.mark.parametrize("decoding", [False, True])
 def test_device_memory_stays_flat_from_the_second_epoch_to_the_fortieth(dataset: FolderDataset, decoding: bool) -> None:
     made_up = Noise(num_samples=len(dataset), num_classes=CLASSES, size=SIZE)
@@ -563,8 +552,7 @@ def test_device_memory_stays_flat_from_the_second_epoch_to_the_fortieth(dataset:
     assert len(set(used[1:])) == 1, used
 
 
-@gpu
-@needs_gpu
+@pytest.mark.gpu
 def test_device_clock_times_the_copies_and_the_steps() -> None:
     with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
         for _ in prefetcher.batches(0, 20):
