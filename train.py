@@ -96,7 +96,7 @@ def train(config: Config) -> dict[str, Any]:
         plan = make_plan(config, datasets, world)
         rooms = world.all_or_none(lambda: make_room(config, datasets, plan, world))
         memory = min(world.of_node(rooms), key=lambda room: room.most_workers)  # other things take memory as well, at any time
-        set_up_torch(config, plan)
+        set_up_process(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)
         resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
@@ -190,8 +190,6 @@ def train(config: Config) -> dict[str, Any]:
         stack.callback(gc.unfreeze)
         stack.callback(gc.enable)
         gc.disable()  # a collection in the middle of a step stalls the launches; it runs at checkpoints instead
-        stack.callback(sys.setswitchinterval, sys.getswitchinterval())
-        sys.setswitchinterval(SWITCH_SECONDS)
         first_step = state.step
         profiler = StepProfiler(config.profile.steps, run.path / "profile" if world.leads else None, world.device, tracker.say)
         stack.callback(profiler.close)
@@ -506,8 +504,12 @@ def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> M
                        ranks_here=world.local_size)  # fmt: skip
 
 
-def set_up_torch(config: Config, plan: Plan) -> None:
-    """Choose kernels: TF32 unless fp32 is asked for, cuDNN's fastest, or with train.deterministic the repeatable ones."""
+def set_up_process(config: Config, plan: Plan) -> None:
+    """Choose kernels: TF32 unless fp32 is asked for, cuDNN's fastest, or with train.deterministic the repeatable ones.
+
+    And keep a launch from waiting for other threads (SWITCH_SECONDS).
+    """
+    sys.setswitchinterval(SWITCH_SECONDS)
     torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
     torch.backends.cudnn.allow_tf32 = plan.precision != "fp32"
     torch.backends.cudnn.benchmark = not config.train.deterministic

@@ -102,7 +102,7 @@ class Tracker:
         self._given_up: set[str] = set()
         self._restore = contextlib.ExitStack()
         self._artist = ThreadPoolExecutor(1, "pictures")
-        self._encoded: tuple[int, Future[Any]] | None = None  # step and images on their way to TensorBoard
+        self._drawn: tuple[int, Future[Any]] | None = None  # step and picture on its way to TensorBoard
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
@@ -198,28 +198,33 @@ class Tracker:
         """A grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
 
         Waits for nothing: to wait for the device, to copy and to encode would each hold up the step by tens of milliseconds. It
-        is written with a later row, or with the next flush.
+        is written with a later row, or with the next flush. While one is being made, in the shortest of epochs, no other is.
         """
-        if self._board is not None:
+        self._write_drawn()
+        if self._board is not None and self._drawn is None:
             count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
             pixels, made = _pixels(images[:count], scale, shift), None
             if pixels.is_cuda:
                 made = torch.cuda.Event(blocking=True)
                 made.record()
-            self._write_encoded(wait=True)
-            self._encoded = step, self._artist.submit(_sheet, tag, pixels, made)
+            self._drawn = step, self._artist.submit(_sheet, tag, pixels, made)
 
-    def _write_encoded(self, *, wait: bool = False) -> None:
-        """Write the images that are encoded by now, or with `wait` those that were handed over."""
-        if self._encoded is not None and (wait or self._encoded[1].done()):
-            (step, summary), self._encoded = self._encoded, None
-            if self._board is not None:
-                self._guard("TensorBoard", lambda: self._board.file_writer.add_summary(summary.result(), step))
+    def _write_drawn(self, *, wait: bool = False) -> None:
+        """Write the grid if it is made by now, or with `wait` when it is."""
+        if self._drawn is not None and (wait or self._drawn[1].done()):
+            (step, summary), self._drawn = self._drawn, None
+            self._picture(summary.result, step)
+
+    def _picture(self, make: Callable[[], Any], step: int) -> None:
+        """One that cannot be made costs a warning and no curve."""
+        summary = self._guard("images", make)
+        if self._board is not None and summary is not None:
+            self._guard("TensorBoard", self._board.file_writer.add_summary, summary, step)
 
     def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
         """A drawing, or photographs, which need not keep every bit when they are many."""
         if self._board is not None:
-            self._guard("TensorBoard", lambda: self._board.file_writer.add_summary(_summary(tag, image, photos=photos), step))
+            self._picture(lambda: _summary(tag, image, photos=photos), step)
 
     def mistakes(self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int) -> None:
         """What a validation got wrong: per_class.json; and as pictures the worst images, the confusions and every class."""
@@ -270,9 +275,11 @@ class Tracker:
 
     def flush(self) -> None:
         """Put the curves so far on disk, where metrics.jsonl's rows are already: nothing after this can lose them."""
-        self._write_encoded(wait=True)
         if self._board is not None:
             self._guard("TensorBoard", self._board.flush)
+        if self._drawn is not None:  # second: after a crash its images may never come from the GPU
+            self._write_drawn(wait=True)
+            self.flush()
 
     def outcome(self, summary: dict[str, Any]) -> None:
         """The table a run ends with."""
@@ -301,7 +308,7 @@ class Tracker:
 
     def close(self) -> None:
         self._clear_live()
-        self._write_encoded(wait=True)
+        self._write_drawn(wait=True)
         self._artist.shutdown()
         for name, writer in (("metrics.jsonl", self._rows), ("TensorBoard", self._board)):
             if writer is not None:
@@ -318,7 +325,7 @@ class Tracker:
         if self._rows is not None:
             plain = {k.replace("/", "_"): v for k, v in figures.items()}
             self._guard("metrics.jsonl", self._rows.write, json.dumps({**_rounded(row), **_rounded(plain)}) + "\n")
-        self._write_encoded()
+        self._write_drawn()
         if self._board is not None:
             tags = {SCALARS.get(k) or f"{row['split']}/{k}": row[k] for k in (*SCALARS, "loss", "top1", "top5") if k in row}
             self._guard("TensorBoard", self._scalars, {**tags, **figures}, row["step"])

@@ -3,7 +3,7 @@
 Demand is what the step takes, on a batch that lies on the device. Supply is what one worker gives while nobody takes its
 batches, with the time it computes and the time it waits for storage apart. The smallest number of workers whose supply is
 MARGIN times the demand is then tried with the step running. The idea is tf.data's: the pipeline is sized to its consumer's
-demand, not to its own maximum (arXiv 2101.12127). `scripts/bench.py sweep=true` tries every number instead.
+demand, not to its own maximum (arXiv 2101.12127). `scripts/bench.py sweep=true` goes over a grid instead.
 
 Nothing here changes a result: order and augmentation are functions of (seed, epoch, index), and the caller restores the state
 that the measured steps have changed.

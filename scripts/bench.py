@@ -49,7 +49,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG",
                         help=f"some of: {', '.join(RUNGS + ON_REQUEST)}")  # fmt: skip
-    parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (3)")
+    parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (4)")
     parser.add_argument("--compare", type=Path, help="an earlier bench.json or sweep.json: shows the ratio to it")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
     OPTIONS, ARGUMENTS = parser.parse_known_args()
@@ -134,7 +134,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         plan = train.make_plan(config, datasets, world)
         memory = plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
                              dtype=plan.input_dtype)  # fmt: skip
-        train.set_up_torch(config, plan)
+        train.set_up_process(config, plan)
         found: list[Rung] = []
         if isinstance(datasets.train, FolderDataset):
             if "read" in only:
@@ -154,7 +154,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     return found
 
 
-def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 3.0) -> tuple[Rung, list[sweep.Cell]]:
+def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4.0) -> tuple[Rung, list[sweep.Cell]]:
     """Measure every setting of the grid, with one compiled step; tell of each as it goes.
 
     Returns:
@@ -169,18 +169,18 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 3
         settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
         small = with_setting(config, sweep.Setting(1, False, 1))
         plan = train.make_plan(small, datasets, world)
-        train.set_up_torch(config, plan)
+        train.set_up_process(config, plan)
         stepper = Stepper(config, plan, world)
         with feed_of(small, datasets, plan, world) as feed:
             alone = stepper.alone(feed, seconds)
-        print(f"{len(settings)} cells, each measured for 2 x {seconds:g} s in {sweep.ROUNDS} rounds", flush=True)
+        print(f"{len(settings)} cells, each visited {sweep.ROUNDS} times for 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
         cells = {setting: sweep.Cell(setting) for setting in settings}
         visits, start = sweep.visits(settings), 0
         for number, setting in enumerate(visits, 1):
             if cells[setting].failed:
                 continue
             visit, batches = measure_cell(setting, datasets, stepper, seconds / sweep.ROUNDS, start)
-            start += batches  # files that no cell has read yet, for none may find them in the page cache because of another
+            start += batches  # other files, as long as there are some: no cell may find them cached because of another
             cells[setting] = cells[setting].and_again(visit)
             told = f"failed: {visit.failed}" if visit.failed else (
                 f"loader alone {visit.rate('loader'):,.0f}, with the step {visit.rate('train'):,.0f} images/s")  # fmt: skip
@@ -472,7 +472,7 @@ def swept(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, Any], str,
     Raises:
         LoaderError: none can run.
     """
-    alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 3.0)
+    alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 4.0)
     best, knee = sweep.best(cells), sweep.knee(cells)
     if best is None or knee is None:
         raise LoaderError(f"no cell can run: {cells[0].failed}")

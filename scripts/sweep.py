@@ -1,6 +1,6 @@
 """The brute force of scripts/bench.py sweep=true: which settings of the loader are measured, and how the outcome is shown.
 
-loader.workers=auto measures what the step needs and tries a few numbers; this tries them all.
+loader.workers=auto measures what the step needs and tries a few numbers; this goes over a grid.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,8 @@ AXES: dict[str, tuple[type, str]] = {
 KEYS = ["sweep", *(f"sweep.{axis}" for axis in AXES)]
 PREFETCH_FACTORS = (1, 2, 3, 4)  # those that loader.workers=auto chooses from, and 1
 KNEE = 0.98  # of the best rate: what more workers add is noise
-ROUNDS = 3  # over the grid, there and back: what drifts in a machine meanwhile shall not choose a cell
+# Over the grid, there and back. As many of each: what drifts steadily meanwhile then changes every cell's median alike.
+ROUNDS = 4
 MEASURES = {"loader": "loader alone", "train": "with the training step"}
 
 WIDE, HIGH, LEFT = 84, 52, 144  # of the heat map: a cell, and the room left of it, pixels
@@ -136,7 +137,7 @@ def grid(asked: dict[str, list[Any]], loader: Loader, *, budget: int, on_gpu: bo
 
 
 def visits(settings: Sequence[Setting]) -> list[Setting]:
-    """Every setting ROUNDS times: there, back, and there again."""
+    """Every setting ROUNDS times, every second time in the reverse order."""
     return [setting for number in range(ROUNDS) for setting in settings[:: -1 if number % 2 else 1]]
 
 

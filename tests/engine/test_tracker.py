@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -278,50 +279,77 @@ def test_images_are_shown_as_they_were_before_normalising(device: str, tmp_path:
     pixels = torch.randint(0, 256, (70, 3, 6, 6), dtype=torch.uint8)
     mean, std = torch.tensor([0.485, 0.456, 0.406])[:, None, None], torch.tensor([0.229, 0.224, 0.225])[:, None, None]
     scale, shift = 1 / (255 * std), -mean / std
+    shown, scale_there, shift_there = (x.to(device) for x in (pixels.float() * scale + shift, scale, shift))
+    lag = torch.cuda.Event() if device == "cuda" else None
     with Tracker(tmp_path) as tracker:
-        shown = (pixels.float() * scale + shift).to(device)
-        tracker.images("train/images", shown, scale=scale.to(device), shift=shift.to(device), step=7)
-        shown.zero_()  # as the next batch does, while the grid is made
+        tracker.images("kernels are loaded", shown, scale=scale_there, shift=shift_there, step=0)
+        tracker.flush()
+        goes_on = held(tracker)
+        if lag is not None:
+            torch.cuda._sleep(1_000_000_000)  # half a second
+            lag.record()
+        tracker.images("train/images", shown, scale=scale_there, shift=shift_there, step=7)
+        assert lag is None or not lag.query()  # nothing has waited for the GPU
+        shown.zero_()  # as the next batch does, before the grid is made
+        goes_on.set()
     (image,) = curves(tmp_path).Images("train/images")
     assert image.step == 7
     back = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).tobytes()), dtype=torch.uint8)
     assert torch.equal(back.view(48, 48, 3).permute(2, 0, 1), grid(pixels[:64]))
 
 
-def test_images_are_encoded_beside_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step after an epoch's end goes on while they are encoded; with a flush they are on disk."""
-    goes_on, encoded = threading.Event(), pictures.encoded
+def held(tracker: Tracker) -> threading.Event:
+    """Grids are made when this is set, and not before."""
+    goes_on = threading.Event()
+    tracker._artist.submit(goes_on.wait, 60)
+    return goes_on
 
-    def slow(image: Image.Image, *, photos: bool = False) -> bytes:
-        assert goes_on.wait(60)
-        return encoded(image, photos=photos)
 
-    monkeypatch.setattr(pictures, "encoded", slow)
+def test_images_are_made_beside_the_step(tmp_path: Path) -> None:
+    """The step after an epoch's end goes on meanwhile, also when the next epoch is over; with a flush they are on disk."""
     with Tracker(tmp_path) as tracker:
-        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=1)
+        goes_on = held(tracker)
+        for step in (1, 2):
+            tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=step)
         goes_on.set()
         tracker.flush()
-        assert picture(curves(tmp_path), "train/images").size == (4, 4)
+        (image,) = curves(tmp_path).Images("train/images")
+        assert image.step == 1
+        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=3)
+    assert [image.step for image in curves(tmp_path).Images("train/images")] == [1, 3]
 
 
 def test_images_are_written_with_a_later_row(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=1)
-        assert tracker._encoded is not None
-        tracker._encoded[1].result()
+        assert tracker._drawn is not None
+        tracker._drawn[1].result()
         tracker.train_row(train_row(2), {})
-        assert tracker._encoded is None
+        assert tracker._drawn is None
+
+
+def test_a_picture_that_cannot_be_made_costs_no_curve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(image: Image.Image, *, photos: bool = False) -> bytes:
+        raise RuntimeError("no encoder")
+
+    monkeypatch.setattr(pictures, "encoded", broken)
+    life(tmp_path, 0, [10, 20, 30], loss=1)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("images cannot be written (RuntimeError: no encoder); training goes on without")
+    assert len(curve(curves(tmp_path), "train/loss")) == 3
 
 
 def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
     """16 of 224 px, as JPEG: TensorBoard's checksum takes the interpreter 85 ms a megabyte, in the middle of training."""
-    pixels = torch.nn.functional.interpolate(torch.rand(64, 3, 8, 8), 224, mode="bilinear") * 255
+    pixels = torch.nn.functional.interpolate(torch.rand(64, 3, 56, 56), 224, mode="bilinear") * 255
     with Tracker(tmp_path) as tracker:
         tracker.images("train/images", pixels, scale=ONE, shift=ZERO, step=1)
     (image,) = curves(tmp_path).Images("train/images")
-    assert (image.width, image.height) == (8 * 224, 2 * 224) and len(image.encoded_image_string) < 2**18
+    assert (image.width, image.height) == (8 * 224, 2 * 224) and len(image.encoded_image_string) < 400_000
     back = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).crop((224, 0, 448, 224)).tobytes()))
-    assert (back.view(224, 224, 3).permute(2, 0, 1) - pixels[1]).abs().mean() < 3
+    assert (back.view(224, 224, 3).permute(2, 0, 1) - pixels[1]).abs().mean() < 10  # noise is harder than a photograph
 
 
 def test_layout_shows_every_curve(tmp_path: Path) -> None:
@@ -369,7 +397,8 @@ def test_mistakes_are_shown(tmp_path: Path) -> None:
             [("cat", "dog", "loss 3.00"), ("fish", "fish", "loss 0.20"), ("cat", "cat", "loss 0.10")],
         ),
     }.items():
-        assert picture(events, tag).tobytes() == expected.tobytes(), tag
+        shown, drawn = (np.asarray(image).astype(int) for image in (picture(events, tag), expected))
+        assert shown.shape == drawn.shape and np.abs(shown - drawn).mean() <= (1 if tag == "val/worst" else 0), tag  # a JPEG
         assert [image.step for image in events.Images(tag)] == [7]
     assert json.loads((tmp_path / "per_class.json").read_text()) == {
         "step": 7,

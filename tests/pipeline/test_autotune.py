@@ -327,6 +327,10 @@ SWEEPS: dict[str, tuple[float, float, dict[int, tuple[float, float, float]]]] = 
     "resnet50 plain, busy": (7330, 526, {
         10: (4527, 0.37, 4479), 12: (5200, 0.297, 5228), 13: (5870, 0.18, 5492), 14: (5680, 0.202, 5989),
         15: (6420, 0.114, 5917)}),
+    "resnet18 plain, busy": (22128, 533, {
+        12: (5352, 0.727, 5291), 13: (5763, 0.707, 5896), 14: (6446, 0.689, 6191), 15: (7046, 0.663, 6809)}),
+    "resnet18 shrunk, busy": (18266, 1239, {
+        12: (9972, 0.426, 9760), 13: (10815, 0.341, 10370), 14: (11763, 0.324, 11585), 15: (11846, 0.324, 11663)}),
     "vit_s16 plain, busy": (8253, 563, {
         10: (5115, 0.389, 4601), 12: (6048, 0.272, 5352), 13: (5375, 0.328, 5573), 14: (6104, 0.254, 5952),
         15: (7055, 0.149, 7494)}),
@@ -348,7 +352,7 @@ def test_search_finds_the_knee_of_what_was_measured(name: str) -> None:
     found = best_of(search(attempt, first=min(15, math.ceil(MARGIN * demand / probed)), demand=demand, cap=15))
     best = max(columns[0])
     knee = min(workers for workers in range(min(cells), 16) if attempt(workers).images_per_second >= 0.98 * best)
-    assert attempt(found).images_per_second >= 0.98 * best
+    assert attempt(found).images_per_second >= 0.99 * best
     assert found <= knee + 1
 
 

@@ -112,8 +112,8 @@ def test_what_a_sweep_writes(image_root: Path, tmp_path: Path) -> None:
     assert bend in enough and bend.workers == min(s.workers for s in enough)
 
     lines = done.stdout.splitlines()
-    for number, setting in enumerate([*settings, *reversed(settings), *settings], 1):
-        assert any(line.startswith(f"{number:>3}/18  {setting}: loader alone ") for line in lines)
+    for number, setting in enumerate([*settings, *reversed(settings)] * 2, 1):
+        assert any(line.startswith(f"{number:>3}/24  {setting}: loader alone ") for line in lines)
     table = lines[lines.index(next(line for line in lines if line.startswith("workers "))) + 1 :][:6]
     assert [line.split()[:3] for line in table] == [[str(s.workers), "false", str(s.prefetch_factor)] for s in settings]
     assert [line.split()[4] for line in table] == [f"{rates[s]:,.0f}" for s in settings]
@@ -138,7 +138,8 @@ def test_a_setting_that_cannot_run_is_told_and_left_out(
     real, visits = bench.measure_loader, Counter[int]()
 
     def short_of_memory(feed: Any, plan: Any, seconds: float, start: int = 0, *, count: int) -> bench.Rung:
-        visits[factor := feed.train.loader.pool.prefetch_factor] += 1
+        factor = feed.train.loader.pool.prefetch_factor
+        visits[factor] += 1
         if factor == 2 and visits[2] == 2:  # there is room for the first visit
             raise OSError("[Errno 12] Cannot\nallocate memory")
         return real(feed, plan, seconds, start, count=count)
@@ -152,7 +153,7 @@ def test_a_setting_that_cannot_run_is_told_and_left_out(
     assert cells[1].failed.startswith("loader.workers=3: open files allow 2") and cells[1].rate("train") == 0
     assert cells[2] == Cell(cells[2].setting, failed="[Errno 12] Cannot allocate memory")
     assert visits == {1: sweep.ROUNDS, 2: 2, 3: sweep.ROUNDS}  # not again
-    assert f" 10/18  {cells[2].setting}: failed: [Errno 12] Cannot allocate memory\n" in capsys.readouterr().out
+    assert f" 10/24  {cells[2].setting}: failed: [Errno 12] Cannot allocate memory\n" in capsys.readouterr().out
     best = sweep.best(cells)
     assert best is not None and best.setting.workers == 1
     assert f"{1:>7}  {'false':>10}  {2:>15}  failed: [Errno 12]" in sweep.table(cells, alone.rate, {})
@@ -200,6 +201,18 @@ def test_the_knee_is_the_fewest_workers_near_the_best() -> None:
     assert lines[6] == ("best  loader.workers=8 loader.pin_memory=false loader.prefetch_factor=2: 100 images/s, "
                         "0.80 of the step alone (125)")  # fmt: skip
     assert cli.load(["data.root=/x", *str(knee.setting).split()]).loader.workers == 6  # can be typed as it stands
+
+
+@pytest.mark.parametrize("drift", [-0.4, 0.4])
+def test_a_machine_that_drifts_does_not_choose_a_cell(drift: float) -> None:
+    settings = [Setting(workers, True, 3) for workers in range(5)]
+    visits = sweep.visits(settings)
+    cells = {setting: Cell(setting) for setting in settings}
+    for number, setting in enumerate(visits):
+        rate = 1000 * (1 + drift * number / len(visits))
+        cells[setting] = cells[setting].and_again(Cell(setting, [rate], [rate]))
+    rates = [cell.rate("train") for cell in cells.values()]
+    assert rates == pytest.approx([rates[0]] * 5)
 
 
 def test_heat_map_has_a_cell_for_each_setting() -> None:
