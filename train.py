@@ -171,8 +171,11 @@ def train(config: Config) -> dict[str, Any]:
             save_all(best=best)
 
         def end_of_epoch() -> None:
-            for line in ledger.epoch_verdict(loader_input(feed), world.gather):
+            lines = ledger.epoch_verdict(loader_input(feed), world.gather)
+            for line in lines:
                 tracker.say(f"verdict  {line}")
+            if lines:  # summary.json has the run's, which a kill would leave without any
+                tracker.record("verdict.json", {"epoch": round(plan.epoch(state.step), 4), "verdict": lines})
             tracker.figures(spread(world.gather(monitor.read("epoch"))) if world.size > 1 else {}, state.step)
             if slow := [line for line in monitor.slowdowns() if "power limit" not in line]:  # that is normal at full load
                 tracker.say(f"gpu      runs below its clock: {', '.join(slow)}")
@@ -240,12 +243,15 @@ def train(config: Config) -> dict[str, Any]:
                 profiler.turn(state.step)
         summary = summarise(state, plan, started, signal_number) | ledger.speed() | ledger.balance()
         summary["mfu"] = ledger.mfu(summary["images_per_second"])
+        summary["workers"] = len(feed.train.loader.pool.workers)
         summary["verdict"] = ledger.run_verdict(loader_input(feed), world.gather)
         if world.leads:
             run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
             tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
         tracker.outcome(summary)
+        if signal_number and config.checkpoint.resume == "auto":
+            tracker.say(f"resume    the same command goes on from step {state.step:,}")
         lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
         starts = f" over {summary['lives']} starts" * (summary["lives"] > 1)
         share, total = 100 * summary["effective_time"], duration(summary["seconds_of_all_lives"])
@@ -286,7 +292,9 @@ def tune_loader(
         Images/s that the step takes on all ranks without the loader; 0 when that is not known.
     """
     if plan.workers_unmeasured:
-        tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}")
+        vain = [f"autotune.{name}" for name, on in asdict(config.autotune).items() if on]
+        tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}"
+                    + f"; {' and '.join(vain)} change nothing" * bool(vain))  # fmt: skip
     if not plan.measures_workers:
         if (config.autotune.online or config.autotune.refresh) and plan.workers_unmeasured is None:
             tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
@@ -577,7 +585,8 @@ def loader_input(feed: Feed) -> Input:
     recent = pool.recent[feed.train.loader.source]
     supply = autotune.supply_of(recent, 0.0, len(pool.workers)) if recent else None
     times = (supply.cpu_ms, supply.wait_ms, supply.core_ms) if supply else (0.0, 0.0, 0.0)
-    return Input(len(pool.workers), *times, pinned=feed.page_locked)
+    few, name, seconds = pool.slow_samples(feed.train.loader.source)
+    return Input(len(pool.workers), *times, pinned=feed.page_locked, few=few, slow_file=(name, seconds))
 
 
 def write_interval(

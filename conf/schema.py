@@ -108,7 +108,7 @@ class Loader:
     batch_size: int = key(256, "global batch: what one optimiser step sees, over all ranks", COUNT)
     workers: Any = key("auto", "worker processes per rank: auto (measured on a GPU, else what the cores allow), or a number "
                        "(0 decodes in the training process)",
-                       auto_or(number(0, 4096), "a whole number >= 0", int))  # fmt: skip
+                       auto_or(number(0, 4096), "a whole number from 0 to 4096", int))  # fmt: skip
     decoder: str = key("auto", "what turns JPEG bytes into pixels: auto takes the first of turbojpeg, simplejpeg, "
                        "pillow that is installed; gpu the GPU's engines; hybrid both",
                        one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"))  # fmt: skip

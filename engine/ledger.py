@@ -31,6 +31,8 @@ class Input:
     wait_ms: float
     core_ms: float
     pinned: bool
+    few: float = 0.0
+    slow_file: tuple[str, float] = ("", 0.0)
 
 
 class Ledger:
@@ -196,6 +198,8 @@ class Ledger:
             cpu_ms=now.cpu_ms,
             wait_ms=now.wait_ms,
             core_ms=now.core_ms,
+            few=now.few,
+            slow_file=now.slow_file,
             large_files=plan.large_files,
             decoder=plan.decoder,
             compile=plan.compile,

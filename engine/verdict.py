@@ -1,5 +1,6 @@
 """Why a run is as fast as it is, in a sentence or two with the numbers, and the one change that would help most."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ BESIDE = 0.9  # of what the step took alone, in seconds at the start: over hours
 HELD_UP = 0.1  # share of the steps at which the GPU had nothing left to do, where the host lacks a core
 SHRINK = "scripts/shrink.py makes the files smaller once"
 SPARE = 1.3  # workers that could give so much more than is taken are not what limits
+FEW = 0.5  # share of the workers' time that a few files take; the others are not to blame then
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class Account:
         workers: processes of a rank; 0 decodes in the training process.
         most_workers: what the cores are enough for.
         cpu_ms, wait_ms, core_ms: of one image in a worker: computing, waiting for storage, waiting for a core.
+        few: share of the workers' time that single files took, each of which took seconds.
+        slow_file: the slowest of them, and its seconds.
         large_files: whether scripts/shrink.py would make them much smaller.
         decoder, compile, pinned: what the loader and the step run with.
     """
@@ -47,6 +51,8 @@ class Account:
     cpu_ms: float
     wait_ms: float
     core_ms: float
+    few: float
+    slow_file: tuple[str, float]
     large_files: bool
     decoder: str
     compile: str
@@ -83,10 +89,12 @@ class Account:
 
     @property
     def cause(self) -> str:
-        """storage, decode, engines, hand-off, copy, cores, launch or compute: what the next image waits for."""
+        """storage, files, decode, engines, hand-off, copy, cores, launch or compute: what the next image waits for."""
         if self.wait >= WAITS:
             if self.on_gpu and self.copy >= (COPIES if self.pinned else UNPINNED_COPIES):
                 return "copy"
+            if self.few > FEW:
+                return "files"
             if self.workers and self.supply > SPARE * self.images_per_second:
                 return "engines" if self.decoder == "gpu" else "hand-off"
             return "storage" if self.wait_ms > self.cpu_ms else "decode"
@@ -115,8 +123,12 @@ def verdict(account: Account) -> list[str]:
     image = f"An image takes {who} {a.cpu_ms:.1f} ms of computing and {a.wait_ms:.1f} ms of waiting for storage{core}"
     match a.cause:
         case "storage":
-            return [f"input-bound by storage: {waited}.",
-                    f"{image}: move the images to faster storage{f', or {SHRINK}' * a.large_files}."]  # fmt: skip
+            return [f"input-bound by storage: {waited}.", f"{image}: {_faster_storage(a)}."]
+        case "files":
+            name, seconds = a.slow_file
+            return [f"input-bound by single files: {waited}.",
+                    f"They took {100 * a.few:.0f} % of the workers' time, the slowest {seconds:.1f} s: {name} - copy them "
+                    "anew; scripts/doctor.py finds damaged ones."]  # fmt: skip
         case "decode":
             return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
         case "engines":
@@ -149,13 +161,27 @@ def verdict(account: Account) -> list[str]:
     return [f"{bound}; {faster[a.compile]}." if a.on_gpu and a.compile in faster else f"{bound}."]
 
 
+def _faster_storage(account: Account) -> str:
+    """What to try when storage limits, the most effective first."""
+    a = account
+    ways = ["move the images to faster storage" + f", or {SHRINK}" * a.large_files]
+    # Those that wait leave their core to others; loader.workers=auto has tried how many pay where it has measured.
+    room = math.floor(a.most_workers * (1 + a.wait_ms / max(a.cpu_ms, 1e-3)))
+    more = min(room, math.ceil(1.15 * max(1, a.workers) * a.ceiling / max(a.images_per_second, 1e-9)))
+    if more > a.workers and not a.alone:
+        ways.insert(0, f"try loader.workers={more}, as reading is mostly waiting, and distant storage serves many at a time")
+    return "; else ".join(ways)
+
+
 def _faster_decoding(account: Account) -> str:
     """What to try when decoding limits, the most effective first."""
-    ways = [_less_decoding(account)]
-    if not account.workers:
+    a, ways = account, [_less_decoding(account)]
+    if not a.workers:
         ways.insert(0, "loader.workers=auto decodes beside the step")
-    elif account.workers < account.most_workers and account.core_ms < 0.1 * account.cpu_ms:
-        ways.insert(0, f"loader.workers can be raised, the cores are enough for {account.most_workers}")
+    elif a.workers < a.most_workers and a.core_ms < 0.1 * a.cpu_ms:
+        ways.insert(0, f"loader.workers can be raised, the cores are enough for {a.most_workers}")
+    elif not a.on_gpu and a.workers == a.most_workers and a.wait > 0.5:  # the step's own core has nothing to do
+        ways.insert(0, f"loader.workers={a.workers + 1} would use the core that waits")
     return "; ".join(ways)
 
 

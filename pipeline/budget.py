@@ -49,7 +49,8 @@ def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget
         parts.append(f"a CPU quota of {quota:g}")
     if local_world_size > 1:
         parts.append(f"{local_world_size} ranks here")
-    return Budget(workers, ", ".join(parts) + f", {kept} left to the training process")
+    shared = min(affinity, quota) < (workers + kept) * local_world_size
+    return Budget(workers, ", ".join(parts) + (", shared with" if shared else f", {kept} left to") + " the training process")
 
 
 def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budget:

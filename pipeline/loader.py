@@ -286,6 +286,18 @@ class WorkerPool:
             name = self.sources[reply.source].dataset.name(index)
             logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
 
+    def slow_samples(self, source: int) -> tuple[float, str, float]:
+        """Of the newest tasks: the share of the workers' time that samples of SLOW_SAMPLE_SECONDS took; the slowest's name, its
+        seconds.
+        """
+        replies = self.recent[source]
+        slow = [reply.slowest for reply in replies if reply.slowest[0] > SLOW_SAMPLE_SECONDS]
+        if not slow or 2 * len(slow) > len(replies):  # where most are slow, it is not the files
+            return 0.0, "", 0.0
+        seconds, index = max(slow)
+        share = sum(took for took, _ in slow) / sum(reply.seconds for reply in replies)
+        return share, self.sources[source].dataset.name(index), seconds
+
     def warn_of_laggards(self, factor: float = 3.0) -> None:
         """Name each worker, once, that has come to take `factor` times as long as the others."""
         timed = [w for w in self.workers if w.replies >= 20]

@@ -27,6 +27,9 @@ EMPTY_ROW = -1
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
+REMEDY = "scripts/doctor.py --all finds every such file, data.on_error=skip passes over those of train"
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset and the ring of batch buffers its samples are written to.
@@ -189,7 +192,7 @@ def _first_readable(source: Source, index: int, skipped: list[str], fill: Callab
             return fill((index + step) % size)
         except BadImageError as error:
             if not source.skip_unreadable:
-                raise
+                raise BadImageError(f"{error}; {REMEDY}") from error
             skipped.append(str(error))
     raise BadImageError(f"{skipped[-1]} (and the {len(skipped) - 1} images before it: none can be read)")
 

@@ -200,7 +200,10 @@ def classes(case: Case) -> Iterator[Row]:
     here, there = (set(split.classes) for split in case.both())
     for mine, others, name, other in ((here, there, "train", "val"), (there, here, "val", "train")):
         if extra := sorted(mine - others):
-            yield fail(f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", "both need the same")
+            nearly = {each.casefold(): each for each in others - mine}
+            alike = [f"{each} is {nearly[each.casefold()]}" for each in extra if each.casefold() in nearly]
+            cure = "both need the same" + f"; {few(alike)} there: upper and lower case count" * bool(alike)
+            yield fail(f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", cure)
     if here == there:
         yield ok(f"the same {len(here):,} in both splits")
 
@@ -234,7 +237,7 @@ def readable(case: Case) -> Iterator[Row]:
         bad = [(o.path, o.problem) for o in case.opened[name] if o.problem]
         skips = name == "train" and case.config.data.on_error == "skip"
         if bad:
-            more = "; --all finds every one" * (case.sample is not None)
+            more = "; --all finds every one" * (len(paths) < len(case.splits[name].files))
             cure = f"replace or remove them{' (data.on_error=skip passes over them)' * (name == 'train')}{more}"
             yield (warn if skips else fail)(f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad))
         elif paths:
@@ -265,10 +268,15 @@ def duplicates(case: Case) -> Iterator[Row]:
     text = (f"{len(pairs):,} of {case.how_many('val')} validation images are in train as well, byte for byte "
             f"(compared with all {len(train_split.files):,})")  # fmt: skip
     details = tuple(f"{a} = {b}" for a, b in pairs)
+    of_val, of_train = ({path: name for name, files in split.classes.items() for path, _ in files}
+                        for split in (val_split, train_split))  # fmt: skip
+    elsewhere = sum(of_val[a] != of_train[b] for a, b in pairs)
+    text += f"; {elsewhere:,} of them in another class" * bool(elsewhere)
     if 2 * len(pairs) > len(val):
         yield fail(text, "most of val is train, accuracy on it says nothing: give another data.val", details)
     elif pairs:
-        yield warn(text, "remove them from one split: they raise the accuracy by up to their share", details)
+        sorted_wrong = "; those in another class are labelled wrong in one of the two" * bool(elsewhere)
+        yield warn(text, f"remove them from one split: they bend the accuracy by up to their share{sorted_wrong}", details)
     else:
         yield ok(text)
 
@@ -367,6 +375,8 @@ def workers(case: Case) -> Iterator[Row]:
     text = f"{made.workers} ({made.workers_reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
     if limit < usable_cores() // case.ranks:
         yield warn(text, "raise ulimit -n: that is fewer than the cores")
+    elif made.workers > made.most_workers:
+        yield warn(f"{text}; the cores are enough for {made.most_workers}", "leave loader.workers=auto, unless storage is slow")
     else:
         yield ok(text)
 

@@ -3,9 +3,9 @@
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
 
-Reads config.yaml, metrics.jsonl, summary.json and autotune.json of each run directory, as far as they are there: a run may be
-under way, killed, or of another version. The page is one file without a reference to anything outside it; without --out it
-is report.html in the run directory, or of several runs in the current one.
+Reads config.yaml, metrics.jsonl, summary.json, verdict.json and autotune.json of each run directory, as far as they are there:
+a run may be under way, killed, or of another version. The page is one file without a reference to anything outside it; without
+--out it is report.html in the run directory, or of several runs in the current one.
 """
 
 import argparse
@@ -127,6 +127,7 @@ class Run:
     val: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     autotune: dict[str, Any] = field(default_factory=dict)
+    so_far: dict[str, Any] = field(default_factory=dict)  # the last epoch's verdict
     status: tuple[str, str] = ("", "")
     notes: list[str] = field(default_factory=list)
 
@@ -248,6 +249,7 @@ def read_run(folder: Path) -> Run:
     except (yaml.YAMLError, ValueError, RecursionError):
         run.notes.append("config.yaml is not YAML")
     run.summary, run.autotune = read_object(run, "summary.json"), read_object(run, "autotune.json")
+    run.so_far = read_object(run, "verdict.json")
     read_rows(run)
     run.name = str(run.config.get("run.name") or folder.resolve().name)
     run.status = status_of(run)
@@ -422,6 +424,12 @@ TILES = ("best top-1", "last top-5", "images/s", "duration", "epochs", "effectiv
          "waiting for data")  # fmt: skip
 
 
+def workers(run: Run) -> Any:
+    """The number at the end, else the one that was measured, else what was asked for."""
+    asked = run.autotune.get("workers", run.config.get("loader.workers", UNKNOWN))
+    return run.summary.get("workers", asked)
+
+
 def facts(runs: Sequence[Run]) -> Markup:
     """Every figure that one of the runs has."""
     rows: list[list[str]] = [["status", *(element("span", run.status[1], class_=run.status[0]) for run in runs)]]
@@ -432,7 +440,7 @@ def facts(runs: Sequence[Run]) -> Markup:
         best = fact.text(fact.best(known)) if fact.best and known and len(set(texts) - {UNKNOWN}) > 1 else None
         if known:
             rows.append([fact.name, *(element("b", text) if text == best else text for text in texts)])
-    rows.append(["workers", *(show(run.autotune.get("workers", run.config.get("loader.workers", UNKNOWN))) for run in runs)])
+    rows.append(["workers", *(show(workers(run)) for run in runs)])
     hashes = [str(run.summary.get("params_sha256") or UNKNOWN)[:12] for run in runs]
     if set(hashes) != {UNKNOWN}:
         rows.append(["SHA-256 of the weights", *hashes])
@@ -499,11 +507,15 @@ def verdict(runs: Sequence[Run]) -> Markup:
     """What the run itself says of its speed."""
     content = []
     for i, run in enumerate(runs):
-        said = run.summary.get("verdict")
+        said = run.summary.get("verdict", run.so_far.get("verdict"))
         sentences = [str(sentence) for sentence in (said if isinstance(said, list) else [said] if said else [])]
         if len(runs) > 1:
             content.append(element("h3", called(i, run)))
-        missing = "its summary.json has none" if run.summary else "a run writes it when it ends"
+        if sentences and not run.summary and math.isfinite(epoch := figure(run.so_far.get("epoch"))):
+            content.append(element("p", f"After epoch {number(epoch)}; the run has not ended.", class_="dim"))
+        missing = (
+            "its summary.json has none" if run.summary else "a run writes it after epochs of 20 s and more, and at its end"
+        )
         content.append(element("ul", *(element("li", sentence) for sentence in sentences)) if sentences else
                        element("p", f"No verdict: {missing}.", class_="dim"))  # fmt: skip
     return element("div", *content, class_="card verdict")
@@ -617,7 +629,8 @@ def draw(kind: Kind, runs: Sequence[Run], axis: Axis) -> list[Markup]:
             return LABELS[split]
         return LABELS.get(key) or UNITS.sub("", key).replace("_", " ")
 
-    options: dict[str, Any] = {"zero": kind.zero, "log_above": kind.log_above}
+    most = 100.0 if kind.unit.startswith("%") else math.inf
+    options: dict[str, Any] = {"zero": kind.zero, "most": most, "log_above": kind.log_above}
     if len(runs) == 1:
         lines = [curve(runs[0], *one, label(*one), i) for i, one in enumerate(series)]
         return [page.line_chart(kind.heading(), lines, axis, named=len(series) > 1, **options)]

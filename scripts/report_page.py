@@ -182,13 +182,21 @@ def stretches(points: Sequence[tuple[float, ...]]) -> Iterator[list[tuple[float,
 
 
 def line_chart(
-    title: str, curves: Sequence[Curve], x: Axis, *, zero: bool = False, log_above: float = math.inf, named: bool = True
+    title: str,
+    curves: Sequence[Curve],
+    x: Axis,
+    *,
+    zero: bool = False,
+    most: float = math.inf,
+    log_above: float = math.inf,
+    named: bool = True,
 ) -> Markup:
     """Curves over `x`, each with its last value in the legend; nothing if there is no value at all.
 
     Args:
         named: say what each curve is; the title may be enough.
         zero: the y axis begins there.
+        most: no value can be larger, and the y axis ends there at the latest.
         log_above: it is logarithmic if all values are positive and the largest is so many times the smallest.
     """
     curves = [c for c in curves if any(math.isfinite(y) for _, y in c.points)]
@@ -201,6 +209,8 @@ def line_chart(
         y = log_axis(low, high)
     else:
         y = linear_axis(min(0.0, low) if zero else low, max(0.0, high) if zero else high, widen=True)
+        if high <= most < y.high:
+            y = linear_axis(y.low, most, widen=True)
 
     def across(value: float) -> int:
         return round(SPAN * x.part(value))

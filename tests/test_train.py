@@ -505,7 +505,11 @@ def test_signal(
 
 
 def test_signal_while_validating(
-    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A validation that a signal ends is not recorded: the next life makes up for it, also when nothing else is left to do."""
     measure = train.meters.measure
@@ -520,6 +524,7 @@ def test_signal_while_validating(
         patch.setattr(train.meters, "measure", interrupted)
         first = run(image_root, folder)
         assert (first["status"], first["step"], first["signal"]) == ("interrupted", 5, signal.SIGTERM)
+        assert "resume    the same command goes on from step 5\n" in capsys.readouterr().out
     second = run(image_root, folder, "train.max_steps=8")
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     with monkeypatch.context() as patch:
@@ -667,6 +672,7 @@ def test_corrupt_training_image(overrides: list[str], image_root: Path, tmp_path
     result = subprocess.run(command(root, folder, *overrides), capture_output=True, text=True, timeout=HANGS_SECONDS)
     assert result.returncode == 1
     assert result.stderr.startswith(f"train.py: {broken}: ") and result.stderr.count("\n") == 1
+    assert "scripts/doctor.py --all" in result.stderr and "data.on_error=skip" in result.stderr
 
 
 def test_corrupt_training_image_skipped(image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -722,6 +728,25 @@ def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path,
         run(image_root, tmp_path / "run")
     assert seen == {(False, train.SWITCH_SECONDS)}
     assert gc.isenabled() is before is True
+
+
+def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step = train.train_step
+
+    def crash(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
+        if state.step == 7:
+            raise RuntimeError("a bug")
+        return step(state, *arguments, **options)
+
+    monkeypatch.setattr("engine.ledger.SHORT_EPOCH", 0.0)
+    monkeypatch.setattr(train, "train_step", crash)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(image_root, tmp_path / "run")
+    so_far = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert so_far["epoch"] == pytest.approx(5 / 4.5, abs=1e-3) and "the CPU waited" in so_far["verdict"][0]
+    monkeypatch.setattr(train, "train_step", step)
+    summary = run(image_root, tmp_path / "run", "train.max_steps=8")
+    assert summary["workers"] == 1 and not (tmp_path / "run" / "verdict.json").exists()
 
 
 def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,8 @@ from tests.conftest import Clock
 
 RUNS_WELL = Account(
     images_per_second=6600, alone=6700, copy_ms=1.2, wait=0.004, late=0.001, copy=0.03, drained=0.0, batch_size=256,
-    on_gpu=True, ranks=1, workers=15, most_workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, large_files=True,
+    on_gpu=True, ranks=1, workers=15, most_workers=15, cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, few=0.0, slow_file=("", 0.0),
+    large_files=True,
     decoder="turbojpeg", compile="default", pinned=True,
 )  # fmt: skip
 
@@ -46,7 +47,16 @@ RUNS_WELL = Account(
          ["1.8 ms for a core: loader.decoder=hybrid takes the GPU's JPEG engines, where it has them."]),
         ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7}, "storage",
          ["by storage", "5.7 ms of waiting", "faster storage, or scripts/shrink.py"]),
-        ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "large_files": False}, "storage", ["faster storage."]),
+        ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "large_files": False}, "storage",
+         ["for storage: move", "faster storage."]),
+        ({"wait": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "alone": 0}, "storage",
+         ["for storage: try loader.workers=44, as reading is mostly waiting", "; else move the images"]),
+        ({"wait": 0.86, "images_per_second": 31, "wait_ms": 30.1, "workers": 1, "most_workers": 1, "alone": 0, "late": 0.0},
+         "storage", ["for storage: try loader.workers=9, as"]),
+        ({"wait": 0.83, "images_per_second": 60, "wait_ms": 20.0, "few": 0.95, "slow_file": ("/x/cat.JPEG", 6.04)}, "files",
+         ["by single files: the GPU waited 83 %", "took 95 % of the workers' time, the slowest 6.0 s: /x/cat.JPEG - copy"]),
+        ({"on_gpu": False, "alone": 0, "wait": 0.6, "images_per_second": 46, "cpu_ms": 20.0, "workers": 1, "most_workers": 1},
+         "decode", ["for storage: loader.workers=2 would use the core that waits; scripts/shrink.py"]),
         ({"wait": 0.38, "images_per_second": 4150}, "hand-off", ["by the hand-off", "could give 7,895"]),
         ({"wait": 0.3, "images_per_second": 2500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
         ({"wait": 0.3, "images_per_second": 500, "workers": 0, "cpu_ms": 0.4}, "decode", ["loader.workers=auto"]),
@@ -155,6 +165,21 @@ def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], c
         found = account_of(feed, ledger, lambda batch: None)
     assert found[0].startswith(f"input-bound by {cause}")
     assert ("loader.workers=auto" in found[1]) == (workers == 0 and cause == "decode")
+    assert ("try loader.workers=" in found[1]) == (cause == "storage")
+
+
+class OneSlowFile(FolderDataset):
+    def _read(self, index: int) -> bytes:
+        time.sleep(2.1 if index == 5 else 0.0)
+        return super()._read(index)
+
+
+@made_on_purpose
+def test_one_slow_file_is_named(image_root: Path) -> None:
+    with open_run(image_root, OneSlowFile, "train.device=cpu", "loader.workers=1") as (feed, ledger):
+        found = account_of(feed, ledger, lambda batch: None)
+        assert found[0].startswith("input-bound by single files")
+        assert feed.train.loader.pool.sources[0].dataset.name(5) in found[1]
 
 
 @made_on_purpose

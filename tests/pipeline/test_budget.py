@@ -44,7 +44,8 @@ def test_budget(monkeypatch: pytest.MonkeyPatch, cores: int, quota: float, ranks
     assert f"{cores} core" in budget.reason
     assert ("quota" in budget.reason) == (quota < cores)
     assert ("ranks" in budget.reason) == (ranks > 1)
-    assert budget.reason.endswith(", 1 left to the training process")
+    shared = min(cores, quota) < 2 * ranks
+    assert budget.reason.endswith(", shared with the training process" if shared else ", 1 left to the training process")
 
 
 @pytest.mark.usefixtures("one_core")
@@ -71,7 +72,9 @@ def test_training_process_keeps_a_core(
     pretend(monkeypatch, cores=cores, threads_per_core=threads)
     budget = worker_budget(ranks, decoder=decoder)
     assert budget.workers == workers
-    assert budget.reason.endswith(f", {threads + (decoder == 'hybrid')} left to the training process")
+    kept = threads + (decoder == "hybrid")
+    left = f"{kept} left to" if cores > kept else "shared with"
+    assert budget.reason.endswith(f", {left} the training process")
 
 
 @pytest.mark.parametrize(("cores", "workers"), [(128, READERS), (READERS + 2, READERS), (READERS + 1, READERS), (4, 3), (1, 1)])

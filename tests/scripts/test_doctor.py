@@ -255,6 +255,12 @@ def test_missing_and_extra_classes(root: Path) -> None:
     assert {row.status for row in found["layout"]} == {"ok"}
 
 
+def test_classes_that_differ_in_case(root: Path) -> None:
+    (root / "val" / "dots").rename(root / "val" / "Dots")
+    first, second = look(root)["classes"]
+    assert first.do == "both need the same; dots is Dots there: upper and lower case count" and "Dots is dots" in second.do
+
+
 def flat(root: Path) -> None:
     for path in sorted((root / "val").glob("*/*.jpg")):
         path.rename(root / "val" / f"{path.parent.name}{path.name}")
@@ -462,6 +468,19 @@ def test_a_duplicate_across_splits(root: Path) -> None:
     row = only(look(root)["duplicates"])
     assert row.status == "warn" and row.found.startswith("1 of all 18 validation images are in train as well")
     assert row.details == (f"{root}/val/dots/copy.jpg = {root}/train/dots/03.jpg",)
+
+
+def test_a_duplicate_with_another_label(root: Path) -> None:
+    shutil.copy(root / "train" / "dots" / "03.jpg", root / "val" / "checks" / "copy.jpg")
+    shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "dots" / "copy.jpg")
+    row = only(look(root)["duplicates"])
+    assert row.found.startswith("2 of all 17 ") and row.found.endswith("; 1 of them in another class")
+    assert "labelled wrong in one of the two" in row.do
+
+
+def test_more_workers_than_the_cores_are_enough_for(root: Path) -> None:
+    row = only(look(root, "loader.workers=40")["workers"])
+    assert row.status == "warn" and "the cores are enough for" in row.found and "loader.workers=auto" in row.do
 
 
 def test_the_same_folder_as_train_and_val(root: Path) -> None:

@@ -230,10 +230,26 @@ def test_a_killed_run(copied: Path) -> None:
     whole = (copied / "metrics.jsonl").read_text()
     (copied / "metrics.jsonl").write_text(whole[:-30])
     page = made(copied)
-    assert "not finished" in page.said and "No verdict: a run writes it when it ends." in page.said
+    assert "not finished" in page.said
+    assert "No verdict: a run writes it after epochs of 20 s and more, and at its end." in page.said
     assert "there is no summary.json" in page.said
     assert "metrics.jsonl: a line could not be read (a kill cuts the last one off)" in page.said
     assert page.after("steps") == "9"  # the row cut off is the validation after it
+
+
+def test_the_verdict_so_far(copied: Path) -> None:
+    (copied / "summary.json").unlink()
+    (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound by storage: it waited."]}))
+    page = made(copied)
+    assert "input-bound by storage: it waited." in page.said and "After epoch 2; the run has not ended." in page.said
+
+
+@pytest.mark.parametrize(("values", "end"), [((100.0, 100.0), 100), ((96.0, 99.9), 100), ((20.0, 60.0), 60)])
+def test_no_axis_of_percents_goes_beyond_100(values: tuple[float, float], end: float) -> None:
+    line = report_page.Curve("top-5", [(0.0, values[0]), (1.0, values[1])])
+    chart = str(report_page.line_chart("Top-5, %", [line], report_page.linear_axis(0, 1), most=100.0))
+    (found,) = re.findall(r'data-y="\S+ (\S+)"', chart)
+    assert float(found) == end
 
 
 def test_a_run_under_way(copied: Path) -> None:
