@@ -294,7 +294,7 @@ def tune_loader(
     if plan.workers_unmeasured:
         vain = [f"autotune.{name}" for name, on in asdict(config.autotune).items() if on]
         tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}"
-                    + f"; {' and '.join(vain)} change nothing" * bool(vain))  # fmt: skip
+                    + f"; no effect of {' and '.join(vain)}" * bool(vain))  # fmt: skip
     if not plan.measures_workers:
         if (config.autotune.online or config.autotune.refresh) and plan.workers_unmeasured is None:
             tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
