@@ -170,12 +170,13 @@ def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], c
 
 class OneSlowFile(FolderDataset):
     def _read(self, index: int) -> bytes:
-        time.sleep(2.1 if index == 5 else 0.0)
+        time.sleep(0.3 if index == 5 else 0.0)
         return super()._read(index)
 
 
 @made_on_purpose
-def test_one_slow_file_is_named(image_root: Path) -> None:
+def test_one_slow_file_is_named(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.loader.SLOW_SAMPLE_SECONDS", 0.2)
     with open_run(image_root, OneSlowFile, "train.device=cpu", "loader.workers=1") as (feed, ledger):
         found = account_of(feed, ledger, lambda batch: None)
         assert found[0].startswith("input-bound by single files")

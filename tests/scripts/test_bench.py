@@ -91,11 +91,11 @@ def test_what_the_rungs_write(image_root: Path, tmp_path: Path) -> None:
 
 
 def test_what_a_sweep_writes(image_root: Path, tmp_path: Path) -> None:
-    done = run(image_root, tmp_path, "sweep=true", "sweep.workers=[0,1,2]", "sweep.prefetch_factor=[2,1]")
+    done = run(image_root, tmp_path, "sweep=true", "sweep.workers=[0,2]", "sweep.prefetch_factor=[2,1]")
     assert (done.returncode, done.stderr) == (0, "")
     record = json.loads((tmp_path / "sweep.json").read_text())
     settings = [Setting(**cell["setting"]) for cell in record["cells"]]
-    assert settings == [Setting(w, False, f) for f in (1, 2) for w in (0, 1, 2)]
+    assert settings == [Setting(w, False, f) for f in (1, 2) for w in (0, 2)]
     for cell in record["cells"]:
         assert [len(cell[name]) for name in ("loader", "train", "waited")] == [sweep.ROUNDS] * 3
         assert (
@@ -113,8 +113,8 @@ def test_what_a_sweep_writes(image_root: Path, tmp_path: Path) -> None:
 
     lines = done.stdout.splitlines()
     for number, setting in enumerate([*settings, *reversed(settings)] * 2, 1):
-        assert any(line.startswith(f"{number:>3}/24  {setting}: loader alone ") for line in lines)
-    table = lines[lines.index(next(line for line in lines if line.startswith("workers "))) + 1 :][:6]
+        assert any(line.startswith(f"{number:>3}/16  {setting}: loader alone ") for line in lines)
+    table = lines[lines.index(next(line for line in lines if line.startswith("workers "))) + 1 :][:4]
     assert [line.split()[:3] for line in table] == [[str(s.workers), "false", str(s.prefetch_factor)] for s in settings]
     assert [line.split()[4] for line in table] == [f"{rates[s]:,.0f}" for s in settings]
     assert [s for s, line in zip(settings, table, strict=True) if "best" in line] == [top]
