@@ -283,7 +283,8 @@ def duplicates(case: Case) -> Iterator[Row]:
 
 def sizes(case: Case) -> Iterator[Row]:
     case.both()
-    side = 256 * case.config.data.image_size // 224
+    trained = case.config.data.image_size
+    side = 256 * trained // 224
     for name, split in case.splits.items():
         total = sum(size for _, size in split.files)
         by_count = sorted((len(files), c) for c, files in split.classes.items() if files)
@@ -296,6 +297,10 @@ def sizes(case: Case) -> Iterator[Row]:
         gain = (middle / side) ** 2
         if most > 10 * least:
             yield warn(f"{text}, {most / least:,.0f} times as many", "large classes decide loss and accuracy: fill small ones")
+        elif 0 < 2 * middle < case.config.data.image_size:
+            yield warn(
+                text, f"training enlarges them to {case.config.data.image_size} px: a smaller data.image_size costs less"
+            )
         else:
             yield ok(text, f"scripts/shrink.py --side {side} leaves {gain:.1f} times less to decode" if gain > 1.5 else "")
 

@@ -483,6 +483,14 @@ def test_more_workers_than_the_cores_are_enough_for(root: Path) -> None:
     assert row.status == "warn" and "the cores are enough for" in row.found and "loader.workers=auto" in row.do
 
 
+def test_images_that_are_enlarged(root: Path) -> None:
+    for path in root.glob("*/*/*.jpg"):
+        drawn().resize((40, 30)).save(path)
+    assert {row.status for row in look(root, "data.image_size=60")["sizes"]} == {"ok"}
+    rows = look(root, "data.image_size=64")["sizes"]
+    assert [row.status for row in rows] == ["warn"] * 2 and "enlarges them to 64 px" in rows[0].do
+
+
 def test_the_same_folder_as_train_and_val(root: Path) -> None:
     row = only(look(root, "data.val=train")["duplicates"])
     assert row.status == "fail" and row.found.startswith("36 of all 36 validation images")
