@@ -515,7 +515,7 @@ def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> M
 def set_up_process(config: Config, plan: Plan) -> None:
     """Choose kernels: TF32 unless fp32 is asked for, cuDNN's fastest, or with train.deterministic the repeatable ones.
 
-    And keep a launch from waiting for other threads (SWITCH_SECONDS).
+    And keep a launch from waiting for other threads (SWITCH_SECONDS). All of it stays as long as the process.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     torch.set_float32_matmul_precision("highest" if plan.precision == "fp32" else "high")
@@ -585,8 +585,8 @@ def loader_input(feed: Feed) -> Input:
     recent = pool.recent[feed.train.loader.source]
     supply = autotune.supply_of(recent, 0.0, len(pool.workers)) if recent else None
     times = (supply.cpu_ms, supply.wait_ms, supply.core_ms) if supply else (0.0, 0.0, 0.0)
-    few, name, seconds = pool.slow_samples(feed.train.loader.source)
-    return Input(len(pool.workers), *times, pinned=feed.page_locked, few=few, slow_file=(name, seconds))
+    few, names = pool.slow_samples(feed.train.loader.source)
+    return Input(len(pool.workers), *times, pinned=feed.page_locked, few=few, slow_files=tuple(names))
 
 
 def write_interval(

@@ -215,9 +215,7 @@ def _why_not_written(path: Path, content: dict[str, Any], error: Exception) -> s
     full = (isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)) or free < needed
     if full:
         sizes = f"{needed / 2**20:.0f} MiB needed, {free / 2**20:.{0 if free >= 2**20 else 1}f} MiB free"
-        whole = any(path.parent.glob("step-*.json"))  # a checkpoint without its manifest does not count
-        goes_on = "the same command goes on from the newest whole checkpoint" if whole else "give the same command again"
-        return f"{path}: the disk is full: {sizes}; make room, and {goes_on}"
+        return f"{path}: the disk is full: {sizes}; make room and give the same command again: whole checkpoints are kept"
     return f"{path}: cannot be written: {error}"
 
 

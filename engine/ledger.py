@@ -32,7 +32,7 @@ class Input:
     core_ms: float
     pinned: bool
     few: float = 0.0
-    slow_file: tuple[str, float] = ("", 0.0)
+    slow_files: tuple[str, ...] = ()
 
 
 class Ledger:
@@ -199,7 +199,7 @@ class Ledger:
             wait_ms=now.wait_ms,
             core_ms=now.core_ms,
             few=now.few,
-            slow_file=now.slow_file,
+            slow_files=now.slow_files,
             large_files=plan.large_files,
             decoder=plan.decoder,
             compile=plan.compile,

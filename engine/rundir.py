@@ -88,16 +88,15 @@ class RunDirectory:
         return found
 
     def begin(self, config: str) -> None:
-        """Write config.yaml, and take away an earlier life's summary and verdict: this one has not ended.
+        """Write config.yaml, and take away an earlier life's summary: this one has not ended.
 
         Raises:
             CheckpointError: config.yaml cannot be written.
-            UserError: they cannot be removed.
+            UserError: the summary cannot be removed.
         """
         self.write("config.yaml", config)
         with self._usable():
-            for name in ("summary.json", "verdict.json"):
-                (self.path / name).unlink(missing_ok=True)
+            (self.path / "summary.json").unlink(missing_ok=True)
 
     def write(self, name: str, content: str) -> None:
         """Replace a file of the folder.

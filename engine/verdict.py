@@ -30,8 +30,7 @@ class Account:
         workers: processes of a rank; 0 decodes in the training process.
         most_workers: what the cores are enough for.
         cpu_ms, wait_ms, core_ms: of one image in a worker: computing, waiting for storage, waiting for a core.
-        few: share of the workers' time that single files took, each of which took seconds.
-        slow_file: the slowest of them, and its seconds.
+        few, slow_files: share of the workers' time that single files took, each of them seconds at a time; and which.
         large_files: whether scripts/shrink.py would make them much smaller.
         decoder, compile, pinned: what the loader and the step run with.
     """
@@ -52,7 +51,7 @@ class Account:
     wait_ms: float
     core_ms: float
     few: float
-    slow_file: tuple[str, float]
+    slow_files: tuple[str, ...]
     large_files: bool
     decoder: str
     compile: str
@@ -125,10 +124,9 @@ def verdict(account: Account) -> list[str]:
         case "storage":
             return [f"input-bound by storage: {waited}.", f"{image}: {_faster_storage(a)}."]
         case "files":
-            name, seconds = a.slow_file
             return [f"input-bound by single files: {waited}.",
-                    f"They took {100 * a.few:.0f} % of the workers' time, the slowest {seconds:.1f} s: {name} - copy them "
-                    "anew; scripts/doctor.py finds damaged ones."]  # fmt: skip
+                    f"They took {100 * a.few:.0f} % of the workers' time, seconds each: {', '.join(a.slow_files)}; copy them "
+                    "anew or leave them out."]  # fmt: skip
         case "decode":
             return [f"input-bound by decode: {waited}.", f"{image}: {_faster_decoding(a)}."]
         case "engines":
@@ -165,10 +163,10 @@ def _faster_storage(account: Account) -> str:
     """What to try when storage limits, the most effective first."""
     a = account
     ways = ["move the images to faster storage" + f", or {SHRINK}" * a.large_files]
-    # Those that wait leave their core to others; loader.workers=auto has tried how many pay where it has measured.
-    room = math.floor(a.most_workers * (1 + a.wait_ms / max(a.cpu_ms, 1e-3)))
+    # Those that wait leave their core to others. Where loader.workers=auto has measured, it has tried that.
+    room = min(2 * a.most_workers + 8, math.floor(a.most_workers * (1 + a.wait_ms / max(a.cpu_ms, 1e-3))))
     more = min(room, math.ceil(1.15 * max(1, a.workers) * a.ceiling / max(a.images_per_second, 1e-9)))
-    if more > a.workers and not a.alone:
+    if more > a.workers and not a.alone and a.core_ms < 0.1 * a.wait_ms:
         ways.insert(0, f"try loader.workers={more}, as reading is mostly waiting, and distant storage serves many at a time")
     return "; else ".join(ways)
 
@@ -180,8 +178,8 @@ def _faster_decoding(account: Account) -> str:
         ways.insert(0, "loader.workers=auto decodes beside the step")
     elif a.workers < a.most_workers and a.core_ms < 0.1 * a.cpu_ms:
         ways.insert(0, f"loader.workers can be raised, the cores are enough for {a.most_workers}")
-    elif not a.on_gpu and a.workers == a.most_workers and a.wait > 0.5:  # the step's own core has nothing to do
-        ways.insert(0, f"loader.workers={a.workers + 1} would use the core that waits")
+    elif not a.on_gpu and a.workers == a.most_workers and a.wait > 0.5 and a.core_ms < 0.1 * a.cpu_ms:
+        ways.insert(0, f"loader.workers={a.workers + 1} would use the step's core, which waits")
     return "; ".join(ways)
 
 

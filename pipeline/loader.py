@@ -43,6 +43,7 @@ TASK_ROWS = 32
 LIVES_PER_TASK = 2
 STOP_SECONDS = 1.0
 SLOW_SAMPLE_SECONDS, SLOW_PAUSE_SECONDS = 2.0, 10.0
+FEW_SAMPLES = 3  # so many may be bad files
 
 
 class LoaderError(RuntimeError):
@@ -196,6 +197,8 @@ class WorkerPool:
         self.waiting: deque[Task] = deque()
         self.open: set[int] = set()
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
+        self._seconds = [0.0 for _ in self.sources]  # of all tasks so far, and of those samples that took very long, by index
+        self._slow: list[dict[int, float]] = [{} for _ in self.sources]
         self.decode_seconds, self.replies = 0.0, 0  # per image that a worker decoded, a running mean
         self._lives: dict[int, int] = {}
         self._next_number = 0
@@ -281,22 +284,26 @@ class WorkerPool:
         """A sample that took very long, once in a while: one slow file after the other would fill the log."""
         seconds, index = reply.slowest
         now = time.monotonic()
+        if seconds > SLOW_SAMPLE_SECONDS:
+            slow = self._slow[reply.source]
+            slow[index] = slow.get(index, 0.0) + seconds
         if seconds > SLOW_SAMPLE_SECONDS and now - self._slow_named > SLOW_PAUSE_SECONDS:
             self._slow_named = now
             name = self.sources[reply.source].dataset.name(index)
             logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
 
-    def slow_samples(self, source: int) -> tuple[float, str, float]:
-        """Of the newest tasks: the share of the workers' time that samples of SLOW_SAMPLE_SECONDS took; the slowest's name, its
-        seconds.
+    def slow_samples(self, source: int) -> tuple[float, list[str]]:
+        """Up to FEW_SAMPLES that took SLOW_SAMPLE_SECONDS and more: their share of the workers' time so far, and their names.
+
+        Nothing when there are more: storage that stops for a moment holds up a sample of every worker.
         """
-        replies = self.recent[source]
-        slow = [reply.slowest for reply in replies if reply.slowest[0] > SLOW_SAMPLE_SECONDS]
-        if not slow or 2 * len(slow) > len(replies):  # where most are slow, it is not the files
-            return 0.0, "", 0.0
-        seconds, index = max(slow)
-        share = sum(took for took, _ in slow) / sum(reply.seconds for reply in replies)
-        return share, self.sources[source].dataset.name(index), seconds
+        slow = self._slow[source]
+        floor = 0.1 * sum(slow.values())
+        most = [index for index, seconds in slow.items() if seconds > floor]
+        if not 0 < len(most) <= FEW_SAMPLES:
+            return 0.0, []
+        name = self.sources[source].dataset.name
+        return sum(slow[index] for index in most) / self._seconds[source], [name(index) for index in most]
 
     def warn_of_laggards(self, factor: float = 3.0) -> None:
         """Name each worker, once, that has come to take `factor` times as long as the others."""
@@ -363,6 +370,7 @@ class WorkerPool:
         self._last_reply = time.monotonic()
         heed(reply)
         self.recent[reply.source].append(reply)
+        self._seconds[reply.source] += reply.seconds
         self._name_slow(reply)
         self.open.discard(reply.number)
         if reply.decoded:

@@ -23,7 +23,7 @@ from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1
 """Label of a row that no sample has been written to; the loss and the metrics pass over it."""
-REMEDY = "scripts/doctor.py --all finds every such file, data.on_error=skip passes over those of train"
+REMEDY = "scripts/doctor.py --all looks at every file; data.on_error=skip passes over unreadable ones of train"
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process decides what they mean.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 

@@ -297,10 +297,8 @@ def sizes(case: Case) -> Iterator[Row]:
         gain = (middle / side) ** 2
         if most > 10 * least:
             yield warn(f"{text}, {most / least:,.0f} times as many", "large classes decide loss and accuracy: fill small ones")
-        elif 0 < 2 * middle < case.config.data.image_size:
-            yield warn(
-                text, f"training enlarges them to {case.config.data.image_size} px: a smaller data.image_size costs less"
-            )
+        elif 0 < 2 * middle < trained:
+            yield ok(text, f"small beside the {trained} px of training: a smaller data.image_size costs less")
         else:
             yield ok(text, f"scripts/shrink.py --side {side} leaves {gain:.1f} times less to decode" if gain > 1.5 else "")
 
@@ -380,7 +378,7 @@ def workers(case: Case) -> Iterator[Row]:
     text = f"{made.workers} ({made.workers_reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
     if limit < usable_cores() // case.ranks:
         yield warn(text, "raise ulimit -n: that is fewer than the cores")
-    elif made.workers > made.most_workers:
+    elif made.workers > made.most_workers + 1:  # on a CPU one more may pay
         yield warn(f"{text}; the cores are enough for {made.most_workers}", "leave loader.workers=auto, unless storage is slow")
     else:
         yield ok(text)

