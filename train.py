@@ -291,12 +291,12 @@ def tune_loader(
     Returns:
         Images/s that the step takes on all ranks without the loader; 0 when that is not known.
     """
-    if plan.workers_unmeasured:
-        vain = [f"autotune.{name}" for name, on in asdict(config.autotune).items() if on]
-        tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}"
-                    + f"; no effect of {' and '.join(vain)}" * bool(vain))  # fmt: skip
     if not plan.measures_workers:
-        if (config.autotune.online or config.autotune.refresh) and plan.workers_unmeasured is None:
+        vain = [f"autotune.{name}" for name, on in asdict(config.autotune).items() if on]
+        if plan.workers_unmeasured:
+            tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}"
+                        + f"; no effect of {' and '.join(vain)}" * bool(vain))  # fmt: skip
+        elif vain:
             tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
         return 0.0
     loader = config.loader

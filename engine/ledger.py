@@ -24,7 +24,7 @@ Gather = Callable[[Account | None], list[Account | None]]
 
 @dataclass(frozen=True)
 class Input:
-    """How the loader runs at this moment: see engine.verdict.Account."""
+    """How the loader runs at this moment: a part of engine.verdict.Account."""
 
     workers: int
     cpu_ms: float
@@ -193,17 +193,11 @@ class Ledger:
             batch_size=plan.batch_size,
             on_gpu=self._on_gpu,
             ranks=plan.world_size,
-            workers=now.workers,
             most_workers=plan.most_workers,
-            cpu_ms=now.cpu_ms,
-            wait_ms=now.wait_ms,
-            core_ms=now.core_ms,
-            few=now.few,
-            slow_files=now.slow_files,
             large_files=plan.large_files,
             decoder=plan.decoder,
             compile=plan.compile,
-            pinned=now.pinned,
+            **vars(now),
         )
 
 

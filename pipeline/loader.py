@@ -280,14 +280,14 @@ class WorkerPool:
                 self._end(worker)
                 self.workers[place] = self._start()
 
-    def _name_slow(self, reply: Reply) -> None:
-        """A sample that took very long, once in a while: one slow file after the other would fill the log."""
+    def _note_slow(self, reply: Reply) -> None:
+        """Note a sample that took very long; say it once in a while, as one slow file after the other would fill the log."""
         seconds, index = reply.slowest
-        now = time.monotonic()
-        if seconds > SLOW_SAMPLE_SECONDS:
-            slow = self._slow[reply.source]
-            slow[index] = slow.get(index, 0.0) + seconds
-        if seconds > SLOW_SAMPLE_SECONDS and now - self._slow_named > SLOW_PAUSE_SECONDS:
+        if seconds <= SLOW_SAMPLE_SECONDS:
+            return
+        slow, now = self._slow[reply.source], time.monotonic()
+        slow[index] = slow.get(index, 0.0) + seconds
+        if now - self._slow_named > SLOW_PAUSE_SECONDS:
             self._slow_named = now
             name = self.sources[reply.source].dataset.name(index)
             logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
@@ -371,7 +371,7 @@ class WorkerPool:
         heed(reply)
         self.recent[reply.source].append(reply)
         self._seconds[reply.source] += reply.seconds
-        self._name_slow(reply)
+        self._note_slow(reply)
         self.open.discard(reply.number)
         if reply.decoded:
             self.decode_seconds += (reply.seconds / reply.decoded - self.decode_seconds) / min(50, self.replies + 1)

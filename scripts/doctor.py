@@ -268,9 +268,7 @@ def duplicates(case: Case) -> Iterator[Row]:
     text = (f"{len(pairs):,} of {case.how_many('val')} validation images are in train as well, byte for byte "
             f"(compared with all {len(train_split.files):,})")  # fmt: skip
     details = tuple(f"{a} = {b}" for a, b in pairs)
-    of_val, of_train = ({path: name for name, files in split.classes.items() for path, _ in files}
-                        for split in (val_split, train_split))  # fmt: skip
-    elsewhere = sum(of_val[a] != of_train[b] for a, b in pairs)
+    elsewhere = sum(val_split.class_of(a) != train_split.class_of(b) for a, b in pairs)
     text += f"; {elsewhere:,} of them in another class" * bool(elsewhere)
     if 2 * len(pairs) > len(val):
         yield fail(text, "most of val is train, accuracy on it says nothing: give another data.val", details)

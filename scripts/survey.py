@@ -73,6 +73,10 @@ class Split:
     def files(self) -> Files:
         return [file for files in self.classes.values() for file in files]
 
+    def class_of(self, path: str) -> str:
+        """The class folder that an image lies in."""
+        return os.path.relpath(path, self.root).split(os.sep)[0]
+
 
 @dataclass(frozen=True)
 class Opened:

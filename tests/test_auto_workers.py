@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
 from pipeline.watch import Watch
+from tests.answers import ANSWER
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
 
@@ -93,10 +95,7 @@ def running(process: int) -> set[int]:
 
 def answer(workers: int) -> autotune.Answer:
     """Such as a start before this one may have found."""
-    supply = autotune.Supply(cpu_ms=1.0, wait_ms=0.0, spread=1.0, file_bytes=1.0, workers=1)
-    return autotune.Answer(workers=workers, prefetch_factor=2, pin_memory=False, demand=1.0, batch_size=8, supply=supply,
-                           rate=1.0, wait_fraction=0.0, each=1.0, slowed=False, engines=False, tried=True, budget=BUDGET,
-                           copy_ms=None, seconds=1.0)  # fmt: skip
+    return replace(ANSWER, workers=workers, prefetch_factor=2, pin_memory=False, budget=BUDGET)
 
 
 def tuning(console: str) -> list[str]:

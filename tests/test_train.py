@@ -713,15 +713,26 @@ def test_loss_not_finite(log_every: int, image_root: Path, tmp_path: Path, capfd
     assert run(image_root, folder, *options, "optim.lr=1e-3")["status"] == "finished"
 
 
-def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No collection in the middle of it, and no thread that keeps a launch waiting for long."""
-    step, seen, before = train.train_step, set[tuple[bool, float]](), gc.isenabled()
+def fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in the step shows when `number` are done."""
+    step = train.train_step
 
-    def look(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
-        seen.add((gc.isenabled(), round(sys.getswitchinterval(), 6)))
-        if state.step == 3:
+    def crash(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
+        if state.step == number:
             raise RuntimeError("a bug")
         return step(state, *arguments, **options)
+
+    monkeypatch.setattr(train, "train_step", crash)
+
+
+def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No collection in the middle of it, and no thread that keeps a launch waiting for long."""
+    fail_at(3, monkeypatch)
+    step, seen, before = train.train_step, set[tuple[bool, float]](), gc.isenabled()
+
+    def look(*arguments: Any, **options: Any) -> torch.Tensor:
+        seen.add((gc.isenabled(), round(sys.getswitchinterval(), 6)))
+        return step(*arguments, **options)
 
     monkeypatch.setattr(train, "train_step", look)
     with pytest.raises(RuntimeError, match="a bug"):
@@ -737,20 +748,13 @@ def test_a_choice_without_effect_is_told(image_root: Path, tmp_path: Path, capsy
 
 
 def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    step = train.train_step
-
-    def crash(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
-        if state.step == 7:
-            raise RuntimeError("a bug")
-        return step(state, *arguments, **options)
-
     monkeypatch.setattr("engine.ledger.SHORT_EPOCH", 0.0)
-    monkeypatch.setattr(train, "train_step", crash)
-    with pytest.raises(RuntimeError, match="a bug"):
-        run(image_root, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        fail_at(7, patch)
+        with pytest.raises(RuntimeError, match="a bug"):
+            run(image_root, tmp_path / "run")
     so_far = json.loads((tmp_path / "run" / "verdict.json").read_text())
     assert so_far["epoch"] == pytest.approx(5 / 4.5, abs=1e-3) and "the CPU waited" in so_far["verdict"][0]
-    monkeypatch.setattr(train, "train_step", step)
     summary = run(image_root, tmp_path / "run", "train.max_steps=8")
     assert summary["workers"] == 1
 
@@ -758,20 +762,15 @@ def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, m
 def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also the last rows, before the feed is closed: whatever a crash has left of it may hang."""
     folder = tmp_path / "run"
-    step, close, write = train.train_step, Prefetcher.close, RecordWriter.write
+    close, write = Prefetcher.close, RecordWriter.write
     seen: list[list[int]] = []
-
-    def crash(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
-        if state.step == 7:
-            raise RuntimeError("a bug")
-        return step(state, *arguments, **options)
 
     def look_and_close(self: Prefetcher) -> None:
         seen.append([event.step for event in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train/loss")])
         close(self)
 
     monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.01), write(self, data)))  # a slow disk
-    monkeypatch.setattr(train, "train_step", crash)
+    fail_at(7, monkeypatch)
     monkeypatch.setattr(Prefetcher, "close", look_and_close)
     with pytest.raises(RuntimeError, match="a bug"):
         run(image_root, folder, "log.tensorboard=true")

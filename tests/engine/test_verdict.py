@@ -173,34 +173,32 @@ def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], c
 
 
 class OneSlowFile(FolderDataset):
+    slow = frozenset({5})
+
     def _read(self, index: int) -> bytes:
-        time.sleep(0.3 if index == 5 else 0.0)
+        time.sleep(0.3 if index in self.slow else 0.0)
         return super()._read(index)
 
 
-class Hiccup(FolderDataset):
+class Hiccup(OneSlowFile):
     """Storage that stops for a moment, more than once: each time other files are held up."""
 
-    def _read(self, index: int) -> bytes:
-        time.sleep(0.3 if index % 6 == 5 else 0.0)
-        return super()._read(index)
+    slow = frozenset(range(5, 36, 6))
 
 
 @made_on_purpose
-def test_many_slow_files_are_the_storages_fault(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kind", "cause", "workers"), [(OneSlowFile, "single files", 1), (Hiccup, "storage", 2)], ids=["one file", "a hiccup"]
+)
+def test_slow_files_are_named_when_they_are_few(
+    image_root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FolderDataset], cause: str, workers: int
+) -> None:
     monkeypatch.setattr("pipeline.loader.SLOW_SAMPLE_SECONDS", 0.2)
-    with open_run(image_root, Hiccup, "train.device=cpu", "loader.workers=2") as (feed, ledger):
+    with open_run(image_root, kind, "train.device=cpu", f"loader.workers={workers}") as (feed, ledger):
         found = account_of(feed, ledger, lambda batch: None)
-    assert found[0].startswith("input-bound by storage")
-
-
-@made_on_purpose
-def test_one_slow_file_is_named(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.loader.SLOW_SAMPLE_SECONDS", 0.2)
-    with open_run(image_root, OneSlowFile, "train.device=cpu", "loader.workers=1") as (feed, ledger):
-        found = account_of(feed, ledger, lambda batch: None)
-        assert found[0].startswith("input-bound by single files")
-        assert feed.train.loader.pool.sources[0].dataset.name(5) in found[1]
+        name = feed.train.loader.pool.sources[0].dataset.name(5)
+    assert found[0].startswith(f"input-bound by {cause}")
+    assert (name in found[1]) == (kind is OneSlowFile)
 
 
 @made_on_purpose

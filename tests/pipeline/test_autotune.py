@@ -20,9 +20,7 @@ from pipeline.autotune import (
     ENOUGH,
     MARGIN,
     SLOWED,
-    Answer,
     NotMeasuredError,
-    Supply,
     Trial,
     best_of,
     search,
@@ -32,6 +30,7 @@ from pipeline.autotune import (
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.prefetcher import Batch
+from tests.answers import ANSWER
 
 CPU = torch.device("cpu")
 DISK_SECONDS, CORE_SECONDS = 0.004, 0.004
@@ -377,26 +376,6 @@ def test_search_of_ranks_that_differ_takes_the_same_number_of_trials() -> None:
     assert counts[0] == counts[1] == autotune.ROUNDS
 
 
-SUPPLY = Supply(cpu_ms=2.45, wait_ms=0.04, spread=1.2, file_bytes=110e3, workers=2)
-ANSWER = Answer(
-    workers=14,
-    prefetch_factor=3,
-    pin_memory=True,
-    demand=6690,
-    batch_size=256,
-    supply=SUPPLY,
-    rate=5600,
-    wait_fraction=0.16,
-    each=402,
-    slowed=False,
-    engines=False,
-    tried=True,
-    budget=14,
-    copy_ms=(0.7, 2.6),
-    seconds=9.0,
-)
-
-
 def test_answer_for_a_reader() -> None:
     assert ANSWER.lines("loader.decoder=hybrid, or scripts/shrink.py (x2.9 per core)") == [
         "the step takes 6,690 img/s (256 x 38.3 ms, measured on a resident batch)",
@@ -436,7 +415,7 @@ def test_answer_that_other_things_limit() -> None:
         (110e3, "or local storage, or scripts/shrink.py (fewer bytes a file)"),
         (27e3, "or local storage"),
     ):
-        disk = replace(ANSWER, supply=replace(SUPPLY, wait_ms=9.0, file_bytes=file_bytes))
+        disk = replace(ANSWER, supply=replace(ANSWER.supply, wait_ms=9.0, file_bytes=file_bytes))
         assert disk.stage == "storage" and disk.lines()[-1].endswith(advice)
 
 

@@ -11,27 +11,11 @@ from typing import Any
 
 import pytest
 
-from pipeline.autotune import Answer, Supply, recall, remember
+from pipeline.autotune import Answer, recall, remember
 from pipeline.index import default_cache_dir
+from tests.answers import ANSWER
 
 QUESTION: dict[str, Any] = {"data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]], "machine": ["H200", 16, 1.5, None, True]}
-ANSWER = Answer(
-    workers=7,
-    prefetch_factor=3,
-    pin_memory=True,
-    demand=6700.25,
-    batch_size=256,
-    supply=Supply(cpu_ms=2.5, wait_ms=0.1, spread=1.3, file_bytes=110e3, workers=2),
-    rate=6500.0,
-    wait_fraction=0.01,
-    each=1010.0,
-    slowed=False,
-    engines=False,
-    tried=True,
-    budget=15,
-    copy_ms=(0.7, 3.9),
-    seconds=8.1,
-)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,21 @@
+"""An answer of loader.workers=auto, for tests that show, remember or take one."""
+
+from pipeline.autotune import Answer, Supply
+
+ANSWER = Answer(
+    workers=14,
+    prefetch_factor=3,
+    pin_memory=True,
+    demand=6690.0,
+    batch_size=256,
+    supply=Supply(cpu_ms=2.45, wait_ms=0.04, spread=1.2, file_bytes=110e3, workers=2),
+    rate=5600.0,
+    wait_fraction=0.16,
+    each=402.0,
+    slowed=False,
+    engines=False,
+    tried=True,
+    budget=14,
+    copy_ms=(0.7, 2.6),
+    seconds=9.0,
+)
