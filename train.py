@@ -31,7 +31,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import Config, UserError, walk
+from conf.schema import RESULT, SPEED, Config, UserError, affecting, differences, show, walk
 from engine import checkpoint, meters
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
@@ -56,7 +56,7 @@ from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
 from pipeline import autotune
 from pipeline.budget import chosen_workers, worker_budget
-from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, stand_in
+from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, pixels_of, stand_in
 from pipeline.dataset import LARGE_FILE
 from pipeline.loader import LoaderError
 from pipeline.memory import MemoryPlan, plan_memory
@@ -65,6 +65,7 @@ from pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
+DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts
 # model.compile=tuned: the block sizes of every generated kernel are searched. ResNet-50 on an H200: 7,327 -> 7,798 images/s.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that computes in Python may keep a launch waiting. With Python's own 5 ms, at each of a step's hundreds of
@@ -86,21 +87,24 @@ def train(config: Config) -> dict[str, Any]:
     started = time.monotonic()
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device))
+        config = replace(config, run=world.agree(lambda: config.run))  # ${now:} is another time on every rank
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
-        world.agree(lambda: run.check(config.checkpoint.resume))
+        pixels = world.agree(lambda: run.stored_identity(config.checkpoint.resume)).get("pixels", "cpu")
         if undrawn := stand_in(config):  # a mistake shows before anything is drawn
-            plan = make_plan(config, undrawn, world)
+            plan = make_plan(config, undrawn, world, pixels)
             world.all_or_none(lambda: make_room(config, undrawn, plan, world))
             build_state(config, plan, world)
         datasets = build_datasets(config)
-        plan = make_plan(config, datasets, world)
+        plan = make_plan(config, datasets, world, pixels)
         rooms = world.all_or_none(lambda: make_room(config, datasets, plan, world))
         memory = min(world.of_node(rooms), key=lambda room: room.most_workers)  # other things take memory as well, at any time
         set_up_process(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)
-        resumed = world.agree(lambda: run.open(config.checkpoint.resume, identity))
-        changes: list[str] = []
+        world.all_or_none(lambda: same_on_all_ranks(identity, world.agree(lambda: identity), world.rank))
+        resumed, changes = world.agree(
+            lambda: run.open(config.checkpoint.resume, identity, accept_changes=config.checkpoint.accept_changes)
+        )
         # The folder's first life, also from another's checkpoint.
         begins = resumed is None or resumed.parent.resolve() != run.checkpoints.resolve()
         if resumed is not None:
@@ -109,22 +113,25 @@ def train(config: Config) -> dict[str, Any]:
             if begins:
                 state.best, state.last = {}, {}  # those checkpoints are in another folder
                 state.spent.clear()
-            changes = cli.differences(stored["config"], config)
+            if changes and state.step >= plan.stop_step:
+                raise UserError(f"{changes[0]}: run.dir={run.path} has taken its {plan.stop_step:,} steps, so the change would "
+                                "train nothing; give run.name=NAME or checkpoint.resume=never")  # fmt: skip
+            changes += differences(stored["config"], config)
         finished = run.finished_summary(state.step) if state.step >= plan.stop_step else None
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
+        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes, config.notes)
         if finished is not None:
-            tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
+            tracker.say("this run is finished: give another run.name to train again, or checkpoint.resume=never")
             tracker.outcome(finished)
             return finished
         if begins:
             tracker.text("config", cli.to_yaml(config))
             tracker.graph(lambda: models.build(config.model.name, num_classes=plan.num_classes, image_size=plan.image_size),
                           side=plan.image_size, parameters=plan.parameters)  # fmt: skip
-        world.agree(lambda: run.begin(cli.to_yaml(config)))
+        world.agree(lambda: run.begin({"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}))
 
         workers = min(plan.workers, memory.most_workers)
         feed = stack.enter_context(
@@ -159,16 +166,16 @@ def train(config: Config) -> dict[str, Any]:
             with meter.left_out(), feed.train.left_out():
                 yield
 
-        def save_all(*, best: bool) -> None:
+        def save_all() -> None:
             tracker.flush()  # first: a kill after the checkpoint leaves no gap in the curves before it
             ledger.settle()
             with ledger.lost("checkpoint"):
-                save(state, config, identity, run, world, best=best)
+                save(state, config, identity, run, world)
 
         def validate_and_save() -> None:
             with ledger.lost("validation"):
-                best = validate(state, plan, world, feed, measure, tracker, stop, datasets.classes)
-            save_all(best=best)
+                validate(state, plan, world, feed, measure, tracker, stop, datasets.classes)
+            save_all()
 
         def end_of_epoch() -> None:
             lines = ledger.epoch_verdict(loader_input(feed), world.gather)
@@ -227,7 +234,7 @@ def train(config: Config) -> dict[str, Any]:
                         validate_and_save()
                         signal_number = stop.agreed()
                     else:
-                        save_all(best=False)
+                        save_all()
                     gc.collect()
             if signal_number:
                 break
@@ -299,24 +306,7 @@ def tune_loader(
         elif vain:
             tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
         return 0.0
-    loader = config.loader
-    question = {
-        "data": [datasets.fingerprint, datasets.train_side, config.augment.train, config.augment.batch],
-        "loader": asdict(loader),
-        "step": [
-            asdict(config.model),
-            plan.num_classes,
-            plan.precision,
-            plan.compile,
-            plan.decoder,
-            config.optim.name,
-            config.optim.clip_norm is None,
-            config.train.ema_decay is None,
-            config.train.deterministic,
-        ],
-        "machine": [plan.device, platform.node(), budget, world.size, world.local_size],
-        "versions": [torch.__version__, autotune.VERSION],
-    }
+    question = tuning_question(config, plan, datasets, world, budget)
 
     def step(batch: Batch) -> None:
         train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
@@ -340,6 +330,17 @@ def tune_loader(
         rows, limits = answer.bars()
         tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
     return answer.demand * world.size if answer is not None else 0.0
+
+
+def tuning_question(config: Config, plan: Plan, datasets: Datasets, world: World, budget: int) -> dict[str, Any]:
+    """What the answer of loader.workers=auto depends on: an answer is remembered for exactly this."""
+    return {
+        "keys": {key: value for key, value in affecting(config, SPEED).items() if key not in DATA_FOLDERS},
+        "data": [datasets.train_fingerprint, plan.num_classes],
+        "plan": [plan.precision, plan.compile, plan.decoder, plan.channels_last],
+        "machine": [plan.device, platform.node(), budget, world.size, world.local_size],
+        "versions": [torch.__version__, autotune.VERSION],
+    }
 
 
 def train_step(
@@ -380,8 +381,8 @@ def validate(
     tracker: Tracker,
     stop: StopSignal,
     classes: Sequence[str],
-) -> bool:
-    """Measure the model over the whole validation split, once each image; return whether it is the best so far.
+) -> None:
+    """Measure the model over the whole validation split, once each image, and note in the state whether it is the best so far.
 
     A signal ends it early, and then nothing is recorded: the next life validates again.
     """
@@ -398,7 +399,7 @@ def validate(
     with plan.autocast():
         found = evaluate(state.validated_model, measure, batches(), world, mistakes)
     if found.images < plan.val_images:
-        return False
+        return
     row = {
         "step": state.step,
         "epoch": plan.epoch(state.step),
@@ -413,10 +414,9 @@ def validate(
     seconds = time.perf_counter() - began
     tracker.val_row({**row, "split": "val", "images": found.images, "seconds": seconds}, best=best)
     tracker.mistakes(mistakes, classes, scale=feed.val.scale, shift=feed.val.shift, step=state.step)
-    return best
 
 
-def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDirectory, world: World, *, best: bool) -> None:
+def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDirectory, world: World) -> None:
     """Write a checkpoint; rank 0 writes, and all ranks hear of a failure.
 
     Raises:
@@ -431,10 +431,11 @@ def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDi
         "state": state.state_dict(),
         "rng": {"seed": config.train.seed, "step": state.step},  # every draw is a function of these two
         "identity": identity,
-        "config": cli.to_yaml(config),
+        "config": {key: value for key, _, value in walk(config)},
         "made_by": checkpoint.provenance(),
     }
-    world.agree(lambda: checkpoint.save(run.checkpoints, content, keep=config.checkpoint.keep, best=best))
+    best = int(state.best["step"]) if state.best else None
+    world.agree(lambda: checkpoint.save(run.checkpoints, content, keep=config.checkpoint.keep, best_step=best))
 
 
 def diverged(how: str) -> TrainingError:
@@ -442,8 +443,11 @@ def diverged(how: str) -> TrainingError:
                          "no checkpoint holds these weights")  # fmt: skip
 
 
-def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
+def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu") -> Plan:
     """Derive what the run will do.
+
+    Args:
+        stored_pixels: `pixels` in the identity of the checkpoint to resume.
 
     Raises:
         UserError: the batch, the model or the image size cannot be.
@@ -463,7 +467,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
     if channels_last == "auto":
         channels_last = world.device.type == "cuda" and models.is_convnet(model)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
-    decoder = choose_decoder(config, world.device)
+    decoder = choose_decoder(config, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
     unmeasured = autotune.why_not(world.device, decoder, images / size, budget.workers)
     return Plan(
@@ -548,23 +552,41 @@ def build_state(config: Config, plan: Plan, world: World) -> TrainState:
 
 
 def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be the same training, by the name a person knows it by."""
-    return {
-        "dataset": datasets.fingerprint,
+    """What affects the result, by the name a person knows it by: a checkpoint with another identity is another training.
+
+    What was derived stands for the key that it was derived from: the samples for their folders, which may move.
+    """
+    keys = {key: value for key, value in affecting(config, RESULT).items() if key not in (*DATA_FOLDERS, "loader.decoder")}
+    return keys | {
+        "data.train": datasets.train_fingerprint,
+        "data.val": datasets.val_fingerprint,
         "classes": len(datasets.classes),
-        "model.name": config.model.name,
         "parameters": plan.parameters,
-        "optim.name": config.optim.name,
-        "optim.decay_norms": config.optim.decay_norms,
-        "loader.batch_size": config.loader.batch_size,
-        "train.seed": config.train.seed,
+        "train.precision": plan.precision,
+        "pixels": pixels_of(plan.decoder),
     }
 
 
-def introduce(tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:
+def same_on_all_ranks(own: dict[str, Any], first: dict[str, Any], rank: int) -> None:
+    """Refuse ranks that would train different things.
+
+    Raises:
+        UserError: names what differs.
+    """
+    for name in own:
+        if own[name] != first.get(name):
+            raise UserError(f"{name}: is {show(own[name])} on rank {rank} and {show(first.get(name))} on rank 0; give every "
+                            "rank the same command and the same data")  # fmt: skip
+
+
+def introduce(
+    tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str], notes: list[str]
+) -> None:
     """Say once what will happen."""
     for line in lines:
         tracker.say(line)
+    for note in notes:
+        tracker.say(f"note     {note}")
     tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
     for change in changes:
         tracker.say(f"changed  {change}")

@@ -5,29 +5,34 @@ a typo is answered with the nearest name, also behind + and ++), mistakes end wi
 """
 
 import contextlib
+import copy
+import hashlib
 import os
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from conf.schema import Config, UserError, check, did_you_mean, show, walk
+from conf.schema import RESULT, Config, UserError, check, did_you_mean, in_effect, show, walk
 
 FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
 FIELDS = {name: field for name, field, _ in walk(Config())}
 KEYS = list(FIELDS)
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
+DEFAULT_RECIPE: str = OmegaConf.load(FOLDER / "config.yaml").defaults[-2].recipe
+NAME_LENGTH = 100  # of a run, at most: a folder's name may have 255 bytes
 
 
 def choices(group: str) -> list[str]:
@@ -37,6 +42,8 @@ def choices(group: str) -> list[str]:
 def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
 
+    Precedence, from low to high: the schema's defaults, groups, the recipe, typed groups, typed keys.
+
     Args:
         overrides: as typed.
         runnable: refuse a config that lacks what only the user can give, data.root.
@@ -44,35 +51,129 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     Raises:
         UserError: a key, group choice or value that is not allowed.
     """
-    overrides = [_quoted(text) for text in overrides]
-    parsed = [_read_override(text) for text in overrides]
+    parsed = [_read_override(_quoted(text)) for text in overrides]
     for override in parsed:
         _check_override(override)
-    ConfigStore.instance().store(name="schema", node=Config)
+    groups = {o.key_or_group: str(o.value()) for o in parsed if o.key_or_group in GROUPS}
+    keys = [o for o in parsed if o.key_or_group not in GROUPS]
+    recipe = groups.pop("recipe", DEFAULT_RECIPE)
+    at_fault = parsed
     try:
-        with initialize_config_dir(version_base="1.3", config_dir=str(FOLDER)):
-            composed = compose(config_name="config", overrides=list(overrides))
-        # `+key=value` can add to the composed tree; only the schema's own keys survive this merge.
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), composed))
+        planned = _compose(recipe, FOLDER)
+        tree, notes = copy.deepcopy(planned), []
+        for group, choice in groups.items():
+            notes += _choose(tree, group, choice, recipe)
+        for override in keys:
+            at_fault = [override]
+            OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+        at_fault = parsed
+        if tree.run.name is None:
+            tree.run.name = run_name(recipe, planned, tree)
+        config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, parsed)) from None
+        raise UserError(_explain(error, at_fault)) from None
     assert isinstance(config, Config)
     check(config, runnable=runnable)
+    for override in keys:
+        _check_effect(override, config)
+    config.typed = list(overrides)
+    config.notes = notes + _doubts(config)
     return config
 
 
-def to_yaml(config: Config) -> str:
-    """The resolved config as YAML: what `--cfg job` prints and config.yaml in a run directory holds."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+@cache
+def _compose(recipe: str, folder: Path) -> DictConfig:
+    """The schema's defaults, the groups' and the recipe's values, merged in this order. Do not write into it."""
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+        composed = compose(config_name="config", overrides=[f"recipe={recipe}"])
+    # A YAML file can add keys to the composed tree; only the schema's own keys survive this merge.
+    return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
 
 
-def differences(stored: str, config: Config) -> list[str]:
-    """What a config changes against one stored as YAML, key by key; its own name and folder do not count."""
-    tree = OmegaConf.create(stored)
-    now = {name: value for name, _, value in walk(config) if not name.startswith("run.")}
-    was = {name: OmegaConf.select(tree, name) for name in now}
-    was = {name: OmegaConf.to_object(v) if OmegaConf.is_config(v) else v for name, v in was.items()}
-    return [f"{name}: {show(was[name])} -> {show(now[name])}" for name in now if was[name] != now[name]]
+def _choose(tree: DictConfig, group: str, choice: str, recipe: str) -> list[str]:
+    """Put a typed group into the tree, above the recipe; return what the user should know.
+
+    A section with a name (optim, schedule, model) is replaced as a whole: the values that a recipe has for one optimiser are
+    wrong for another. In other sections the recipe's values stay where the group has none: data=fake keeps the image size.
+    """
+    chosen = OmegaConf.load(FOLDER / group / f"{choice}.yaml")
+    if f"{group}.name" not in FIELDS:
+        tree[group] = OmegaConf.merge(tree[group], chosen)
+        return []
+    own = OmegaConf.select(OmegaConf.load(FOLDER / "recipe" / f"{recipe}.yaml"), group) or {}
+    before = {key: tree[group][key] for key in own}
+    tree[group] = OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(tree[group])), chosen)
+    dropped = [f"{group}.{key}={show(value)}" for key, value in before.items() if value != tree[group][key]]
+    return [f"{group}={choice} replaces the recipe's {', '.join(dropped)}"] if dropped else []
+
+
+def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
+    """The default run.name: the recipe, and every key that affects the result and differs from the recipe's value.
+
+    Two commands of one recipe get the same name if and only if they train the same thing.
+
+    Args:
+        recipe: its name.
+        planned: the recipe as composed, interpolations unresolved.
+        tree: the same with what the user typed.
+
+    Returns:
+        Such as `imagenet_rn50,optim.lr=0.3`. What makes it longer than NAME_LENGTH characters, or cannot be in the name of a
+        folder, is left out, and a hash of everything stands at the end.
+    """
+    full, short = recipe, recipe
+    before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
+    for name, f in FIELDS.items():
+        if not f.metadata["affects"] & RESULT or before[name] == now[name] or not in_effect(tree, f):
+            continue
+        trial = copy.deepcopy(tree)
+        OmegaConf.update(trial, name, before[name], merge=False)
+        # data.val_size=224 says what the recipe's ${data.image_size} says, if that is 224.
+        value, planned_value = (f.metadata["alike"](v[name]) for v in (values, _flat(trial, resolve=True)))
+        if value != planned_value:
+            full += f",{name}={show(value)}"
+            part = f",{name}=" + re.sub(r"[^\w.+-]+", "-", show(value), flags=re.ASCII).strip("-")
+            short += part if len(short + part) <= NAME_LENGTH else ""
+    return full if full == short else f"{short},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+    """Dotted key -> value, for every key; interpolations as they are written, or resolved."""
+    nested = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=resolve))
+    return {name: nested[name.split(".")[0]][name.split(".")[1]] for name in KEYS}
+
+
+def _check_effect(override: Override, config: Config) -> None:
+    """Refuse a typed key that another key puts out of effect: the run would not be what was asked for.
+
+    Raises:
+        UserError: names the other key.
+    """
+    name = override.key_or_group
+    f = FIELDS[name]
+    if not in_effect(config, f):
+        values = {key: value for key, _, value in walk(config)}
+        because = " and ".join(f"{key}={show(values[key])}" for key in f.metadata["when"])
+        needed = " and ".join(f"{key}={' or '.join(allowed)}" for key, allowed in f.metadata["when"].items())
+        raise UserError(f"{override.input_line}: has no effect with {because}; give {needed}, or leave it out")
+
+
+def _doubts(config: Config) -> list[str]:
+    """What is allowed and will hardly be what the user wants."""
+    transformer = re.search(r"vit|swin|deit|former", config.model.name)
+    if transformer and config.optim.name == "sgd":
+        return [f"model.name={config.model.name} with optim.name=sgd: transformers learn little with SGD; "
+                "recipe=imagenet_vit_s16 has an optimiser and a schedule for them"]  # fmt: skip
+    return []
+
+
+def to_yaml(content: Config | list[str]) -> str:
+    """YAML of a resolved config, as `--cfg job` prints it and config.yaml holds it, or of overrides as they were typed."""
+    if isinstance(content, list):
+        return OmegaConf.to_yaml(OmegaConf.create(content))
+    sections = {f.name: asdict(getattr(content, f.name)) for f in fields(content) if is_dataclass(getattr(content, f.name))}
+    return OmegaConf.to_yaml(OmegaConf.create(sections))
 
 
 def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
@@ -133,12 +234,14 @@ def help_text(script: str, purpose: str) -> str:
         "groups:",
     ]
     lines += [f"  {group + '=':<10} {' | '.join(choices(group))}" for group in GROUPS]
-    lines += ["", "keys (defaults before the recipe's):"]
-    for section in fields(Config):
-        node = getattr(Config(), section.name)
-        for name, f, value in walk(node, f"{section.name}."):
-            default = show(value) if f.default is not MISSING or value else "[]"
-            lines.append(f"  {name + '=' + default:<42} {f.metadata['sentence']}")
+    lines += [
+        "",
+        "keys (defaults before the recipe's; * affects the result: a run does not resume with another value):",
+    ]
+    for name, f, value in walk(Config()):
+        default = show(value) if f.default is not MISSING or value else "[]"
+        mark = "*" if f.metadata["affects"] & RESULT else " "
+        lines.append(f"{mark} {name + '=' + default:<42} {f.metadata['sentence']}")
     lines += ["", "--cfg job prints the composed config and ends; --help this text."]
     return "\n".join(lines)
 

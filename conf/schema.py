@@ -5,10 +5,14 @@ and `check` refuses what the types alone cannot. After that nobody writes to a `
 """
 
 import difflib
+import hashlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from enum import Flag, auto
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 Check = Callable[[Any], str | None]
@@ -19,9 +23,42 @@ class UserError(ValueError):
     """The user's mistake: `key=value: what is wrong; what to do`. Shown as one line, exit status 2, no traceback."""
 
 
-def key(default: Any, sentence: str, check: Check | None = None) -> Any:
-    """A dataclass field that carries the sentence for --help and the check for its value."""
-    metadata = {"sentence": sentence, "check": check}
+class Affects(Flag):
+    """What another value of a key can change.
+
+    Attributes:
+        RESULT: the trained weights or what validation reports. A run directory stands for one value of each such key.
+        SPEED: how fast a step or the input is. loader.workers=auto measures each such value anew.
+    """
+
+    NOTHING = 0
+    RESULT = auto()
+    SPEED = auto()
+
+
+NOTHING, RESULT, SPEED = Affects.NOTHING, Affects.RESULT, Affects.SPEED
+
+
+def key(
+    default: Any,
+    affects: Affects,
+    sentence: str,
+    check: Check | None = None,
+    *,
+    when: Mapping[str, tuple[str, ...]] | None = None,
+    alike: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """A dataclass field that carries what the program knows about a key.
+
+    Args:
+        default: the value where no group, recipe or override sets one.
+        affects: what another value can change. A key that alters the step affects RESULT and SPEED; if in doubt, both.
+        sentence: for --help.
+        check: refuses values that the type allows.
+        when: the key has an effect only if each of these keys has one of these values.
+        alike: maps a value to what matters of it: two values that it maps to the same thing train the same.
+    """
+    metadata = {"affects": affects, "sentence": sentence, "check": check, "when": when or {}, "alike": alike}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -70,135 +107,166 @@ def auto_or(item: Check, says: str, kind: type) -> Check:
 
 
 def named(value: Any) -> str | None:
-    return None if value and "/" not in value and value not in (".", "..") else "a name without slashes"
+    good = value is None or (value and "/" not in value and value not in (".", ".."))
+    return None if good else "a name without slashes, or null"
+
+
+def path_hash(path: str | None) -> str | None:
+    """Six hexadecimal digits that stand for a path in the name of a run."""
+    return path and hashlib.sha256(os.fsencode(os.path.abspath(os.path.expanduser(path)))).hexdigest()[:6]
 
 
 COUNT = number(1)
 EPOCHS = 1e6  # more is a slip, and steps would no longer count exactly
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
+FAKE, SGD, ADAMW = {"data.source": ("fake",)}, {"optim.name": ("sgd",)}, {"optim.name": ("adamw",)}
 
 
 @dataclass
 class Data:
-    source: str = key("folder", "where images come from; set by the group: data=folder, demo or fake",
+    source: str = key("folder", RESULT | SPEED, "where images come from; set by the group: data=folder, demo or fake",
                       one_of("folder", "demo", "fake"))  # fmt: skip
-    root: str | None = key(None, "folder that holds train/<class>/* and val/<class>/*")
-    train: str = key("train", "training split: a folder under data.root, or an absolute path")
-    val: str = key("val", "validation split: a folder under data.root, or an absolute path")
-    image_size: int = key(224, "side of the training image in pixels; the augment lists refer to it", number(8, 4096))
-    on_error: str = key("raise", "an unreadable training image: raise, or skip (the next readable one takes its place); "
-                        "validation always raises", one_of("raise", "skip"))  # fmt: skip
-    mean: list[float] = key([0.485, 0.456, 0.406], "per-channel mean in [0, 1] that is taken off", each(number(0, 1), count=3))
-    std: list[float] = key(
-        [0.229, 0.224, 0.225], "per-channel deviation that is divided by", each(number(0, above=True), count=3)
-    )
-    fake_images: int = key(1_281_167, "data=fake: number of training images (validation has a tenth)", number(10))
-    fake_classes: int = key(1000, "data=fake: number of classes", number(2))
+    root: str | None = key(None, RESULT | SPEED, "folder that holds train/<class>/* and val/<class>/*", alike=path_hash)
+    train: str = key("train", RESULT | SPEED, "training split: a folder under data.root, or an absolute path",
+                     alike=lambda path: path_hash(path) if "/" in path else path)  # fmt: skip
+    val: str = key("val", RESULT, "validation split: a folder under data.root, or an absolute path",
+                   alike=lambda path: path_hash(path) if "/" in path else path)  # fmt: skip
+    image_size: int = key(224, RESULT | SPEED, "side of the training images in pixels; the augment lists refer to it",
+                          number(8, 4096))  # fmt: skip
+    val_size: int = key("${data.image_size}", RESULT, "side of the validation images in pixels", number(8, 4096))
+    on_error: str = key("raise", NOTHING, "an unreadable training image: raise, or skip (the next readable one takes its "
+                        "place); validation always raises", one_of("raise", "skip"))  # fmt: skip
+    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, "mean of each channel in [0, 1], which is subtracted",
+                            each(number(0, 1), count=3))  # fmt: skip
+    std: list[float] = key([0.229, 0.224, 0.225], RESULT, "standard deviation of each channel, which divides",
+                           each(number(0, above=True), count=3))  # fmt: skip
+    fake_images: int = key(1_281_167, RESULT | SPEED, "data=fake: number of training images (validation has a tenth)",
+                           number(10), when=FAKE)  # fmt: skip
+    fake_classes: int = key(1000, RESULT | SPEED, "data=fake: number of classes", number(2), when=FAKE)
 
 
 @dataclass
 class Augment:
-    train: list[Any] = key([], "ordered transforms of one training image, each `name` or `name: {parameter: value}`")
-    val: list[Any] = key([], "ordered transforms of one validation image")
-    batch: list[Any] = key([], "ordered transforms of a whole training batch on the device: mixup, cutmix, ...")
+    train: list[Any] = key([], RESULT | SPEED, "ordered transforms of one training image, each `name` or "
+                           "`name: {parameter: value}`")  # fmt: skip
+    val: list[Any] = key([], RESULT, "ordered transforms of one validation image")
+    batch: list[Any] = key([], RESULT | SPEED, "ordered transforms of a whole training batch on the device: mixup, cutmix, ...")
 
 
 @dataclass
 class Loader:
-    batch_size: int = key(256, "global batch: what one optimiser step sees, over all ranks", COUNT)
-    workers: Any = key("auto", "worker processes per rank: auto (measured on a GPU, else what the cores allow), or a number "
-                       "(0 decodes in the training process)",
+    batch_size: int = key(256, RESULT | SPEED, "global batch: what one optimiser step sees, over all ranks", COUNT)
+    workers: Any = key("auto", SPEED, "worker processes per rank: auto (measured on a GPU, else what the cores allow), or a "
+                       "number (0 decodes in the training process)",
                        auto_or(number(0, 4096), "a whole number from 0 to 4096", int))  # fmt: skip
-    decoder: str = key("auto", "what turns JPEG bytes into pixels: auto takes the first of turbojpeg, simplejpeg, "
-                       "pillow that is installed; gpu the GPU's engines; hybrid both",
-                       one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"))  # fmt: skip
-    pin_memory: Any = key("auto", "page-lock the batch buffers, so that the copy to a GPU runs beside the step: auto does, "
-                          "unless loader.workers=auto finds it slower", AUTO_BOOL)  # fmt: skip
-    prefetch_factor: Any = key("auto", "tasks (32 images) each worker has in hand: auto is 3, or as loader.workers=auto finds",
+    decoder: str = key("auto", RESULT | SPEED, "what turns JPEG bytes into pixels: auto takes the first of turbojpeg, "
+                       "simplejpeg, pillow that is installed, which give the same pixels; gpu takes the GPU's JPEG engines, "
+                       "hybrid takes both; a run keeps to CPU decoders, gpu or hybrid when it resumes",
+                       one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"),
+                       alike=lambda name: name if name in ("gpu", "hybrid") else "auto")  # fmt: skip
+    pin_memory: Any = key("auto", SPEED, "page-lock the batch buffers, so that the copy to a GPU runs beside the step: auto "
+                          "does, unless loader.workers=auto finds it slower", AUTO_BOOL)  # fmt: skip
+    prefetch_factor: Any = key("auto", SPEED, "tasks (32 images) each worker has in hand: auto is 3, or as "
+                               "loader.workers=auto finds",
                                auto_or(number(1, 64), "a whole number from 1 to 64", int))  # fmt: skip
-    prefetch_batches: int = key(4, "batches kept ready on the device", number(1, 64))
-    timeout_seconds: float = key(120.0, "a batch later than this stops the run and names the files", number(0, above=True))
-    start_method: str = key("forkserver", "how workers are started", one_of("forkserver", "spawn", "fork"))
+    prefetch_batches: int = key(4, SPEED, "batches kept ready on the device", number(1, 64))
+    timeout_seconds: float = key(120.0, NOTHING, "a batch later than this stops the run and names the files",
+                                 number(0, above=True))  # fmt: skip
+    start_method: str = key("forkserver", SPEED, "how workers are started", one_of("forkserver", "spawn", "fork"))
 
 
 @dataclass
 class Autotune:
-    refresh: bool = key(False, "measure again, even if this machine remembers the answer for this data, model and batch")
-    online: bool = key(False, "at an epoch's end, change the number of workers when the GPU had to wait, or had far too many")
+    refresh: bool = key(False, NOTHING, "measure again, even if this machine remembers the answer for this data, model and "
+                        "batch")  # fmt: skip
+    online: bool = key(False, NOTHING, "at an epoch's end, change the number of workers when the GPU had to wait, or had far "
+                       "too many")  # fmt: skip
 
 
 @dataclass
 class Model:
-    name: str = key("resnet50", "a classifier of torchvision, of models/, or timm/<name> when timm is installed")
-    weights: str | None = key(None, "weights to start from: a file with a state_dict or a checkpoint, or `pretrained`")
-    channels_last: Any = key("auto", "memory format NHWC: auto is true for convnets on a GPU", AUTO_BOOL)
-    compile: str = key("auto", "torch.compile mode; auto is default on a GPU, off on a CPU; tuned searches every kernel's "
-                       "block sizes (minutes at the first start, some 6 % faster steps)",
+    name: str = key(
+        "resnet50", RESULT | SPEED, "a classifier of torchvision, of models/, or timm/<name> when timm is installed"
+    )
+    weights: str | None = key(None, RESULT, "weights to start from: a file with a state_dict or a checkpoint, or `pretrained`",
+                              alike=lambda weights: weights if weights == "pretrained" else path_hash(weights))  # fmt: skip
+    channels_last: Any = key("auto", SPEED, "memory format NHWC: auto is true for convnets on a GPU", AUTO_BOOL)
+    compile: str = key("auto", SPEED, "torch.compile mode; auto is default on a GPU, off on a CPU; tuned searches every "
+                       "kernel's block sizes (minutes at the first start, some 6 % faster steps)",
                        one_of("auto", "off", "default", "tuned", "reduce-overhead", "max-autotune",
                               "max-autotune-no-cudagraphs"))  # fmt: skip
 
 
 @dataclass
 class Optim:
-    name: str = key("sgd", "optimiser", one_of("sgd", "adamw"))
-    lr: float = key(0.1, "peak learning rate for the whole global batch (it is not rescaled)", number(0, above=True))
-    momentum: float = key(0.9, "sgd: momentum", number(0, 1))
-    nesterov: bool = key(False, "sgd: Nesterov momentum")
-    betas: list[float] = key([0.9, 0.999], "adamw: decay of the two moments", each(number(0, 1, below=True), count=2))
-    eps: float = key(1e-8, "adamw: added to the denominator", number(0, above=True))
-    weight_decay: float = key(1e-4, "weight decay", number(0))
-    decay_norms: bool = key(True, "decay biases and normalisation parameters too (pytorch/examples does)")
-    clip_norm: float | None = key(None, "clip the global gradient norm to this", number(0, above=True, optional=True))
+    name: str = key("sgd", RESULT | SPEED, "optimiser", one_of("sgd", "adamw"))
+    lr: float = key(0.1, RESULT, "peak learning rate for the whole global batch (it is not rescaled)", number(0, above=True))
+    momentum: float = key(0.9, RESULT | SPEED, "sgd: momentum", number(0, 1), when=SGD)
+    nesterov: bool = key(False, RESULT | SPEED, "sgd: Nesterov momentum", when=SGD)
+    betas: list[float] = key([0.9, 0.999], RESULT, "adamw: decay of the two moments", each(number(0, 1, below=True), count=2),
+                             when=ADAMW)  # fmt: skip
+    eps: float = key(1e-8, RESULT, "adamw: added to the denominator", number(0, above=True), when=ADAMW)
+    weight_decay: float = key(1e-4, RESULT, "weight decay", number(0))
+    decay_norms: bool = key(True, RESULT | SPEED, "decay biases and normalisation parameters too (pytorch/examples does)")
+    clip_norm: float | None = key(None, RESULT | SPEED, "clip the global gradient norm to this",
+                                  number(0, above=True, optional=True))  # fmt: skip
 
 
 @dataclass
 class Schedule:
-    name: str = key("step", "learning-rate curve", one_of("constant", "step", "cosine", "linear"))
-    warmup_epochs: float = key(0.0, "epochs of linear warm-up from zero", number(0, EPOCHS))
-    step_epochs: float = key(30.0, "step: epochs between drops", number(0, above=True))
-    step_gamma: float = key(0.1, "step: factor of each drop", number(0, 1, above=True))
-    final_lr: float = key(0.0, "cosine, linear: learning rate at the end", number(0))
+    name: str = key("step", RESULT, "learning-rate curve", one_of("constant", "step", "cosine", "linear"))
+    warmup_epochs: float = key(0.0, RESULT, "epochs of linear warm-up from zero", number(0, EPOCHS))
+    step_epochs: float = key(30.0, RESULT, "step: epochs between drops", number(0, above=True),
+                             when={"schedule.name": ("step",)})  # fmt: skip
+    step_gamma: float = key(0.1, RESULT, "step: factor of each drop", number(0, 1, above=True),
+                            when={"schedule.name": ("step",)})  # fmt: skip
+    final_lr: float = key(0.0, RESULT, "cosine, linear: learning rate at the end", number(0),
+                          when={"schedule.name": ("cosine", "linear")})  # fmt: skip
 
 
 @dataclass
 class Train:
-    epochs: float = key(90.0, "passes over the training images", number(0, EPOCHS, above=True))
-    max_steps: int | None = key(None, "end after this many optimiser steps, cleanly", number(1, optional=True))
-    seed: int = key(0, "seed of order, augmentation, initial weights and dropout", number(0, 2**32 - 1))
-    precision: str = key("auto", "auto is bf16 on a GPU, fp32 on a CPU; tf32 and fp32 keep float32 weights and activations",
-                         one_of("auto", "bf16", "tf32", "fp32"))  # fmt: skip
-    deterministic: bool = key(False, "on a GPU: the same bits every time, slower")
-    device: str = key("auto", "auto is cuda when there is a GPU", one_of("auto", "cpu", "cuda"))
-    label_smoothing: float = key(0.0, "label smoothing", number(0, 1))
-    ema_decay: float | None = key(None, "keep an exponential moving average of the weights; it is what is validated",
-                                  number(0, 1, above=True, optional=True))  # fmt: skip
-    validate_every_epochs: int = key(1, "epochs between validations; the end is always validated", COUNT)
+    epochs: float = key(90.0, RESULT, "passes over the training images", number(0, EPOCHS, above=True))
+    max_steps: int | None = key(None, NOTHING, "end after this many optimiser steps, cleanly", number(1, optional=True))
+    seed: int = key(0, RESULT, "seed of order, augmentation, initial weights and dropout", number(0, 2**32 - 1))
+    precision: str = key("auto", RESULT | SPEED, "auto is bf16 on a GPU that has it in hardware, else fp32; tf32 and fp32 keep "
+                         "float32 weights and activations", one_of("auto", "bf16", "tf32", "fp32"))  # fmt: skip
+    deterministic: bool = key(False, SPEED, "on a GPU: the same bits every time, slower")
+    device: str = key("auto", SPEED, "auto is cuda when there is a GPU", one_of("auto", "cpu", "cuda"))
+    label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
+    ema_decay: float | None = key(None, RESULT | SPEED, "keep an exponential moving average of the weights; it is what is "
+                                  "validated", number(0, 1, above=True, optional=True))  # fmt: skip
+    validate_every_epochs: int = key(1, NOTHING, "epochs between validations; the end is always validated", COUNT)
 
 
 @dataclass
 class Checkpoint:
-    every_steps: int = key(1000, "steps between checkpoints; one is also written at each validation and at the end", COUNT)
-    keep: int = key(2, "newest checkpoints kept; the best is kept besides", COUNT)
-    resume: str = key("auto", "auto: go on where run.dir stopped; never: start afresh (an old run.dir is moved aside); "
-                      "or a checkpoint's path")  # fmt: skip
+    every_steps: int = key(1000, NOTHING, "steps between checkpoints; one is also written at each validation and at the end",
+                           COUNT)  # fmt: skip
+    keep: int = key(2, NOTHING, "newest checkpoints kept; the best is kept besides", COUNT)
+    resume: str = key("auto", NOTHING, "auto: go on where run.dir stopped; never: start afresh (an old run.dir is moved "
+                      "aside); or a checkpoint's path")  # fmt: skip
+    accept_changes: bool = key(False, NOTHING, "resume although keys that affect the result have changed")
 
 
 @dataclass
 class Run:
-    name: str = key("imagenet_rn50", "name of the run; recipes set their own", named)
-    dir: str = key("runs/${run.name}", "everything the run writes; the same command with the same run.dir resumes",
+    name: str | None = key(None, NOTHING, "name of the run; null: the recipe's name and the keys that affect the result and "
+                           "differ from the recipe's", named)  # fmt: skip
+    dir: str = key("runs/${run.name}", NOTHING, "everything the run writes; the same command with the same run.dir resumes",
                    lambda value: None if value else "a path")  # fmt: skip
 
 
 @dataclass
 class Log:
-    every_steps: int = key(50, "steps between log rows", COUNT)
-    tensorboard: bool = key(True, "write TensorBoard event files")
+    every_steps: int = key(50, NOTHING, "steps between log rows", COUNT)
+    tensorboard: bool = key(True, NOTHING, "write TensorBoard event files")
 
 
 @dataclass
 class Profile:
-    steps: list[int] = key([], "first and last step to profile, as [100,110]: a Chrome trace and the ten costliest operators",
+    steps: list[int] = key([], NOTHING, "first and last step to profile, as [100,110]: a Chrome trace and the ten costliest "
+                           "operators",
                            lambda value: None if not value or (len(value) == 2 and 0 <= value[0] <= value[1])
                            else "two steps, the first not after the last")  # fmt: skip
 
@@ -217,6 +285,9 @@ class Config:
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
+    # Not keys: the overrides as they were typed, for overrides.yaml, and what the start has to say about them.
+    typed: list[str] = field(default_factory=list, compare=False)
+    notes: list[str] = field(default_factory=list, compare=False)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -225,8 +296,32 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
         value = getattr(node, f.name)
         if is_dataclass(value):
             yield from walk(value, f"{prefix}{f.name}.")
-        else:
+        elif "sentence" in f.metadata:
             yield f"{prefix}{f.name}", f, value
+
+
+def in_effect(config: Any, f: Any) -> bool:
+    """Whether a key matters beside the others: optim.betas does not with optim.name=sgd.
+
+    Args:
+        config: a Config, or a composed tree of the same shape.
+        f: the key's dataclass field.
+    """
+    return all(attrgetter(name)(config) in values for name, values in f.metadata["when"].items())
+
+
+def affecting(config: Config, what: Affects) -> dict[str, Any]:
+    """Every key in effect that affects `what`, with its value."""
+    return {name: value for name, f, value in walk(config) if f.metadata["affects"] & what and in_effect(config, f)}
+
+
+def differences(stored: Mapping[str, Any], config: Config) -> list[str]:
+    """The keys that do not affect the result and differ from stored values; a run's own name and folder do not count."""
+    return [
+        f"{name}: {show(stored[name])} -> {show(value)}"
+        for name, f, value in walk(config)
+        if name in stored and stored[name] != value and not f.metadata["affects"] & RESULT and not name.startswith("run.")
+    ]
 
 
 def check(config: Config, *, runnable: bool = True) -> None:
@@ -257,4 +352,4 @@ def show(value: Any) -> str:
     """A value the way it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return str(value)
+    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)

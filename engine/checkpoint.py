@@ -19,30 +19,34 @@ from typing import Any
 
 import torch
 
-from conf.schema import UserError
+from conf.schema import UserError, show
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+# Raised whenever what a checkpoint holds changes its meaning.
+# 2: `identity` is every key that affects the result, `config` a table of plain values.
+FORMAT = 2
+# Keys and figures that tensors or step numbers depend on: no checkpoint can go on with another value, accepted or not.
+FIXED = ("model.name", "classes", "parameters", "optim.name", "optim.decay_norms", "loader.batch_size")
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written, or is damaged: names the file and the reason."""
 
 
-def save(folder: Path, content: dict[str, Any], *, keep: int, best: bool) -> Path:
+def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
     """Write a checkpoint, point `last` (and `best`) to it, and remove what is no longer kept.
 
     Args:
         folder: `checkpoints/` of a run.
         content: plain containers, tensors, numbers and strings; `step` names the file.
         keep: newest checkpoints to keep; the best is kept besides.
-        best: whether this is the best so far.
+        best_step: step of the best checkpoint so far, perhaps this one.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; what was there before is untouched.
     """
-    path = folder / f"step-{content['step']:08d}.pt"
+    path, best = folder / file_name(content["step"]), best_step == content["step"]
     manifest_path = path.with_suffix(".json")
     manifest = {"file": path.name, "step": content["step"], "best": best}
     before = _read_manifest(manifest_path)
@@ -62,8 +66,12 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best: bool) -> Pat
             write_json(folder / "best.json", manifest)
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise CheckpointError(_why_not_written(path, content, error)) from error
-    _prune(folder, keep)
+    _prune(folder, keep, {path.name, file_name(best_step) if best_step is not None else ""})
     return path
+
+
+def file_name(step: int) -> str:
+    return f"step-{step:08d}.pt"
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -71,6 +79,7 @@ def load(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: missing, damaged, or not a checkpoint.
+        UserError: it is of another format.
     """
     manifest_path = path.with_suffix(".json")
     try:
@@ -81,8 +90,13 @@ def load(path: Path) -> dict[str, Any]:
         raise
     except Exception as error:  # torch.load raises many kinds for a file that is not a checkpoint
         raise CheckpointError(f"{path}: cannot be read as a checkpoint: {type(error).__name__}") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointError(f"{path}: not a checkpoint of this program")
+    if content["format"] != FORMAT:
+        age = "an older" if content["format"] < FORMAT else "a newer"
+        raise UserError(f"{path}: is of {age} version of this program (format {content['format']}, this one reads {FORMAT}); "
+                        f"give run.name=NAME or checkpoint.resume=never to start afresh, and model.weights={path} to start "
+                        "from its weights")  # fmt: skip
     return content
 
 
@@ -91,6 +105,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
 
     Raises:
         CheckpointError: there are checkpoints and every one is damaged.
+        UserError: it is of another format.
     """
     damaged = []
     for path in sorted(folder.glob("step-*.pt"), reverse=True):
@@ -109,20 +124,29 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def check_compatible(stored: dict[str, Any], now: dict[str, Any], path: Path) -> None:
-    """Refuse to resume what would not be the same training.
+def compare(stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_changes: bool = False) -> list[str]:
+    """Refuse to resume what would be another training, unless the user accepts the changes; return those accepted.
 
     Args:
-        stored, now: what must be equal, name -> value.
+        stored, now: what affects the result, name -> value.
+        path: of the checkpoint, for messages.
 
     Raises:
-        UserError: names each difference.
+        UserError: names each difference and what to do.
     """
-    differences = [
-        f"{name} was {_short(stored.get(name))}, is {_short(now[name])}" for name in now if stored.get(name) != now[name]
-    ]
-    if differences:
-        raise UserError(f"cannot resume {path}: {'; '.join(differences)}; give another run.dir or checkpoint.resume=never")
+    names = [name for name in {**now, **stored} if stored.get(name) != now.get(name)]
+    changes = [f"{name} was {was}, is {value}"
+               for name in names for was, value in [_short(stored.get(name), now.get(name))]]  # fmt: skip
+    fixed = [name for name in names if name in FIXED]
+    ways = ["give this training a directory of its own with run.name=NAME",
+            "start afresh in this one with checkpoint.resume=never (the run in it is moved aside)"]  # fmt: skip
+    if fixed:
+        raise UserError(f"cannot resume {path}: {'; '.join(changes)}; no checkpoint can go on with another {fixed[0]}: "
+                        f"{', or '.join(ways)}")  # fmt: skip
+    if changes and not accept_changes:
+        ways.append("go on from here all the same with checkpoint.accept_changes=true")
+        raise UserError(f"cannot resume {path}: {'; '.join(changes)}; that would be another training: {', or '.join(ways)}")
+    return changes
 
 
 def provenance() -> dict[str, str]:
@@ -159,10 +183,10 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
     for path in folder.glob("step-*.pt"):
         if not path.with_suffix(".json").exists() and not (keep is not None and path.samefile(keep)):
             path.unlink(missing_ok=True)
-    for path in sorted(folder.glob("step-*.json"))[-1:]:
-        manifest = _read_manifest(path)
-        if manifest.get("best") and manifest != _read_manifest(folder / "best.json"):
-            write_json(folder / "best.json", manifest)  # the kill may have come between the two
+    manifests = map(_read_manifest, sorted(folder.glob("step-*.json"), reverse=True))
+    best = next((manifest for manifest in manifests if manifest.get("best")), None)
+    if best is not None and best != _read_manifest(folder / "best.json"):
+        write_json(folder / "best.json", best)  # damaged, or the kill came between the checkpoint and its pointer
 
 
 def _write(path: Path, fill: Callable[[Path], Any], announce: Callable[[str], None] = lambda digest: None) -> str:
@@ -199,14 +223,18 @@ def _valid_digests(manifest: dict[str, Any]) -> list[str | None]:
     return [manifest.get("sha256"), *manifest.get("replaces", [])]
 
 
-def _prune(folder: Path, keep: int) -> None:
-    kept = {_read_manifest(folder / pointer).get("file") for pointer in ("last.json", "best.json")}
-    newest = sorted(folder.glob("step-*.pt"), reverse=True)[:keep]
-    for path in folder.glob("step-*.pt"):
-        if path.name not in kept and path not in newest:
+def _prune(folder: Path, keep: int, needed: set[str]) -> None:
+    """Remove all checkpoints but the newest `keep` and those `needed`. One that cannot be removed costs disk, not the run."""
+    paths = sorted(folder.glob("step-*.pt"))
+    for path in paths[:-keep]:
+        if path.name in needed:
+            continue
+        try:
             # The manifest goes first: a file without one does not count, a manifest without a file would.
             path.with_suffix(".json").unlink(missing_ok=True)
             path.unlink(missing_ok=True)
+        except OSError as error:
+            logger.warning("the old checkpoint %s cannot be removed (%s); training goes on", path, error.strerror or error)
 
 
 def _why_not_written(path: Path, content: dict[str, Any], error: Exception) -> str:
@@ -232,6 +260,8 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else text[:16] + "..."
+def _short(*values: Any) -> list[str]:
+    """Values for a message, cut where that leaves them different."""
+    whole = [show(value) for value in values]
+    cut = [text if len(text) <= 60 else f"{text[:57]}..." for text in whole]
+    return cut if len(set(cut)) == len(set(whole)) else whole

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
+        self._found: tuple[Any, tuple[Path, dict[str, Any]] | None] | None = None
 
     def check(self, resume: str) -> None:
         """Refuse, as `open` does, what shows before the data is known. Nothing is created.
@@ -40,61 +41,97 @@ class RunDirectory:
             if self.path.exists():
                 self._refuse_foreign()
 
-    def open(self, resume: str, identity: dict[str, Any]) -> Path | None:
+    def stored_identity(self, resume: str) -> dict[str, Any]:
+        """The identity in the checkpoint that `open` would go on from; empty where there is none. Changes nothing.
+
+        Raises:
+            UserError, CheckpointError: as `open` does.
+        """
+        self.check(resume)
+        found = self._find(resume)
+        return found[1] if found is not None else {}
+
+    def open(self, resume: str, identity: dict[str, Any], *, accept_changes: bool = False) -> tuple[Path | None, list[str]]:
         """Claim the folder and find the checkpoint to go on from. Rank 0 calls this; nothing is created when it raises.
 
         Args:
             resume: `auto`, `never`, or a checkpoint's path.
-            identity: what the checkpoint's run must have in common with this one.
+            identity: what affects the result, by the name a person knows it by.
+            accept_changes: go on although some of it was different when the checkpoint was written.
 
         Returns:
-            The checkpoint, or None to start from step 0.
+            The checkpoint, or None to start from step 0; and the changes that were accepted.
 
         Raises:
             UserError: the folder holds something else or is in use, or the checkpoint is missing or of another training.
             CheckpointError: there are checkpoints, and none of them is whole.
         """
         self.check(resume)
-        given = None if resume in ("auto", "never") else Path(resume)
-        if given is not None:
-            try:
-                stored = checkpoint.load(given)
-            except checkpoint.CheckpointError as error:
-                raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
-            checkpoint.check_compatible(stored["identity"], identity, given)
         with self._usable():
-            return self._open(resume, identity, given)
+            while True:
+                before = self._listing()
+                found, changes = self._find(resume), []
+                if found is not None:
+                    changes = checkpoint.compare(found[1], identity, found[0], accept_changes=accept_changes)
+                if self.path.exists() and self._lock is None:
+                    self._claim()
+                if self._listing() == before:  # else another process has trained here since we looked
+                    break
+            if self._lock is not None:
+                given = None if resume in ("auto", "never") else Path(resume)
+                checkpoint.remove_leftovers(self.checkpoints, keep=given)
+                if resume == "never":
+                    self._move_aside()
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._claim()
+        return (found[0] if found is not None else None), changes
 
-    def _open(self, resume: str, identity: dict[str, Any], given: Path | None) -> Path | None:
-        if self.path.exists():
-            self._claim()
-            checkpoint.remove_leftovers(self.checkpoints, keep=given)
-        found = given
-        newest = checkpoint.load_newest(self.checkpoints) if resume != "never" else None
-        if newest is not None:
-            own, stored = newest
-            if given is None or not given.parent.samefile(self.checkpoints):
-                # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
-                found = own
-                checkpoint.check_compatible(stored["identity"], identity, own)
-            elif given.name < own.name:
-                raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.name}; leave the key out to "
-                                "go on from there, or give another run.dir to branch off")  # fmt: skip
-        if resume == "never" and self.path.exists():
-            self._move_aside()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
-        if self._lock is None:
-            self._claim()
+    def _find(self, resume: str) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to go on from and its identity."""
+        key = (resume, self._listing())
+        if self._found is None or self._found[0] != key:  # reading gigabytes twice would double the start
+            self._found = key, self._look_for(resume)
+        return self._found[1]
+
+    def _look_for(self, resume: str) -> tuple[Path, dict[str, Any]] | None:
+        if resume == "never":
+            return None
+        newest = checkpoint.load_newest(self.checkpoints)
+        if newest is not None and (resume == "auto" or not Path(resume).parent.samefile(self.checkpoints)):
+            # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
+            return newest[0], newest[1]["identity"]
+        if resume == "auto":
+            return None
+        given = Path(resume)
+        if newest is not None and given.name < newest[0].name:
+            raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {newest[0].name}; leave the key out "
+                            "to go on from there, or give another run.dir to branch off")  # fmt: skip
+        try:
+            return given, checkpoint.load(given)["identity"]
+        except checkpoint.CheckpointError as error:
+            raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+
+    def _listing(self) -> list[tuple[str, int]]:
+        """Names and times of the checkpoints' manifests."""
+        found = []
+        for path in sorted(self.checkpoints.glob("step-*.json")):
+            with suppress(FileNotFoundError):  # removed by a process that trains here; the lock will tell
+                found.append((path.name, path.stat().st_mtime_ns))
         return found
 
-    def begin(self, config: str) -> None:
-        """Write config.yaml, and take away an earlier life's summary: this one has not ended.
+    def begin(self, files: dict[str, str]) -> None:
+        """Write config.yaml and the like, and remove the summary of an earlier start: this one has not ended.
+
+        Args:
+            files: content by name.
 
         Raises:
-            CheckpointError: config.yaml cannot be written.
+            CheckpointError: a file cannot be written.
             UserError: the summary cannot be removed.
         """
-        self.write("config.yaml", config)
+        for name, content in files.items():
+            self.write(name, content)
         with self._usable():
             (self.path / "summary.json").unlink(missing_ok=True)
 

@@ -84,12 +84,17 @@ class RandomResizedCrop:
 
 
 class Resize:
-    """Scale so that the shorter side is `size` pixels."""
+    """Scale so that the shorter side is `size / crop_ratio` pixels, of which a crop of `size` keeps the share `crop_ratio`.
+
+    Args:
+        size: of the crop that follows; with the default ratio, of the shorter side itself.
+        crop_ratio: ImageNet models are validated at 0.875: 256 px before the crop of 224 px.
+    """
 
     side = None
 
-    def __init__(self, *, size: int) -> None:
-        self.size = _side(size)
+    def __init__(self, *, size: int, crop_ratio: float = 1.0) -> None:
+        self.size = round(_side(size) / number("crop_ratio", crop_ratio, 0.01, 1))
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size

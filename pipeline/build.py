@@ -31,7 +31,7 @@ class Datasets:
 
     Attributes:
         train_side, val_side: side of the images after the transforms, pixels.
-        fingerprint: which samples these are; a run resumes only on the same.
+        train_fingerprint, val_fingerprint: which samples these are, wherever their folders are.
     """
 
     train: Dataset
@@ -39,7 +39,8 @@ class Datasets:
     classes: tuple[str, ...]
     train_side: int
     val_side: int
-    fingerprint: str
+    train_fingerprint: str
+    val_fingerprint: str
 
 
 def build_datasets(config: Config) -> Datasets:
@@ -57,7 +58,7 @@ def build_datasets(config: Config) -> Datasets:
         train = FakeDataset(num_samples=data.fake_images, num_classes=data.fake_classes, size=train_side)
         val = FakeDataset(num_samples=data.fake_images // 10, num_classes=data.fake_classes, size=val_side)
         classes = tuple(f"fake{i:04d}" for i in range(data.fake_classes))
-        return Datasets(train, val, classes, train_side, val_side, f"fake-{data.fake_images}-{data.fake_classes}")
+        return Datasets(train, val, classes, train_side, val_side, f"{len(train)} fake images", f"{len(val)} fake images")
     root = _root(config)
     if data.source == "demo":
         try:
@@ -79,7 +80,7 @@ def build_datasets(config: Config) -> Datasets:
         train_index.classes,
         train_side,
         val_side,
-        f"{train_index.fingerprint()}-{val_index.fingerprint()}",
+        *(f"{len(index):,} images, SHA-256 {index.fingerprint()[:16]}" for index in (train_index, val_index)),
     )
 
 
@@ -197,8 +198,16 @@ def ring_slots(config: Config, batch_size: int, workers: int) -> int:
                         prefetch_batches=config.loader.prefetch_batches)  # fmt: skip
 
 
-def choose_decoder(config: Config, device: torch.device) -> str:
+def pixels_of(decoder: str) -> str:
+    """Whose pixels a decoder gives: cpu for all that run there, which agree bit for bit; gpu and hybrid are their own."""
+    return decoder if decoder in ON_GPU else "cpu"
+
+
+def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "cpu") -> str:
     """What loader.decoder stands for on this machine.
+
+    Args:
+        stored_pixels: of the checkpoint to resume; auto keeps to them.
 
     Raises:
         UserError: it is not installed, or there are no engines for gpu and hybrid.
@@ -206,6 +215,8 @@ def choose_decoder(config: Config, device: torch.device) -> str:
     name = config.loader.decoder
     if config.data.source == "fake":
         return "none"
+    if name == "auto" and stored_pixels in ON_GPU and device.type == "cuda":
+        name = stored_pixels
     if name not in ON_GPU:
         return decode.resolve(name)
     if name == "hybrid" and config.train.deterministic:

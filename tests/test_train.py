@@ -333,7 +333,7 @@ def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: 
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
     content = checkpoint.load(path)
     content["state"]["last"] = {}
-    checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3, best=False)
+    checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3)
     (tmp_path / "run" / "summary.json").unlink()
     second = run(image_root, tmp_path / "run", "train.epochs=1")
     assert (second["step"], second["lives"], second["status"]) == (5, 2, "finished")

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from conf import cli
-from conf.schema import Config, UserError, auto_or, each, key, named, number, one_of, show, walk
+from conf.schema import NOTHING, RESULT, Config, UserError, auto_or, each, key, named, number, one_of, show, walk
 
 ROOT = Path(__file__).parents[2]
 DATA = "data.root=/nowhere"  # composing looks at no folder
@@ -19,6 +19,11 @@ CHOICES = [(group, choice) for group in cli.GROUPS for choice in cli.choices(gro
 
 def leaves(config: Config) -> dict[str, object]:
     return {name: value for name, _, value in walk(config)}
+
+
+def sections(config: Config) -> dict[str, object]:
+    """What a user can set, nested."""
+    return {name: value for name, value in asdict(config).items() if isinstance(value, dict)}
 
 
 def command(*arguments: str, cwd: Path, python: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
@@ -47,7 +52,8 @@ def test_groups() -> None:
 @pytest.mark.parametrize(("group", "choice"), CHOICES)
 def test_every_group_choice_composes(group: str, choice: str) -> None:
     config = cli.load([f"{group}={choice}", DATA])
-    told = {"loader": None, "augment": None, "recipe": config.run.name, "data": config.data.source}.get(group, choice)
+    name = (config.run.name or "").split(",")[0]
+    told = {"loader": None, "augment": None, "recipe": name, "data": config.data.source}.get(group, choice)
     assert told in (None, choice)
     names = {"optim": config.optim.name, "schedule": config.schedule.name, "model": config.model.name}
     assert names.get(group, choice) == choice
@@ -61,14 +67,15 @@ def test_defaults_are_those_of_pytorch_examples() -> None:
     assert (config.schedule.name, config.schedule.step_epochs, config.schedule.step_gamma) == ("step", 30, 0.1)
     assert config.schedule.warmup_epochs == 0 and config.train.label_smoothing == 0 and config.optim.decay_norms
     assert config.augment.train == [{"random_resized_crop": {"size": 224}}, "horizontal_flip"]
-    assert config.augment.val == [{"resize": {"size": 256}}, {"center_crop": {"size": 224}}]
+    assert config.augment.val == [{"resize": {"size": 224, "crop_ratio": 0.875}}, {"center_crop": {"size": 224}}]
     assert config.augment.batch == []
 
 
 def test_help_tells_the_defaults_that_compose() -> None:
     declared, composed = leaves(Config()), leaves(cli.load([DATA]))
-    assert {k for k in declared if declared[k] != composed[k]} == {"data.root", "augment.train", "augment.val", "run.dir"}
-    assert composed["run.dir"] == "runs/imagenet_rn50"
+    resolved = {"data.val_size", "run.name", "run.dir"}
+    assert {k for k in declared if declared[k] != composed[k]} == {"data.root", "augment.train", "augment.val", *resolved}
+    assert (composed["data.val_size"], composed["run.dir"]) == (224, f"runs/{composed['run.name']}")
 
 
 def test_the_more_particular_wins() -> None:
@@ -99,7 +106,7 @@ def test_values_keep_their_types() -> None:
         "optim.clip_norm=2",
         "train.epochs=3",
     ]
-    config = cli.load([DATA, *lists, *plain, "model.channels_last=true", "data.train=/elsewhere/train set"])
+    config = cli.load([DATA, "optim.name=adamw", *lists, *plain, "model.channels_last=true", "data.train=/elsewhere/train set"])
     assert config.augment.batch == [{"mixup": {"alpha": 0.3}}, "cutmix"]
     assert (config.optim.betas, config.data.mean) == ([0.8, 0.99], [0.0, 1.0, 0.5])
     assert (config.model.compile, config.loader.workers, config.train.max_steps) == ("off", 3, 7)
@@ -111,7 +118,7 @@ def test_values_keep_their_types() -> None:
 def test_yaml_says_the_same_as_the_config() -> None:
     for overrides in (["recipe=demo", "model.compile=off"], ["recipe=imagenet_vit_s16", DATA, "run.name='yes'"]):
         config = cli.load(overrides)
-        assert yaml.safe_load(cli.to_yaml(config)) == asdict(config)
+        assert yaml.safe_load(cli.to_yaml(config)) == sections(config)
 
 
 def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path: Path) -> None:
@@ -122,7 +129,8 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
         choices = next(line for line in lines if line.startswith(f"  {group}="))
         assert choices.split("=")[1].replace("|", " ").split() == cli.choices(group)
     for name, field, _ in walk(Config()):
-        (line,) = (line for line in lines if line.startswith(f"  {name}="))
+        (line,) = (line for line in lines if line[2:].startswith(f"{name}="))
+        assert line[:2] == ("* " if field.metadata["affects"] & RESULT else "  ")
         assert line.endswith(" " + field.metadata["sentence"])
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
     assert "hydra" in imported  # so the list does list imports
@@ -133,7 +141,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
 def test_cfg_job_prints_yaml_that_parses(tmp_path: Path) -> None:
     done = command("recipe=demo", "optim.lr=0.3", "--cfg", "job", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
-    assert yaml.safe_load(done.stdout) == asdict(cli.load(["recipe=demo", "optim.lr=0.3"]))
+    assert yaml.safe_load(done.stdout) == sections(cli.load(["recipe=demo", "optim.lr=0.3"]))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -288,11 +296,10 @@ def test_unreadable_override_is_named(override: str, capsys: pytest.CaptureFixtu
 
 def test_nesterov_without_momentum(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.momentum" in refusal([DATA, "optim.nesterov=true", "optim.momentum=0"], capsys)
-    cli.load([DATA, "optim=adamw", "optim.nesterov=true", "optim.momentum=0"])  # of no consequence there
 
 
 def test_missing_root_says_what_to_pass_and_offers_the_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in ([], ["data.root=null"], ["data.root=???"], ["data.root="]):
+    for arguments in ([], ["data.root=null"], ["data.root="]):
         line = refusal(arguments, capsys)
         assert line.startswith("data.root is missing: pass data.root=")
         assert "recipe=demo" in line
@@ -389,7 +396,7 @@ def test_checks() -> None:
 
 
 def test_key_defaults_are_not_shared() -> None:
-    assert key([1], "").default_factory() is not key([1], "").default_factory()
+    assert key([1], NOTHING, "").default_factory() is not key([1], NOTHING, "").default_factory()
     assert Config().optim.betas is not Config().optim.betas
 
 
@@ -403,5 +410,5 @@ def test_every_key_has_a_sentence() -> None:
 
 
 def test_load_raises_for_callers() -> None:
-    with pytest.raises(UserError, match=r"^optim\.lr=-1\.0: not allowed; give a number > 0$"):
+    with pytest.raises(UserError, match=r"^optim\.lr=-1: not allowed; give a number > 0$"):
         cli.load([DATA, "optim.lr=-1"])

@@ -5,6 +5,7 @@ What a config alone can tell is in test_cli.py; here are the mistakes that show 
 
 import logging
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -262,12 +263,13 @@ def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workpl
 def test_other_data_in_the_same_run_directory(
     refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(cli.load([*SMALL, f"data.root={images}", "train.max_steps=1"])) == 0
+    assert train.main(cli.load([*SMALL, f"data.root={images}", "run.name=one", "train.max_steps=1"])) == 0
     capsys.readouterr()
     next((images / "train" / "dots").iterdir()).unlink()
     os.utime(images / "train" / "dots")
-    line = refusal(f"data.root={images}", "train.max_steps=2", "optim=adamw")
-    assert "cannot resume" in line and "dataset was" in line and "optim.name was sgd, is adamw" in line
+    line = refusal(f"data.root={images}", "run.name=one", "train.max_steps=2", "optim=adamw")
+    assert "cannot resume" in line and "optim.name was sgd, is adamw" in line
+    assert re.search(r"data\.train was 36 images, SHA-256 (\w{16}), is 35 images, SHA-256 (?!\1)\w{16}; ", line)
 
 
 def test_cuda_without_a_gpu(image_root: Path, workplace: Path) -> None:

@@ -42,7 +42,7 @@ def test_the_recipes() -> None:
 def test_recipe_builds(recipe: str) -> None:
     """Its model, on the meta device, takes the images that its lists make, and its curve fits its length."""
     config = cli.load([f"recipe={recipe}", *([] if recipe == "demo" else [DATA])])
-    assert config.run.name == recipe
+    assert config.run.name.split(",")[0] == recipe
     train, val = transforms(config)
     assert train.side == config.data.image_size and val.side is not None
     with torch.device("meta"):
@@ -64,15 +64,26 @@ def test_recipe_opens_with_its_command_and_what_to_expect(recipe: str) -> None:
     text = "\n".join(header(recipe))
     (command,) = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
     config = cli.load(shlex.split(command))
-    assert config.run.name == recipe
+    assert config.run.name.split(",")[0] == recipe
     assert re.search(r"\d %|\d\.\d top-1|>= \d+ %", text)
 
 
 @pytest.mark.parametrize("choice", cli.choices("augment"))
 def test_lists_of_every_augment_choice_build(choice: str) -> None:
+    """Training and validation follow data.image_size, validation data.val_size where that is given."""
     train, val = transforms(cli.load([f"augment={choice}", "data.image_size=32", DATA]))
-    assert train.side == 32
-    assert val.side is not None
+    assert (train.side, val.side) == (32, 32)
+    train, val = transforms(cli.load([f"augment={choice}", "data.image_size=32", "data.val_size=64", DATA]))
+    assert (train.side, val.side) == (32, 64)
+
+
+@pytest.mark.parametrize(("size", "short_side"), [(224, 256), (176, 201), (64, 73)])
+def test_validation_takes_the_centre_at_seven_eighths(size: int, short_side: int) -> None:
+    """As 256 is to 224: a validation at another size sees the same part of an image."""
+    _, val = transforms(cli.load([f"data.val_size={size}", DATA]))
+    resize, crop = val.transforms
+    assert isinstance(resize, augment.Resize) and resize.size == short_side
+    assert isinstance(crop, augment.CenterCrop) and crop.side == size
 
 
 @pytest.mark.parametrize("choice", cli.choices("model"))

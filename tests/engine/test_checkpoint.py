@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import gzip
 import hashlib
 import json
 import logging
@@ -20,9 +21,10 @@ from typing import Any
 import pytest
 import torch
 
+import models
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import CheckpointError, load, load_newest, remove_leftovers, save
+from engine.checkpoint import FORMAT, CheckpointError, compare, load, load_newest, remove_leftovers, save
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,18 +66,24 @@ def pointed(folder: Path, pointer: str) -> str:
 def folder(tmp_path: Path) -> Path:
     """Checkpoints of steps 10 and 20."""
     for step in (10, 20):
-        save(tmp_path / "checkpoints", content(step), keep=2, best=False)
+        save(tmp_path / "checkpoints", content(step), keep=2)
     return tmp_path / "checkpoints"
 
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(7), "d": torch.randn(2, 3).t()}
     nested = {"step": 5, "state": {**tensors, "list": [1, 2.5, None, "x"]}, "config": "a: 1\n", "best": {"top1": 1.5}}
-    path = save(tmp_path / "new" / "checkpoints", nested, keep=1, best=False)
+    path = save(tmp_path / "new" / "checkpoints", nested, keep=1)
     stored = load(path)
     for name, tensor in tensors.items():
         assert torch.equal(stored["state"].pop(name), tensor)
-    assert stored == {"format": 1, "step": 5, "state": {"list": [1, 2.5, None, "x"]}, "config": "a: 1\n", "best": {"top1": 1.5}}
+    assert stored == {
+        "format": FORMAT,
+        "step": 5,
+        "state": {"list": [1, 2.5, None, "x"]},
+        "config": "a: 1\n",
+        "best": {"top1": 1.5},
+    }
     assert files(path.parent) == {"step-00000005.pt", "step-00000005.json", "last.json"}
 
 
@@ -93,14 +101,14 @@ def test_no_checkpoint_at_all(tmp_path: Path) -> None:
 
 def test_newest_is_the_highest_step(tmp_path: Path) -> None:
     for step in (100, 9, 10):
-        save(tmp_path, content(step), keep=9, best=False)
+        save(tmp_path, content(step), keep=9)
     assert newest(tmp_path) == 100
 
 
 def test_keep_and_best(tmp_path: Path) -> None:
     kept = {}
-    for step, best in ((1, True), (2, False), (3, True), (4, False), (5, False), (6, False)):
-        save(tmp_path, content(step), keep=2, best=best)
+    for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):
+        save(tmp_path, content(step), keep=2, best_step=best)
         kept[step] = {int(name[5:13]) for name in files(tmp_path) if name.endswith(".pt")}
         assert pointed(tmp_path, "last.json") == f"step-{step:08d}.pt"
         assert {name for name in files(tmp_path) if name.startswith("step-") and name.endswith(".json")} == {
@@ -112,14 +120,14 @@ def test_keep_and_best(tmp_path: Path) -> None:
 
 def test_keep_one_that_is_not_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3):
-        save(tmp_path, content(step), keep=1, best=step == 1)
+        save(tmp_path, content(step), keep=1, best_step=1)
     assert {n for n in files(tmp_path) if n.endswith(".pt")} == {"step-00000001.pt", "step-00000003.pt"}
 
 
 def test_saving_a_step_again_replaces_it(folder: Path) -> None:
     again = content(20)
     again["state"]["extra"] = torch.ones(9)
-    save(folder, again, keep=2, best=True)
+    save(folder, again, keep=2, best_step=20)
     assert torch.equal(load(folder / "step-00000020.pt")["state"]["extra"], torch.ones(9))
     assert pointed(folder, "best.json") == "step-00000020.pt"
 
@@ -141,11 +149,11 @@ def test_killed_while_a_step_is_saved_again(folder: Path, monkeypatch: pytest.Mo
     for stop, extra in ((stop_before, None), (stop_before, None), (stop_after, "new")):
         monkeypatch.setattr(os, "replace", stop)
         with pytest.raises(KeyboardInterrupt):
-            save(folder, {**content(20), "extra": "new"}, keep=2, best=False)
+            save(folder, {**content(20), "extra": "new"}, keep=2)
         assert newest(folder) == 20
         assert load(folder / "step-00000020.pt").get("extra") == extra
     monkeypatch.undo()
-    save(folder, content(20), keep=2, best=False)
+    save(folder, content(20), keep=2)
     assert "replaces" not in json.loads((folder / "step-00000020.json").read_text())
     flip(folder / "step-00000020.pt", 500)
     assert newest(folder) == 10
@@ -181,7 +189,7 @@ def test_damaged_manifest(folder: Path, manifest: str, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         assert newest(folder) == 10
     assert "step-00000020.pt" in caplog.text
-    save(folder, content(20), keep=2, best=False)  # the step is reached again
+    save(folder, content(20), keep=2)  # the step is reached again
     assert newest(folder) == 20
 
 
@@ -202,7 +210,7 @@ def test_damaged_pointers_do_not_matter(folder: Path) -> None:
     for pointer in ("last.json", "best.json"):
         (folder / pointer).write_text("{")
     assert newest(folder) == 20
-    save(folder, content(30), keep=2, best=False)
+    save(folder, content(30), keep=2)
     assert newest(folder) == 30
 
 
@@ -229,7 +237,7 @@ class Evil:
 @pytest.mark.parametrize("with_manifest", [True, False])
 def test_what_would_run_code_is_refused(tmp_path: Path, with_manifest: bool) -> None:
     mark = tmp_path / "executed"
-    path = save(tmp_path, {**content(5), "evil": Evil(mark)}, keep=1, best=False)
+    path = save(tmp_path, {**content(5), "evil": Evil(mark)}, keep=1)
     if not with_manifest:
         path.with_suffix(".json").unlink()
     with pytest.raises(CheckpointError, match=r"step-00000005\.pt: cannot be read as a checkpoint"):
@@ -239,7 +247,7 @@ def test_what_would_run_code_is_refused(tmp_path: Path, with_manifest: bool) -> 
     assert mark.exists()  # it would have
 
 
-@pytest.mark.parametrize("other", [{"format": 2, "step": 1}, {"step": 1}, [1], torch.zeros(3)])
+@pytest.mark.parametrize("other", [{"format": "2", "step": 1}, {"step": 1}, [1], torch.zeros(3)])
 def test_what_is_no_checkpoint_of_ours(tmp_path: Path, other: Any) -> None:
     torch.save(other, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match=r"other\.pt: not a checkpoint of this program"):
@@ -263,15 +271,46 @@ def test_leftovers_are_removed_and_nothing_else(folder: Path) -> None:
 
 
 def test_killed_before_the_best_was_pointed_to(folder: Path) -> None:
-    save(folder, content(25), keep=2, best=True)
+    save(folder, content(25), keep=2, best_step=25)
     old = (folder / "best.json").read_bytes()
-    save(folder, content(30), keep=2, best=True)
+    save(folder, content(30), keep=2, best_step=30)
     (folder / "best.json").write_bytes(old)  # as a kill right after the manifest leaves it
     remove_leftovers(folder)
     assert pointed(folder, "best.json") == "step-00000030.pt"
     for step in (40, 50, 60):
-        save(folder, content(step), keep=2, best=False)
+        save(folder, content(step), keep=2, best_step=30)
     assert "step-00000030.pt" in files(folder)
+
+
+@pytest.mark.parametrize("damage", ["", "{", '{"file": "step-00000001.pt"}', None])
+def test_a_damaged_best_json_costs_no_checkpoint(folder: Path, damage: str | None) -> None:
+    """What the state calls best stays, whatever the pointer says, and the next start points to it again."""
+    save(folder, content(30), keep=2, best_step=30)
+    whole = (folder / "best.json").read_bytes()
+    (folder / "best.json").unlink() if damage is None else (folder / "best.json").write_text(damage)
+    for step in (40, 50, 60):
+        save(folder, content(step), keep=2, best_step=30)
+    assert {name for name in files(folder) if name.endswith(".pt")} == {f"step-000000{n}.pt" for n in (30, 50, 60)}
+    remove_leftovers(folder)
+    assert (folder / "best.json").read_bytes() == whole
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path.name.startswith("step-00000010"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    for step in (30, 40):
+        save(folder, content(step), keep=2)
+    assert {name for name in files(folder) if name.endswith(".pt")} == {f"step-000000{n}.pt" for n in (10, 30, 40)}
+    (message, _) = caplog.messages
+    assert message.startswith(f"the old checkpoint {folder}/step-00000010.pt cannot be removed (Permission denied)")
 
 
 # Imports torch once; for every number it reads, a child saves from that step on until it is killed.
@@ -289,7 +328,7 @@ for line in sys.stdin:
         while True:
             state = {"weights": torch.full((500_000,), float(step)), "names": [str(step)]}
             for again in (False, True):  # a step is saved a second time when the next start validates it
-                checkpoint.save(folder, {"step": step, "state": state, "again": again}, keep=2, best=step % 3 == 0)
+                checkpoint.save(folder, {"step": step, "state": state, "again": again}, keep=2, best_step=step - step % 3)
             step += 1
     print(child, flush=True)
     os.waitpid(child, 0)
@@ -338,11 +377,11 @@ def test_sigkill_at_any_instant(tmp_path: Path) -> None:
 def test_file_that_cannot_grow(folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
     before = files(folder)
     with file_size_limit(100_000), pytest.raises(CheckpointError) as error:
-        save(folder, content(30, size=1_000_000), keep=2, best=True)
+        save(folder, content(30, size=1_000_000), keep=2, best_step=30)
     assert str(error.value).startswith(f"{folder}/step-00000030.pt: cannot be written: ") and "\n" not in str(error.value)
     assert files(folder) == before
     assert newest(folder) == 20
-    save(folder, content(30, size=1_000_000), keep=2, best=True)
+    save(folder, content(30, size=1_000_000), keep=2, best_step=30)
     assert newest(folder) == 30
 
 
@@ -364,10 +403,10 @@ def test_full_disk(tmp_path: Path) -> None:
     folder = tmp_path / "disk"
     with small_disk(folder, 4):
         for step in (10, 20):
-            save(folder, content(step, size=250_000), keep=2, best=False)  # 1 MB each
+            save(folder, content(step, size=250_000), keep=2)  # 1 MB each
         before = files(folder)
         with pytest.raises(CheckpointError) as error:
-            save(folder, content(30, size=750_000), keep=2, best=True)
+            save(folder, content(30, size=750_000), keep=2, best_step=30)
         message = str(error.value)
         assert message.startswith(f"{folder}/step-00000030.pt: the disk is full: 3 MiB needed, ")
         assert message.endswith(" MiB free; make room and give the same command again: whole checkpoints are kept")
@@ -375,7 +414,7 @@ def test_full_disk(tmp_path: Path) -> None:
         assert newest(folder) == 20
         del error  # its traceback holds the unfinished file
         gc.collect()
-        save(folder, content(40, size=250_000), keep=2, best=True)
+        save(folder, content(40, size=250_000), keep=2, best_step=40)
         assert newest(folder) == 40
 
 
@@ -389,19 +428,63 @@ def test_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
 def test_folder_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match=r"checkpoints.*: cannot be written"):
-        save(tmp_path / "checkpoints", content(1), keep=1, best=False)
+        save(tmp_path / "checkpoints", content(1), keep=1)
 
 
-def test_every_difference_is_named() -> None:
-    now = {"dataset": "b" * 80, "model.name": "resnet50", "train.seed": 0, "classes": 10}
-    checkpoint.check_compatible(dict(now), now, Path("step-00000001.pt"))
-    stored = {"dataset": "a" * 80, "model.name": "resnet18", "train.seed": 0}
+def test_every_difference_is_named_with_three_ways_on() -> None:
+    now = {"data.val": "b" * 80, "optim.lr": 0.4, "train.seed": 0, "pixels": "cpu"}
+    path = Path("step-00000001.pt")
+    assert compare(dict(now), now, path) == []
+    stored = {"data.val": "b" * 79 + "c", "optim.lr": 0.2, "train.seed": 0}
     with pytest.raises(UserError) as error:
-        checkpoint.check_compatible(stored, now, Path("step-00000001.pt"))
+        compare(stored, now, path)
     message = str(error.value)
-    assert message.startswith("cannot resume step-00000001.pt: dataset was aaaaaaaaaaaaaaaa..., is bbbbbbbbbbbbbbbb...; ")
-    assert "model.name was resnet18, is resnet50; classes was None, is 10; give another run.dir" in message
+    # The values differ in the last letter only, and both are told whole.
+    assert message.startswith(f"cannot resume step-00000001.pt: data.val was {stored['data.val']}, is {now['data.val']}; ")
+    assert "; optim.lr was 0.2, is 0.4; pixels was null, is cpu; that would be another training: " in message
+    for way in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
+        assert way in message
     assert "train.seed" not in message
+    assert compare(stored, now, path, accept_changes=True)[1:] == ["optim.lr was 0.2, is 0.4", "pixels was null, is cpu"]
+    # A key that is gone counts, too.
+    with pytest.raises(UserError, match=r"optim\.betas was \[0\.9, 0\.999\], is null"):
+        compare({**now, "optim.betas": [0.9, 0.999]}, now, path)
+
+
+@pytest.mark.parametrize("name", checkpoint.FIXED)
+def test_what_tensors_depend_on_cannot_be_accepted(name: str) -> None:
+    with pytest.raises(UserError) as error:
+        compare({name: 1, "optim.lr": 1}, {name: 2, "optim.lr": 2}, Path("step-00000001.pt"), accept_changes=True)
+    assert f"no checkpoint can go on with another {name}: " in str(error.value)
+    assert "accept_changes" not in str(error.value)
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A checkpoint of format 1, as version 0.1 wrote it after 4 steps; its tensors have been set to zero."""
+    path = tmp_path / "old" / "checkpoints" / "step-00000004.pt"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(gzip.decompress((Path(__file__).parent / "format-1.pt.gz").read_bytes()))
+    checkpoint.write_json(path.with_suffix(".json"), {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    return path
+
+
+def test_an_older_format_is_refused_in_one_line(old: Path) -> None:
+    for read in (lambda: load(old), lambda: load_newest(old.parent)):
+        with pytest.raises(UserError) as error:
+            read()
+        message = str(error.value)
+        assert message.startswith(f"{old}: is of an older version of this program (format 1, this one reads {FORMAT}); give ")
+        assert f"model.weights={old}" in message and "checkpoint.resume=never" in message and "\n" not in message
+    torch.save({"format": FORMAT + 1}, old.parent / "new.pt")
+    with pytest.raises(UserError, match="is of a newer version"):
+        load(old.parent / "new.pt")
+
+
+def test_an_older_format_gives_its_weights(old: Path) -> None:
+    model = models.build("resnet_tiny", num_classes=3, image_size=32)
+    models.load_weights(model, old)
+    assert all((parameter == 0).all() for parameter in model.parameters())
 
 
 def test_provenance() -> None:

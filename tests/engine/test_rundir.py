@@ -22,12 +22,14 @@ IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
 def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY) -> Path | None:
     """Open and close."""
     with RunDirectory(path) as run:
-        return run.open(resume, identity)
+        found, changes = run.open(resume, identity)
+    assert changes == []
+    return found
 
 
 def add_checkpoint(path: Path, step: int, identity: dict[str, Any] = IDENTITY) -> Path:
     content = {"step": step, "identity": identity, "state": {"weights": torch.ones(10)}}
-    return checkpoint.save(path / "checkpoints", content, keep=9, best=False)
+    return checkpoint.save(path / "checkpoints", content, keep=9)
 
 
 def tree(folder: Path) -> dict[str, bytes | None]:
@@ -160,13 +162,43 @@ def test_refusals_change_nothing(case: str, tmp_path: Path) -> None:
         assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000010.pt"])
+@pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000020.pt"])
 def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str) -> None:
     before = tree(run)
     path = resume if resume == "auto" else str(run / resume)
-    with pytest.raises(UserError, match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; give another run\.dir"):
+    with pytest.raises(UserError, match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; no checkpoint can go on"):
         open_run(run, path, {**IDENTITY, "model.name": "resnet50"})
+    with pytest.raises(UserError, match=r"cannot resume .*: dataset was abc, is def; that would be another training"):
+        open_run(run, path, {**IDENTITY, "dataset": "def"})
     assert tree(run) == before
+
+
+def test_accepted_changes_are_returned(run: Path) -> None:
+    with RunDirectory(run) as opened:
+        found = opened.open("auto", {**IDENTITY, "dataset": "def"}, accept_changes=True)
+    assert found == (run / "checkpoints" / "step-00000020.pt", ["dataset was abc, is def"])
+
+
+def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path: Path) -> None:
+    other = add_checkpoint(tmp_path / "elsewhere", 5, {"pixels": "gpu"})
+    before = tree(tmp_path)
+    for path, resume, identity in (
+        (run, "auto", IDENTITY),
+        (run, "never", {}),
+        (run, str(other), IDENTITY),  # its own checkpoints come first
+        (tmp_path / "new", "auto", {}),
+        (tmp_path / "new", str(other), {"pixels": "gpu"}),
+    ):
+        assert RunDirectory(path).stored_identity(resume) == identity
+    assert tree(tmp_path) == before
+
+
+def test_a_run_that_went_on_since_it_was_looked_at(run: Path) -> None:
+    """Another process may train and end between the first look and the lock."""
+    with RunDirectory(run) as opened:
+        assert opened.stored_identity("auto") == IDENTITY
+        thirty = add_checkpoint(run, 30)
+        assert opened.open("auto", IDENTITY)[0] == thirty
 
 
 def test_another_training_named_by_path_leaves_an_empty_folder_empty(run: Path, tmp_path: Path) -> None:
