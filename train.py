@@ -47,7 +47,7 @@ from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, explain_oom, fixed_bytes
 from engine.pictures import bars
-from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps
+from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps, few_steps
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
@@ -122,7 +122,7 @@ def train(config: Config) -> dict[str, Any]:
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes, config.notes)
+        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
         if finished is not None:
             tracker.say("this run is finished: give another run.name to train again, or checkpoint.resume=never")
             tracker.outcome(finished)
@@ -501,6 +501,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         parameters=models.parameter_count(model),
         flops_per_image=flops,
         activation_bytes=activations,
+        notes=(*config.notes, *few_steps(config, images, world.size)),
     )
 
 
@@ -579,14 +580,10 @@ def same_on_all_ranks(own: dict[str, Any], first: dict[str, Any], rank: int) -> 
                             "rank the same command and the same data")  # fmt: skip
 
 
-def introduce(
-    tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str], notes: list[str]
-) -> None:
+def introduce(tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:
     """Say once what will happen."""
     for line in lines:
         tracker.say(line)
-    for note in notes:
-        tracker.say(f"note     {note}")
     tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
     for change in changes:
         tracker.say(f"changed  {change}")

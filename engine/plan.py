@@ -10,6 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from conf.schema import Config, UserError
 from engine.optim import Curve
 
+# An epoch of fewer optimiser steps than the first gets the advice of a smaller batch, which makes at least the second; batch
+# normalisation cannot take its statistics from fewer images than the third.
+FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -23,6 +27,7 @@ class Plan:
         workers_unmeasured: why loader.workers=auto takes the whole budget instead.
         most_workers: what the cores are enough for, whatever is configured.
         large_files: whether scripts/shrink.py would make the training files much smaller.
+        notes: what the user should know about the choices made, a line each.
     """
 
     train_images: int
@@ -55,6 +60,7 @@ class Plan:
     parameters: int
     flops_per_image: int
     activation_bytes: int
+    notes: tuple[str, ...] = ()
 
     @property
     def steps_per_epoch(self) -> float:
@@ -112,6 +118,7 @@ class Plan:
              f"compile {self.compile}"),
             ("loader", f"{'up to ' if self.measures_workers else ''}{self.workers} worker{'s' * (self.workers != 1)} per rank "
              f"({self.workers_reason}), decoder {self.decoder}"),
+            *(("note", note) for note in self.notes),
         ]  # fmt: skip
         return [f"{name:<8} {text}" for name, text in rows]
 
@@ -143,6 +150,24 @@ def check_batch(config: Config, train_images: int, world_size: int) -> None:
         raise UserError(f"loader.batch_size={size}: larger than the training split ({train_images} images); give at most that")
     if size % world_size:
         raise UserError(f"loader.batch_size={size}: the global batch must be a multiple of the {world_size} ranks")
+
+
+def few_steps(config: Config, train_images: int, world_size: int) -> list[str]:
+    """Advice for a dataset that the batch is too large for: nothing for others.
+
+    With the batch and the learning rate of an ImageNet recipe, 280 images are one step an epoch, and ResNet-50 ended with a
+    validation loss of 168,212. The learning rate is scaled with the batch (arXiv 1706.02677).
+    """
+    size, lr = config.loader.batch_size, config.optim.lr
+    better = SMALL_BATCH
+    while 2 * better * GOOD_STEPS <= train_images:
+        better *= 2
+    better = -(-better // world_size) * world_size
+    steps = train_images / size
+    if steps >= FEW_STEPS or better >= size:
+        return []
+    return [f"{steps:.1f} optimiser steps an epoch are too few to learn from; for {train_images:,} images, "
+            f"loader.batch_size={better} optim.lr={lr * better / size:.3g} would work"]  # fmt: skip
 
 
 def choose_precision(choice: str, device: torch.device) -> str:

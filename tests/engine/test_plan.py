@@ -7,9 +7,10 @@ import pytest
 import torch
 
 import models
+from conf import cli
 from conf.schema import Config, Schedule, UserError
 from engine.optim import Curve
-from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
+from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps, few_steps
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -162,3 +163,20 @@ def test_size_that_the_model_does_not_take() -> None:
         count_flops(small, 32)
     with pytest.raises(UserError, match=r"^augment\.val: the model does not take images of 48 px"):
         count_flops(fixed, 48, key="augment.val")
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "ranks", "advice"),
+    [
+        (280, 256, 1, "loader.batch_size=16 optim.lr=0.00625"),
+        (280, 256, 3, "loader.batch_size=18 optim.lr=0.00703"),
+        (2_000, 256, 1, "loader.batch_size=64 optim.lr=0.025"),
+        (100, 64, 1, "loader.batch_size=8 optim.lr=0.0125"),
+        (2_560, 256, 1, None),  # ten steps
+        (36, 8, 1, None),  # no smaller batch would do
+        (1_281_167, 1024, 8, None),
+    ],
+)
+def test_a_batch_too_large_for_the_data(images: int, batch: int, ranks: int, advice: str | None) -> None:
+    found = few_steps(cli.load(["data.root=/x", f"loader.batch_size={batch}"]), images, ranks)
+    assert [line.split("images, ")[-1] for line in found] == ([f"{advice} would work"] if advice else [])

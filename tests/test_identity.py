@@ -1,0 +1,273 @@
+"""A run directory stands for one training: what a second command in it does, through the real program."""
+
+import dataclasses
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import train
+from conf import cli
+from conf.schema import SPEED, Config, UserError, walk
+from engine import checkpoint
+from engine.distributed import World
+from pipeline.build import build_datasets, choose_decoder, pixels_of
+from tests.processes import HANGS_SECONDS
+from tests.results import stored
+
+ROOT = Path(train.__file__).parent
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=0", "train.epochs=2",
+        "train.device=cpu", "log.every_steps=1", "log.tensorboard=false", "run.name=one"]  # fmt: skip
+Answer = tuple[int, str, str]
+Program = Callable[..., Answer]
+
+
+@pytest.fixture
+def program(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+    """Run train.py in a folder of its own; return status, console and errors."""
+    monkeypatch.chdir(tmp_path)
+
+    def program(*overrides: str) -> Answer:
+        status = train.main(cli.load([*BASE, f"data.root={image_root}", *overrides]))
+        return status, *capsys.readouterr()
+
+    return program
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+CHANGES = {
+    "optim.lr=0.4": "optim.lr was 0.2, is 0.4",
+    "train.epochs=3": "train.epochs was 2, is 3",
+    "augment.batch=[mixup]": "augment.batch was [], is ['mixup']",
+    "data.val_size=64": "data.val_size was 32, is 64",
+    "train.ema_decay=0.9": "train.ema_decay was null, is 0.9",
+    "optim.nesterov=false": "optim.nesterov was true, is false",
+}
+
+
+@pytest.mark.parametrize("steps", [[], ["train.max_steps=5"]], ids=["finished", "unfinished"])
+def test_another_training_is_refused_and_nothing_changes(program: Program, steps: list[str]) -> None:
+    """After a finished run it would report the first one's accuracy, after an unfinished one mix the two."""
+    assert program(*steps)[0] == 0
+    before = content(Path("runs"))
+    for override, line in CHANGES.items():
+        status, out, err = program(override)
+        assert (status, out) == (2, "")
+        assert err.startswith("train.py: cannot resume runs/one/checkpoints/step-0000000") and err.count("\n") == 1
+        assert f"{line}; " in err
+        for way in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
+            assert way in err
+        assert content(Path("runs")) == before
+
+
+def test_the_default_name_gives_another_training_its_own_directory(program: Program) -> None:
+    for lr in ("0.2", "0.4", "2e-1"):
+        assert program("run.name=null", f"optim.lr={lr}", "train.max_steps=1")[0] == 0
+    names = [p.name for p in Path("runs").iterdir()]
+    assert len(names) == 2 and sum("optim.lr=0.4" in name for name in names) == 1
+
+
+def test_what_cannot_affect_the_result_resumes(program: Program) -> None:
+    assert program("train.max_steps=5")[0] == 0
+    changes = ["loader.workers=1", "loader.prefetch_batches=2", "log.every_steps=2", "checkpoint.every_steps=2",
+               "train.max_steps=7", "loader.decoder=pillow", "data.on_error=skip"]  # fmt: skip
+    status, out, _ = program(*changes)
+    assert status == 0
+    assert "resumed from step-00000005.pt" in out
+    for line in ("loader.workers: 0 -> 1", "train.max_steps: 5 -> 7", "data.on_error: raise -> skip"):
+        assert f"changed  {line}\n" in out
+    assert "loader.decoder" not in out.split("changed", 1)[0]
+    assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 7
+
+
+def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
+    assert program("train.max_steps=5")[0] == 0
+    accept = ["optim.lr=0.4", "checkpoint.accept_changes=true", "train.max_steps=7"]
+    status, out, _ = program(*accept)
+    assert status == 0
+    assert "changed  optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
+    # They are the run's own from then on: the same command resumes, the first one no longer does.
+    status, out, _ = program("optim.lr=0.4", "train.max_steps=8")
+    assert status == 0 and "optim.lr" not in out
+    assert program()[0] == 2
+
+
+def test_a_change_that_would_train_nothing_cannot_be_accepted(program: Program) -> None:
+    """The run is finished: with optim.lr=0.4 accepted it would report what 0.2 has reached."""
+    assert program()[0] == 0
+    before = content(Path("runs"))
+    status, out, err = program("optim.lr=0.4", "checkpoint.accept_changes=true")
+    assert (status, out) == (2, "")
+    assert "optim.lr was 0.2, is 0.4: run.dir=runs/one has taken its 9 steps, so the change would train nothing; give " in err
+    assert content(Path("runs")) == before
+    assert program("train.epochs=3", "checkpoint.accept_changes=true")[0] == 0
+    assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 14
+
+
+def test_a_finished_run_is_shown_again(program: Program) -> None:
+    program()
+    before = content(Path("runs"))
+    status, out, _ = program("loader.workers=1")
+    assert status == 0
+    assert "this run is finished: give another run.name to train again, or checkpoint.resume=never\n" in out
+    assert content(Path("runs")) == before
+
+
+def test_never_trains_the_other_one(program: Program) -> None:
+    program("train.max_steps=1")
+    assert program("optim.lr=0.4", "checkpoint.resume=never", "train.max_steps=2")[0] == 0
+    assert stored(Path("runs/one"))["step"] == 2 and stored(Path("runs/one.old-1"))["step"] == 1
+
+
+def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -> None:
+    """Name and folder of a run are no difference; a key that affects the result is."""
+    program("train.max_steps=5")
+    branch = [f"checkpoint.resume={tmp_path}/runs/one/checkpoints/step-00000005.pt", "train.max_steps=6"]
+    status, out, _ = program(*branch, "run.name=two")
+    assert status == 0 and "run.name" not in out and "run.dir" not in out
+    assert program(*branch, "run.name=three", "optim.lr=0.4")[0] == 2
+    assert not Path("runs/three").exists()
+    assert program(*branch, "run.name=three", "optim.lr=0.4", "checkpoint.accept_changes=true")[0] == 0
+
+
+def test_the_command_line_is_kept(program: Program, image_root: Path) -> None:
+    program("train.max_steps=1")
+    typed = yaml.safe_load(Path("runs/one/overrides.yaml").read_text())
+    assert typed == [*BASE, f"data.root={image_root}", "train.max_steps=1"]
+    again = cli.load(typed)
+    assert yaml.safe_load(Path("runs/one/config.yaml").read_text()) == yaml.safe_load(cli.to_yaml(again))
+
+
+def test_an_older_run_directory_is_refused_in_one_line(program: Program) -> None:
+    folder = Path("runs/one/checkpoints")
+    folder.mkdir(parents=True)
+    old = (Path(__file__).parent / "engine" / "format-1.pt.gz").read_bytes()
+    (folder / "step-00000004.pt").write_bytes(gzip.decompress(old))
+    checkpoint.write_json(folder / "step-00000004.json", {"sha256": checkpoint._sha256(folder / "step-00000004.pt")})
+    status, out, err = program()
+    assert (status, out) == (2, "")
+    assert err.count("\n") == 1 and "is of an older version of this program (format 1" in err
+    weights = f"model.weights={folder}/step-00000004.pt"
+    assert program("run.name=two", "train.max_steps=1", weights)[0] == 0
+
+
+def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in a checkpoint of somebody else is resolved: it could read the environment."""
+    monkeypatch.setenv("SECRET", "hunter2")
+    program("train.max_steps=2")
+    path = Path("runs/one/checkpoints/step-00000002.pt")
+    read = checkpoint.load(path)
+    read["config"]["log.every_steps"] = "${oc.env:SECRET}"
+    read["identity"]["optim.lr"] = "${oc.env:SECRET}"
+    foreign = Path("foreign.pt")
+    torch.save(read, foreign)
+    status, out, err = program("run.name=two", f"checkpoint.resume={foreign}")
+    assert status == 2 and "optim.lr was ${oc.env:SECRET}, is 0.2" in err
+    status, out, err = program("run.name=two", f"checkpoint.resume={foreign}", "checkpoint.accept_changes=true")
+    assert status == 0 and "changed  log.every_steps: ${oc.env:SECRET} -> 1\n" in out
+    assert "hunter2" not in out + err
+
+
+# Pixels.
+
+
+def test_whose_pixels_is_part_of_the_identity_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")] == (
+        ["cpu"] * 4 + ["gpu", "hybrid"]
+    )
+    monkeypatch.setattr("pipeline.build.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
+
+    def chosen(name: str, device: torch.device, stored: str) -> str:
+        return choose_decoder(cli.load(["data.root=/x", f"loader.decoder={name}"]), device, stored)
+
+    assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
+    for kind in ("gpu", "hybrid"):
+        assert chosen("auto", cuda, kind) == kind
+        assert pixels_of(chosen("auto", cpu, kind)) == "cpu"  # which is refused: the identity is another
+        assert pixels_of(chosen("pillow", cuda, kind)) == "cpu"
+
+
+def test_other_pixels_are_refused(program: Program) -> None:
+    program("train.max_steps=2")
+    path = Path("runs/one/checkpoints/step-00000002.pt")
+    read = checkpoint.load(path)
+    del read["format"]
+    checkpoint.save(path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2)
+    status, _, err = program("train.max_steps=4")
+    assert status == 2 and "pixels was hybrid, is cpu; that would be another training" in err
+
+
+# Ranks.
+
+
+def test_ranks_agree_on_what_they_train() -> None:
+    train.same_on_all_ranks({"optim.lr": 0.1}, {"optim.lr": 0.1}, 3)
+    with pytest.raises(UserError, match=r"optim\.lr: is 0\.4 on rank 3 and 0\.1 on rank 0; give every rank the same command"):
+        train.same_on_all_ranks({"optim.lr": 0.4}, {"optim.lr": 0.1}, 3)
+
+
+def test_two_ranks_share_a_directory_named_after_the_time(image_root: Path, tmp_path: Path) -> None:
+    """`${now:}` is another instant on every rank."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    done = subprocess.run(
+        [*launcher, *BASE, f"data.root={image_root}", "run.name=${now:%H-%M-%S-%f}", "train.max_steps=2"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "runs").iterdir()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+
+
+# What loader.workers=auto remembers.
+
+
+def other_value(config: Config, name: str) -> Any:
+    """A value of a key that is allowed and not the present one."""
+    strings = {"loader.decoder": "pillow", "loader.start_method": "spawn", "model.compile": "off", "train.device": "cuda",
+               "model.name": "resnet18", "optim.name": "adamw", "train.precision": "tf32", "data.source": "fake",
+               "loader.workers": 3, "loader.pin_memory": False, "loader.prefetch_factor": 2,
+               "model.channels_last": True}  # fmt: skip
+    value = {key: value for key, _, value in walk(config)}[name]
+    if name in strings:
+        return strings[name]
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, list):
+        return [*value, "horizontal_flip"]
+    if isinstance(value, str):
+        return f"{value}-other"
+    return 0.5 if value is None else value / 2 if isinstance(value, float) else value + 1
+
+
+def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Path) -> None:
+    """So that a fork's new key cannot be forgotten, it follows from the schema."""
+    config = cli.load([*BASE, f"data.root={image_root}"])
+    datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
+    plan = train.make_plan(config, datasets, world)
+    question = train.tuning_question(config, plan, datasets, world, 4)
+    assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds
+    changed = set()
+    for name, field, _ in walk(config):
+        section, key = name.split(".")
+        other = dataclasses.replace(
+            config, **{section: dataclasses.replace(getattr(config, section), **{key: other_value(config, name)})}
+        )
+        if field.metadata["affects"] & SPEED and name not in train.DATA_FOLDERS and not field.metadata["when"]:
+            assert train.tuning_question(other, plan, datasets, world, 4) != question, name
+            changed.add(name)
+        elif not field.metadata["affects"] & SPEED:
+            assert train.tuning_question(other, plan, datasets, world, 4) == question, name
+    assert {"augment.batch", "optim.clip_norm", "train.ema_decay", "train.label_smoothing", "loader.workers"} <= changed
+    assert "optim.lr" not in changed and "train.seed" not in changed
