@@ -396,7 +396,7 @@ def validate(
             yield batch.images, batch.labels
 
     mistakes = Mistakes(plan.num_classes, world.device, worst=WORST_IMAGES if tracker.draws else 0)
-    with plan.autocast():
+    with plan.autocast(), feed.for_validation():
         found = evaluate(state.validated_model, measure, batches(), world, mistakes)
     if found.images < plan.val_images:
         return

@@ -25,11 +25,11 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 
 from conf.schema import Config
 from pipeline.build import MOST_TASKS_IN_HAND, Feed
 from pipeline.dataset import LARGE_FILE, FolderDataset
+from pipeline.decode import open_image
 from pipeline.gpu_decode import has_engines
 from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError
@@ -540,7 +540,7 @@ def shrink_gain(dataset: FolderDataset, images: int = 24) -> float:
     try:
         for index in np.linspace(0, len(dataset) - 1, images).astype(int).tolist():
             data = Path(dataset.name(index)).read_bytes()
-            with Image.open(io.BytesIO(data)) as image:
+            with open_image(data) as image:
                 scale = min(1.0, 256 / min(image.size))
                 small = image.convert("RGB").resize((round(scale * image.width), round(scale * image.height)))
             buffer = io.BytesIO()

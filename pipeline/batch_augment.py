@@ -1,8 +1,9 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
 Journey of a batch, 5: runs on the prefetcher's side stream, after normalisation. A transform is a function of
-(images, targets, rng) with float images [B, 3, S, S] and targets float [B, classes]; its parameters are drawn on the host,
-one set per image, from a generator that is a pure function of (seed, step, rank), so a GPU and a CPU see the same draws.
+(images, targets, rng) with float32 images [B, 3, S, S] and targets float32 [B, classes], whatever decoded them and whatever
+the training dtype is; the prefetcher rounds to that dtype once, after the last transform. Parameters are drawn on the host, one
+set per image, from a generator that is a pure function of (seed, step, rank), so a GPU and a CPU see the same draws.
 Numbers for every pixel come from `torch.Generator(images.device).manual_seed(int(rng.integers(2**63)))`: torch's global
 generator would give others after a restart.
 """

@@ -72,7 +72,7 @@ def build_datasets(config: Config) -> Datasets:
     train_index = load_index(root / data.train, key="data.train")
     val_index = load_index(root / data.val, key="data.val")
     check_splits(train_index, val_index)
-    # With gpu and hybrid, what the engines do not take still goes through the best of these.
+    # With gpu and hybrid, the best of these decodes the validation images and what the engines do not take.
     decoder = decode.resolve("auto" if config.loader.decoder in ON_GPU else config.loader.decoder)
     return Datasets(
         FolderDataset(train_index, train_transform, decoder=decoder, seed=seed),
@@ -114,6 +114,19 @@ class Feed:
         """Whether the buffers are, at this moment: locking may have failed, or been given up."""
         return self.pinned is not None and bool(self.pinned.locked)
 
+    @contextmanager
+    def for_validation(self) -> Iterator[None]:
+        """Grow the pool to `most_workers` within the `with` block where the engines decode the training images.
+
+        The CPU decoders decode every validation image, and workers that only read files for the engines may be few.
+        """
+        pool = self.train.loader.pool
+        before = len(pool.workers)
+        if self.train.gpu_decoder is not None:
+            pool.resize(max(before, self.most_workers))
+        yield
+        pool.resize(before)
+
 
 @contextmanager
 def open_feed(
@@ -131,24 +144,24 @@ def open_feed(
 ) -> Iterator[Feed]:
     """Allocate the batch buffers, start the workers, and end them on exit.
 
-    With `most_workers` there is room for the pool to grow to so many.
+    With `most_workers` there is room for the pool to grow to so many. The CPU decoders decode validation images whatever
+    `decoder` is, so that a checkpoint has one accuracy.
     """
     loader = config.loader
     share = loader.batch_size // world_size
     slots = ring_slots(config, share, max(workers, most_workers))
     skip = config.data.on_error == "skip"
     engines = decoder in ON_GPU
-    train_bytes, val_bytes = (file_room(dataset) if engines else 0 for dataset in (datasets.train, datasets.val))
     sources = [
         start_source(
             datasets.train,
             batch_size=share,
             size=datasets.train_side,
             slots=slots,
-            file_bytes=train_bytes,
+            file_bytes=file_room(datasets.train) if engines else 0,
             skip_unreadable=skip,
         ),
-        start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=slots, file_bytes=val_bytes),
+        start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=slots),
     ]
     train_sampler = TrainSampler(num_samples=len(datasets.train), batch_size=loader.batch_size, seed=config.train.seed,
                                  rank=rank, world_size=world_size)  # fmt: skip
@@ -172,9 +185,7 @@ def open_feed(
             std=config.data.std,
             dtype=dtype,
             channels_last=channels_last,
-            hybrid=decoder == "hybrid",
         )
-        # A decoder each: at a validation, batches of training are still on their way.
         train = prefetcher(
             Loader(pool, 0, train_sampler.samples, hold=hold),
             transforms=augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch"),
@@ -182,10 +193,9 @@ def open_feed(
             seed=config.train.seed,
             rank=rank,
             gpu_decoder=GpuDecoder(device, share) if engines else None,
+            hybrid=decoder == "hybrid",
         )
-        val = prefetcher(
-            Loader(pool, 1, val_sampler.samples, hold=hold), gpu_decoder=GpuDecoder(device, share) if engines else None
-        )
+        val = prefetcher(Loader(pool, 1, val_sampler.samples, hold=hold))
         stack.callback(train.close)
         stack.callback(val.close)
         yield Feed(train, val, len(val_sampler), max(workers, most_workers), pinned)

@@ -28,6 +28,8 @@ Box = tuple[int, int, int, int]
 # A 17 kB PNG can unpack to gigabytes (Pillow warns at this many pixels and refuses at twice as many).
 MAX_PIXELS = 178_956_970
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
+# What a file may be, whatever its name. Pillow reads many other formats: for EPS it starts Ghostscript, which runs programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
@@ -146,13 +148,23 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
     return 1 << min(3, max(0, int(math.log2(factor)) if factor >= 1 else 0))
 
 
+def open_image(data: bytes) -> Image.Image:
+    """Read the header of a file in one of FORMATS; its pixels are decoded when they are asked for.
+
+    Raises:
+        PIL.UnidentifiedImageError: the content is of another format, or no image.
+        OSError, ValueError, SyntaxError, Image.DecompressionBombError: the header is damaged, or the image is too large.
+    """
+    return Image.open(io.BytesIO(data), formats=FORMATS)
+
+
 def open_picture(data: bytes, decoder: str) -> Picture:
     """Read the header of a file; decode it when it is not a plain colour JPEG.
 
     Raises:
         OSError, ValueError, SyntaxError, Image.DecompressionBombError: not an image Pillow can read.
     """
-    image = Image.open(io.BytesIO(data))
+    image = open_image(data)
     width, height = image.size
     if width * height > 2 * MAX_PIXELS:
         raise ValueError(f"{width}x{height} pixels")
@@ -162,7 +174,7 @@ def open_picture(data: bytes, decoder: str) -> Picture:
 
 
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
-    image = Image.open(io.BytesIO(data))
+    image = open_image(data)
     if scale > 1:
         image.draft("RGB", (image.width // scale, image.height // scale))
     return np.asarray(image.crop(box))

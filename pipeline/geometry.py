@@ -4,12 +4,9 @@ Journey of a batch, 3 for `loader.decoder=gpu` and `hybrid`. The transforms are 
 run on a picture that notes what it is asked for instead of computing it.
 """
 
-import io
-
 import numpy as np
-from PIL import Image
 
-from pipeline.decode import Box, Picture
+from pipeline.decode import Box, Picture, open_image
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; whole numbers below 2**53 are exact in it.
 LENGTH, OFFSET, WIDTH, HEIGHT = 0, 1, 2, 3  # of the file in the slot's bytes; LENGTH 0: the row holds pixels already
@@ -88,7 +85,7 @@ def open_noted(data: bytes) -> NotedPicture | None:
     Raises:
         OSError, ValueError, SyntaxError: not an image Pillow can read.
     """
-    image = Image.open(io.BytesIO(data))
+    image = open_image(data)
     if image.format != "JPEG" or image.mode != "RGB" or "progressive" in image.info or image.info.get("adobe_transform") == 0:
         return None
     layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]

@@ -25,7 +25,7 @@ from pipeline.shared import SharedArray
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = (b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".ppm", b".pgm", b".tif", b".tiff", b".gif")
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2  # 1 counted images below links to a parent folder
 # A folder changed within this many seconds of the scan could change again without its mtime moving: not cached.
 SETTLED_SECONDS = 2.0
 
@@ -66,13 +66,17 @@ class Index:
 def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
     """Scan a split, or read its cached scan when no folder below it has changed since.
 
+    Links to folders are followed, except to a parent folder; a class counts each folder once. A link to a file is a sample
+    of its own, as a copy is: the same file may have two labels.
+
     Args:
         folder: holds one folder per class.
         key: the config key that named it, for messages.
         cache_dir: where scans are kept; None is the user's cache directory.
 
     Raises:
-        UserError: the folder is missing or cannot be read, holds no class folders, or a class holds no images.
+        UserError: the folder is missing or cannot be read, holds no class folders, a class holds no images, or a folder is
+            reached under two classes.
     """
     root = os.path.abspath(os.fspath(folder))
     if not os.path.isdir(root):
@@ -125,16 +129,18 @@ def _scan(root: str, key: str) -> _Scan:
         names = sorted(e.name for e in entries if not e.name.startswith(b".") and _leads_to(e.is_dir))
     if not names:
         raise UserError(f"{key}={root}: no class folders in it; it must hold one folder per class")
+    parents = _parents(base)
     # Threads: on a network file system the scan is latency, and listing 1,000 folders one by one takes minutes.
     with ThreadPoolExecutor(16) as pool:
-        found = list(pool.map(lambda name: _scan_class(base, name), names))
+        found = list(pool.map(lambda name: _scan_class(base, name, parents), names))
+    _refuse_two_labels(root, key, [folders for _, folders in found])
     empty = [os.fsdecode(name) for name, (files, _) in zip(names, found, strict=True) if not files]
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise UserError(f"{key}={root}: class folder {empty[0]}{more} holds no images "
                         f"({', '.join(e.decode() for e in EXTENSIONS[:4])}, ...); fill it or remove it")  # fmt: skip
     files = [f for files, _ in found for f in files]
-    folders = [b"."] + [folder for _, looked in found for folder in looked]
+    folders = [b"."] + [folder for _, looked in found for folder in looked.values()]
     mtimes = _mtimes(base, folders)
     if mtimes is None:
         raise UserError(f"{key}={root}: changed while it was read; start again when it is complete")
@@ -150,13 +156,15 @@ def _scan(root: str, key: str) -> _Scan:
     )
 
 
-def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
-    """All images below one class folder, sorted, and the folders looked into; both relative to `base`."""
+_Identity = tuple[int, int]
+"""Device and inode: what a folder is, whatever path leads to it."""
+
+
+def _scan_class(base: bytes, name: bytes, parents: frozenset[_Identity]) -> tuple[list[bytes], dict[_Identity, bytes]]:
+    """All images below one class folder, sorted, and the folders looked into; paths are relative to `base`."""
     files: list[bytes] = []
-    folders: list[bytes] = []
-    seen: set[tuple[int, int]] = set()
-    for folder in _walk(base, name, seen):
-        folders.append(folder)
+    folders: dict[_Identity, bytes] = {}
+    for folder in _walk(base, name, parents, folders):
         with os.scandir(os.path.join(base, folder)) as entries:
             # is_file follows links: a dangling link, a FIFO or a socket is not an image.
             files += [
@@ -165,17 +173,52 @@ def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
     return sorted(files), folders
 
 
-def _walk(base: bytes, folder: bytes, seen: set[tuple[int, int]]) -> Iterator[bytes]:
-    """Depth first, each real folder once: a link to a parent would otherwise multiply the images."""
-    info = os.stat(os.path.join(base, folder))
-    if (info.st_dev, info.st_ino) in seen:
+def _walk(base: bytes, folder: bytes, parents: frozenset[_Identity], seen: dict[_Identity, bytes]) -> Iterator[bytes]:
+    """Yield `folder` and those below it, depth first, each once, and note them in `seen`.
+
+    `parents` are left out: a link to one of them would bring in the images of other classes and splits.
+    """
+    path = os.path.join(base, folder)
+    identity = _identity(path)
+    if identity in seen or identity in parents:
         return
-    seen.add((info.st_dev, info.st_ino))
+    seen[identity] = folder
     yield folder
-    with os.scandir(os.path.join(base, folder)) as entries:
+    if os.path.islink(path):
+        parents |= _parents(path)
+    with os.scandir(path) as entries:
         inner = sorted(e.name for e in entries if not e.name.startswith(b".") and _leads_to(e.is_dir))
     for name in inner:
-        yield from _walk(base, os.path.join(folder, name), seen)
+        yield from _walk(base, os.path.join(folder, name), parents, seen)
+
+
+def _identity(path: bytes) -> _Identity:
+    info = os.stat(path)
+    return info.st_dev, info.st_ino
+
+
+def _parents(path: bytes) -> frozenset[_Identity]:
+    """A folder and all folders above it, by the path given and by the path without links."""
+    places = {path, os.path.realpath(path)}
+    for place in list(places):
+        while (place := os.path.dirname(place)) not in places:
+            places.add(place)
+    return frozenset(map(_identity, places))
+
+
+def _refuse_two_labels(root: str, key: str, classes: Sequence[dict[_Identity, bytes]]) -> None:
+    """Refuse a folder that two classes reach.
+
+    Raises:
+        UserError: names both paths to it, those of the first two classes.
+    """
+    first: dict[_Identity, bytes] = {}
+    for folders in classes:
+        for identity, folder in folders.items():
+            if identity in first:
+                raise UserError(f"{key}={root}: {os.fsdecode(first[identity])} and {os.fsdecode(folder)} are the same folder, "
+                                "so its images would have two labels; remove the link that is wrong")  # fmt: skip
+        first |= folders
 
 
 def _leads_to(kind: Callable[[], bool]) -> bool:

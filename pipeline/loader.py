@@ -199,7 +199,8 @@ class WorkerPool:
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
         self._seconds = [0.0 for _ in self.sources]  # of all tasks so far, and of those samples that took very long, by index
         self._slow: list[dict[int, float]] = [{} for _ in self.sources]
-        self.decode_seconds, self.replies = 0.0, 0  # per image that a worker decoded, a running mean
+        # Per image that a worker decoded for a source it shares with the engines, a running mean, and of how many replies.
+        self.decode_seconds, self.replies = 0.0, 0
         self._lives: dict[int, int] = {}
         self._next_number = 0
         self._slow_named = -math.inf
@@ -373,7 +374,7 @@ class WorkerPool:
         self._seconds[reply.source] += reply.seconds
         self._note_slow(reply)
         self.open.discard(reply.number)
-        if reply.decoded:
+        if reply.decoded and self.sources[reply.source].files is not None:
             self.decode_seconds += (reply.seconds / reply.decoded - self.decode_seconds) / min(50, self.replies + 1)
             self.replies += 1
         self._lives.pop(reply.number, None)

@@ -58,9 +58,9 @@ def plan_memory(
     loader, cuda = config.loader, device.type == "cuda"
     share = loader.batch_size // world_size
     slot_bytes, widest, ready = 0, 0, 0
-    for dataset, side in ((datasets.train, datasets.train_side), (datasets.val, datasets.val_side)):
-        layout = buffer_layout(batch_size=share, size=side, slots=1,
-                               file_bytes=file_room(dataset) if decoder in ON_GPU else 0)  # fmt: skip
+    file_bytes = file_room(datasets.train) if decoder in ON_GPU else 0
+    for side, room in ((datasets.train_side, file_bytes), (datasets.val_side, 0)):
+        layout = buffer_layout(batch_size=share, size=side, slots=1, file_bytes=room)
         sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values()]
         slot_bytes, widest = slot_bytes + sum(sizes), max(widest, *sizes)
         ready += (loader.prefetch_batches + 1) * share * 3 * side * side * (1 + dtype.itemsize)

@@ -254,13 +254,15 @@ class Prefetcher:
         return Batch(images, labels, targets, host.step), marks.copy[1], marks
 
     def _normalised(self, host: HostBatch, slot: int) -> Tensor:
-        """float [B, 3, S, S] on the device, from the slot's pixels or its files."""
+        """[B, 3, S, S] on the device, from the slot's pixels or its files; float32 whenever batch transforms follow."""
         if self.gpu_decoder is None:
             raw = self._own("raw", slot, host.images, torch.uint8)
             return raw.to(torch.float32).mul_(self.scale).add_(self.shift)
         assert host.files is not None and host.geometry is not None
-        # Batch transforms make new images of these; without them, these are what the step takes.
-        out = self._memory("mixed" if self.transforms else "images", slot, host.images.shape, self.dtype)
+        if self.transforms:  # they compute in float32, as after a CPU decoder, and make new images of these
+            out = torch.empty(host.images.shape, device=self.device, memory_format=self.memory_format)
+        else:  # the kernel writes what the step takes
+            out = self._memory("images", slot, host.images.shape, self.dtype)
         pixels = host.images.permute(0, 2, 3, 1)
         scale, shift = self.scale.flatten(), self.shift.flatten()
         try:

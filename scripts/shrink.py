@@ -61,7 +61,6 @@ from multiprocessing.process import BaseProcess
 from typing import IO
 
 import torch
-from PIL import Image
 
 from conf.schema import Config, UserError
 from pipeline import decode
@@ -122,7 +121,7 @@ def shrink(data: bytes, name: str, *, side: int, quality: int, decoder: str) -> 
     Raises:
         Exception: it cannot be decoded; Pillow's plugins raise many kinds.
     """
-    image = Image.open(io.BytesIO(data))
+    image = decode.open_image(data)
     plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")  # MPO: a camera's JPEG with a preview behind it
     named_jpeg = name.lower().endswith((".jpg", ".jpeg"))
     picture = decode.open_picture(data, decoder)

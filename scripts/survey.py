@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from io import BufferedReader, BytesIO
+from io import BufferedReader
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -165,7 +165,7 @@ def examine(path: str, decoder: str) -> Opened:
             data = file.read()
         if not data:
             return Opened(path, problem="empty, 0 bytes")
-        with Image.open(BytesIO(data)) as image:
+        with decode.open_image(data) as image:
             size, about = image.size, f"{image.format} {image.mode} {image.width}x{image.height}"
             odd = tuple(kind for kind in _oddities(image, Path(path).suffix.lower()) if kind)
         decode.open_picture(data, decoder).pixels()

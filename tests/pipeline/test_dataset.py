@@ -1,5 +1,6 @@
 """One sample: the same whenever it is asked for, and an unreadable one is named."""
 
+import contextlib
 import io
 import os
 import shutil
@@ -9,12 +10,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
+from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
+from pipeline.autotune import shrink_gain
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.index import load_index
+from scripts import shrink, survey
 
 
 def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
@@ -119,6 +122,33 @@ def test_bad_file_is_named_with_the_reason(changeable: Path, damage: str, reason
     assert "\n" not in str(error.value)
     dataset.load(0, 6)  # its neighbours are fine
     dataset.load(0, 8)
+
+
+def test_eps_named_jpg_is_refused_and_starts_no_process(
+    changeable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pillow gives PostScript to Ghostscript, which is a program in a file: a dataset must not run programs."""
+    gs, started = tmp_path / "bin" / "gs", tmp_path / "started"
+    gs.parent.mkdir()
+    gs.write_text(f"#!/bin/sh\ntouch {started}\n")
+    gs.chmod(0o755)
+    monkeypatch.setenv("PATH", str(gs.parent), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)  # Pillow keeps what it has found
+    dataset = open_dataset(changeable)
+    path = Path(dataset.name(0))
+    Image.open(path).convert("RGB").save(path, "EPS")
+    with Image.open(path) as image, contextlib.suppress(Exception):  # this gs gives Pillow nothing to read
+        image.load()
+    assert started.exists()  # without a list of formats it is started
+    started.unlink()
+    for load in (dataset.load, dataset.load_encoded):
+        with pytest.raises(BadImageError, match=f"^{path}: UnidentifiedImageError: cannot identify image file"):
+            load(0, 0)
+    assert survey.examine(str(path), "pillow").problem == "not a picture, begins with b'%!PS-Adobe-3.0 E'"
+    with pytest.raises(UnidentifiedImageError):
+        shrink.shrink(path.read_bytes(), path.name, side=256, quality=90, decoder="pillow")
+    shrink_gain(dataset)
+    assert not started.exists()
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")

@@ -109,6 +109,84 @@ def test_links_count_once_and_what_is_no_file_not_at_all(tmp_path: Path) -> None
         assert paths(tmp_path / "root") == ["a/1.jpg", "a/linked.jpg", "b/2.jpg", "b/sub/3.jpg"]
 
 
+def test_class_order_is_that_of_the_bytes_as_in_torchvision(tmp_path: Path) -> None:
+    """Labels must be those of torchvision's ImageFolder: upper case before lower case, and 10 before 2."""
+    make(tmp_path, *(f"{name}/1.jpg" for name in ("a", "B", "b", "2", "10", "_", "é")))
+    index = load_index(tmp_path, key="data.train")
+    assert index.classes == tuple(sorted(os.listdir(tmp_path))) == ("10", "2", "B", "_", "a", "b", "é")
+    assert content(index) == [(name, f"{name}/1.jpg") for name in index.classes]
+
+
+# Links between folders.
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 3])
+@pytest.mark.parametrize("absolute", [False, True])
+@pytest.mark.parametrize("stored", ["here", "classes elsewhere", "root elsewhere"])
+def test_link_to_a_parent_folder_adds_nothing(tmp_path: Path, depth: int, absolute: bool, stored: str) -> None:
+    """The class itself, the split, the folder of both splits, and the folder that this lies in."""
+    store = make(tmp_path / "store", "data/train/a/1.jpg", "data/train/b/2.jpg", "data/val/a/3.jpg", "more/c/4.jpg")
+    train = store / "data" / "train"
+    parents = [train / "a", train, store / "data", store]
+    if stored == "classes elsewhere":
+        train = tmp_path / "split"
+        train.mkdir()
+        for name in "ab":
+            (train / name).symlink_to(store / "data" / "train" / name)
+    elif stored == "root elsewhere":
+        make(tmp_path / "view", "other/5.jpg")
+        (tmp_path / "view" / "link").symlink_to(store)
+        train = tmp_path / "view" / "link" / "data" / "train"
+        if absolute:  # the parents by the path that was given
+            parents = [train / "a", train, train.parent, tmp_path / "view"]
+    (store / "data" / "train" / "a" / "up").symlink_to(parents[depth] if absolute else "/".join([".", *[".."] * depth]))
+    assert paths(train) == ["a/1.jpg", "b/2.jpg"]
+
+
+def test_link_out_of_a_linked_folder_to_its_parent_adds_nothing(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", "deep/2.jpg", "3.jpg")
+    (store / "deep" / "up").symlink_to("..")
+    root = make(tmp_path / "root", "a/1.jpg")
+    (root / "a" / "more").symlink_to(store / "deep")
+    assert paths(root) == ["a/1.jpg", "a/more/2.jpg"]
+
+
+def test_folder_that_two_links_of_a_class_reach_counts_once(tmp_path: Path) -> None:
+    store = make(tmp_path / "store", "deep/2.jpg", "3.jpg")
+    root = make(tmp_path / "root", "a/1.jpg")
+    for name, target in (("x", store / "deep"), ("y", store), ("z", store)):
+        (root / "a" / name).symlink_to(target)
+    assert paths(root) == ["a/1.jpg", "a/x/2.jpg", "a/y/3.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("links", "one", "other"),
+    [
+        ({"b": "store"}, None, None),  # a class that lies elsewhere
+        ({"a/more": "store", "b/more": "other"}, None, None),
+        ({"b": "store", "d": "store"}, "b", "d"),
+        ({"b": "root/a"}, "a", "b"),
+        ({"a/more": "root/c"}, "a/more", "c"),
+        ({"c/more": "root/a"}, "a", "c/more"),
+        ({"a/more": "root/c/deep"}, "a/more", "c/deep"),
+        ({"a/more": "store", "c/some": "store/sub"}, "a/more/sub", "c/some"),
+    ],
+)
+def test_folder_under_two_labels_is_refused(tmp_path: Path, links: dict[str, str], one: str | None, other: str | None) -> None:
+    make(tmp_path, "root/a/1.jpg", "root/c/deep/2.jpg", "store/3.jpg", "store/sub/4.jpg", "other/5.jpg")
+    root = tmp_path / "root"
+    for name, target in links.items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).symlink_to(tmp_path / target)
+    if one is None:
+        assert len(paths(root)) == (4 if "b" in links else 5)
+        return
+    with pytest.raises(UserError) as error:
+        load_index(root, key="data.train")
+    assert str(error.value) == (f"data.train={root}: {one} and {other} are the same folder, so its images would have two "
+                                "labels; remove the link that is wrong")  # fmt: skip
+
+
 def test_names_in_no_encoding_and_with_odd_characters(tmp_path: Path) -> None:
     names = [b"caf\xe9/\xff\xfe.jpg", b"caf\xe9/new\nline.jpg", "日本/ü ber.jpg".encode(), b"-x/$(rm).jpg"]
     settle(make(tmp_path / "root", *names))

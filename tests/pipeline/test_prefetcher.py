@@ -19,6 +19,8 @@ from torch import Tensor
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.decode import installed
+from pipeline.gpu_decode import GpuDecoder
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Batch, Prefetcher, Timing
@@ -42,6 +44,7 @@ def open_prefetcher(
     workers: int = 0,
     batch_size: int = BATCH,
     slots: int | None = None,
+    file_bytes: int = 0,
     pinned: bool = True,
     validation: bool = False,
     mean: Sequence[float] = MEAN,
@@ -50,13 +53,14 @@ def open_prefetcher(
     **options: Any,
 ) -> Iterator[Prefetcher]:
     slots = slots or slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=2, prefetch_batches=depth)
-    source = start_source(dataset, batch_size=batch_size, size=SIZE, slots=slots)
+    source = start_source(dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes)
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
     with ExitStack() as stack:
         if pinned and device.type == "cuda":
-            stack.enter_context(Pinned([source.pixels, source.labels]))
+            buffers = (source.pixels, source.labels, source.files, source.geometry)
+            stack.enter_context(Pinned([shared for shared in buffers if shared is not None]))
         pool = stack.enter_context(WorkerPool([source], workers=workers))
         prefetcher = kind(
             Loader(pool, 0, sampler.samples, hold=depth + 1),
@@ -128,6 +132,48 @@ def test_batch_transforms_are_applied_in_order_with_their_draws(dataset: FolderD
             assert torch.equal(after.targets, targets)
             assert torch.equal(after.labels, before.labels)
             assert not torch.equal(after.images, before.images)
+
+
+class FakeEngines:
+    """Stands in for GpuDecoder where there is no GPU: takes what the workers decoded, and fills `out` as its kernel does."""
+
+    seconds_per_image = 0.0
+
+    def make_batch(
+        self, files: np.ndarray, geometry: Tensor, pixels: Tensor, out: Tensor, scale: Tensor, shift: Tensor
+    ) -> None:
+        out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
+
+
+class NotedDtype:
+    """A batch transform that only notes the dtype of the images it is given."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.dtype] = []
+
+    def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+        self.seen.append(images.dtype)
+        return images, targets
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
+def test_batch_transforms_get_float32_whoever_decodes(dataset: FolderDataset, name: str, dtype: torch.dtype) -> None:
+    """The CPU decoders and the engines hand the same images over, and one rounding to the training dtype comes last."""
+    entries, made = [{name: {"p": 1.0}}], []
+    for gpu_decoder, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
+        with open_prefetcher(
+            dataset, transforms=entries, dtype=dtype, gpu_decoder=gpu_decoder, file_bytes=file_bytes
+        ) as prefetcher:
+            prefetcher.loader.encoded_share = 0.0  # there are no engines here
+            noted = NotedDtype()
+            prefetcher.transforms.insert(0, noted)
+            made.append(list(prefetcher.batches(0, 2)))
+            assert noted.seen == [torch.float32] * 2
+    for cpu, engines in zip(*made, strict=True):
+        assert engines.images.dtype == dtype
+        assert torch.equal(engines.images, cpu.images)
+        assert torch.equal(engines.targets, cpu.targets)
 
 
 def test_short_validation_batch_marks_its_empty_rows(image_root: Path) -> None:
@@ -501,6 +547,38 @@ def test_bf16_on_the_gpu_is_that_of_the_cpu() -> None:
         for batch, images in zip(prefetcher.batches(0, 5), expected, strict=True):
             assert batch.images.is_contiguous(memory_format=torch.channels_last)
             assert torch.equal(batch.images.cpu(), images)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("decoder", [*installed(), "gpu", "hybrid"])
+@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
+def test_every_batch_transform_with_every_decoder_and_precision(
+    dataset: FolderDataset, name: str, decoder: str, dtype: torch.dtype
+) -> None:
+    """The images are those of the same decoder without transforms, transformed in float32 and rounded once."""
+    engines = decoder in ("gpu", "hybrid")
+    if not engines:
+        dataset = FolderDataset(dataset.index, dataset.transform, decoder=decoder, seed=7)
+    options: dict[str, Any] = {"device": CUDA, "file_bytes": (1 << 16) * engines, "hybrid": decoder == "hybrid"}
+    entries = [{name: {"p": 1.0}}]
+
+    def first_batch(**more: Any) -> Batch:
+        """One batch only: the shares of a hybrid's later batches follow from measured rates."""
+        gpu_decoder = GpuDecoder(CUDA, BATCH) if engines else None
+        with open_prefetcher(dataset, gpu_decoder=gpu_decoder, **options, **more) as prefetcher:
+            (batch,) = prefetcher.batches(4, 5)
+            torch.cuda.synchronize()
+            return batch.clone()
+
+    plain, mixed = first_batch(), first_batch(transforms=entries, dtype=dtype)
+    (transform,) = build(entries, BATCH_TRANSFORMS, key="augment.batch")
+    one_hot = torch.nn.functional.one_hot(plain.labels, CLASSES).float()
+    images, targets = transform(plain.images, one_hot, batch_rng(11, 4, 0))
+    assert mixed.images.dtype == dtype
+    assert not torch.equal(images, plain.images)
+    assert torch.equal(mixed.images, images.to(dtype))
+    assert torch.equal(mixed.targets, targets)
 
 
 @pytest.mark.gpu

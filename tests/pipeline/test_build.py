@@ -1,0 +1,99 @@
+"""What open_feed puts together: which pixels each split gets, and how many workers make them."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf import cli
+from pipeline import build
+from pipeline.build import Feed, build_datasets, open_feed
+from pipeline.decode import installed
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def opened(
+    image_root: Path, decoder: str, *, device: torch.device = CPU, workers: int = 1, most_workers: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Iterator[Feed]:  # fmt: skip
+    config = cli.load([f"data.root={image_root}", "augment=demo", "loader.batch_size=6", "loader.start_method=fork",
+                       f"loader.decoder={decoder}"])  # fmt: skip
+    with open_feed(config, build_datasets(config), workers=workers, most_workers=most_workers, decoder=decoder, device=device,
+                   dtype=dtype, channels_last=False) as feed:  # fmt: skip
+        yield feed
+
+
+def validation(feed: Feed) -> list[tuple[Tensor, Tensor]]:
+    """Images and labels of every validation batch, on the host."""
+    return [(batch.images.cpu(), batch.labels.cpu()) for batch in feed.val.batches(0, feed.val_batches)]
+
+
+def assert_equal(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, Tensor]]) -> None:
+    assert len(ours) == len(theirs) == 3
+    for pair, other in zip(ours, theirs, strict=True):
+        assert all(torch.equal(one, two) for one, two in zip(pair, other, strict=True))
+
+
+class NoEngines:
+    """Stands in for GpuDecoder where there is no GPU."""
+
+    def __init__(self, device: torch.device, batch_size: int) -> None:
+        pass
+
+    def make_batch(self, *args: Any) -> None:
+        raise AssertionError("validation goes through the CPU decoders")
+
+
+@pytest.mark.parametrize("decoder", ["gpu", "hybrid"])
+def test_engines_have_no_part_in_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str) -> None:
+    monkeypatch.setattr(build, "GpuDecoder", NoEngines)
+    with opened(image_root, installed()[0]) as plain, opened(image_root, decoder) as engines:
+        assert engines.train.gpu_decoder is not None
+        assert_equal(validation(engines), validation(plain))
+        assert engines.train.loader.pool.replies == 0  # hybrid shares batches by the workers' rate on training images alone
+
+
+@pytest.mark.parametrize(("decoder", "during"), [("gpu", 3), ("hybrid", 3), ("pillow", 1)])
+def test_workers_that_only_read_get_help_for_a_validation(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, during: int
+) -> None:
+    monkeypatch.setattr(build, "GpuDecoder", NoEngines)
+    with opened(image_root, decoder, workers=1, most_workers=3) as feed:
+        pool = feed.train.loader.pool
+        reader = pool.pids
+        for _ in range(2):
+            with feed.for_validation():
+                assert len(pool.workers) == during
+                validation(feed)
+            assert pool.pids == reader
+
+
+@pytest.mark.parametrize("most_workers", [0, 2])
+def test_workers_are_never_fewer_for_a_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, most_workers: int) -> None:
+    monkeypatch.setattr(build, "GpuDecoder", NoEngines)
+    for workers in (0, 3):
+        with opened(image_root, "gpu", workers=workers, most_workers=workers and most_workers) as feed, feed.for_validation():
+            assert len(feed.train.loader.pool.workers) == workers
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: torch.dtype) -> None:
+    """Bit for bit, also while training batches of the engines are on their way."""
+    device = torch.device("cuda", 0)
+    found = {}
+    for decoder in [*installed(), "gpu", "hybrid"]:
+        with opened(image_root, decoder, device=device, workers=2, most_workers=4, dtype=dtype) as feed:
+            training = feed.train.batches(0, 20)
+            next(training)
+            with feed.train.left_out(), feed.for_validation():
+                found[decoder] = validation(feed)
+            assert len(list(training)) == 19
+    for batches in found.values():
+        assert_equal(batches, found["pillow"])
