@@ -50,7 +50,7 @@ from engine.pictures import bars
 from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps, few_steps
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
-from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
+from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
 from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
@@ -384,10 +384,13 @@ def validate(
 ) -> None:
     """Measure the model over the whole validation split, once each image, and note in the state whether it is the best so far.
 
+    With train.ema_decay the moving average is measured, and the raw model beside it: `loss_raw`, `top1_raw`, `top5_raw`.
     A signal ends it early, and then nothing is recorded: the next life validates again.
     """
     began = time.perf_counter()
-    world.share_buffers(state.validated_model)
+    networks = [state.validated_model] if state.ema is None else [state.validated_model, state.model]
+    for network in networks:
+        world.share_buffers(network)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for batch in feed.val.batches(0, feed.val_batches):
@@ -397,7 +400,7 @@ def validate(
 
     mistakes = Mistakes(plan.num_classes, world.device, worst=WORST_IMAGES if tracker.draws else 0)
     with plan.autocast(), feed.for_validation():
-        found = evaluate(state.validated_model, measure, batches(), world, mistakes)
+        found, *raw = evaluate(networks, measure, batches(), world, mistakes)
     if found.images < plan.val_images:
         return
     row = {
@@ -407,6 +410,8 @@ def validate(
         "top1": found.top1,
         "top5": found.top5,
     }
+    for metrics in raw:
+        row |= {"loss_raw": metrics.loss, "top1_raw": metrics.top1, "top5_raw": metrics.top5}
     best = not state.best or found.top1 > state.best["top1"]
     state.last = row
     if best:
@@ -548,7 +553,7 @@ def build_state(config: Config, plan: Plan, world: World) -> TrainState:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plan.rewrites_layers:
         gpu_layers.rewrite(model)
-    ema = build_ema(model, config.train.ema_decay) if config.train.ema_decay is not None else None
+    ema = MovingAverage(model, config.train.ema_decay) if config.train.ema_decay is not None else None
     return TrainState(model, build_optimizer(model, config.optim), ema)
 
 
@@ -647,6 +652,7 @@ def summarise(state: TrainState, plan: Plan, started: float, signal_number: int)
         "loss": state.last.get("loss"),
         "top1": state.last.get("top1"),
         "top5": state.last.get("top5"),
+        **{key: state.last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in state.last},
         "best_top1": state.best.get("top1"),
         "best_epoch": round(plan.epoch(int(best_step)), 4) if best_step else None,
         "best_checkpoint": f"step-{int(best_step):08d}.pt" if best_step else None,

@@ -1,6 +1,6 @@
 """Validation that counts every image exactly once, for any number of images, ranks and batch size."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -62,30 +62,33 @@ class Mistakes:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    networks: Sequence[nn.Module],
     measure: Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
     batches: Iterable[tuple[Tensor, Tensor]],
     world: World,
     mistakes: Mistakes | None = None,
-) -> Metrics:
-    """Mean loss and accuracy over all ranks' batches.
+) -> list[Metrics]:
+    """Mean loss and accuracy of each network over all ranks' batches. A batch is read once, for all networks.
 
     Args:
-        model: called in eval mode; left in the mode it was in.
+        networks: called in eval mode; left in the mode they were in.
         measure: `meters.measure`, or what compiling it gave.
         batches: (images float [B, 3, S, S], labels int64 [B]); rows labelled below 0 fill up the last batch and do not count.
             Each rank brings its own share, and may bring fewer batches than another: only the sums are exchanged.
-        mistakes: filled, if given; by every rank or by none.
+        mistakes: filled with those of the first network, if given; by every rank or by none.
     """
-    mode = model.training
-    model.eval()
-    total = torch.zeros(4, dtype=torch.float64, device=world.device)
+    modes = [network.training for network in networks]
+    for network in networks:
+        network.eval()
+    totals = torch.zeros(len(networks), 4, dtype=torch.float64, device=world.device)
     for images, labels in batches:
-        values, losses, predictions = measure(model, images, labels)
-        total += values
-        if mistakes is not None:
-            mistakes.add(images, labels, losses, predictions)
-    model.train(mode)
+        for place, network in enumerate(networks):
+            values, losses, predictions = measure(network, images, labels)
+            totals[place] += values  # now: with CUDA graphs the next call of `measure` overwrites its results
+            if mistakes is not None and place == 0:
+                mistakes.add(images, labels, losses, predictions)
+    for network, mode in zip(networks, modes, strict=True):
+        network.train(mode)
     if mistakes is not None:
         world.sum(mistakes.table)
-    return metrics_of(world.sum(total))
+    return [metrics_of(total) for total in world.sum(totals).cpu()]

@@ -1,5 +1,6 @@
 """What changes during training, in one object; its state_dict is the checkpoint."""
 
+import copy
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,26 +8,42 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch import Tensor, nn
 
 
-class MovingAverage(AveragedModel):
-    """torch's own, but for its update: that takes the count of steps to the device each time, and waits there for the step."""
+class MovingAverage(nn.Module):
+    """Exponential moving average of a model's weights and buffers, BatchNorm's statistics among them.
+
+    The decay warms up as in timm's ModelEmaV3: update t, from 0, uses min(decay, 1 - (1 + t)^(-2/3)). So update 0 copies
+    the model, the average of a short run forgets the first weights, and a decay of 0.9999 is reached after 1,000,000 steps.
+    Integer buffers are copied.
+
+    Args:
+        model: what is averaged; the average starts as a copy of it.
+        decay: the highest decay, in (0, 1].
+
+    Attributes:
+        module: the averaged model.
+        n_averaged: int64 [], updates so far. It stays on the host: an update must not wait for the GPU.
+    """
+
+    n_averaged: Tensor
 
     def __init__(self, model: nn.Module, decay: float) -> None:
-        self.average = get_ema_multi_avg_fn(decay)  # typed, as the base class's own reference to it is not
-        super().__init__(model, multi_avg_fn=self.average, use_buffers=True)
+        super().__init__()
+        self.module, self.decay = copy.deepcopy(model), decay
+        self.register_buffer("n_averaged", torch.tensor(0))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
-        ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
-        if self.n_averaged == 0:  # it is on the host
-            torch._foreach_copy_(ours, theirs)
-        else:
-            for kind in {tensor.dtype for tensor in ours}:
-                pairs = [pair for pair in zip(ours, theirs, strict=True) if pair[0].dtype == kind]
-                self.average([mean for mean, _ in pairs], [now for _, now in pairs], self.n_averaged)
+        """Take in the weights after an optimiser step."""
+        weight = max(1.0 - self.decay, (1 + int(self.n_averaged)) ** (-2 / 3))
+        pairs = [*zip(self.module.parameters(), model.parameters(), strict=True),
+                 *zip(self.module.buffers(), model.buffers(), strict=True)]  # fmt: skip
+        means, values = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
+        torch._foreach_lerp_(means, values, weight)
+        if counts := [pair for pair in pairs if not pair[0].is_floating_point()]:
+            torch._foreach_copy_(*zip(*counts, strict=True))
         self.n_averaged += 1
 
 
@@ -38,7 +55,7 @@ class TrainState:
 
     Attributes:
         step: optimiser steps done.
-        ema: moving average of the weights, when train.ema_decay is set; it is what is validated.
+        ema: moving average of the weights, when train.ema_decay is set; `best` is decided by it.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
         spent: what the lives so far took, by kind; see engine.ledger.
@@ -119,11 +136,6 @@ def untouched(state: TrainState) -> Iterator[None]:
         torch.set_rng_state(random)
         if random_gpu is not None:
             torch.cuda.set_rng_state(random_gpu)
-
-
-def build_ema(model: nn.Module, decay: float) -> MovingAverage:
-    """Exponential moving average of weights and buffers (arXiv 2110.00476 uses it; BatchNorm statistics are averaged too)."""
-    return MovingAverage(model, decay)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -30,7 +30,9 @@ from engine.pictures import grid
 
 logger = logging.getLogger(__name__)
 
-# metrics.jsonl key -> TensorBoard tag; loss, top1 and top5 go under train/ or val/
+# metrics.jsonl keys whose TensorBoard tag is train/<key> or val/<key>; those of the raw model only beside a moving average
+METRICS = ("loss", "top1", "top5", "loss_raw", "top1_raw", "top5_raw")
+# metrics.jsonl key -> TensorBoard tag
 SCALARS = {
     "lr": "lr",
     "images_per_second": "throughput/images_per_second",
@@ -50,8 +52,8 @@ SCALARS = {
 # has one unit, which the tag's ending says; the first of a group takes what ends otherwise, so that no new tag is left out.
 LAYOUT = {
     "learning": {
-        "loss": r"(train|val)/loss$",
-        "top-1 and top-5, %": r"(train|val)/top[15]$|final/best_top1$",
+        "loss": r"(train|val)/loss(_raw)?$",
+        "top-1 and top-5, %": r"(train|val)/top[15](_raw)?$|final/best_top1$",
         "learning rate": r"lr$",
     },
     "throughput": {"images/s": r"(throughput/(?!mfu)|final/images_per).*", "model FLOPs utilisation": r"throughput/mfu"},
@@ -173,9 +175,11 @@ class Tracker:
         if self.folder is None:
             return
         self._write(row, {})
+        raw = f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %" if "top1_raw" in row else ""
         mark = "  best so far" if best else ""
         self.say(f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} "
-                 f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s{mark}")  # fmt: skip
+                 f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s"
+                 f"{raw}{mark}")  # fmt: skip
 
     def progress(self, step: int) -> None:
         """On a terminal, keep one line moving between log steps."""
@@ -288,7 +292,8 @@ class Tracker:
         best = self.folder / "checkpoints" / summary["best_checkpoint"] if summary.get("best_checkpoint") else None
         accuracy = "not validated" if summary["top1"] is None else (
             f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 {summary['best_top1']:.2f} % "
-            f"after epoch {summary['best_epoch']:.4g}")  # fmt: skip
+            f"after epoch {summary['best_epoch']:.4g}"
+            + (f"; raw model: top1 {summary['top1_raw']:.2f} %" if "top1_raw" in summary else ""))  # fmt: skip
         with_all = summary.get("images_per_second_with_first_epoch")  # since version 0.1
         all_told = f"; {with_all:,.0f} with the first epoch and what compiles" if with_all else ""
         folder = self.folder / "tensorboard"
@@ -327,7 +332,7 @@ class Tracker:
             self._guard("metrics.jsonl", self._rows.write, json.dumps({**_rounded(row), **_rounded(plain)}) + "\n")
         self._write_drawn()
         if self._board is not None:
-            tags = {SCALARS.get(k) or f"{row['split']}/{k}": row[k] for k in (*SCALARS, "loss", "top1", "top5") if k in row}
+            tags = {SCALARS.get(k) or f"{row['split']}/{k}": row[k] for k in (*SCALARS, *METRICS) if k in row}
             self._guard("TensorBoard", self._scalars, {**tags, **figures}, row["step"])
 
     def _scalars(self, values: dict[str, float], step: int) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from conf.schema import UserError, did_you_mean
 from models.resnet import resnet18_cifar, resnet_tiny
+from models.vit import require_multiple, vit_s16
 
 logger = logging.getLogger(__name__)
 
@@ -61,21 +62,6 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def vit_s16(num_classes: int, image_size: int) -> nn.Module:
-    """The "small" vision transformer (arXiv 2010.11929, 2012.12877): torchvision's class, 22 M parameters."""
-    _require_multiple(image_size, 16, "vit_s16")
-    vision = import_torchvision()
-    return vision.models.VisionTransformer(
-        image_size=image_size,
-        patch_size=16,
-        num_layers=12,
-        num_heads=6,
-        hidden_dim=384,
-        mlp_dim=1536,
-        num_classes=num_classes,
-    )
-
-
 OURS: dict[str, Callable[[int, int], nn.Module]] = {
     "resnet_tiny": resnet_tiny,
     "resnet18_cifar": resnet18_cifar,
@@ -113,7 +99,7 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
     vision = import_torchvision()
     options = {}
     if name.startswith("vit_"):
-        _require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
+        require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
         options["image_size"] = image_size
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
     if pretrained:
@@ -177,8 +163,3 @@ def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin:
     if other:
         logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(other))
     model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)
-
-
-def _require_multiple(image_size: int, patch: int, name: str) -> None:
-    if image_size % patch:
-        raise UserError(f"data.image_size={image_size}: {name} needs a multiple of its {patch} px patches")

@@ -177,7 +177,7 @@ def test_validation_is_exact_with_uneven_shares(ranks: tuple[Found, Found]) -> N
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
     mistakes = Mistakes(8, alone().device)
-    whole = evaluate(model, measure, [(images, labels)], alone(), mistakes)
+    (whole,) = evaluate([model], measure, [(images, labels)], alone(), mistakes)
     for found in ranks:
         assert found["validation"]["metrics"] == pytest.approx([whole.loss, whole.top1, whole.top5, 25])
         assert found["validation"]["table"] == mistakes.table.tolist()

@@ -42,7 +42,7 @@ def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 36, 37, 38, 100])
 def test_any_batch_size_gives_the_same(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
     images, labels = data
-    found = evaluate(model, measure, padded(images, labels, size), ALONE)
+    (found,) = evaluate([model], measure, padded(images, labels, size), ALONE)
     logits = model.eval()(images)
     places = logits.argsort(1, descending=True).eq(labels[:, None]).int().argmax(1)
     assert found.images == IMAGES
@@ -54,19 +54,38 @@ def test_any_batch_size_gives_the_same(model: nn.Module, data: tuple[Tensor, Ten
 
 def test_batches_of_differing_sizes(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     uneven = zip(data[0].split([1, 20, 3, 13]), data[1].split([1, 20, 3, 13]), strict=True)
-    found, whole = evaluate(model, measure, uneven, ALONE), evaluate(model, measure, [data], ALONE)
+    (found,), (whole,) = evaluate([model], measure, uneven, ALONE), evaluate([model], measure, [data], ALONE)
     assert (found.images, found.top1, found.top5) == (whole.images, whole.top1, whole.top5)
 
 
 def test_nothing_to_validate(model: nn.Module) -> None:
-    assert evaluate(model, measure, [], ALONE).images == 0
+    assert [found.images for found in evaluate([model, model], measure, [], ALONE)] == [0, 0]
+
+
+def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+    """Each is measured as if alone, each batch is read once, and the mistakes are the first network's."""
+    torch.manual_seed(3)
+    other, read = resnet_tiny(7, 16).eval(), []
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in padded(*data, 8):
+            read.append(len(read))
+            yield batch
+
+    model.train()
+    together, alone = Mistakes(7, ALONE.device), Mistakes(7, ALONE.device)
+    found = evaluate([model, other], measure, batches(), ALONE, together)
+    assert read == [0, 1, 2, 3, 4] and (model.training, other.training) == (True, False)
+    assert found == [*evaluate([model], measure, batches(), ALONE, alone), *evaluate([other], measure, batches(), ALONE)]
+    assert found[0].loss != found[1].loss
+    assert torch.equal(together.table, alone.table)
 
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_the_model_is_left_as_it_was(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
     model.train(mode)
     before = {k: v.clone() for k, v in model.state_dict().items()}
-    evaluate(model, measure, padded(*data, 8), ALONE)
+    evaluate([model], measure, padded(*data, 8), ALONE)
     assert model.training == mode and model.bn1.training == mode
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
@@ -79,7 +98,7 @@ def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) ->
         return measure(model, images, labels)
 
     model.train()
-    evaluate(model, watch, padded(*data, 20), ALONE)
+    evaluate([model], watch, padded(*data, 20), ALONE)
     assert seen == [(False, False, False)] * 2
     assert torch.is_grad_enabled()
 
@@ -98,7 +117,7 @@ def classed(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, l
 def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
     """For any batch size; rows that fill up are neither counted nor shown, however wrong."""
     mistakes = Mistakes(7, ALONE.device, worst=4)
-    found = evaluate(model, measure, padded(*data, size), ALONE, mistakes)
+    (found,) = evaluate([model], measure, padded(*data, size), ALONE, mistakes)
     table, losses, predictions = classed(model, *data)
     assert mistakes.table.dtype == torch.int32 and torch.equal(mistakes.table, table)
     seen, hits = mistakes.per_class()
@@ -114,7 +133,7 @@ def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> N
 
 def test_mistakes_of_fewer_images_than_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     mistakes = Mistakes(7, ALONE.device, worst=16)
-    evaluate(model, measure, padded(data[0][:5], data[1][:5], 3), ALONE, mistakes)
+    evaluate([model], measure, padded(data[0][:5], data[1][:5], 3), ALONE, mistakes)
     images, rows = mistakes.worst_images()
     assert len(images) == len(rows) == 5
     assert {row[0] for row in rows} == set(data[1][:5].tolist())
@@ -122,7 +141,7 @@ def test_mistakes_of_fewer_images_than_are_kept(model: nn.Module, data: tuple[Te
 
 def test_mistakes_without_images(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     for mistakes, batches in ((Mistakes(7, ALONE.device, worst=4), []), (Mistakes(7, ALONE.device), [data])):
-        evaluate(model, measure, batches, ALONE, mistakes)
+        evaluate([model], measure, batches, ALONE, mistakes)
         images, rows = mistakes.worst_images()
         assert len(images) == 0 and rows == []
         assert mistakes.table.sum() == sum(len(labels) for _, labels in batches)
@@ -135,7 +154,7 @@ def test_mistakes_of_too_many_classes_for_pairs(
     monkeypatch.setattr(module, "MOST_CLASSES", 6)
     single = Mistakes(7, ALONE.device)
     for mistakes in (pairs, single):
-        evaluate(model, measure, padded(*data, 10), ALONE, mistakes)
+        evaluate([model], measure, padded(*data, 10), ALONE, mistakes)
     assert (pairs.pairs, single.pairs, single.table.shape) == (True, False, (7, 2))
     for one, other in zip(pairs.per_class(), single.per_class(), strict=True):
         assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
@@ -149,7 +168,7 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
     batches = [(images.cuda(), labels.cuda()) for images, labels in padded(*data, 8)]
     compiled, whole = torch.compile(measure, dynamic=False), Mistakes(7, device, worst=4)
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        metrics = evaluate(network, compiled, batches, world, whole)
+        (metrics,) = evaluate([network], compiled, batches, world, whole)
         rows = [compiled(network.eval(), *batch)[1:] for batch in batches]
     assert whole.per_class()[1].sum().item() == pytest.approx(metrics.top1 * IMAGES / 100)
     for repeatable in (False, True):

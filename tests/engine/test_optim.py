@@ -9,7 +9,7 @@ from torch import nn
 from conf.schema import Optim, Schedule
 from engine.optim import Curve, build_optimizer
 from models.resnet import resnet_tiny
-from models.zoo import vit_s16
+from models.vit import vit_s16
 
 
 def decays(model: nn.Module, config: Optim) -> dict[str, float]:

@@ -15,7 +15,7 @@ from conf.schema import Optim
 from engine import out_of_memory
 from engine.optim import build_optimizer
 from engine.out_of_memory import GIB, activation_bytes, estimate, explain_oom, fixed_bytes
-from engine.state import TrainState, build_ema
+from engine.state import MovingAverage, TrainState
 
 CUDA = torch.device("cuda", 0)
 
@@ -185,7 +185,7 @@ def test_what_is_held_for_any_batch(name: str, momentum: float, ema: float | Non
     """Said before the first step, true after it."""
     model = nn.Linear(100, 1000)
     optim = Optim(name=name, momentum=momentum, nesterov=False)
-    average = build_ema(model, ema) if ema is not None else None
+    average = MovingAverage(model, ema) if ema is not None else None
     state = TrainState(model, build_optimizer(model, optim), average)
     said = fixed_bytes(state)
     assert abs(said - copies * 4 * 101_000) <= 8  # the average counts its steps

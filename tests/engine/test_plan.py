@@ -156,7 +156,7 @@ def test_published_flops() -> None:
 
 def test_size_that_the_model_does_not_take() -> None:
     with torch.device("meta"):
-        small, fixed = (models.build(name, num_classes=10, image_size=32) for name in ("alexnet", "vit_s16"))
+        small, fixed = (models.build(name, num_classes=10, image_size=32) for name in ("alexnet", "vit_b_16"))
     with pytest.raises(
         UserError, match=r"^data\.image_size: the model does not take images of 32 px \(.*\); give another size$"
     ):

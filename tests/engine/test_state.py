@@ -3,24 +3,27 @@
 import copy
 import hashlib
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import train
 from conf import cli
-from conf.schema import Optim
+from conf.schema import Config, Optim
 from engine import checkpoint
 from engine.distributed import join_world
 from engine.meters import Meter, objective
 from engine.optim import build_optimizer
-from engine.state import TrainState, build_ema, params_sha256, seed_step, untouched
+from engine.plan import Plan
+from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
@@ -31,7 +34,7 @@ OPTIMIZERS = {
 def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainState:
     torch.manual_seed(seed)
     model = resnet_tiny(5, 16)
-    return TrainState(model, build_optimizer(model, optim), None if ema is None else build_ema(model, ema))
+    return TrainState(model, build_optimizer(model, optim), None if ema is None else MovingAverage(model, ema))
 
 
 def advance(state: TrainState, steps: int) -> None:
@@ -42,15 +45,22 @@ def advance(state: TrainState, steps: int) -> None:
         state.step += 1
 
 
+@cache
+def setting() -> tuple[Config, Plan]:
+    """What train_step is told: a run on the CPU, with label smoothing and clipping."""
+    config = cli.load(["data=fake", "data.fake_images=16", "data.fake_classes=5", "data.image_size=16", "model=resnet_tiny",
+                       "loader.batch_size=8", "train.device=cpu", "train.label_smoothing=0.1", "optim.clip_norm=5",
+                       ])  # fmt: skip
+    with join_world("cpu") as world:
+        return config, train.make_plan(config, build_datasets(config), world)
+
+
 def take_step(state: TrainState) -> None:
+    config, plan = setting()
     generator = torch.Generator().manual_seed(state.step)
     images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
-    logits = state.model(nn.functional.dropout(images, 0.2))
-    nn.functional.cross_entropy(logits, labels).backward()
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
-    if state.ema is not None:
-        state.ema.update_parameters(state.model)
+    train.train_step(state, nn.Sequential(nn.Dropout(0.2), state.model), objective, Batch(images, labels, labels, state.step),
+                     lr=state.optimizer.defaults["lr"], config=config, plan=plan)  # fmt: skip
 
 
 def equal(a: object, b: object) -> bool:
@@ -125,27 +135,50 @@ def test_average_turned_off_at_a_resume() -> None:
 
 
 def test_average_by_hand() -> None:
-    """average = decay * average + (1 - decay) * weight, the first step copying; running statistics alike."""
+    """The decay of update t is min(decay, 1 - (1 + t)^(-2/3)); (1 + t)^(-2/3) is 1, 0.629961, 0.480750, 0.396850 at first.
+
+    Running statistics are averaged alike; a count of batches is copied.
+    """
     model = nn.BatchNorm1d(1)
-    ema = build_ema(model, 0.75)
-    average = {}
-    for step, (weight, mean) in enumerate([(2.0, 1.0), (4.0, 3.0), (8.0, -1.0)]):
+    ema = MovingAverage(model, 0.6)
+    average = {"weight": 1.0, "running_mean": 0.0}  # forgotten by the first update
+    for count, (share, weight, mean) in enumerate(
+        [(1.0, 2.0, 1.0), (0.629961, 4.0, 3.0), (0.480750, 8.0, -1.0), (0.4, 1.0, 5.0), (0.4, 3.0, 7.0)], start=1
+    ):
         with torch.no_grad():
             model.weight.fill_(weight)
             model.running_mean.fill_(mean)
+            model.num_batches_tracked.fill_(3 * count)
         ema.update_parameters(model)
         for name, value in (("weight", weight), ("running_mean", mean)):
-            average[name] = value if step == 0 else 0.75 * average[name] + 0.25 * value
-            assert ema.module.state_dict()[name].item() == pytest.approx(average[name])
+            average[name] += share * (value - average[name])
+            assert ema.module.state_dict()[name].item() == pytest.approx(average[name], rel=1e-5)
+        assert (ema.module.num_batches_tracked.item(), int(ema.n_averaged)) == (3 * count, count)
 
 
-def test_average_is_torchs_own_to_the_bit() -> None:
-    state = new_state(OPTIMIZERS["sgd"])
-    theirs = AveragedModel(state.model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=True)
-    for _ in range(4):
-        advance(state, 1)
-        theirs.update_parameters(state.model)
-    assert state.ema is not None and equal(state.ema.state_dict(), theirs.state_dict())
+@pytest.mark.parametrize(
+    ("updates", "decay"), [(0, 0.0), (7, 0.75), (26, 8 / 9), (999, 0.99), (999_999, 0.9999), (10**7, 0.9999)]
+)
+def test_decay_of_the_average_warms_up(updates: int, decay: float) -> None:
+    """1 - (1 + t)^(-2/3) up to 0.9999: what timm's ModelEmaV3(use_warmup=True).update(model, step=t + 1) uses."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    ema = MovingAverage(model, 0.9999)
+    ema.n_averaged.fill_(updates)
+    nn.init.ones_(model.weight)
+    ema.update_parameters(model)
+    assert ema.module.weight.item() == pytest.approx(1 - decay, rel=1e-6)
+
+
+def test_average_of_a_short_run_is_near_its_weights() -> None:
+    """With a decay of 0.9999 and no warm-up, 97 % of it would still be the first weights after 300 steps."""
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    ema = MovingAverage(model, 0.9999)
+    for step in range(1, 301):
+        nn.init.constant_(model.weight, step / 300)
+        ema.update_parameters(model)
+    assert 0.8 < ema.module.weight.item() < 1
 
 
 @pytest.mark.gpu
@@ -237,7 +270,6 @@ def tensors(state: TrainState) -> list[Tensor]:
     return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())] + kept
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("ema", [0.9, None], ids=["average", "no average"])
 @pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
@@ -272,7 +304,6 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
         assert state.model.training
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
 def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -> None:
     straight, measured, touched = (new_state(optim) for _ in range(3))

@@ -363,7 +363,7 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
     }
     new = {"gpu/sm_clock_mhz_max", "gpu/jpeg_engine_utilization", "gpu/something_new", "memory/fragmentation",
            "host/workers_rss_gib", "final/best_top1", "final/images_per_second", "gpu/throttled_power_fraction",
-           "gpu/memory_used_gib_min"}  # fmt: skip
+           "gpu/memory_used_gib_min", "val/loss_raw", "val/top1_raw", "val/top5_raw"}  # fmt: skip
     for tag in {*events.Tags()["scalars"], *ROW_TAGS.values(), *new}:
         (found,) = [where for where, pattern in charts.items() if re.match(pattern, tag)]
         group = "throughput" if "images_per_second" in tag else tag.split("/")[0]

@@ -116,7 +116,7 @@ def validation(world: World) -> dict[str, Any]:
             yield torch.cat([images[part], torch.zeros(fill, 6)]), torch.cat([labels[part], torch.full((fill,), -1)])
 
     mistakes = Mistakes(8, world.device)
-    found = evaluate(model, measure, batches(), world, mistakes)
+    (found,) = evaluate([model], measure, batches(), world, mistakes)
     return {"metrics": [found.loss, found.top1, found.top5, found.images], "table": mistakes.table.tolist()}
 
 

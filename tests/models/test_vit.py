@@ -1,0 +1,184 @@
+"""The plain vision transformer: the paper's parameter count, its initialisation, and its arithmetic."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from models.vit import VisionTransformer, positions, vit_s16
+from models.zoo import parameter_count
+
+
+def small(image_size: int = 32, **changes: int) -> VisionTransformer:
+    sizes = {"num_classes": 5, "patch": 8, "width": 16, "depth": 2, "heads": 2, "hidden": 24, **changes}
+    return VisionTransformer(image_size=image_size, **sizes)
+
+
+def test_parameter_count() -> None:
+    """The paper says 22 M. By hand, with width 384 and 1000 classes, each layer with its biases."""
+    patches, norm = 16 * 16 * 3 * 384 + 384, 2 * 384
+    attention, mlp = 4 * (384 * 384 + 384), (384 * 1536 + 1536) + (1536 * 384 + 384)
+    with torch.device("meta"):
+        counts = [parameter_count(vit_s16(1000, size)) for size in (224, 384)]
+    assert counts == [patches + 12 * (2 * norm + attention + mlp) + norm + 384 * 1000 + 1000] * 2 == [21_974_632] * 2
+
+
+def test_names() -> None:
+    with torch.device("meta"):
+        keys = [key for key in vit_s16(10, 224).state_dict() if not key.startswith("blocks.") or key.startswith("blocks.11.")]
+    layers = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
+    layers = ["patch_embed.proj", *[f"blocks.11.{layer}" for layer in layers], "norm", "head"]
+    assert keys == [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
+
+
+@pytest.fixture(scope="module")
+def fresh() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return vit_s16(1000, 32).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("layer", "bound"),
+    [("attn.qkv", math.sqrt(6 / 768)), ("attn.proj", math.sqrt(6 / 768)), ("mlp.fc1", math.sqrt(6 / 1920)),
+     ("mlp.fc2", math.sqrt(6 / 1920))],
+)  # fmt: skip
+def test_weights_of_the_blocks_are_uniform(fresh: dict[str, Tensor], layer: str, bound: float) -> None:
+    """Xavier's bound is sqrt(6 / (fan in + fan out)); query, key and value are three maps of 384 to 384."""
+    for block in range(12):
+        for weight in fresh[f"blocks.{block}.{layer}.weight"].split(384):
+            assert weight.abs().max().item() == pytest.approx(bound, rel=1e-3) and weight.abs().max() <= bound
+            assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
+            assert abs(weight.mean().item()) < 0.02 * bound
+
+
+def test_weights_of_the_patches_are_normal(fresh: dict[str, Tensor]) -> None:
+    """LeCun: a variance of 1 / 768 after the normal distribution is cut off at two deviations."""
+    weight = fresh["patch_embed.proj.weight"]
+    assert weight.shape == (384, 3, 16, 16)
+    assert weight.std().item() == pytest.approx(math.sqrt(1 / 768), rel=0.01)
+    assert weight.abs().max().item() == pytest.approx(2 * math.sqrt(1 / 768) / 0.87962566, rel=1e-3)
+    within = (weight.abs() < weight.std()).float().mean().item()  # 0.621 there, 0.683 without the cut, 0.577 of a uniform one
+    assert within == pytest.approx((math.erf(0.87962566 / math.sqrt(2))) / math.erf(math.sqrt(2)), abs=0.005)
+
+
+def test_everything_else_is_constant(fresh: dict[str, Tensor]) -> None:
+    for key, value in fresh.items():
+        if "mlp" in key and key.endswith("bias"):
+            assert value.std().item() == pytest.approx(1e-6, rel=0.15)
+        elif "norm" in key:
+            assert torch.equal(value, torch.full_like(value, float(key.endswith("weight"))))
+        elif key.startswith("head") or key.endswith("bias"):
+            assert not value.any(), key
+    assert {m.eps for m in vit_s16(3, 32).modules() if isinstance(m, nn.LayerNorm)} == {1e-6}
+    assert not vit_s16(3, 32).eval()(torch.randn(2, 3, 32, 32)).any(), "the head begins with zeros"
+
+
+def test_positions_by_hand() -> None:
+    """Patch (row 1, column 2) of 8 channels: sin x, cos x, sin y, cos y, at the frequencies 1 and 1/10000."""
+    found = positions(2, 3, 8)
+    assert found.shape == (6, 8)
+    by_hand = [
+        math.sin(2),
+        math.sin(2e-4),
+        math.cos(2),
+        math.cos(2e-4),
+        math.sin(1),
+        math.sin(1e-4),
+        math.cos(1),
+        math.cos(1e-4),
+    ]
+    assert found[5].tolist() == pytest.approx(by_hand, abs=1e-6)
+    assert found[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
+    frequencies = positions(1, 2, 384)[1, :96].asin()
+    ratios = frequencies[1:] / frequencies[:-1]
+    assert ratios.tolist() == pytest.approx([10_000 ** (-1 / 95)] * 95, rel=1e-4)
+
+
+def test_blocks_compute_what_torch_does() -> None:
+    """torch's own encoder layer with the same weights; it has one GELU only, which is replaced."""
+    torch.manual_seed(0)
+    model = small().eval()
+    for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
+        nn.init.normal_(norm.weight)
+        nn.init.normal_(norm.bias)
+    nn.init.normal_(model.head.weight)
+    images = torch.randn(3, 3, 32, 32)
+    x = model.patch_embed.proj(images).permute(0, 2, 3, 1).reshape(3, 16, 16) + positions(4, 4, 16)
+    for block in model.blocks:
+        theirs = nn.TransformerEncoderLayer(16, 2, 24, 0.0, nn.GELU("tanh"), layer_norm_eps=1e-6, batch_first=True,
+                                            norm_first=True).eval()  # fmt: skip
+        names = {"self_attn.in_proj_": "attn.qkv.", "self_attn.out_proj.": "attn.proj.", "linear1.": "mlp.fc1.",
+                 "linear2.": "mlp.fc2.", "norm1.": "norm1.", "norm2.": "norm2."}  # fmt: skip
+        ours = block.state_dict()
+        theirs.load_state_dict({a + part: ours[b + part] for a, b in names.items() for part in ("weight", "bias")})
+        x = theirs(x)
+    expected = model.head(nn.functional.layer_norm(x, (16,), model.norm.weight, model.norm.bias, 1e-6).mean(1))
+    torch.testing.assert_close(model(images), expected)
+    assert expected.abs().max() > 0.1
+
+
+def test_positions_matter() -> None:
+    """Without them the mean over the patches is the same for every order of the patches."""
+    torch.manual_seed(0)
+    model = small().eval()
+    nn.init.normal_(model.head.weight)
+    images = torch.randn(1, 3, 32, 32)
+    moved = images.roll(8, 3)  # whole patches
+    assert not torch.allclose(model(images), model(moved), atol=1e-3)
+    model.positions.zero_()
+    torch.testing.assert_close(model(images), model(moved))
+
+
+def test_other_image_sizes() -> None:
+    """Positions follow from the grid: a model of another size has the same weights and gives the same."""
+    torch.manual_seed(0)
+    model, other = small(32).eval(), small(48).eval()
+    nn.init.normal_(model.head.weight)
+    other.load_state_dict(model.state_dict())
+    images = torch.randn(2, 3, 48, 48)
+    assert torch.equal(model(images), other(images))
+    assert model(torch.randn(1, 3, 16, 40)).shape == (1, 5)
+    with pytest.raises(ValueError, match="40x36 px is not a multiple of the 8 px patches"):
+        model(torch.randn(1, 3, 36, 40))
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_it_learns() -> None:
+    """Through the head that begins with zeros: after one step every weight has a gradient."""
+    torch.manual_seed(0)
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    images, labels = torch.randn(20, 3, 32, 32), torch.arange(20) % 5
+    losses = []
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(math.log(5)) and losses[-1] < 0.5 * losses[0]
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.gpu
+def test_bf16_under_the_compiler_is_close_to_float32() -> None:
+    """And the sum of the blocks is float32 under autocast; another image size is compiled as well."""
+    torch.manual_seed(0)
+    model = vit_s16(10, 64).cuda().eval()
+    nn.init.normal_(model.head.weight, std=0.05)
+    seen: list[torch.dtype] = []
+    hook = model.norm.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    with torch.no_grad(), torch.autocast("cuda", dtype=torch.bfloat16):
+        model(torch.randn(8, 3, 64, 64, device="cuda", dtype=torch.bfloat16))
+    hook.remove()
+    assert seen == [torch.float32]
+
+    compiled = torch.compile(model, dynamic=False)
+    for side in (64, 96):
+        images = torch.randn(8, 3, side, side, device="cuda")
+        with torch.no_grad():
+            exact = model(images)
+            with torch.autocast("cuda", dtype=torch.bfloat16):
+                found = compiled(images.bfloat16())
+        assert (found.float() - exact).norm() < 0.03 * exact.norm()
