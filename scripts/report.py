@@ -27,11 +27,13 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NoReturn
 
-import yaml
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli
+from conf import cli  # first: in one line it says which packages are missing
+
+# isort: split
+import yaml
+
 from conf.schema import UserError, show
 from scripts import report_page as page
 from scripts.report_page import Axis, Column, Curve, Markup, Point, duration, element, number, percent

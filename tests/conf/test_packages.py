@@ -1,0 +1,64 @@
+"""Outside the environment, every program says in one line what is missing and what to do."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import conf
+
+ROOT = Path(__file__).parents[2]
+PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in ("bench", "doctor", "report", "shrink"))]
+
+
+def run(program: str, packages: Path, *, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """Run a program with the standard library and `packages` only."""
+    environment = {**os.environ, "PYTHONPATH": str(packages)}
+    return subprocess.run([sys.executable, "-S", str(folder / program), "--help"], env=environment, cwd=packages,
+                          capture_output=True, text=True, check=False)  # fmt: skip
+
+
+def test_every_program_is_tested() -> None:
+    found = [p for p in (ROOT / "scripts").glob("*.py") if '__name__ == "__main__"' in p.read_text()]
+    assert {f"scripts/{p.name}" for p in found} == set(PROGRAMS[1:])
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_outside_the_environment(program: str, tmp_path: Path) -> None:
+    done = run(program, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and ")
+    assert done.stderr.count("\n") == 1 and done.stderr.endswith("`pip install -r requirements.txt`\n")
+
+
+def test_one_package_is_missing(tmp_path: Path) -> None:
+    for name in conf.PACKAGES:
+        if name != "torch":
+            (tmp_path / name).mkdir()
+    done = run("train.py", tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"train.py: torch is missing in {sys.executable}; run ")
+
+
+def test_environment_that_is_not_activated(tmp_path: Path) -> None:
+    """`make env` has built it, so nothing else needs to be installed."""
+    (tmp_path / "conf").mkdir()
+    for name in ("train.py", "conf/__init__.py", "conf/cli.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    assert run("train.py", packages, folder=tmp_path).stderr.endswith("; run `source ../.venv/bin/activate` first\n")
+
+
+def test_packages_are_the_required_ones() -> None:
+    """All but tensorboard, without which a run warns and continues."""
+    required = re.findall(r"^([\w-]+)[>=]", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
+    assert set(conf.PACKAGES.values()) == set(required) - {"tensorboard"}
+    assert all(importlib.util.find_spec(name) for name in conf.PACKAGES)
