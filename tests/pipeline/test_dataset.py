@@ -68,6 +68,7 @@ def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Pat
     assert open_dataset(image_root / "train", seed=2).load(0, 0)[0].tobytes() != first[0, 0]
 
 
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_data_loader_sees_the_crops_of_the_epoch_that_is_set(image_root: Path, workers: int) -> None:
     """Two ranks, each with its sampler and workers that are kept from epoch to epoch."""
