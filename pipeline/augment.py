@@ -140,58 +140,69 @@ class HorizontalFlip:
 
 
 class RandAugment:
-    """`count` random operations of strength `magnitude` (arXiv 1909.13719; torchvision's operations and ranges).
+    """`count` random operations of strength `magnitude` (arXiv 1909.13719), as torchvision's RandAugment.
 
     Args:
         count: operations per image.
-        magnitude: strength from 0 to 30.
+        magnitude: strength from 0 to STRENGTHS.
     """
 
     def __init__(self, *, count: int = 2, magnitude: int = 9) -> None:
-        self.count, self.strength = whole("count", count, 1, 100), number("magnitude", magnitude, 0, 30) / 30
+        self.count = whole("count", count, 1, 100)
+        self.strength = number("magnitude", magnitude, 0, STRENGTHS) / STRENGTHS
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         image = picture.pillow()
         for _ in range(self.count):
-            image = _operate(image, rng, self.strength, wide=False)
+            image = operate(image, *_draw(rng), self.strength, wide=False)
         return Picture.of_pillow(image)
 
 
 class TrivialAugment:
-    """One random operation of random strength (arXiv 2103.10158, the wide space; torchvision's V2 weights use it)."""
+    """One random operation of random strength (arXiv 2103.10158, the wide space), as torchvision's TrivialAugmentWide."""
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return Picture.of_pillow(_operate(picture.pillow(), rng, rng.random(), wide=True))
+        strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
+        return Picture.of_pillow(operate(picture.pillow(), *_draw(rng), strength, wide=True))
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
     return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST)
 
 
+STRENGTHS = 30  # steps from the weakest to the strongest; torchvision counts them from 0 as 31 bins
+Unit = float | Callable[[Image.Image], float]
 # name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment, for TrivialAugment wide)
-OPERATIONS: dict[str, tuple[Callable[[Image.Image, float], Image.Image], float, float]] = {
+OPERATIONS: dict[str, tuple[Callable[[Image.Image, float], Image.Image], Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
     "shear_x": (lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), 0.3, 0.99),
     "shear_y": (lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), 0.3, 0.99),
-    "translate_x": (lambda image, v: _affine(image, 1, 0, v * image.width / 224, 0, 1, 0), 224 * 150 / 331, 32),
-    "translate_y": (lambda image, v: _affine(image, 1, 0, 0, 0, 1, v * image.height / 224), 224 * 150 / 331, 32),
+    "translate_x": (lambda image, v: _affine(image, 1, 0, -int(v), 0, 1, 0), lambda image: 150 / 331 * image.width, 32),
+    "translate_y": (lambda image, v: _affine(image, 1, 0, 0, 0, 1, -int(v)), lambda image: 150 / 331 * image.height, 32),
     "rotate": (lambda image, v: image.rotate(v), 30, 135),
     "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
     "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),
     "contrast": (lambda image, v: ImageEnhance.Contrast(image).enhance(1 + v), 0.9, 0.99),
     "sharpness": (lambda image, v: ImageEnhance.Sharpness(image).enhance(1 + v), 0.9, 0.99),
     "posterize": (lambda image, v: ImageOps.posterize(image, 8 - round(abs(v))), 4, 6),
-    "solarize": (lambda image, v: ImageOps.solarize(image, round(255 * (1 - abs(v)))), 1, 1),
+    # The threshold is a multiple of 0.5, without the last bit that a product of fractions may miss.
+    "solarize": (lambda image, v: ImageOps.solarize(image, round(255 * (1 - abs(v)), 6)), 1, 1),  # type: ignore[arg-type]
     "autocontrast": (lambda image, v: ImageOps.autocontrast(image), 0, 0),
     "equalize": (lambda image, v: ImageOps.equalize(image), 0, 0),
 }
 NAMES = tuple(OPERATIONS)
 
 
-def _operate(image: Image.Image, rng: random.Random, strength: float, *, wide: bool) -> Image.Image:
-    operation, narrow_unit, wide_unit = OPERATIONS[NAMES[int(rng.random() * len(NAMES))]]
-    sign = 1 if rng.random() < 0.5 else -1
-    return operation(image, sign * strength * (wide_unit if wide else narrow_unit))
+def _draw(rng: random.Random) -> tuple[str, int]:
+    """Name of an operation and the sign of its strength."""
+    return NAMES[int(rng.random() * len(NAMES))], 1 if rng.random() < 0.5 else -1
+
+
+def operate(image: Image.Image, name: str, sign: int, strength: float, *, wide: bool) -> Image.Image:
+    """Apply an operation of `strength` 0 to 1; `wide` chooses TrivialAugment's units instead of RandAugment's."""
+    operation, *units = OPERATIONS[name]
+    unit = units[wide]
+    return operation(image, sign * strength * (unit(image) if callable(unit) else unit))
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {

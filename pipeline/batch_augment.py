@@ -58,29 +58,44 @@ class Cutmix:
     def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         count, side = len(images), images.shape[-1]
         share = np.where(rng.random(count) < self.p, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
-        boxes, area = _boxes(rng, np.sqrt(share), np.sqrt(share), side)
-        images = torch.where(_inside(boxes, images), images.roll(1, 0), images)
+        half = np.sqrt(share) * side / 2
+        centre = rng.random((2, count)) * side
+        low, high = np.clip(np.round(centre - half), 0, side), np.clip(np.round(centre + half), 0, side)
+        area = (high - low).prod(0) / side**2  # of the box as the image's border cuts it
+        images = torch.where(_inside(np.concatenate([low, high]).T, images), images.roll(1, 0), images)
         return images, torch.lerp(targets, targets.roll(1, 0), to_device(area, images)[:, None])
 
 
 class RandomErasing:
-    """Set a random box of an image to the mean colour (arXiv 1708.04896).
+    """Set a random box of an image to the mean colour (arXiv 1708.04896), as torchvision's RandomErasing.
 
     Args:
         p: share of the images that lose a box.
         scale: range of the box's share of the area.
-        ratio: range of its width / height.
+        ratio: range of its height / width.
     """
 
     def __init__(self, *, p: float = 0.25, scale: Sequence[float] = (0.02, 0.33), ratio: Sequence[float] = (0.3, 3.3)) -> None:
         self.p, self.scale, self.ratio = number("p", p, 0, 1), span("scale", scale, 1), span("ratio", ratio, 1000)
 
     def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
-        count, side = len(images), images.shape[-1]
-        share = np.where(rng.random(count) < self.p, rng.uniform(*self.scale, count), 0.0)
-        aspect = np.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1]), count))
-        boxes, _ = _boxes(rng, np.sqrt(share * aspect), np.sqrt(share / aspect), side)
+        boxes = self.boxes(len(images), images.shape[-1], rng)
         return images.masked_fill(_inside(boxes, images), 0.0), targets  # 0 is the mean after normalisation
+
+    def boxes(self, count: int, side: int, rng: np.random.Generator) -> np.ndarray:
+        """As torchvision draws them: ten tries for a box that is smaller than the image; it lies within the image anywhere.
+
+        Returns:
+            float [count, 4], left, top, right, bottom; empty where nothing is erased.
+        """
+        chosen = rng.random(count) < self.p
+        area = side**2 * rng.uniform(*self.scale, (10, count))
+        aspect = np.exp(rng.uniform(math.log(self.ratio[0]), math.log(self.ratio[1]), (10, count)))
+        sizes = np.round(np.sqrt(np.stack([area / aspect, area * aspect])))  # [width or height, try, image]
+        fits = (sizes < side).all(axis=0)
+        size = sizes[:, fits.argmax(axis=0), np.arange(count)] * (chosen & fits.any(axis=0))
+        low = np.floor(rng.random((2, count)) * (side - size + 1))
+        return np.concatenate([low, low + size]).T
 
 
 BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
@@ -94,14 +109,6 @@ def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Copy a few host numbers beside `like` as float32 without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
     return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
-
-
-def _boxes(rng: np.random.Generator, width: np.ndarray, height: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-    """Boxes of relative width and height around random centres, clipped to the image: float [B, 4] and their area share."""
-    half = np.stack([width, height]) * side / 2
-    centre = rng.random(half.shape) * side
-    low, high = np.clip(np.round(centre - half), 0, side), np.clip(np.round(centre + half), 0, side)
-    return np.concatenate([low, high]).T, (high - low).prod(0) / side**2
 
 
 def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from pipeline import decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
+from pipeline.shared import SharedArray
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,14 @@ class Dataset(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]: ...
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """`load` for the epoch given to `set_epoch`."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch whose augmentation `dataset[index]` draws; 0 until then.
+
+        For torch's DataLoader: call it before each epoch's iteration, as with DistributedSampler. Running workers see it too.
+        """
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """uint8 [S, S, 3] and the label of one sample as epoch `epoch` sees it."""
@@ -69,12 +77,16 @@ class FolderDataset:
 
     def __init__(self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0) -> None:
         self.index, self.transform, self.decoder, self.seed = index, transform, decoder, seed
+        self._epoch = SharedArray((1,), np.int64)  # a DataLoader's persistent workers have copies of this object
 
     def __len__(self) -> int:
         return len(self.index)
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.load(0, index)
+        return self.load(int(self._epoch.array[0]), index)
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch.array[0] = epoch
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """uint8 [S, S, 3] and the label.
@@ -155,6 +167,9 @@ class FakeDataset:
 
     def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
         return self.load(0, index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Every epoch has the same images."""
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return self._pixels[index % len(self._pixels)], index % self.num_classes

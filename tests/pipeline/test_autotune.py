@@ -30,6 +30,7 @@ from pipeline.autotune import (
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.prefetcher import Batch
+from pipeline.worker import Reply
 from tests.answers import ANSWER
 
 CPU = torch.device("cpu")
@@ -92,6 +93,19 @@ def test_slow_storage_is_told_from_slow_computing(image_root: Path) -> None:
     assert decoder.cpu_ms >= 1e3 * CORE_SECONDS
     assert disk.file_bytes > 0
     assert disk.storage_bytes_per_second == pytest.approx(disk.file_bytes * disk.images_per_second)
+
+
+def test_supply_counts_computing_storage_and_cores_apart() -> None:
+    """32 images in 3.2 s, of which they computed for 0.64, waited for a core for 1.28, and else for storage."""
+    replies = [Reply(0, rows=8, seconds=0.5, cpu_seconds=0.16, core_seconds=0.32),
+               Reply(1, rows=24, seconds=2.7, cpu_seconds=0.48, core_seconds=0.96)]  # fmt: skip
+    found = autotune.supply_of(replies, 5000.0, 3)
+    assert (found.cpu_ms, found.core_ms, found.wait_ms) == pytest.approx((20, 40, 40))
+    assert found.images_per_second == pytest.approx(10)
+    assert found.waits
+    assert found.storage_bytes_per_second == pytest.approx(5000 * 10 * 3)
+    no_storage = autotune.supply_of([replace(reply, core_seconds=reply.seconds) for reply in replies], 5000.0, 3)
+    assert no_storage.wait_ms == 0  # the two clocks may disagree a little
 
 
 def test_slow_disk_is_named_and_gets_more_workers_than_cores(image_root: Path) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from conf.schema import UserError
+from models.zoo import import_torchvision
 from pipeline.augment import build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
+from tests.distributions import same_distribution
 
 COUNT, SIDE = 64, 32
 
@@ -86,7 +88,7 @@ def test_boxes_reach_every_pixel_about_equally() -> None:
 
 def test_erasing_clears_a_box_and_leaves_targets_alone() -> None:
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
-    erased, areas = 0, []
+    erased = 0
     for step in range(20):
         images, targets = erasing(*batch(), batch_rng(0, step, 0))
         torch.testing.assert_close(targets, torch.eye(COUNT), rtol=0, atol=0)
@@ -97,13 +99,57 @@ def test_erasing_clears_a_box_and_leaves_targets_alone() -> None:
             assert is_box(cleared[0])
             erased += bool(cleared.any())
             if cleared.any():
-                areas.append(cleared[0].mean())
-                rows, columns = cleared[0].any(axis=1), cleared[0].any(axis=0)
-                if not (rows[0] or rows[-1] or columns[0] or columns[-1]):  # not clipped by the border
-                    assert 0.08 < areas[-1] < 0.23
-                    assert 0.4 < columns.sum() / rows.sum() < 2.5
+                assert 0.08 < cleared[0].mean() < 0.23  # wherever it lies: the border does not cut it
+                assert 0.4 < cleared[0].any(axis=1).sum() / cleared[0].any(axis=0).sum() < 2.5
     assert 0.2 < erased / (20 * COUNT) < 0.3
-    assert max(areas) < 0.23
+
+
+ERASING = [((0.02, 0.33), (0.3, 3.3)), ((0.1, 0.3), (1.5, 3.0)), ((0.3, 1.0), (0.2, 8.0))]
+
+
+@pytest.mark.parametrize(("scale", "ratio"), ERASING, ids=["usual", "tall", "often too large"])
+@pytest.mark.parametrize("side", [224, 32])
+def test_erased_boxes_are_distributed_as_torchvisions(
+    side: int, scale: tuple[float, float], ratio: tuple[float, float]
+) -> None:
+    assert import_torchvision()
+    from torchvision.transforms import RandomErasing
+
+    draws, image = 4000, torch.empty(1, side, side)
+    torch.manual_seed(0)
+    top, left, height, width = torch.tensor(
+        [RandomErasing.get_params(image, scale, ratio, [0.0])[:4] for _ in range(draws)]
+    ).T.numpy()
+    erased = height < side  # all of the image stands for a box that was not found
+    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(draws, side, batch_rng(0, 0, 0))
+    ours = boxes[:, 2] > boxes[:, 0]
+    assert abs(ours.mean() - erased.mean()) < 0.03
+    x, y, right, bottom = boxes[ours].T
+    top, left, height, width = (values[erased] for values in (top, left, height, width))
+    for mine, theirs in (
+        (x, left),
+        (y, top),
+        (right - x, width),
+        (bottom - y, height),
+        ((right - x) * (bottom - y), width * height),
+        ((right - x) / (bottom - y), width / height),
+    ):
+        assert same_distribution(mine, theirs)
+    assert not same_distribution(x, left + 0.08 * side)  # the test has the power to tell
+
+
+def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
+    """A box that the border cuts has the weight of what is left of it."""
+    assert import_torchvision()
+    from torchvision.transforms.v2 import CutMix
+
+    theirs, image, cutmix = CutMix(num_classes=2), torch.empty(3, 224, 224), one("cutmix")
+    torch.manual_seed(0)
+    weights = np.array([theirs.make_params([image])["lam_adjusted"] for _ in range(2000)])
+    images, targets = torch.zeros(200, 1, 224, 224), torch.eye(200)
+    ours = torch.cat([cutmix(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(10)]).numpy()
+    assert same_distribution(ours, weights)
+    assert not same_distribution(ours, np.random.default_rng(0).random(2000))  # not Beta(1, 1), from which the box follows
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)

@@ -69,12 +69,30 @@ def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Pat
 
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
-def test_works_with_torch_dataloader(image_root: Path) -> None:
-    from torch.utils.data import DataLoader
+@pytest.mark.parametrize("workers", [0, 2])
+def test_torchs_data_loader_sees_the_crops_of_the_epoch_that_is_set(image_root: Path, workers: int) -> None:
+    """Two ranks, each with its sampler and workers that are kept from epoch to epoch."""
+    import torch
+    from torch.utils.data import DataLoader, DistributedSampler
 
-    images, labels = next(iter(DataLoader(open_dataset(image_root / "train"), batch_size=4)))  # type: ignore[arg-type]
-    assert images.shape == (4, 48, 48, 3)
-    assert labels.tolist() == [0, 0, 0, 0]
+    dataset = open_dataset(image_root / "train", seed=5)
+    context = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
+    samplers = [DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3) for rank in range(2)]  # type: ignore[arg-type]
+    loaders = [DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context) for sampler in samplers]  # type: ignore[arg-type]
+    crops: dict[int, list[bytes]] = {index: [] for index in range(len(dataset))}
+    for epoch in (0, 1, 7):
+        dataset.set_epoch(epoch)
+        for sampler, loader in zip(samplers, loaders, strict=True):
+            sampler.set_epoch(epoch)
+            batches = list(loader)
+            images = torch.cat([images for images, _ in batches]).numpy()
+            labels = torch.cat([labels for _, labels in batches]).tolist()
+            for index, image, label in zip(sampler, images, labels, strict=True):
+                expected, expected_label = dataset.load(epoch, index)
+                np.testing.assert_array_equal(image, expected)
+                assert label == expected_label
+                crops[index].append(image.tobytes())
+    assert all(len(seen) == len(set(seen)) == 3 for seen in crops.values())  # each once an epoch, and never twice alike
 
 
 @pytest.mark.parametrize(

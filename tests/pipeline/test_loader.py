@@ -102,6 +102,26 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
     return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
+class Threads(FakeDataset):
+    """Its pixels are the number of threads that torch would compute in."""
+
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+        return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
+
+
+def test_workers_compute_in_one_thread() -> None:
+    """There is a worker for every core, and a forked one begins with the training process's number."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        source = start_source(Threads(num_samples=8, num_classes=1, size=SIZE), batch_size=8, size=SIZE, slots=2)
+        with WorkerPool([source], workers=1, start_method="fork", timeout_seconds=PATIENCE_SECONDS) as pool:
+            pool.wait([pool.submit(0, 0, 0, np.zeros((8, 2), np.int64))])
+    finally:
+        torch.set_num_threads(before)
+    assert np.unique(source.pixels.array[0]).tolist() == [1]
+
+
 class Trap:
     """A FIFO in an image's place: the worker that comes to it waits until it is killed."""
 

@@ -26,6 +26,7 @@ from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed,
 from pipeline.prefetcher import Batch, Prefetcher, Timing
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW
+from tests.conftest import Clock
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 UNCHANGED: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # the images are the pixels: integers, exact in bf16
@@ -230,32 +231,44 @@ def test_timing_covers_what_has_finished_since_the_last_reading(dataset: FolderD
         assert prefetcher.timing() is not None
 
 
-def test_timing_tells_waiting_from_stepping_and_from_what_is_left_out() -> None:
+def test_timing_tells_waiting_from_stepping_and_from_what_is_left_out(clock: Clock) -> None:
     def figures(*, decoding: float, step: float, pause: float = 0.0) -> Timing:
         class Slow(FakeDataset):
             def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-                time.sleep(decoding / BATCH)
+                clock.now += decoding / BATCH
                 return super().load(epoch, index)
 
         with open_prefetcher(Slow(num_samples=512, num_classes=CLASSES, size=SIZE)) as prefetcher:
             for batch in prefetcher.batches(0, 4):
-                time.sleep(step)
+                clock.now += step
                 if batch.step == 1:
                     with prefetcher.left_out():
-                        time.sleep(pause)
+                        clock.now += pause
             found = prefetcher.timing()
         assert found is not None
         assert found.batches == 4
-        assert found.step_ms <= found.step_p95_ms <= found.step_worst_ms
-        assert found.wait_fraction + found.late_fraction + found.copy_fraction < 1
+        assert found.late_fraction == pytest.approx(0, abs=1e-9)
+        assert found.copy_fraction == found.copy_ms == 0
+        assert found.step_ms == pytest.approx(1000 * step) == found.step_p95_ms == found.step_worst_ms
         return found
 
-    starved, busy = figures(decoding=0.2, step=0.01), figures(decoding=0.0, step=0.1)
-    assert starved.wait_fraction > 0.8
-    assert busy.wait_fraction < 0.1
-    paused = figures(decoding=0.0, step=0.1, pause=1.0)
-    assert paused.step_worst_ms < 900
-    assert paused.wait_fraction < 0.1
+    assert figures(decoding=0.3, step=0.1).wait_fraction == pytest.approx(0.75)
+    assert figures(decoding=0.0, step=0.1).wait_fraction == 0
+    assert figures(decoding=0.1, step=0.1, pause=1.0).wait_fraction == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("steps", "median", "p95"), [(1, 1, 1), (2, 1.5, 2), (20, 10.5, 19), (21, 11, 20), (40, 20.5, 38), (41, 21, 39)]
+)
+def test_p95_is_the_step_that_95_percent_do_not_exceed(clock: Clock, steps: int, median: float, p95: int) -> None:
+    """Steps of 1, 2, 3, ... ms in another order."""
+    lengths = np.random.default_rng(0).permutation(steps) + 1
+    with open_prefetcher(FAKE, batch_size=1) as prefetcher:
+        for batch in prefetcher.batches(0, steps):
+            clock.now += lengths[batch.step] / 1000
+        found = prefetcher.timing()
+    assert found is not None
+    assert (found.step_ms, found.step_p95_ms, found.step_worst_ms) == pytest.approx((median, p95, steps))
 
 
 class Stream:

@@ -8,6 +8,7 @@ import pytest
 from pipeline.dataset import FakeDataset
 from pipeline.loader import WorkerPool, start_source
 from pipeline.watch import Watch
+from pipeline.worker import Reply
 
 # Images/s that are taken of what the workers give: next to nothing, and more than there is.
 FEW, MANY = 1e-3, 1e12
@@ -28,9 +29,36 @@ def epoch(watch: Watch, wait: float, taken: float = MANY) -> int:
     for part in (0.0, wait, wait, 1.0):  # the first interval of an epoch, or one with a checkpoint, is unlike the others
         watch.note(part, taken * (1 - part))
     said, after = watch.at_epoch_end(), len(watch.pool.workers)
-    assert (said is None) == (before == after)
-    assert said is None or said.endswith(f": {before} -> {after} workers")
+    if before == after:
+        assert said is None
+    else:
+        assert said is not None and said.endswith(f": {before} -> {after} workers")
     return after
+
+
+def test_every_change_says_its_reason(pool: WorkerPool) -> None:
+    """Of four workers that each give 100 images/s."""
+    watch = Watch(pool, 0, most=20)
+    said = []
+    for wait, rate in ((0.4, 100.0), (0.4, 100.0)):
+        watch.note(wait, rate)
+        said.append(watch.at_epoch_end())
+    assert said == [
+        "waited 40.0 % of the epoch for input: 4 -> 5 workers",
+        "waited 40.0 % of the epoch for input, at 100 img/s, no better than with 4: 5 -> 4 workers",
+    ]
+    watch = Watch(pool, 0, most=20)
+    pool.recent[0].clear()
+    pool.recent[0].append(Reply(0, rows=10, seconds=0.1))
+    said = []
+    for wait, rate in ((0.0, 200.0), (0.0, 200.0), (0.03, 190.0)):
+        watch.note(wait, rate)
+        said.append(watch.at_epoch_end())
+    assert said == [
+        None,
+        "the workers could give 400 img/s, 200 are taken: 4 -> 3 workers",
+        "waited 3.0 % of the epoch for input, at 190 img/s, worse than with 4: 3 -> 4 workers",
+    ]
 
 
 def test_more_while_the_device_waits(pool: WorkerPool) -> None:

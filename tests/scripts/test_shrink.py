@@ -281,6 +281,29 @@ def test_again_does_nothing_but_try_the_unreadable(source: Path, done: tuple[Pat
 # A run that is stopped.
 
 
+@pytest.mark.parametrize("killed", ["before", "after"])
+def test_odd_file_is_listed_whenever_the_run_is_killed(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    """The note comes first: a file that is there is not looked into again."""
+    job = shrink.Job(str(source), str(tmp_path), ("train",), (), 256, 90, "pillow")
+    write = shrink.write_whole
+
+    def kill(target: str, data: bytes) -> None:
+        if killed == "after":
+            write(target, data)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shrink, "write_whole", kill)
+    with pytest.raises(KeyboardInterrupt):
+        shrink.shrink_file(job, ODD[0], shrink.Tally())
+    monkeypatch.undo()
+    assert (tmp_path / ODD[0]).exists() == (killed == "after")
+    shrink.shrink_file(job, ODD[0], shrink.Tally())  # the same command again
+    shrink.write_report(job, shrink.Tally(), seconds=1, workers=1, command="")
+    assert [line.split("\t")[0] for line in (tmp_path / "odd.txt").read_text().splitlines()] == ODD[:1]
+
+
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """300 large images: some seconds of work."""
