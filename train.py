@@ -47,7 +47,7 @@ from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, explain_oom, fixed_bytes
 from engine.pictures import bars
-from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps
+from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps, has_bf16
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
@@ -497,6 +497,7 @@ def make_plan(config: Config, datasets: Datasets, world: World) -> Plan:
         device=str(world.device) if world.device.type == "cpu" else torch.cuda.get_device_name(world.device),
         device_type=world.device.type,
         precision=precision,
+        has_bf16=has_bf16(world.device),
         channels_last=channels_last,
         compile=choose_compile(config.model.compile, world.device),
         parameters=models.parameter_count(model),

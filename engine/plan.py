@@ -18,6 +18,7 @@ class Plan:
     Attributes:
         schedule_steps: the length the learning-rate curve is drawn over.
         stop_step: where this run ends: `schedule_steps`, or train.max_steps when that is earlier.
+        has_bf16: whether the device is a GPU that computes in bf16; older ones emulate it.
         activation_bytes: of one image on its way through the model, for the backward pass.
         measures_workers: loader.workers=auto, and `workers` is the budget to choose within.
         workers_unmeasured: why loader.workers=auto takes the whole budget instead.
@@ -50,6 +51,7 @@ class Plan:
     device: str
     device_type: str
     precision: str
+    has_bf16: bool
     channels_last: bool
     compile: str
     parameters: int
@@ -99,6 +101,8 @@ class Plan:
 
     def lines(self) -> list[str]:
         """The plan for a reader."""
+        old = self.device_type == "cuda" and not self.has_bf16
+        emulated = old and self.precision == "bf16"
         rows = [
             ("data", f"{self.train_images:,} training and {self.val_images:,} validation images, {self.num_classes} classes"),
             ("steps", f"{self.stop_step:,} of {self.batch_size} images"
@@ -108,8 +112,10 @@ class Plan:
                 else f", {self.epochs:g} epochs")),
             ("model", f"{self.parameters / 1e6:.2f} M parameters, {self.flops_per_image / 1e9:.2f} GFLOP forward per "
              f"{self.image_size} px image; validated at {self.val_size} px"),
-            ("device", f"{self.device}, {self.precision}{', channels_last' if self.channels_last else ''}, "
-             f"compile {self.compile}"),
+            ("device", f"{self.device}, {self.precision}{' (this GPU has no bf16 hardware)' if old and not emulated else ''}"
+             f"{', channels_last' if self.channels_last else ''}, compile {self.compile}"),
+            *[("warning", f"train.precision=bf16: {self.device} emulates bf16, which is slow; "
+               "give train.precision=fp32")] * emulated,
             ("loader", f"{'up to ' if self.measures_workers else ''}{self.workers} worker{'s' * (self.workers != 1)} per rank "
              f"({self.workers_reason}), decoder {self.decoder}"),
         ]  # fmt: skip
@@ -145,9 +151,14 @@ def check_batch(config: Config, train_images: int, world_size: int) -> None:
         raise UserError(f"loader.batch_size={size}: the global batch must be a multiple of the {world_size} ranks")
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device is a GPU with bf16 hardware: compute capability 8.0 and newer, so not T4 or V100."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def choose_precision(choice: str, device: torch.device) -> str:
-    """What train.precision=auto stands for: bf16 on a GPU, fp32 on a CPU."""
-    return ("bf16" if device.type == "cuda" else "fp32") if choice == "auto" else choice
+    """What train.precision=auto stands for: bf16 on a GPU with bf16 hardware, else fp32."""
+    return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
 
 
 def choose_compile(choice: str, device: torch.device) -> str:

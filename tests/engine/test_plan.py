@@ -9,7 +9,7 @@ import torch
 import models
 from conf.schema import Config, Schedule, UserError
 from engine.optim import Curve
-from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps
+from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps, has_bf16
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -42,6 +42,7 @@ def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int |
         device="cpu",
         device_type="cpu",
         precision="fp32",
+        has_bf16=False,
         channels_last=False,
         compile="off",
         parameters=25_557_032,
@@ -105,9 +106,25 @@ def test_a_plan_does_not_change() -> None:
         plan().batch_size = 5  # type: ignore[misc]
 
 
-def test_precision() -> None:
+@pytest.mark.parametrize(("hardware", "auto"), [(True, "bf16"), (False, "fp32")])
+def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool, auto: str) -> None:
+    """Torch emulates bf16 on older GPUs, and calls that supported unless it is asked for the hardware."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or hardware)
     assert [choose_precision(choice, CPU) for choice in ("auto", "bf16", "fp32")] == ["fp32", "bf16", "fp32"]
-    assert [choose_precision(choice, CUDA) for choice in ("auto", "tf32", "fp32")] == ["bf16", "tf32", "fp32"]
+    assert [choose_precision(choice, CUDA) for choice in ("auto", "bf16", "tf32", "fp32")] == [auto, "bf16", "tf32", "fp32"]
+    assert (has_bf16(CPU), has_bf16(CUDA)) == (False, hardware)
+
+
+def test_a_gpu_without_bf16_is_told() -> None:
+    old = {"device": "Tesla T4", "device_type": "cuda", "has_bf16": False, "compile": "default"}
+    assert plan(**old).lines()[3] == "device   Tesla T4, fp32 (this GPU has no bf16 hardware), compile default"
+    (warning,) = [line for line in plan(**old, precision="bf16").lines() if line.startswith("warning")]
+    assert warning == "warning  train.precision=bf16: Tesla T4 emulates bf16, which is slow; give train.precision=fp32"
+    for given in (plan(**old | {"has_bf16": True}, precision="bf16"), plan(), plan(precision="bf16")):
+        assert "warning" not in "\n".join(given.lines()) and "hardware" not in "\n".join(given.lines())
+
+
+def test_dtype_of_a_precision() -> None:
     low, full = plan(precision="bf16"), plan(precision="tf32")
     assert (low.input_dtype, full.input_dtype) == (torch.bfloat16, torch.float32)
     for given, dtype in ((low, torch.bfloat16), (full, torch.float32)):
