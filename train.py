@@ -47,7 +47,17 @@ from engine.ledger import Input, Ledger
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, explain_oom, fixed_bytes
 from engine.pictures import bars
-from engine.plan import Plan, check_batch, check_profile, choose_compile, choose_precision, count_flops, count_steps, few_steps
+from engine.plan import (
+    Plan,
+    check_batch,
+    check_profile,
+    choose_compile,
+    choose_precision,
+    count_flops,
+    count_steps,
+    few_steps,
+    precision_note,
+)
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
@@ -506,7 +516,11 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         parameters=models.parameter_count(model),
         flops_per_image=flops,
         activation_bytes=activations,
-        notes=(*config.notes, *few_steps(config, images, world.size)),
+        notes=(
+            *config.notes,
+            *precision_note(config.train.precision, world.device),
+            *few_steps(config, images, world.size),
+        ),
     )
 
 

@@ -4,20 +4,17 @@ import math
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from conf.schema import Optim, Schedule
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """SGD or AdamW over at most two parameter groups: decayed, and with decay_norms=false the others.
-
-    What is not decayed is told by shape, not by name: every bias and norm parameter has one dimension or none (a search for
-    "bn" in names misses those inside a downsample Sequential).
-    """
+    """SGD or AdamW over at most two parameter groups: decayed, and with decay_norms=false those that are not."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = [p for p in trained if config.decay_norms or p.dim() > 1]
-    spared = [p for p in trained if not (config.decay_norms or p.dim() > 1)]
+    matrices = linear_weights(model)
+    decayed = [p for p in trained if config.decay_norms or p in matrices]
+    spared = [p for p in trained if not (config.decay_norms or p in matrices)]
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
     fused = trained[0].device.type == "cuda"
@@ -25,6 +22,21 @@ def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
         betas = (config.betas[0], config.betas[1])
         return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
     return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+
+
+def linear_weights(model: nn.Module) -> set[Tensor]:
+    """The weights of linear and convolution layers, those inside torch's attention included.
+
+    By the type of the module: a bias or norm cannot be told by its name, and class tokens, positions, bias tables and layer
+    scales have as many dimensions as weights.
+    """
+    found: set[Tensor | None] = set()
+    for module in model.modules():
+        if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
+            found.add(module.weight)
+        elif isinstance(module, nn.MultiheadAttention):  # its maps are parameters of its own, in one piece or in three
+            found |= {module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight}
+    return {weight for weight in found if weight is not None}
 
 
 @dataclass(frozen=True)

@@ -170,9 +170,22 @@ def few_steps(config: Config, train_images: int, world_size: int) -> list[str]:
             f"loader.batch_size={better} optim.lr={lr * better / size:.3g} would work"]  # fmt: skip
 
 
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device is a GPU with bf16 hardware: compute capability 8.0 and newer, so not T4 or V100."""
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def choose_precision(choice: str, device: torch.device) -> str:
-    """What train.precision=auto stands for: bf16 on a GPU, fp32 on a CPU."""
-    return ("bf16" if device.type == "cuda" else "fp32") if choice == "auto" else choice
+    """What train.precision=auto stands for: bf16 on a GPU with bf16 hardware, else fp32."""
+    return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
+
+
+def precision_note(choice: str, device: torch.device) -> list[str]:
+    """What to say about train.precision on a GPU without bf16 hardware; nothing on another device."""
+    if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
+        return []
+    return {"auto": ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"],
+            "bf16": ["train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"]}[choice]  # fmt: skip
 
 
 def choose_compile(choice: str, device: torch.device) -> str:

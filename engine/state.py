@@ -38,12 +38,13 @@ class MovingAverage(nn.Module):
     def update_parameters(self, model: nn.Module) -> None:
         """Take in the weights after an optimiser step."""
         weight = max(1.0 - self.decay, (1 + int(self.n_averaged)) ** (-2 / 3))
-        pairs = [*zip(self.module.parameters(), model.parameters(), strict=True),
-                 *zip(self.module.buffers(), model.buffers(), strict=True)]  # fmt: skip
-        means, values = zip(*[pair for pair in pairs if pair[0].is_floating_point()], strict=True)
-        torch._foreach_lerp_(means, values, weight)
-        if counts := [pair for pair in pairs if not pair[0].is_floating_point()]:
-            torch._foreach_copy_(*zip(*counts, strict=True))
+        ours, theirs = ([*module.parameters(), *module.buffers()] for module in (self.module, model))
+        pairs = list(zip(ours, theirs, strict=True))
+        averaged = [pair for pair in pairs if pair[0].is_floating_point()]
+        copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        torch._foreach_lerp_([mean for mean, _ in averaged], [value for _, value in averaged], weight)
+        if copied:
+            torch._foreach_copy_([count for count, _ in copied], [value for _, value in copied])
         self.n_averaged += 1
 
 

@@ -34,6 +34,10 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
+        for weight in (*self.qkv.weight.chunk(3), self.proj.weight):  # qkv is three maps, each from width to width
+            nn.init.xavier_uniform_(weight)
+        for bias in (self.qkv.bias, self.proj.bias):
+            nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, N, width] -> the same shape."""
@@ -48,6 +52,9 @@ class Mlp(nn.Module):
         super().__init__()
         self.fc1 = nn.Linear(width, hidden)
         self.fc2 = nn.Linear(hidden, width)
+        for layer in (self.fc1, self.fc2):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.normal_(layer.bias, std=1e-6)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
@@ -75,6 +82,11 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.patch = patch
         self.proj = nn.Conv2d(3, width, patch, patch)
+        # JAX's "LeCun normal": cut off at two deviations, which leaves 0.8796 of the deviation.
+        deviation = math.sqrt(1 / (3 * patch * patch)) / 0.87962566
+        nn.init.trunc_normal_(self.proj.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
+        assert self.proj.bias is not None
+        nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, H, W] -> [B, width, H / patch, W / patch].
@@ -114,23 +126,6 @@ class VisionTransformer(nn.Module):
         self.blocks = nn.Sequential(*[Block(width, heads, hidden) for _ in range(depth)])
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
-        self._initialise()
-
-    def _initialise(self) -> None:
-        """As big_vision does; JAX's truncated normal ends at two standard deviations, and 0.8796 is what is left of one."""
-        embedding = self.patch_embed.proj
-        deviation = math.sqrt(1 / embedding.weight[0].numel()) / 0.87962566
-        nn.init.trunc_normal_(embedding.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
-        nn.init.zeros_(embedding.bias)
-        for block in self.blocks:
-            for part in block.attn.qkv.weight.chunk(3):  # three linear maps in one: each has its own width as fan-out
-                nn.init.xavier_uniform_(part)
-            nn.init.xavier_uniform_(block.attn.proj.weight)
-            nn.init.zeros_(block.attn.qkv.bias)
-            nn.init.zeros_(block.attn.proj.bias)
-            for layer in (block.mlp.fc1, block.mlp.fc2):
-                nn.init.xavier_uniform_(layer.weight)
-                nn.init.normal_(layer.bias, std=1e-6)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 

@@ -32,7 +32,7 @@ def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = Fa
             fresh.
 
     Raises:
-        UserError: no such model, or no published weights for it.
+        UserError: no such model, or its published weights do not exist or cannot be downloaded.
     """
     if name in OURS:
         if pretrained:
@@ -103,7 +103,12 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
         options["image_size"] = image_size
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
     if pretrained:
-        weights = vision.models.get_model_weights(name).DEFAULT.get_state_dict(progress=False)
+        published = vision.models.get_model_weights(name).DEFAULT
+        try:
+            weights = published.get_state_dict(progress=False)
+        except Exception as error:  # urllib and torch.hub raise many kinds, a cut-off file in the cache others
+            folder = Path(torch.hub.get_dir()) / "checkpoints"
+            raise _not_loaded(published.url, error, f"put it into {folder}, or ") from None
         adopt_weights(model, weights, origin=f"{name}'s published weights")
     return model
 
@@ -111,14 +116,26 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
 def _build_timm(name: str, num_classes: int, pretrained: bool) -> nn.Module:
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"model.name={name}: timm is not installed; pip install timm")
+    import_torchvision()  # before timm imports it, which cannot if the compiled operators do not fit
     import timm
 
     short = name.removeprefix("timm/")
     if not timm.is_model(short):
         close = timm.list_models(f"*{short.split('.')[0][:6]}*")[:5]
         raise UserError(f"model.name={name}: timm has no such model{'; it has ' + ', '.join(close) if close else ''}")
-    model: nn.Module = timm.create_model(short, pretrained=pretrained, num_classes=num_classes)
+    try:
+        model: nn.Module = timm.create_model(short, pretrained=pretrained, num_classes=num_classes)
+    except Exception as error:
+        if not pretrained:
+            raise
+        raise _not_loaded(f"timm's weights for {short}", error) from None
     return model
+
+
+def _not_loaded(what: str, error: Exception, otherwise: str = "") -> UserError:
+    reason = (str(error).splitlines() or [""])[0]
+    return UserError(f"model.weights=pretrained: {what} cannot be loaded ({type(error).__name__}: {reason}); {otherwise}"
+                     "give a file with model.weights=/path/to/file.pth")  # fmt: skip
 
 
 def load_weights(model: nn.Module, path: Path) -> None:

@@ -1,6 +1,9 @@
 """Which parameters are decayed, and the learning rate at points worked out by hand."""
 
 import math
+import re
+from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from torch import nn
 
 from conf.schema import Optim, Schedule
 from engine.optim import Curve, build_optimizer
+from models import build
+from models.gpu_layers import rewrite
 from models.resnet import resnet_tiny
 from models.vit import vit_s16
 
@@ -16,6 +21,44 @@ def decays(model: nn.Module, config: Optim) -> dict[str, float]:
     """Parameter name -> its weight decay."""
     of = {id(p): group["weight_decay"] for group in build_optimizer(model, config).param_groups for p in group["params"]}
     return {name: of[id(p)] for name, p in model.named_parameters() if id(p) in of}
+
+
+def stored_lists() -> dict[str, Counter[str]]:
+    """Model -> `+ name` or `- name` -> how many."""
+    found: dict[str, Counter[str]] = {}
+    text = (Path(__file__).parent / "weight_decay.txt").read_text()
+    for model, lines in re.findall(r"^(\w+)\n((?:[+-] .*\n)+)", text, re.MULTILINE):
+        found[model] = Counter({name: int(count) for name, _, count in (line.rpartition(" ") for line in lines.splitlines())})
+    return found
+
+
+@pytest.mark.parametrize("name", stored_lists())
+def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None:
+    with torch.device("meta"):
+        model = build(name, num_classes=1000, image_size=224)
+    for _ in range(2):
+        found, shapes = decays(model, Optim(weight_decay=0.5, decay_norms=False)), dict(model.named_parameters())
+        assert found.keys() == shapes.keys()
+        signs = {key: "+" if decay == 0.5 else "-" for key, decay in found.items()}
+        assert {sign for key, sign in signs.items() if shapes[key].dim() < 2} == {"-"}
+        assert stored_lists()[name] == Counter(
+            f"{sign} {re.sub(r'[0-9]+', '*', key)}" for key, sign in signs.items() if shapes[key].dim() >= 2
+        )
+        rewrite(model)  # exchanges the classes of layers
+
+
+def test_attention_with_three_separate_maps_is_decayed() -> None:
+    """torch's attention over keys of another width has them; its other parameters are no weights of a linear map."""
+    found = decays(nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4, vdim=4), Optim(weight_decay=0.5, decay_norms=False))
+    assert {name for name, decay in found.items() if decay} == {
+        "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"
+    }  # fmt: skip
+    assert {"bias_k", "bias_v", "in_proj_bias", "out_proj.bias"} == {name for name, decay in found.items() if not decay}
+
+
+def test_embeddings_are_not_decayed() -> None:
+    found = decays(nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 2, 3)), Optim(weight_decay=0.5, decay_norms=False))
+    assert found == {"0.weight": 0.0, "1.weight": 0.5, "1.bias": 0.0}
 
 
 def test_norms_and_biases_are_spared() -> None:

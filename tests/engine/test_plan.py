@@ -10,7 +10,17 @@ import models
 from conf import cli
 from conf.schema import Config, Schedule, UserError
 from engine.optim import Curve
-from engine.plan import Plan, check_batch, choose_compile, choose_precision, count_flops, count_steps, few_steps
+from engine.plan import (
+    Plan,
+    check_batch,
+    choose_compile,
+    choose_precision,
+    count_flops,
+    count_steps,
+    few_steps,
+    has_bf16,
+    precision_note,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -106,9 +116,26 @@ def test_a_plan_does_not_change() -> None:
         plan().batch_size = 5  # type: ignore[misc]
 
 
-def test_precision() -> None:
+@pytest.mark.parametrize(("hardware", "auto"), [(True, "bf16"), (False, "fp32")])
+def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool, auto: str) -> None:
+    """Torch emulates bf16 on older GPUs, and calls that supported unless it is asked for the hardware."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or hardware)
     assert [choose_precision(choice, CPU) for choice in ("auto", "bf16", "fp32")] == ["fp32", "bf16", "fp32"]
-    assert [choose_precision(choice, CUDA) for choice in ("auto", "tf32", "fp32")] == ["bf16", "tf32", "fp32"]
+    assert [choose_precision(choice, CUDA) for choice in ("auto", "bf16", "tf32", "fp32")] == [auto, "bf16", "tf32", "fp32"]
+    assert (has_bf16(CPU), has_bf16(CUDA)) == (False, hardware)
+
+
+def test_a_gpu_without_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert precision_note("auto", CUDA) == ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
+    assert precision_note("bf16", CUDA)[0].startswith("train.precision=bf16: this GPU emulates bf16, which is slow; give ")
+    assert precision_note("fp32", CUDA) == precision_note("auto", CPU) == precision_note("bf16", CPU) == []
+    assert plan(notes=tuple(precision_note("auto", CUDA))).lines()[-1].startswith("note     train.precision=auto is fp32")
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
+    assert precision_note("auto", CUDA) == precision_note("bf16", CUDA) == []
+
+
+def test_dtype_of_a_precision() -> None:
     low, full = plan(precision="bf16"), plan(precision="tf32")
     assert (low.input_dtype, full.input_dtype) == (torch.bfloat16, torch.float32)
     for given, dtype in ((low, torch.bfloat16), (full, torch.float32)):

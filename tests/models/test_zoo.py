@@ -85,6 +85,75 @@ def test_timm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         models.build("timm/resnet18", num_classes=10, image_size=32)
 
 
+def elsewhere(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+    """Run code that finds the Python files in tmp_path, and a network on which every connection is refused."""
+    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {
+        **os.environ,
+        "PYTHONPATH": paths,
+        "https_proxy": "http://127.0.0.1:9",
+        "no_proxy": "",
+        "TORCH_HOME": str(tmp_path),
+    }
+    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+
+
+MISFIT = """
+import torch
+torch.library.register_fake('torchvision::nms', lambda dets, scores, iou_threshold: dets)
+whole = True
+"""
+
+TIMM = """
+import torchvision
+from torch import nn
+
+
+def is_model(name):
+    return name == "tiny"
+
+
+def list_models(pattern):
+    return []
+
+
+def create_model(name, pretrained, num_classes):
+    if pretrained:
+        raise ConnectionError("no route to huggingface.co\\nand more")
+    return nn.Sequential(nn.Flatten(), nn.LazyLinear(num_classes))
+"""
+
+
+def test_timm_imports_a_torchvision_whose_operators_do_not_load(tmp_path: Path) -> None:
+    """timm imports torchvision by itself."""
+    (tmp_path / "timm.py").write_text(TIMM)
+    (tmp_path / "torchvision.py").write_text(MISFIT)
+    done = elsewhere(tmp_path, "import models; print(type(models.build('timm/tiny', num_classes=2, image_size=32)).__name__)")
+    assert done.stdout == "Sequential\n", done.stderr
+
+
+def test_published_weights_without_a_network(tmp_path: Path) -> None:
+    """One line: what could not be downloaded, why, and the two ways on."""
+    (tmp_path / "timm.py").write_text(TIMM)
+    done = elsewhere(tmp_path, """
+import models
+from conf.schema import UserError
+for name in ("resnet18", "timm/tiny"):
+    try:
+        models.build(name, num_classes=2, image_size=32, pretrained=True)
+    except UserError as error:
+        print(error)
+""")  # fmt: skip
+    *_, torchvision, timm = done.stdout.splitlines()  # torch.hub says first what it downloads
+    assert torchvision.startswith("model.weights=pretrained: https://download.pytorch.org/models/resnet18-f37072fd.pth cannot "
+                                  "be loaded (URLError: <urlopen error [Errno 111] Connection refused>); ")  # fmt: skip
+    assert torchvision.endswith(
+        f"; put it into {tmp_path}/hub/checkpoints, or give a file with model.weights=/path/to/file.pth"
+    )
+    assert timm == ("model.weights=pretrained: timm's weights for tiny cannot be loaded (ConnectionError: no route to "
+                    "huggingface.co); give a file with model.weights=/path/to/file.pth")  # fmt: skip
+
+
 @pytest.mark.parametrize("name", ["vit_s16", "vit_b_16"])
 def test_image_that_the_patches_do_not_divide(name: str) -> None:
     with pytest.raises(UserError, match=rf"^data\.image_size=40: {name} needs a multiple of its 16 px patches"):
@@ -112,18 +181,8 @@ def test_import_torchvision() -> None:
 
 def test_import_torchvision_whose_operators_do_not_load(tmp_path: Path) -> None:
     """A stand-in that describes an operator that is not there, as one built for CUDA does beside a CPU torch."""
-    package = tmp_path / "torchvision"
-    package.mkdir()
-    (package / "__init__.py").write_text(
-        "import torch\n"
-        "torch.library.register_fake('torchvision::nms', lambda dets, scores, iou_threshold: dets)\n"
-        "whole = True\n"
-    )
-    code = "from models.zoo import import_torchvision; print(import_torchvision().whole)"
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, cwd=tmp_path, capture_output=True, text=True
-    )  # fmt: skip
+    (tmp_path / "torchvision.py").write_text(MISFIT)
+    done = elsewhere(tmp_path, "from models.zoo import import_torchvision; print(import_torchvision().whole)")
     assert done.stdout == "True\n", done.stderr
 
 
