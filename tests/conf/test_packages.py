@@ -45,6 +45,12 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"train.py: torch is missing in {sys.executable}; run ")
 
 
+def test_of_several_ranks_the_first_of_a_node_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    done = run("train.py", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
+
+
 def test_environment_that_is_not_activated(tmp_path: Path) -> None:
     """`make env` has built it, so nothing else needs to be installed."""
     (tmp_path / "conf").mkdir()
