@@ -104,10 +104,54 @@ def test_no_train_or_no_val(refusal: Refusal, images: Path, split: str) -> None:
     assert f"data.{split}={images / split}: no such folder" in refusal(f"data.root={images}")
 
 
+def test_split_of_another_name(refusal: Refusal, images: Path) -> None:
+    (images / "val").rename(images / "validation")
+    line = refusal(f"data.root={images}")
+    assert line == f"data.val={images / 'val'}: no such folder; did you mean data.val=validation?\n"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_root_is_a_split(refusal: Refusal, images: Path, split: str) -> None:
+    says = "is one split; write data.root={}, the folder that holds train and val\n"
+    for root in (images / split, f"{images / split}/"):
+        assert refusal(f"data.root={root}") == f"data.root={root}: {says.format(images)}"
+
+
+def test_root_holds_the_classes(refusal: Refusal, images: Path) -> None:
+    """Also alongside the splits, and where its name is that of a split without the other one."""
+
+    def says(folder: Path) -> str:
+        return (f"data.root={folder}: holds no train and no val, but folders such as checks; "
+                "put the class folders into train and val inside it\n")  # fmt: skip
+
+    other = shutil.copytree(images / "train", images / "all")
+    assert refusal(f"data.root={other}") == says(other)
+    shutil.rmtree(images / "val")
+    assert refusal(f"data.root={images / 'train'}") == says(images / "train")
+
+
+def test_root_above_the_dataset(refusal: Refusal, images: Path, tmp_path: Path) -> None:
+    """As in the archive of Kaggle: ILSVRC/Data/CLS-LOC."""
+    (tmp_path / "ILSVRC" / "Data").mkdir(parents=True)
+    images.rename(tmp_path / "ILSVRC" / "Data" / "CLS-LOC")
+    assert refusal(f"data.root={tmp_path / 'ILSVRC'}") == (
+        f"data.root={tmp_path / 'ILSVRC'}: holds no train and no val; write data.root={tmp_path / 'ILSVRC/Data/CLS-LOC'}\n"
+    )
+
+
 def test_empty_root(refusal: Refusal, images: Path) -> None:
     shutil.rmtree(images)
     images.mkdir()
-    assert "no such folder" in refusal(f"data.root={images}")
+    assert (
+        refusal(f"data.root={images}")
+        == f"data.root={images}: holds no folders; it must hold train/<class>/* and val/<class>/*\n"
+    )
+
+
+def test_own_images_with_the_recipe_of_the_demo(refusal: Refusal, image_root: Path) -> None:
+    assert refusal("recipe=demo", f"data.root={image_root}") == (
+        f"data.root={image_root}: holds images that the demo did not draw; to train on them write data=folder\n"
+    )
 
 
 def test_split_without_class_folders(refusal: Refusal, images: Path) -> None:
