@@ -118,7 +118,7 @@ def train(config: Config) -> dict[str, Any]:
         introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
         if finished is not None:
             tracker.say("this run is finished: pass another run.name to train again, or more train.epochs to go on")
-            tracker.outcome(finished)
+            tracker.outcome(finished, compiles=plan.compile != "off")
             return finished
         if begins:
             tracker.text("config", cli.to_yaml(config))
@@ -249,9 +249,9 @@ def train(config: Config) -> dict[str, Any]:
             run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
             tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
-        tracker.outcome(summary)
+        tracker.outcome(summary, compiles=plan.compile != "off")
         if signal_number and config.checkpoint.resume == "auto":
-            tracker.say(f"resume    the same command goes on from step {state.step:,}")
+            tracker.say(f"resume    the same command continues from step {state.step:,}")
         lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
         starts = f" over {summary['lives']} starts" * (summary["lives"] > 1)
         share, total = 100 * summary["effective_time"], duration(summary["seconds_of_all_lives"])

@@ -62,8 +62,8 @@ class Plan:
         return self.train_images / self.batch_size
 
     def epoch(self, step: int) -> float:
-        """Epochs done after `step` steps."""
-        return step / self.steps_per_epoch
+        """Epochs done after `step` steps; what the last batch takes from the epoch after the planned ones does not count."""
+        return min(step / self.steps_per_epoch, self.epochs)
 
     def epochs_ended(self, step: int) -> int:
         """Whole epochs done after `step` steps."""
