@@ -135,7 +135,7 @@ def train(config: Config) -> dict[str, Any]:
         introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
         if finished is not None:
             tracker.say("this run is finished: give another run.name to train again, or checkpoint.resume=never")
-            tracker.outcome(finished)
+            tracker.outcome(finished, compiles=plan.compile != "off")
             return finished
         if begins:
             tracker.text("config", cli.to_yaml(config))
@@ -266,9 +266,9 @@ def train(config: Config) -> dict[str, Any]:
             run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
             tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
-        tracker.outcome(summary)
+        tracker.outcome(summary, compiles=plan.compile != "off")
         if signal_number and config.checkpoint.resume == "auto":
-            tracker.say(f"resume    the same command goes on from step {state.step:,}")
+            tracker.say(f"resume    the same command continues from step {state.step:,}")
         lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
         starts = f" over {summary['lives']} starts" * (summary["lives"] > 1)
         share, total = 100 * summary["effective_time"], duration(summary["seconds_of_all_lives"])
@@ -454,8 +454,9 @@ def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDi
 
 
 def diverged(how: str) -> TrainingError:
-    return TrainingError(f"{how}: lower optim.lr, lengthen schedule.warmup_epochs or set optim.clip_norm; "
-                         "no checkpoint holds these weights")  # fmt: skip
+    return TrainingError(f"{how}; no checkpoint holds these weights: lower optim.lr, lengthen schedule.warmup_epochs or set "
+                         "optim.clip_norm, and go on from the newest checkpoint with checkpoint.accept_changes=true or train "
+                         "anew with checkpoint.resume=never")  # fmt: skip
 
 
 def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu") -> Plan:

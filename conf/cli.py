@@ -1,20 +1,23 @@
-"""The command line: `key=value` overrides in, a checked `Config` out, or one line that says what is wrong.
+"""The command line: turn `key=value` overrides into a checked `Config`, or into one line that says what is wrong.
 
-Hydra composes the groups. Around it stands what Hydra leaves open: overrides are checked against the schema first (so that
-a typo is answered with the nearest name, also behind + and ++), mistakes end with status 2, and nothing is created.
+Hydra composes the groups. This module checks each override against the schema before that, so that a typo is answered with the
+nearest name, also after + and ++. A mistake ends the program with status 2, and nothing is created.
 """
 
 import contextlib
 import copy
+import difflib
 import hashlib
+import math
 import os
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, cast, get_origin
 
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
@@ -22,14 +25,17 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import MarkedYAMLError
 
+from conf import hints
 from conf.schema import RESULT, Config, UserError, check, did_you_mean, in_effect, show, walk
 
 FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
 FIELDS = {name: field for name, field, _ in walk(Config())}
 KEYS = list(FIELDS)
+NAMES = [*KEYS, *GROUPS]
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
 DEFAULT_RECIPE: str = OmegaConf.load(FOLDER / "config.yaml").defaults[-2].recipe
 NAME_LENGTH = 100  # of a run, at most: a folder's name may have 255 bytes
@@ -70,7 +76,7 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
         if tree.run.name is None:
             tree.run.name = run_name(recipe, planned, tree)
         config = OmegaConf.to_object(tree)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise UserError(_explain(error, at_fault)) from None
     assert isinstance(config, Config)
     check(config, runnable=runnable)
@@ -84,6 +90,7 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
 @cache
 def _compose(recipe: str, folder: Path) -> DictConfig:
     """The schema's defaults, the groups' and the recipe's values, merged in this order. Do not write into it."""
+    _refuse_missing(recipe, folder)
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
         composed = compose(config_name="config", overrides=[f"recipe={recipe}"])
@@ -182,23 +189,16 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     Raises:
         SystemExit: 0 after --help or --cfg job, 2 after a mistake.
     """
-    overrides = [a for a in arguments if not a.startswith("-")]
-    flags = [a for a in arguments if a.startswith("-")]
-    if {"-h", "--help"} & set(flags):
+    if {"-h", "--help"} & set(arguments):
         print(help_text(script, purpose))
         sys.exit(0)
-    show_only = False
-    for flag in flags:
-        if flag in ("-c", "--cfg", "--cfg=job"):
-            show_only = True
-        else:
-            if flag in ("-m", "--multirun"):
-                fail(f"{flag}: sweeps are not supported; start one run per value, each with its own run.name", script)
-            fail(f"{flag}: not an option; --help names them, everything else is key=value", script)
-    if show_only and "job" in overrides:
-        overrides.remove("job")
+    show_only = bool({"-c", "--cfg", "--cfg=job"} & set(arguments))
+    words = [a for a in arguments if a not in ("-c", "--cfg", "--cfg=job")]
+    if show_only and "job" in words:
+        words.remove("job")
     try:
-        config = load(overrides, runnable=not show_only)
+        _check_spelling(words)
+        config = load(words, runnable=not show_only)
     except UserError as error:
         fail(str(error), script)
     if show_only:
@@ -208,24 +208,24 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
 
 
 def complain(message: str, script: str = "train.py") -> None:
-    """Say one line on stderr, also when a path in it has a line break."""
+    """Print one line on stderr, also when a path in it has a line break."""
     print(f"{script}: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 def complain_of_mistake(message: str, script: str = "train.py") -> None:
-    """Complain once a node: every rank finds the user's mistake, the first of a node says it."""
+    """Complain once per node: every rank finds the user's mistake, the first rank of a node prints it."""
     if os.environ.get("LOCAL_RANK", "0") == "0":
         complain(message, script)
 
 
 def fail(message: str, script: str = "train.py") -> NoReturn:
-    """Complain and leave with status 2, the user's mistake."""
+    """Complain and exit with status 2, which means the user's mistake."""
     complain_of_mistake(message, script)
     sys.exit(2)
 
 
 def help_text(script: str, purpose: str) -> str:
-    """Every group with its choices and every key with its type, default and sentence."""
+    """List every group with its choices, and every key with its default and sentence."""
     lines = [
         purpose,
         "",
@@ -236,20 +236,92 @@ def help_text(script: str, purpose: str) -> str:
     lines += [f"  {group + '=':<10} {' | '.join(choices(group))}" for group in GROUPS]
     lines += [
         "",
-        "keys (defaults before the recipe's; * affects the result: a run does not resume with another value):",
+        "keys and their defaults (groups and recipes set others; a run resumes only with the same values of keys marked *):",
     ]
     for name, f, value in walk(Config()):
         default = show(value) if f.default is not MISSING or value else "[]"
         mark = "*" if f.metadata["affects"] & RESULT else " "
         lines.append(f"{mark} {name + '=' + default:<42} {f.metadata['sentence']}")
-    lines += ["", "--cfg job prints the composed config and ends; --help this text."]
+    lines += ["", "--cfg job prints the composed config and exits; --help prints this text."]
     return "\n".join(lines)
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
+def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
     """`; did you mean X?` for the closest known name, or nothing."""
-    hint = did_you_mean(word, known, cutoff=0.5)
+    hint = did_you_mean(word.lower(), known, cutoff=cutoff)
     return f"; {hint}" if hint else ""
+
+
+def _check_spelling(words: Sequence[str]) -> None:
+    """Refuse what is not `key=value` at all, and say how to write it.
+
+    Raises:
+        UserError: names every flag, or the first other word.
+    """
+    _refuse_flags(words)
+    for i, word in enumerate(words):
+        line = " ".join(words[i:])
+        # `optim.lr 0.3`, `optim.lr = 0.3`, `optim.lr= 0.3`, `optim.lr =0.3`, `optim.lr: 0.3` and `optim.lr:0.3`
+        apart = re.match(r"([\w./]+)(?:\s*[:=]?\s+=?\s*|:)([^\s=]+)(?=\s|$)", line)
+        if apart and apart[1] in NAMES:
+            override = shlex.quote(f"{apart[1]}={apart[2]}")
+            raise UserError(f"{apart[0]}: a key and its value are one word; write {override}")
+        if word.partition("=")[0].lstrip("+") not in WORDS and _open_brackets(word):  # a path may hold any bracket
+            whole = next((t for n in range(i + 2, len(words) + 1) if not _open_brackets(t := " ".join(words[i:n]))), None)
+            raise UserError(f"{word}: a bracket is not closed" + (f"; write {shlex.quote(whole)}, in quotes" if whole else ""))
+        if "=" in word or word.startswith("~"):
+            continue
+        if word in KEYS:
+            raise UserError(f"{word}: has no value; write {word}=VALUE")
+        group = next((g for g in ("recipe", *GROUPS) if word in choices(g)), None)
+        remedy = f"write {group}={word}" if group else f"write data.root={word}" if _is_path(word) else "--help lists the keys"
+        raise UserError(f"{word}: is not key=value; {remedy}")
+
+
+def _refuse_flags(words: Sequence[str]) -> None:
+    flags: list[str] = []
+    overrides: list[str] = []
+    sentences: list[str] = []
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        attached = re.fullmatch(r"(-[A-Za-z])(\d.*)", word)  # -b256
+        flag, _, value = word.partition("=") if not attached else (attached[1], "", attached[2])
+        remedy = _remedy(flag) if flag.startswith("-") else None
+        if not flag.startswith("-"):
+            if flags and "=" not in word and "://" not in word and _is_path(word):  # the DIR of pytorch/examples
+                overrides.append(f"data.root={word}")
+            continue
+        flags.append(flag if remedy else word)
+        if remedy and "{}" in remedy and not value:
+            value = rest.pop(0) if rest and not rest[0].startswith("-") and "=" not in rest[0] else "VALUE"
+        if remedy is None:
+            sentences.append("--help lists all keys")
+        elif remedy.partition("=")[0] in NAMES:
+            overrides.append(remedy.replace("{}", value))
+            sentences += [meaning for key, meaning in hints.MEANINGS.items() if remedy.startswith(f"{key}=")]
+        else:
+            sentences.append(remedy.replace("{}", value))
+    if flags:
+        remedies = [f"write {' '.join(map(shlex.quote, overrides))}"] * bool(overrides) + list(dict.fromkeys(sentences))
+        raise UserError(f"{', '.join(flags)}: not {'options' if flags[1:] else 'an option'}; {'; '.join(remedies)}")
+
+
+def _remedy(name: str) -> str | None:
+    """What to write for a flag or a key of another program: an override, or a sentence; {} stands for the value."""
+    word = name.lstrip("-").replace("_", "-").lower()
+    own = [key for key in NAMES if word in (key.replace("_", "-"), key.rpartition(".")[2].replace("_", "-"))]
+    if len(own) == 1 and word not in hints.REMEDIES:
+        return f"{own[0]}={'true' if own[0] in KEYS and FIELDS[own[0]].type is bool else '{}'}"
+    return hints.REMEDIES.get(word) or hints.REMEDIES.get(word.rpartition(".")[2])
+
+
+def _is_path(word: str) -> bool:
+    return "/" in word or os.path.isdir(word)
+
+
+def _open_brackets(text: str) -> bool:
+    return sum(text.count(c) for c in "[{(") > sum(text.count(c) for c in "]})")
 
 
 def _quoted(text: str) -> str:
@@ -270,8 +342,11 @@ def _quoted(text: str) -> str:
 def _read_override(text: str) -> Override:
     try:
         return OverridesParser.create().parse_override(text)
-    except HydraException as error:
-        raise UserError(f"{text}: cannot be read: {_first_line(error)}; write key=value, quoted for the shell") from None
+    except HydraException:
+        # JSON's {"alpha": 0.2} is {alpha: 0.2} here.
+        plain = re.sub(r"""(["'])(\w+)\1\s*:""", r"\2:", text)
+        remedy = f"write {shlex.quote(plain)}" if plain != text else "put special characters in quotes: 'run.name=\"a, b\"'"
+        raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
 
 
 def _check_override(override: Override) -> None:
@@ -282,49 +357,107 @@ def _check_override(override: Override) -> None:
     if name in GROUPS and "@" not in text.split("=")[0]:
         choice = override.value()
         if not isinstance(choice, str) or choice not in choices(name):
-            hint = nearest(str(choice), choices(name))
-            more = f"; any other model is model.name={choice}" if name == "model" else ""
+            more = {"model": f"; for any other model write model.name={choice}",
+                    "data": f"; for a folder of images write data.root={choice}"}.get(name, "")  # fmt: skip
+            hint = nearest(Path(str(choice)).stem, choices(name), cutoff=0.85 if name == "model" else 0.6)
             raise UserError(f"{text}: no such {name}; choose one of {', '.join(choices(name))}{hint}{more}")
         if override.is_add() or override.is_delete():
             raise UserError(f"{text}: write {name}={choice}")
         return
     if name.split(".")[0] == "hydra":
-        raise UserError(f"{text}: Hydra's own settings are not used here; the run's folder is run.dir=")
+        raise UserError(f"{text}: Hydra's own settings are not used here; run.dir= sets the run's folder")
     if name not in KEYS:
         section = [k for k in KEYS if k.startswith(f"{name}.")]
         if section:
             raise UserError(f"{text}: {name} is a group of keys: {', '.join(section)}")
-        # A right last part in a wrong section (`train.lr`) says more than a similar spelling.
-        moved = [k for k in KEYS if k.rpartition(".")[2] == name.rpartition(".")[2]]
-        hint = f"; did you mean {moved[0]}?" if moved else nearest(name, KEYS + GROUPS)
-        raise UserError(f"{text}: there is no key {name}{hint or '; see --help'}")
+        raise UserError(f"{text}: there is no key {name}; {_another_key(override)}")
     if override.is_delete():
         raise UserError(f"{text}: a key cannot be removed; give it a value")
     if override.is_add():
         raise UserError(f"{text}: write {name}={show(override.value())}")
-    if FIELDS[name].type is bool and not isinstance(override.value(), bool):  # OmegaConf would take 2 and yes for true
-        raise UserError(f"{text}: not allowed; give true or false")
+    typed = f"{name}={show(override.value())}".lower()
+    if remedy := next((r for start, r in hints.VALUES.items() if typed.startswith(start)), None):
+        raise UserError(f"{text}: not allowed; {remedy}")
+    _check_type(name, override.value(), text)
+
+
+def _another_key(override: Override) -> str:
+    """What to do about a key that does not exist: the right key, or a sentence."""
+    name = override.key_or_group
+    last = name.rpartition(".")[2].lower()
+    # A right last part in a wrong section (`train.lr`) says more than a similar spelling.
+    moved = [k for k in KEYS if k.rpartition(".")[2] == last]
+    if moved and last not in hints.REMEDIES:
+        return f"did you mean {' or '.join(moved)}?"
+    if remedy := _remedy(name):
+        remedy = remedy.replace("{}", show(override.value()) if not override.is_delete() else "")
+        return f"write {shlex.quote(remedy)}" if remedy.partition("=")[0] in NAMES else remedy
+    last_parts = {k.rpartition(".")[2]: k for k in KEYS}
+    if "." not in name and (close := difflib.get_close_matches(name.lower(), last_parts, n=1, cutoff=0.75)):
+        return f"did you mean {last_parts[close[0]]}?"
+    return did_you_mean(name.lower(), NAMES) or "--help lists all keys"
+
+
+def _check_type(name: str, value: Any, text: str) -> None:
+    """Refuse a value of the wrong type here, where the override is known: of two for one key, either may be at fault.
+
+    Raises:
+        UserError: names the override as typed.
+    """
+    # OmegaConf would take 2 and yes for true.
+    boolean = FIELDS[name].type is bool and not isinstance(value, bool)
+    try:
+        section, _, last = name.partition(".")
+        OmegaConf.update(OmegaConf.structured(getattr(Config(), section)), last, value)
+        wrong = boolean or OmegaConf.missing_keys(OmegaConf.create([value]))
+    except InterpolationResolutionError:  # composing finds it, where the other keys have their values
+        return
+    except OmegaConfBaseException:
+        wrong = True
+    if wrong:
+        raise UserError(f"{text}: not allowed; give {_allowed(name)}")
+
+
+def _refuse_missing(recipe: str, folder: Path) -> None:
+    """Refuse `???` in the recipe or in a group: composing would ignore it.
+
+    Raises:
+        UserError: names the file and the key.
+    """
+    for path in sorted(folder.rglob("*.yaml")):
+        other_recipe = path.parent.name == "recipe" and path.stem != recipe
+        if not other_recipe and "???" in path.read_text(encoding="utf-8"):
+            for name in sorted(OmegaConf.missing_keys(OmegaConf.load(path))):
+                raise UserError(f"{path}: {name}=??? is not allowed; give it a value")
 
 
 def _explain(error: Exception, overrides: Sequence[Override]) -> str:
-    """Turn a Hydra or OmegaConf error into `key=value: what is wrong; what to do`."""
+    """Turn an error of Hydra, OmegaConf or the YAML parser into `key=value: what is wrong; what to do`."""
+    if isinstance(error, MarkedYAMLError):
+        place = f"{error.problem_mark.name}: line {error.problem_mark.line + 1}" if error.problem_mark else "config"
+        return f"{place}: is not YAML ({error.problem}); correct it"
     cause: BaseException = error
     while cause.__cause__ is not None and isinstance(cause.__cause__, (HydraException, OmegaConfBaseException)):
         cause = cause.__cause__
     name = getattr(cause, "full_key", None) or ""
     base = name.split("[")[0]
-    typed = next((o.input_line for o in overrides if o.key_or_group == base and o.input_line), None)
+    # Types are checked one by one; what is found only now is found in the last override of a key, which wins.
+    typed = next((o.input_line for o in reversed(overrides) if o.key_or_group == base and o.input_line), None)
     if base in FIELDS:
-        allowed = _type_name(FIELDS[base].type)
-        return f"{typed or name}: {_first_line(cause)}; give {allowed}"
+        return f"{typed or name}: {_first_line(cause)}; give {_allowed(base)}"
     return f"{typed or name or 'config'}: {_first_line(cause)}"
 
 
-def _type_name(kind: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "a word"}
-    if is_dataclass(kind):
-        return "keys"
-    return names.get(kind) or str(kind).replace("typing.", "").replace("None", "null")
+def _allowed(name: str) -> str:
+    """What a key takes, as its check says it, else by its type."""
+    kind: Any = FIELDS[name].type
+    test = FIELDS[name].metadata["check"]
+    # A check says what it allows when it refuses a value.
+    wrong: Any = "" if name in WORDS else [] if get_origin(kind) is list else math.nan
+    says: str | None = test(wrong) if test else None
+    if says is None:
+        says = "true or false" if kind is bool else "a list" if get_origin(kind) is list else "a name or a path"
+    return says.replace("a number", "a whole number", 1) if kind in (int, int | None) else says
 
 
 def _first_line(error: BaseException) -> str:

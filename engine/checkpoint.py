@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 # Keys and figures that tensors or step numbers depend on: no checkpoint can go on with another value, accepted or not.
 FIXED = ("model.name", "classes", "parameters", "optim.name", "optim.decay_norms", "loader.batch_size")
+UNSET = "without effect"  # what a key is that other keys put out of effect: optim.betas with optim.name=sgd
 
 
 class CheckpointError(RuntimeError):
@@ -136,7 +137,7 @@ def compare(stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_c
     """
     names = [name for name in {**now, **stored} if stored.get(name) != now.get(name)]
     changes = [f"{name} was {was}, is {value}"
-               for name in names for was, value in [_short(stored.get(name), now.get(name))]]  # fmt: skip
+               for name in names for was, value in [_short(stored.get(name, UNSET), now.get(name, UNSET))]]  # fmt: skip
     fixed = [name for name in names if name in FIXED]
     ways = ["give this training a directory of its own with run.name=NAME",
             "start afresh in this one with checkpoint.resume=never (the run in it is moved aside)"]  # fmt: skip

@@ -68,8 +68,8 @@ class Plan:
         return self.train_images / self.batch_size
 
     def epoch(self, step: int) -> float:
-        """Epochs done after `step` steps."""
-        return step / self.steps_per_epoch
+        """Epochs done after `step` steps; what the last batch takes from the epoch after the planned ones does not count."""
+        return min(step / self.steps_per_epoch, self.epochs)
 
     def epochs_ended(self, step: int) -> int:
         """Whole epochs done after `step` steps."""
@@ -184,8 +184,9 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
     """What to say about train.precision on a GPU without bf16 hardware; nothing on another device."""
     if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
         return []
-    return {"auto": ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"],
-            "bf16": ["train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"]}[choice]  # fmt: skip
+    if choice == "auto":
+        return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
+    return ["train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"]
 
 
 def choose_compile(choice: str, device: torch.device) -> str:

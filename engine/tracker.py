@@ -1,6 +1,6 @@
-"""What a run says: console lines, metrics.jsonl, TensorBoard. Rank 0 alone has one that speaks.
+"""What a run reports: console lines, metrics.jsonl and TensorBoard, written by rank 0.
 
-A failing disk or a missing TensorBoard is one warning; training goes on.
+A failing disk or a missing TensorBoard is one warning; training continues.
 """
 
 import contextlib
@@ -80,10 +80,10 @@ class Tracker:
     """Rows in, lines and curves out.
 
     Args:
-        folder: the run directory; None for the ranks that keep silent.
-        start_step: where this life begins; later rows of an earlier life are dropped.
-        total_steps, epochs: for the progress shown.
-        records: write metrics.jsonl and event files at all; not for a run that is only shown again.
+        folder: the run directory; None for the ranks that report nothing.
+        start_step: the step this start continues from; later rows of an earlier start are dropped.
+        total_steps, epochs: the planned ones, for the progress on the console.
+        records: write metrics.jsonl and event files; False for a finished run, of which only the outcome is printed.
         tensorboard: write event files.
     """
 
@@ -113,7 +113,7 @@ class Tracker:
                 self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
-        """Keep the rows up to where this life begins, so that no step stands twice."""
+        """Keep the rows up to the step this start continues from, so that no step has two rows."""
         if path.exists():
             kept = []
             for line in path.read_text(errors="replace").splitlines():
@@ -134,7 +134,7 @@ class Tracker:
         threading.excepthook = lambda args: None if type(args.thread).__name__ == "_AsyncWriterThread" else default(args)
         self._restore.callback(setattr, threading, "excepthook", default)
         begins = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
-        # purge_step hides what an earlier life wrote after the step this one starts from
+        # purge_step hides what an earlier start wrote after the step this one continues from
         self._board = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
         if begins:
             self._board.add_custom_scalars(
@@ -143,46 +143,49 @@ class Tracker:
 
     @property
     def draws(self) -> bool:
-        """Whether pictures are wanted at all."""
+        """Whether pictures are written."""
         return self._board is not None
 
     def say(self, line: str) -> None:
-        """A line on the console."""
+        """Print a line on the console."""
         if self.folder is not None:
             self._clear_live()
             self._print(line + "\n")
 
     def train_row(self, row: dict[str, Any], figures: dict[str, float]) -> None:
-        """A log step: `row` goes to the console, metrics.jsonl and TensorBoard, `figures` (tag -> value) to the last two."""
+        """Report a log step: `row` on the console, and with `figures` (tag -> value) in metrics.jsonl and TensorBoard."""
         if self.folder is None:
             return
         self._write(row, figures)
-        if not self._header_shown:
-            self.say(HEADER)
-            self._header_shown = True
         waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
-        self.say(f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} "
-                 f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} "
-                 f"{duration(row['seconds_left']):>8}")  # fmt: skip
+        self._table_line(row, f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} "
+                              f"{duration(row['seconds_left']):>8}")  # fmt: skip
 
     def figures(self, values: dict[str, float], step: int) -> None:
-        """Curves beside the log rows: tag -> value."""
+        """Add to curves that no log row holds: tag -> value."""
         if self._board is not None:
             self._guard("TensorBoard", self._scalars, values, step)
 
     def val_row(self, row: dict[str, Any], *, best: bool) -> None:
-        """A validation."""
+        """Report a validation."""
         if self.folder is None:
             return
         self._write(row, {})
         raw = f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %" if "top1_raw" in row else ""
         mark = "  best so far" if best else ""
-        self.say(f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} "
-                 f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s"
-                 f"{raw}{mark}")  # fmt: skip
+        self._table_line(
+            row, f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s{raw}{mark}"
+        )
+
+    def _table_line(self, row: dict[str, Any], rest: str) -> None:
+        """Print a line of the table, and the header above the first, whichever kind that is."""
+        if not self._header_shown:
+            self.say(HEADER)
+            self._header_shown = True
+        self.say(f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} {rest}")
 
     def progress(self, step: int) -> None:
-        """On a terminal, keep one line moving between log steps."""
+        """On a terminal, keep one line up to date between log steps."""
         now = time.monotonic()
         if self.live and now - self._last_live > 0.1:
             self._last_live = now
@@ -194,15 +197,15 @@ class Tracker:
             self._guard("TensorBoard", self._board.add_text, tag, f"```yaml\n{text}\n```", 0)
 
     def record(self, name: str, content: Any) -> None:
-        """A JSON file of the run directory that nothing depends on."""
+        """Write a JSON file into the run directory that no later start reads."""
         if self.folder is not None:
             self._guard(name, write_json, self.folder / name, content)
 
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
-        """A grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
+        """Write a grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
 
-        Waits for nothing: to wait for the device, to copy and to encode would each hold up the step by tens of milliseconds. It
-        is written with a later row, or with the next flush. While one is being made, in the shortest of epochs, no other is.
+        This waits for nothing: waiting for the device, copying and encoding would each delay the step by tens of milliseconds.
+        The grid is written with a later row, or with the next flush. While one is being made, no other is begun.
         """
         self._write_drawn()
         if self._board is not None and self._drawn is None:
@@ -220,18 +223,18 @@ class Tracker:
             self._picture(summary.result, step)
 
     def _picture(self, make: Callable[[], Any], step: int) -> None:
-        """One that cannot be made costs a warning and no curve."""
+        """Write a picture; if it cannot be made, warn and keep the curves."""
         summary = self._guard("images", make)
         if self._board is not None and summary is not None:
             self._guard("TensorBoard", self._board.file_writer.add_summary, summary, step)
 
     def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
-        """A drawing, or photographs, which need not keep every bit when they are many."""
+        """Write a drawing, or photographs, which may be encoded with loss when they are many."""
         if self._board is not None:
             self._picture(lambda: _summary(tag, image, photos=photos), step)
 
     def mistakes(self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int) -> None:
-        """What a validation got wrong: per_class.json; and as pictures the worst images, the confusions and every class."""
+        """Write what a validation got wrong: per_class.json, and pictures of the worst images, confusions and classes."""
         if self.folder is None:
             return
         images, hits = found.per_class()
@@ -244,13 +247,13 @@ class Tracker:
                 self.picture(tag, image, step, photos=tag == "val/worst")
 
     def graph(self, build: Callable[[], nn.Module], *, side: int, parameters: int) -> None:
-        """The model's graph, if it can be traced; that it cannot is no failure.
+        """Write the model's graph, if the model can be traced; otherwise write nothing.
 
-        A plain model is built on the CPU for it and thrown away; random numbers go on as if it had not been. On a slow core
-        that takes 0.4 s for ResNet-50 and 1.1 s for maxvit_t. Models of more than GRAPH_PARAMETERS are left out.
+        A second model is built on the CPU for this and thrown away; the random state stays as it was. On a slow core this takes
+        0.4 s for ResNet-50 and 1.1 s for maxvit_t. Models of more than GRAPH_PARAMETERS are left out.
 
         Args:
-            side: of the one image it is traced with, pixels.
+            side: side of the image it is traced with, in pixels.
         """
         if self._board is None or parameters > GRAPH_PARAMETERS:
             return
@@ -265,10 +268,10 @@ class Tracker:
             logger.debug("no graph: the model cannot be traced (%s: %s)", type(error).__name__, error)
 
     def hyperparameters(self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int) -> None:
-        """What a finished run was set to and what came of it, for TensorBoard's comparison of runs (HPARAMS).
+        """Write the config and the results of a finished run, for TensorBoard's comparison of runs (HPARAMS).
 
-        In this life's event file: SummaryWriter.add_hparams would begin a second one, in a folder of its own. Of a run that is
-        gone on with after its end TensorBoard shows the values of its first end, beside the newest figures.
+        They go into this start's event file: SummaryWriter.add_hparams would begin a second one, in a folder of its own. For a
+        run that is continued after its end, TensorBoard shows the values of its first end and the newest figures.
 
         Args:
             values: by key.
@@ -278,15 +281,20 @@ class Tracker:
             self._guard("TensorBoard", self._add_hyperparameters, values, summary, step)
 
     def flush(self) -> None:
-        """Put the curves so far on disk, where metrics.jsonl's rows are already: nothing after this can lose them."""
+        """Write the curves so far to disk, where the rows of metrics.jsonl are already, so that a kill cannot lose them."""
         if self._board is not None:
             self._guard("TensorBoard", self._board.flush)
         if self._drawn is not None:  # second: after a crash its images may never come from the GPU
             self._write_drawn(wait=True)
             self.flush()
 
-    def outcome(self, summary: dict[str, Any]) -> None:
-        """The table a run ends with."""
+    def outcome(self, summary: dict[str, Any], *, compiles: bool) -> None:
+        """Print the table that a run ends with.
+
+        Args:
+            summary: as summary.json holds it.
+            compiles: whether the run's first steps compile the model.
+        """
         if self.folder is None:
             return
         best = self.folder / "checkpoints" / summary["best_checkpoint"] if summary.get("best_checkpoint") else None
@@ -294,15 +302,17 @@ class Tracker:
             f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 {summary['best_top1']:.2f} % "
             f"after epoch {summary['best_epoch']:.4g}"
             + (f"; raw model: top1 {summary['top1_raw']:.2f} %" if "top1_raw" in summary else ""))  # fmt: skip
-        with_all = summary.get("images_per_second_with_first_epoch")  # since version 0.1
-        all_told = f"; {with_all:,.0f} with the first epoch and what compiles" if with_all else ""
+        speed, whole = (f"{summary.get(f'images_per_second{part}') or 0:,.0f}" for part in ("", "_with_first_epoch"))
+        causes = ["the first epoch"] * (summary["epoch"] > 1) + ["compilation"] * compiles
+        including = f", including {' and '.join(causes)}" if causes else ""
+        all_steps = f"; {whole} over all steps{including}" if whole not in (speed, "0") else ""  # 0: from before version 0.1
         folder = self.folder / "tensorboard"
         curves = [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")] if folder.is_dir() else []
         rows = [
             ("status", f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
              f"in {duration(summary['seconds'])}"),
             ("accuracy", accuracy),
-            ("speed", f"{summary['images_per_second']:,.0f} images/s{all_told}"),
+            ("speed", f"{speed} images/s{all_steps}"),
             ("run", f"{self.folder}"),
             *curves,
             ("best", f"{best}" if best else "no checkpoint was validated"),
@@ -350,14 +360,14 @@ class Tracker:
             self._board.file_writer.add_summary(part, step)
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Telemetry never stops training: the first failure of a writer is a warning, and the writer is given up."""
+        """Call a writer. Its first failure is a warning, and it is not called again: telemetry never stops training."""
         if name in self._given_up:
             return None
         try:
             return call(*arguments)
         except Exception as error:
             remedy = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) and error.name else ""
-            logger.warning("%s cannot be written (%s: %s); training goes on without it%s", name, type(error).__name__, error,
+            logger.warning("%s cannot be written (%s: %s); training continues without it%s", name, type(error).__name__, error,
                            remedy)  # fmt: skip
         self._given_up.add(name)
         if name == "TensorBoard":
@@ -374,19 +384,19 @@ class Tracker:
         try:
             print(text, end="", flush=True)
         except OSError as error:  # a log file on a full disk, a pipe whose reader has gone
-            logger.warning("the console cannot be written (%s); training goes on without it", error)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is left in the buffer, too
+            logger.warning("the console cannot be written (%s); training continues without it", error)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer, too
 
 
 def duration(seconds: float) -> str:
-    """1:02:03 or 2:03."""
+    """Format seconds as 1:02:03 or 2:03."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
 def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
-    """As SummaryWriter.add_image, which takes 1.1 s for 64 photographs of 224 px; to encode them here takes 0.05."""
+    """Encode an image as SummaryWriter.add_image does. For 64 photographs of 224 px that takes 1.1 s, and this 0.05."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     content = Summary.Image(height=image.height, width=image.width, colorspace=3,
@@ -395,21 +405,21 @@ def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
 
 
 def _sheet(tag: str, pixels: Tensor, made: torch.cuda.Event | None) -> Any:
-    """The grid of uint8 [N, 3, S, S]; those of a GPU are there once `made` has come."""
+    """Make the grid of uint8 [N, 3, S, S]; on a GPU, the images are complete when the event `made` is."""
     if made is not None:
         made.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream(pixels.device)):  # the step's own has more queued, which a copy would wait for
+        with torch.cuda.stream(torch.cuda.Stream(pixels.device)):  # a copy in the step's stream would wait for the steps
             pixels = pixels.cpu()
     return _summary(tag, Image.fromarray(grid(pixels).permute(1, 2, 0).contiguous().numpy()), photos=True)
 
 
 def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """float [N, 3, S, S] -> uint8, undoing the normalisation."""
+    """Undo the normalisation: float [N, 3, S, S] -> uint8."""
     return images.float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8)
 
 
 def _draw_mistakes(found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str) -> dict[str, Image.Image]:
-    """Tag -> picture."""
+    """Draw what a validation got wrong: tag -> picture."""
     drawn = {}
     images, rows = found.worst_images()
     if rows:

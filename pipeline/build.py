@@ -5,11 +5,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 
-from conf.schema import Config, UserError
+from conf.schema import Config, Data, UserError
 from pipeline import augment, decode
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
@@ -69,6 +70,8 @@ def build_datasets(config: Config) -> Datasets:
             raise UserError(f"data.root={root}: {error}") from None
     elif not root.is_dir():
         raise UserError(f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*")
+    else:
+        _check_layout(root, data)
     train_index = load_index(root / data.train, key="data.train")
     val_index = load_index(root / data.val, key="data.val")
     check_splits(train_index, val_index)
@@ -248,6 +251,40 @@ def file_room(dataset: Dataset) -> int:
 
 def _root(config: Config) -> Path:
     return Path(config.data.root or "").expanduser()
+
+
+def _check_layout(root: Path, data: Data) -> None:
+    """Refuse a folder that does not hold both splits, and name the one that does when it is near.
+
+    Raises:
+        UserError: names what the folder holds instead.
+    """
+    splits = (data.train, data.val)
+    here, parent = f"data.root={data.root}", Path(os.path.abspath(root)).parent
+
+    def holds_splits(folder: Path) -> bool:
+        return all(os.path.isdir(folder / split) for split in splits)
+
+    if holds_splits(root):
+        return
+    if holds_splits(parent) and any((parent / split).samefile(root) for split in splits):
+        raise UserError(f"{here}: is one split; write data.root={parent}, the folder that holds {data.train} and {data.val}")
+    try:
+        folders = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"{here}: cannot be read ({error}); start again when it can") from None
+    if any(os.path.isdir(root / split) for split in splits):
+        others = [name for name in folders if name not in splits]
+        key, split = ("data.val", data.val) if os.path.isdir(root / data.train) else ("data.train", data.train)
+        hint = f"did you mean {key}={others[0]}?" if len(others) == 1 else "it must hold one folder per class"
+        raise UserError(f"{key}={root / split}: no such folder; {hint}")
+    if not folders:
+        raise UserError(f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*")
+    for pattern in ("*", "*/*", "*/*/*"):  # Kaggle's archive has them in ILSVRC/Data/CLS-LOC
+        if inner := next(filter(holds_splits, islice(root.glob(pattern), 1000)), None):
+            raise UserError(f"{here}: holds no {data.train} and no {data.val}; write data.root={inner}")
+    raise UserError(f"{here}: holds no {data.train} and no {data.val}, but folders such as {folders[0]}; "
+                    f"put the class folders into {data.train} and {data.val} inside it")  # fmt: skip
 
 
 def _side(transform: augment.Compose, key: str) -> int:

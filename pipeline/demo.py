@@ -235,6 +235,8 @@ def _is_drawn(root: Path, marker: str) -> bool:
         raise ValueError(
             f"data.root={root}: holds demo images drawn with {found}, not {marker}; delete it or pass another data.root"
         )
+    if set(SPLITS) <= set(names):
+        raise ValueError(f"data.root={root}: holds images that the demo did not draw; to train on them write data=folder")
     if names:
         raise ValueError(f"data.root={root}: holds files that are not demo images; pass another data.root")
     if root.is_mount():

@@ -221,7 +221,8 @@ def test_another_seed(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
 def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = short
     names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    assert names == {"config.yaml", "metrics.jsonl", "checkpoints", "tensorboard", "per_class.json", "summary.json"}
+    texts = {"config.yaml", "overrides.yaml", "metrics.jsonl", "per_class.json", "summary.json"}
+    assert names == texts | {"checkpoints", "tensorboard"}
     assert json.loads((folder / "summary.json").read_text()) == summary
 
     val = rows(folder, "val")
@@ -368,8 +369,8 @@ def test_finished_run_is_left_alone(image_root: Path, tmp_path: Path, capfd: pyt
     assert files(folder / "checkpoints") == before
     assert (folder / "metrics.jsonl").read_text() == metrics
 
-    # More epochs go on; with a constant learning rate that is the longer run.
-    longer = run(image_root, folder, *options, "train.epochs=4")
+    # More epochs, once accepted, go on; with a constant learning rate that is the longer run.
+    longer = run(image_root, folder, *options, "train.epochs=4", "checkpoint.accept_changes=true")
     once = run(image_root, tmp_path / "once", *options, "train.epochs=4")
     assert longer["step"] == once["step"] == 18
     assert longer["params_sha256"] == once["params_sha256"] != first["params_sha256"]
@@ -388,7 +389,8 @@ def test_best_follows_top1(straight: tuple[Path, dict[str, Any]], image_root: Pa
     assert best["top1"] > 100 / 3 + 1, "nothing was learned: the rest would prove nothing"
     weights = checkpoint.load(folder / "checkpoints" / pointer["file"])
 
-    second = run(image_root, folder, "train.epochs=10", "checkpoint.keep=1", "optim.lr=3", "schedule.name=constant")
+    second = run(image_root, folder, "train.epochs=10", "checkpoint.keep=1", "optim.lr=3", "schedule.name=constant",
+                 "checkpoint.accept_changes=true")  # fmt: skip
     assert rows(folder, "val")[-1]["top1"] < best["top1"]
     assert second["best_top1"] == first["best_top1"] and second["best_checkpoint"] == pointer["file"]
     assert json.loads((folder / "checkpoints" / "best.json").read_text()) == pointer
@@ -524,8 +526,9 @@ def test_signal_while_validating(
         patch.setattr(train.meters, "measure", interrupted)
         first = run(image_root, folder)
         assert (first["status"], first["step"], first["signal"]) == ("interrupted", 5, signal.SIGTERM)
-        assert "resume    the same command goes on from step 5\n" in capsys.readouterr().out
+        assert "resume    the same command continues from step 5\n" in capsys.readouterr().out
     second = run(image_root, folder, "train.max_steps=8")
+    assert "compilation" not in capsys.readouterr().out  # on a CPU nothing compiles
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     with monkeypatch.context() as patch:
         patch.setattr(train.meters, "measure", interrupted)
@@ -589,7 +592,7 @@ def test_resume_from_a_path(image_root: Path, tmp_path: Path, straight: tuple[Pa
     # What was best there is not here: here the best is the only one, although it is worse.
     last = path.with_name("step-00000054.pt")
     worse = run(image_root, worse_folder, "train.epochs=13", f"checkpoint.resume={last}", "train.validate_every_epochs=20",
-                "optim.lr=3", "schedule.name=constant")  # fmt: skip
+                "optim.lr=3", "schedule.name=constant", "checkpoint.accept_changes=true")  # fmt: skip
     assert worse["top1"] < straight[1]["best_top1"]
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
     assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 59
@@ -652,10 +655,10 @@ def test_resume_refused(
     error = refused("optim.name=adamw", "train.seed=3")
     assert "optim.name was sgd, is adamw" in error and "train.seed" in error
     shutil.copy(root / "train" / "dots" / "00.jpg", root / "train" / "dots" / "more.jpg")
-    assert "dataset was" in refused()
+    assert "data.train was 36 images" in refused()
     (root / "train" / "dots" / "more.jpg").unlink()
     (root / "val" / "dots" / "04.jpg").rename(root / "val" / "dots" / "05.jpg")
-    assert "dataset was" in refused()
+    assert "data.val was 15 images" in refused()
     (root / "val" / "dots" / "05.jpg").rename(root / "val" / "dots" / "04.jpg")
     assert train.main(compose(root, folder, "train.epochs=3")) == 0
 
@@ -704,13 +707,14 @@ def test_loss_not_finite(log_every: int, image_root: Path, tmp_path: Path, capfd
     options = [f"log.every_steps={log_every}", "schedule.name=constant", "train.validate_every_epochs=5"]
     assert run(image_root, folder, *options, "train.max_steps=2")["status"] == "finished"
     capfd.readouterr()
-    assert train.main(compose(image_root, folder, *options, "optim.lr=1e30", "checkpoint.every_steps=5")) == 1
+    accept = "checkpoint.accept_changes=true"
+    assert train.main(compose(image_root, folder, *options, "optim.lr=1e30", "checkpoint.every_steps=5", accept)) == 1
     error = capfd.readouterr().err
     assert error.startswith("train.py: ") and " at step " in error and "lower optim.lr" in error and error.count("\n") == 1
     for path in (folder / "checkpoints").glob("*.pt"):
         weights = checkpoint.load(path)["state"]["model"].values()
         assert all(w.isfinite().all() for w in weights if w.is_floating_point()), path
-    assert run(image_root, folder, *options, "optim.lr=1e-3")["status"] == "finished"
+    assert run(image_root, folder, *options, "optim.lr=1e-3", accept)["status"] == "finished"
 
 
 def fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """The command line: what composes, what --help and --cfg job say, and how a mistake is answered."""
 
+import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -9,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from conf import cli
+from conf import cli, hints
 from conf.schema import NOTHING, RESULT, Config, UserError, auto_or, each, key, named, number, one_of, show, walk
 
 ROOT = Path(__file__).parents[2]
@@ -211,11 +213,13 @@ MISTAKES = {
     "optim.nesterov=0": "give true or false",
     "log.tensorboard=yes": "give true or false",
     "++log.tensorboard=null": "give true or false",
-    "optim.name=null": "give a word",
-    "data.mean=0.5": "give list[float]",
-    "data.mean=[a,b,c]": "give list[float]",
-    "augment.train=5": "give list",
-    "augment.train=null": "give list",
+    "optim.name=null": "give one of sgd, adamw",
+    "data.train=null": "give a name or a path",
+    "data.mean=0.5": "give a list of 3 values",
+    "data.mean=[a,b,c]": "give a list of 3 values",
+    "augment.train=5": "give a list",
+    "augment.train=null": "give a list",
+    "train.max_steps=1e5": "give a whole number >= 1 or null",
     "loader.workers=many": "give auto or a whole number from 0 to 4096",
     "loader.workers=1.5": "give auto or a whole number from 0 to 4096",
     "loader.workers=true": "give auto or a whole number from 0 to 4096",
@@ -259,7 +263,7 @@ MISTAKES = {
     # not one of the words
     "train.device=gpu": "give one of auto, cpu, cuda",
     "train.precision=fp16": "give one of auto, bf16, tf32, fp32",
-    "model.compile=true": "give one of auto, off, default",
+    "model.compile=max": "give one of auto, off, default",
     "optim.name=lion": "give one of sgd, adamw",
     "schedule.name=cos": "give one of constant, step, cosine, linear",
     "data.on_error=ignore": "give one of raise, skip",
@@ -268,6 +272,39 @@ MISTAKES = {
     "run.name=a/b": "give a name without slashes",
     "run.name=..": "give a name without slashes",
     "run.dir=": "give a path",
+    # Hydra's word for a missing value
+    "optim.lr=???": "optim.lr=???: not allowed; give a number > 0",
+    "++optim.lr=???": "not allowed; give a number > 0",
+    "optim.name=???": "give one of sgd, adamw",
+    "data.root=???": "give a name or a path",
+    "train.seed=???": "give a whole number >= 0",
+    "train.deterministic=???": "give true or false",
+    "loader.workers=???": "give auto or a whole number from 0 to 4096",
+    "optim.betas=[0.9,???]": "give a list of 2 values",
+    "augment.batch=[{mixup: {alpha: ???}}]": "give a list",
+    # names and values of other programs
+    "model.pretrained=true": "there is no key model.pretrained; write model.weights=pretrained",
+    "evaluate=true": "there is no evaluation mode yet: a run always validates at its end",
+    "+experiment=x": "write recipe=x for a recipe or run.name=x for the name of the run",
+    "arch=resnet18": "write model.name=resnet18",
+    "trainer.max_epochs=5": "write train.epochs=5",
+    "optimizer=adamw": "write optim=adamw",
+    "Optimizer.LR=1": "did you mean optim.lr?",
+    "model.num_classes=10": "the number of classes follows from the folders in data.root",
+    "gpus=4": "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
+    "mixup=0.2": "write 'augment.batch=[{mixup: {alpha: 0.2}}]'",
+    "train.device=cuda:1": "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
+    "model.compile=true": "write model.compile=default",
+    "model.compile=False": "write model.compile=off",
+    "model.weights=true": "write model.weights=pretrained",
+    "model=resnet101": "vit_s16; for any other model write model.name=resnet101",
+    "model=ResNet50": "did you mean resnet50?",
+    "data=/imagenet": "for a folder of images write data.root=/imagenet",
+    "recipe=conf/recipe/demo.yaml": "did you mean demo?",
+    "name=mine": "did you mean model.name or optim.name or schedule.name or run.name?",
+    "batch=32": "write loader.batch_size=32",
+    "train.steps=5": "write train.max_steps=5",
+    "batchsize=32": "did you mean loader.batch_size?",
     # interpolation
     "run.dir=${nope}": "Interpolation key 'nope' not found",
     "optim.lr=${optim.lr}": "Recursive interpolation",
@@ -305,9 +342,110 @@ def test_missing_root_says_what_to_pass_and_offers_the_demo(capsys: pytest.Captu
         assert "recipe=demo" in line
 
 
-@pytest.mark.parametrize("option", ["--foo", "-x", "--cfg=all", "--config-dir=/tmp"])
-def test_unknown_option(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal([DATA, option], capsys).startswith(f"{option}: not an option")
+# what is typed instead of key=value -> the whole line
+FLAGS = {
+    "--lr 0.1": "--lr: not an option; write optim.lr=0.1",
+    "--lr=0.1": "--lr: not an option; write optim.lr=0.1",
+    "--optim.lr 0.1": "--optim.lr: not an option; write optim.lr=0.1",
+    "--data DIR": "--data: not an option; write data.root=DIR",
+    "--data-dir /x": "--data-dir: not an option; write data.root=/x",
+    "-a resnet50": "-a: not an option; write model.name=resnet50",
+    "--arch": "--arch: not an option; write model.name=VALUE",
+    "--model resnet50": "--model: not an option; write model.name=resnet50",
+    "-b 256": "-b: not an option; write loader.batch_size=256; "
+    "loader.batch_size is the batch over all GPUs (timm's is per GPU)",
+    "--batch-size=256": "--batch-size: not an option; write loader.batch_size=256; "
+    "loader.batch_size is the batch over all GPUs (timm's is per GPU)",
+    "-j 8": "-j: not an option; write loader.workers=8",
+    "-j8 --epochs 5": "-j, --epochs: not options; write loader.workers=8 train.epochs=5",
+    "--workers 8 --seed 1 --momentum 0.9": "--workers, --seed, --momentum: not options; "
+    "write loader.workers=8 train.seed=1 optim.momentum=0.9",
+    "--resume X": "--resume: not an option; write checkpoint.resume=X",
+    "--pretrained /x": "--pretrained: not an option; write model.weights=pretrained data.root=/x",
+    "--wd 1e-4": "--wd: not an option; write optim.weight_decay=1e-4",
+    "--weight-decay 1e-4": "--weight-decay: not an option; write optim.weight_decay=1e-4",
+    "--opt adamw --sched cosine": "--opt, --sched: not options; write optim=adamw schedule=cosine",
+    "--warmup-epochs 5 --amp": "--warmup-epochs, --amp: not options; write schedule.warmup_epochs=5 train.precision=bf16",
+    "--img-size 192": "--img-size: not an option; write data.image_size=192",
+    "--label-smoothing 0.1": "--label-smoothing: not an option; write train.label_smoothing=0.1",
+    "--smoothing 0.1": "--smoothing: not an option; write train.label_smoothing=0.1",
+    "--model-ema-decay 0.99": "--model-ema-decay: not an option; write train.ema_decay=0.99",
+    "--clip-grad 1": "--clip-grad: not an option; write optim.clip_norm=1",
+    "--mixup 0.2": "--mixup: not an option; write 'augment.batch=[{mixup: {alpha: 0.2}}]'",
+    "--cutmix 1": "--cutmix: not an option; write 'augment.batch=[{cutmix: {alpha: 1}}]'",
+    "--print-freq 10": "--print-freq: not an option; write log.every_steps=10",
+    "--log-interval 10": "--log-interval: not an option; write log.every_steps=10",
+    "-e": "-e: not an option; there is no evaluation mode yet: a run always validates at its end",
+    "--evaluate": "--evaluate: not an option; there is no evaluation mode yet: a run always validates at its end",
+    "--output out": "--output: not an option; write run.dir=out",
+    "--experiment x": "--experiment: not an option; write recipe=x for a recipe or run.name=x for the name of the run",
+    "--gpu 0": "--gpu: not an option; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
+    "--local_rank=0 --dist-url tcp://x --world-size 2": "--local_rank, --dist-url, --world-size: not options; "
+    "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
+    "-m": "-m: not an option; sweeps are not supported; start one run per value",
+    "--nesterov": "--nesterov: not an option; write optim.nesterov=true",
+    "--name x": "--name: not an option; --help lists all keys",
+    "--foo": "--foo: not an option; --help lists all keys",
+    "-x": "-x: not an option; --help lists all keys",
+    "--cfg=all": "--cfg=all: not an option; --help lists all keys",
+    "--foo --lr 0.1 data.root=/x": "--foo, --lr: not options; write optim.lr=0.1; --help lists all keys",
+    "/imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
+    "-a resnet18 --lr 0.1 /imagenet": "-a, --lr: not options; write model.name=resnet18 optim.lr=0.1 data.root=/imagenet",
+    "demo": "demo: is not key=value; write recipe=demo",
+    "adamw": "adamw: is not key=value; write optim=adamw",
+    "help": "help: is not key=value; --help lists the keys",
+    "data.root": "data.root: has no value; write data.root=VALUE",
+    "optim.lr train.epochs=3": "optim.lr: has no value; write optim.lr=VALUE",
+    "recipe=demo optim.lr 0.3": "optim.lr 0.3: a key and its value are one word; write optim.lr=0.3",
+    "optim.lr = 0.3": "optim.lr = 0.3: a key and its value are one word; write optim.lr=0.3",
+    "optim.lr= 0.3": "optim.lr= 0.3: a key and its value are one word; write optim.lr=0.3",
+    "optim.lr =0.3": "optim.lr =0.3: a key and its value are one word; write optim.lr=0.3",
+    "optim.lr: 0.3 train.epochs=3": "optim.lr: 0.3: a key and its value are one word; write optim.lr=0.3",
+    "optim.lr:0.3": "optim.lr:0.3: a key and its value are one word; write optim.lr=0.3",
+    "model: resnet18": "model: resnet18: a key and its value are one word; write model=resnet18",
+    "optim.betas=[0.9, 0.95] train.epochs=3": "optim.betas=[0.9,: a bracket is not closed; "
+    "write 'optim.betas=[0.9, 0.95]', in quotes",
+    "optim.betas=[0.9": "optim.betas=[0.9: a bracket is not closed",
+    """'augment.batch={"mixup": 0.2}'""": """augment.batch={"mixup": 0.2}: cannot be read as key=value; """
+    "write 'augment.batch={mixup: 0.2}'",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("typed", FLAGS)
+def test_what_is_not_key_equals_value(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert refusal(shlex.split(typed), capsys) == FLAGS[typed]
+
+
+def test_remedies_name_what_exists() -> None:
+    """Each override that is advised composes, and none hides a key or a flag of our own."""
+    overrides = {remedy for remedy in hints.REMEDIES.values() if re.match(r"[\w.]+=", remedy)}
+    values = {
+        "data.image_size": "64",
+        "data.root": "/x",
+        "model.weights": "w.pt",
+        "optim": "adamw",
+        "schedule": "step",
+        "recipe": "demo",
+    }
+    values_instead = [remedy.removeprefix("write ").partition(";")[0] for remedy in hints.VALUES.values()]
+    for remedy in overrides:
+        override = remedy.replace("{}", values.get(remedy.partition("=")[0], "1"))
+        needed = ["schedule=linear"] if "final_lr" in override else []  # a step schedule has none
+        cli.load([DATA, *needed, override])
+    cli.load([DATA, *values_instead])
+    assert len(overrides) > 20 and set(hints.MEANINGS) <= set(cli.KEYS)
+    last_parts = {key.rpartition(".")[2].replace("_", "-") for key in cli.KEYS}
+    assert set(hints.REMEDIES) & last_parts == {"batch", "steps"}  # of lists, which nobody means by these
+    assert set(hints.REMEDIES) & set(cli.GROUPS) == {"data", "model"}  # their values are paths and names, not choices
+
+
+def test_of_two_overrides_of_a_key_the_wrong_one_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in ("optim.lr=abc", "optim.lr=???", "optim.lr=${nope}"):
+        assert refusal([DATA, "optim.lr=0.1", wrong], capsys).startswith(f"{wrong}: ")
+        if "$" not in wrong:  # the last one wins: what an earlier one refers to is never looked up
+            assert refusal([DATA, wrong, "optim.lr=0.1"], capsys).startswith(f"{wrong}: ")
+    assert refusal([DATA, "optim.lr=0.1", "optim.lr=-2"], capsys).startswith("optim.lr=-2: ")
+    assert cli.load([DATA, "optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
 
 
 PATHS = [
@@ -335,7 +473,11 @@ def test_a_path_is_taken_as_it_is(path: str) -> None:
 @pytest.mark.parametrize(
     ("content", "says"),
     [("model: {nam: resnet18}", "In 'recipe/mine': model.nam: Key 'nam' not in 'Model'"),
-     ("train: {epochs: six}", "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to Float")],
+     ("train: {epochs: six}", "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to Float"),
+     ("train: {epochs: 3", "conf/recipe/mine.yaml: line 3: is not YAML (expected ',' or '}', but got '<stream end>'); correct"),
+     ("train:\n  epochs: ???", "conf/recipe/mine.yaml: train.epochs=??? is not allowed; give it a value"),
+     ("optim: {betas: [0.9, '???']}", "conf/recipe/mine.yaml: optim.betas[1]=??? is not allowed"),
+     ("augment: {batch: [{mixup: {alpha: '???'}}]}", "mine.yaml: augment.batch[0].mixup.alpha=??? is not allowed")],
 )  # fmt: skip
 def test_a_mistake_in_a_recipe_is_named(content: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shutil.copytree(cli.FOLDER, tmp_path / "conf")
@@ -344,18 +486,12 @@ def test_a_mistake_in_a_recipe_is_named(content: str, says: str, tmp_path: Path,
     with pytest.raises(UserError) as error:
         cli.load([DATA, "recipe=mine"])
     assert says in str(error.value)
+    cli.load([DATA, "recipe=demo"])
 
 
 @pytest.mark.parametrize("word", ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan"])
 def test_a_word_that_looks_like_a_number_is_a_word(word: str) -> None:
     assert cli.load([DATA, f"run.name={word}"]).run.name == word
-
-
-@pytest.mark.parametrize("option", ["-m", "--multirun"])
-def test_sweeps_are_refused_with_a_way_out(option: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refusal([DATA, option], capsys) == (
-        f"{option}: sweeps are not supported; start one run per value, each with its own run.name"
-    )
 
 
 def test_of_several_ranks_the_first_of_a_node_speaks(

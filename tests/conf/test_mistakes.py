@@ -3,6 +3,7 @@
 What a config alone can tell is in test_cli.py; here are the mistakes that show in the data, the model or the run directory.
 """
 
+import json
 import logging
 import os
 import re
@@ -105,10 +106,56 @@ def test_no_train_or_no_val(refusal: Refusal, images: Path, split: str) -> None:
     assert f"data.{split}={images / split}: no such folder" in refusal(f"data.root={images}")
 
 
+def test_split_of_another_name(refusal: Refusal, images: Path) -> None:
+    (images / "val").rename(images / "validation")
+    line = f"data.val={images / 'val'}: no such folder; "
+    assert refusal(f"data.root={images}") == f"{line}did you mean data.val=validation?\n"
+    (images / "test").mkdir()
+    assert refusal(f"data.root={images}") == f"{line}it must hold one folder per class\n"
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_root_is_a_split(refusal: Refusal, images: Path, split: str) -> None:
+    says = "is one split; write data.root={}, the folder that holds train and val\n"
+    for root in (images / split, f"{images / split}/"):
+        assert refusal(f"data.root={root}") == f"data.root={root}: {says.format(images)}"
+
+
+def test_root_holds_the_classes(refusal: Refusal, images: Path) -> None:
+    """Also alongside the splits, and where its name is that of a split without the other one."""
+
+    def says(folder: Path) -> str:
+        return (f"data.root={folder}: holds no train and no val, but folders such as checks; "
+                "put the class folders into train and val inside it\n")  # fmt: skip
+
+    other = shutil.copytree(images / "train", images / "all")
+    assert refusal(f"data.root={other}") == says(other)
+    shutil.rmtree(images / "val")
+    assert refusal(f"data.root={images / 'train'}") == says(images / "train")
+
+
+def test_root_above_the_dataset(refusal: Refusal, images: Path, tmp_path: Path) -> None:
+    """As in the archive of Kaggle: ILSVRC/Data/CLS-LOC."""
+    (tmp_path / "ILSVRC" / "Data").mkdir(parents=True)
+    images.rename(tmp_path / "ILSVRC" / "Data" / "CLS-LOC")
+    assert refusal(f"data.root={tmp_path / 'ILSVRC'}") == (
+        f"data.root={tmp_path / 'ILSVRC'}: holds no train and no val; write data.root={tmp_path / 'ILSVRC/Data/CLS-LOC'}\n"
+    )
+
+
 def test_empty_root(refusal: Refusal, images: Path) -> None:
     shutil.rmtree(images)
     images.mkdir()
-    assert "no such folder" in refusal(f"data.root={images}")
+    assert (
+        refusal(f"data.root={images}")
+        == f"data.root={images}: holds no folders; it must hold train/<class>/* and val/<class>/*\n"
+    )
+
+
+def test_own_images_with_the_recipe_of_the_demo(refusal: Refusal, image_root: Path) -> None:
+    assert refusal("recipe=demo", f"data.root={image_root}") == (
+        f"data.root={image_root}: holds images that the demo did not draw; to train on them write data=folder\n"
+    )
 
 
 def test_split_without_class_folders(refusal: Refusal, images: Path) -> None:
@@ -272,33 +319,36 @@ def test_other_data_in_the_same_run_directory(
     assert re.search(r"data\.train was 36 images, SHA-256 (\w{16}), is 35 images, SHA-256 (?!\1)\w{16}; ", line)
 
 
-def test_cuda_without_a_gpu(image_root: Path, workplace: Path) -> None:
-    """In a process of its own: torch counts the GPUs once."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *SMALL, f"data.root={image_root}", "train.device=cuda"],
-        cwd=workplace, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("train.py: train.device=cuda: ") and done.stderr.count("\n") == 1
-    assert list(workplace.iterdir()) == []
+# What runs train.py itself on each of several command lines; torch is imported once.
+PROGRAM = """
+import json, runpy, sys
+program, *command_lines = json.loads(sys.argv[1])
+for arguments in command_lines:
+    sys.argv = [program, *arguments]
+    try:
+        runpy.run_path(program, run_name="__main__")
+    except SystemExit as stop:
+        print(stop.code)
+"""
 
 
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (["loader.batch_size=1000000000", "data.fake_images=1000000000"], "loader: needs "),
-        (["loader.workers=40"], "loader.workers=40: open files allow "),
-    ],
-    ids=["memory", "open files"],
-)
-def test_more_than_the_machine_has(workplace: Path, overrides: list[str], line: str) -> None:
-    """The program itself, in a process that may open 128 files."""
+def test_what_the_machine_does_not_have(image_root: Path, workplace: Path) -> None:
+    """In a process of its own: it may open 128 files, and torch counts the GPUs once."""
+    fake = ["data=fake", "train.device=cpu"]
+    mistakes = {
+        "train.device=cuda: ": [f"data.root={image_root}", "train.device=cuda"],
+        "loader: needs ": [*fake, "loader.batch_size=1000000000", "data.fake_images=1000000000"],
+        "loader.workers=40: open files allow ": [*fake, "loader.workers=40"],
+    }
+    given = json.dumps([str(ROOT / "train.py"), *([*SMALL, *overrides] for overrides in mistakes.values())])
     done = subprocess.run(
-        [sys.executable, ROOT / "train.py", *SMALL, "data=fake", "train.device=cpu", *overrides], cwd=workplace,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)), capture_output=True, text=True, check=False,
+        [sys.executable, "-c", PROGRAM, given], cwd=workplace,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)),
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.startswith(f"train.py: {line}") and done.stderr.count("\n") == 1
+    assert done.stdout.split() == ["2", "2", "2"], done.stderr
+    for line, begins in zip(done.stderr.splitlines(), mistakes, strict=True):
+        assert line.startswith(f"train.py: {begins}")
     assert list(workplace.iterdir()) == []
 
 

@@ -33,7 +33,8 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and ")
-    assert done.stderr.count("\n") == 1 and done.stderr.endswith("`pip install -r requirements.txt`\n")
+    remedy = ".venv/bin/activate` first\n" if (ROOT / ".venv").exists() else "`pip install -r requirements.txt`\n"
+    assert done.stderr.count("\n") == 1 and done.stderr.endswith(remedy)
 
 
 def test_one_package_is_missing(tmp_path: Path) -> None:
@@ -43,6 +44,12 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
     done = run("train.py", tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith(f"train.py: torch is missing in {sys.executable}; run ")
+
+
+def test_of_several_ranks_the_first_of_a_node_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    done = run("train.py", tmp_path)
+    assert (done.returncode, done.stderr) == (2, "")
 
 
 def test_environment_that_is_not_activated(tmp_path: Path) -> None:

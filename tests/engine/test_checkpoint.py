@@ -441,13 +441,16 @@ def test_every_difference_is_named_with_three_ways_on() -> None:
     message = str(error.value)
     # The values differ in the last letter only, and both are told whole.
     assert message.startswith(f"cannot resume step-00000001.pt: data.val was {stored['data.val']}, is {now['data.val']}; ")
-    assert "; optim.lr was 0.2, is 0.4; pixels was null, is cpu; that would be another training: " in message
+    assert "; optim.lr was 0.2, is 0.4; pixels was without effect, is cpu; that would be another training: " in message
     for way in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
         assert way in message
     assert "train.seed" not in message
-    assert compare(stored, now, path, accept_changes=True)[1:] == ["optim.lr was 0.2, is 0.4", "pixels was null, is cpu"]
+    assert compare(stored, now, path, accept_changes=True)[1:] == [
+        "optim.lr was 0.2, is 0.4",
+        "pixels was without effect, is cpu",
+    ]
     # A key that is gone counts, too.
-    with pytest.raises(UserError, match=r"optim\.betas was \[0\.9, 0\.999\], is null"):
+    with pytest.raises(UserError, match=r"optim\.betas was \[0\.9, 0\.999\], is without effect"):
         compare({**now, "optim.betas": [0.9, 0.999]}, now, path)
 
 

@@ -109,6 +109,7 @@ def test_epochs_of_a_step() -> None:
     assert [given.epochs_ended(step) for step in (0, 3, 4, 6, 7, 10)] == [0, 0, 1, 1, 2, 3]
     assert [given.epoch(step) for step in (0, 5, 10)] == pytest.approx([0, 1.5, 3])
     assert plan(1_281_167, 256).epochs_ended(450_411) == 90
+    assert given.stop_step == 14 and given.epoch(14) == 4  # of 4.2, which the rest of the last batch would be
 
 
 def test_a_plan_does_not_change() -> None:

@@ -209,7 +209,7 @@ def test_log_that_cannot_be_opened(tmp_path: Path, broken: str, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         life(tmp_path, 0, [10, 20, 30], loss=1)
     (record,) = caplog.records
-    assert "cannot be written" in record.getMessage() and "training goes on without it" in record.getMessage()
+    assert "cannot be written" in record.getMessage() and "training continues without it" in record.getMessage()
     if broken == "tensorboard":
         assert "TensorBoard" in record.getMessage()
         assert len(rows(tmp_path)) == 4
@@ -253,7 +253,7 @@ def test_tensorboard_that_is_not_installed(
     life(tmp_path, 0, [10], loss=1)
     (record,) = caplog.records
     assert "TensorBoard cannot be written" in record.getMessage()
-    assert record.getMessage().endswith("training goes on without it; pip install tensorboard")
+    assert record.getMessage().endswith("training continues without it; pip install tensorboard")
     assert len(rows(tmp_path)) == 1
 
 
@@ -269,7 +269,7 @@ def test_silent_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
         tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=1)
         tracker.graph(lambda: pytest.fail("is not built"), side=8, parameters=1)
         tracker.hyperparameters({"a": 1}, SUMMARY, 1)
-        tracker.outcome(SUMMARY)
+        tracker.outcome(SUMMARY, compiles=True)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
 
@@ -337,7 +337,7 @@ def test_a_picture_that_cannot_be_made_costs_no_curve(
     monkeypatch.setattr(pictures, "encoded", broken)
     life(tmp_path, 0, [10, 20, 30], loss=1)
     (record,) = caplog.records
-    assert record.getMessage().startswith("images cannot be written (RuntimeError: no encoder); training goes on without")
+    assert record.getMessage().startswith("images cannot be written (RuntimeError: no encoder); training continues without")
     assert len(curve(curves(tmp_path), "train/loss")) == 3
 
 
@@ -521,6 +521,17 @@ def test_console_lines_stand_under_their_header(tmp_path: Path, capsys: pytest.C
     assert other.endswith("500 images, 2.0 s")
 
 
+def test_a_validation_before_the_first_log_row_stands_under_the_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An epoch may be shorter than log.every_steps."""
+    with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
+        tracker.val_row(val_row(5), best=True)
+        tracker.train_row(train_row(10), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == HEADER and [line.split()[1] for line in lines[1:]] == ["5", "10"]
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -545,16 +556,16 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a run"
     folder.mkdir()
     with Tracker(folder, tensorboard=False) as tracker:
-        tracker.outcome(SUMMARY)
+        tracker.outcome(SUMMARY, compiles=True)
         assert "curves" not in capsys.readouterr().out, "there are none"
     with Tracker(folder) as tracker:
-        tracker.outcome(SUMMARY)
-        tracker.outcome({**SUMMARY, "status": "interrupted", "top1": None, "best_checkpoint": None})
+        tracker.outcome(SUMMARY, compiles=True)
+        tracker.outcome({**SUMMARY, "status": "interrupted", "top1": None, "best_checkpoint": None}, compiles=True)
     text = capsys.readouterr().out
     for line in (
         "status    finished after 1,500 steps, 10 epochs, in 1:05",
         "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
-        "speed     2,950 images/s; 2,104 with the first epoch and what compiles",
+        "speed     2,950 images/s; 2,104 over all steps, including the first epoch and compilation",
         f"run       {folder}",
         f"curves    tensorboard --logdir '{folder}/tensorboard'",
         f"best      {folder}/checkpoints/step-00001350.pt",
@@ -563,6 +574,25 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "best      no checkpoint was validated",
     ):
         assert f"\n{line}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "compiles", "says"),
+    [
+        ({}, True, "2,950 images/s; 2,104 over all steps, including the first epoch and compilation"),
+        ({}, False, "2,950 images/s; 2,104 over all steps, including the first epoch"),
+        ({"epoch": 1.0}, True, "2,950 images/s; 2,104 over all steps, including compilation"),
+        ({"epoch": 0.5}, False, "2,950 images/s; 2,104 over all steps"),
+        ({"images_per_second_with_first_epoch": 2950.1}, True, "2,950 images/s"),
+        ({"images_per_second_with_first_epoch": None}, True, "2,950 images/s"),
+    ],
+)
+def test_speed_is_told_apart_by_what_it_includes(
+    changes: dict[str, Any], compiles: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Tracker(tmp_path, tensorboard=False) as tracker:
+        tracker.outcome({**SUMMARY, **changes}, compiles=compiles)
+    assert f"\nspeed     {says}\n" in capsys.readouterr().out
 
 
 def test_duration() -> None:

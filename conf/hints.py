@@ -1,0 +1,67 @@
+"""What people type who know another trainer, and what to write here: flags of pytorch/examples, torchvision and timm
+(`--lr 0.1`), keys of Hydra and Lightning templates (`trainer.max_epochs=5`), and values that other programs take.
+
+Names that end as a key of conf/schema.py does (`--epochs`, `batch_size=64`) need no entry.
+"""
+
+# What to write -> its names elsewhere, with - for _. {} stands for the value.
+_OVERRIDES = {
+    "augment.batch=[{mixup: {alpha: {}}}]": "mixup mixup-alpha",
+    "augment.batch=[{cutmix: {alpha: {}}}]": "cutmix cutmix-alpha",
+    "augment.batch=[{random_erasing: {p: {}}}]": "reprob random-erase random-erasing",
+    "checkpoint.resume={}": "resume-from resume-path ckpt-path load",
+    "data=fake": "dummy",
+    "data.image_size={}": "img-size imgsz input-size crop-size train-crop-size resolution",
+    "data.root={}": "data data-dir data-path data-root dataset-dir dataset-path",
+    "loader.batch_size={}": "b bs batch",
+    "loader.workers={}": "j num-workers n-workers",
+    "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
+    "model.compile=default": "torchcompile",
+    "model.name={}": "a arch architecture backbone model",
+    "model.weights={}": "initial-checkpoint finetune",
+    "model.weights=pretrained": "pretrained",
+    "optim={}": "opt optimizer optimiser",
+    "optim.clip_norm={}": "clip-grad clip-grad-norm grad-clip gradient-clip-val max-grad-norm",
+    "optim.lr={}": "learning-rate",
+    "optim.weight_decay={}": "wd",
+    "recipe={}": "config config-name",
+    "run.dir={}": "output output-dir out-dir save-dir",
+    "run.name={}": "exp-name experiment-name",
+    "schedule={}": "sched scheduler lr-scheduler lr-schedule",
+    "schedule.final_lr={}": "min-lr lr-min",
+    "schedule.step_epochs={}": "lr-step-size decay-epochs",
+    "schedule.step_gamma={}": "gamma lr-gamma decay-rate",
+    "schedule.warmup_epochs={}": "lr-warmup-epochs warmup",
+    "train.device=cpu": "no-cuda no-accel cpu",
+    "train.ema_decay={}": "model-ema-decay ema",
+    "train.ema_decay=0.9999": "model-ema",
+    "train.epochs={}": "max-epochs num-epochs",
+    "train.label_smoothing={}": "smoothing",
+    "train.max_steps={}": "steps max-iters",
+    "train.precision=bf16": "amp bf16 fp16 mixed-precision",
+    "train.seed={}": "random-seed",
+}
+# What to do -> names elsewhere of what no key stands for.
+_SENTENCES = {
+    "sweeps are not supported; start one run per value": "m multirun",
+    "the number of classes follows from the folders in data.root": "num-classes nb-classes",
+    "there is no evaluation mode yet: a run always validates at its end": "e eval evaluate test-only validate",
+    "there is no gradient accumulation": "accum-iter grad-accum grad-accum-steps accumulate-grad-batches",
+    "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs": (
+        "devices dist dist-backend dist-url distributed gpus local-rank multiprocessing-distributed ngpus nnodes nodes num-gpus"
+        " num-nodes rank world-size"
+    ),
+    "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU": "gpu gpu-id",
+    "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",
+}
+REMEDIES = {name: remedy for table in (_OVERRIDES, _SENTENCES) for remedy, names in table.items() for name in names.split()}
+
+# The beginning of an override whose value other programs take -> what to do.
+VALUES = {
+    "model.compile=false": "write model.compile=off",
+    "model.compile=true": "write model.compile=default",
+    "model.weights=true": "write model.weights=pretrained",
+    "train.device=cuda:": "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
+}
+# Key -> what a value means that other programs count otherwise.
+MEANINGS = {"loader.batch_size": "loader.batch_size is the batch over all GPUs (timm's is per GPU)"}
