@@ -273,8 +273,13 @@ def _check_spelling(words: Sequence[str]) -> None:
             continue
         if word in KEYS:
             raise UserError(f"{word}: has no value; write {word}=VALUE")
-        group = next((g for g in ("recipe", *GROUPS) if word in choices(g)), None)
-        remedy = f"write {group}={word}" if group else f"write data.root={word}" if _is_path(word) else "--help lists the keys"
+        before = words[i - 1] if i else ""
+        if group := next((g for g in ("recipe", *GROUPS) if word in choices(g)), None):
+            remedy = f"write {group}={word}"
+        elif before.partition("=")[0] in WORDS and not word.startswith("/"):
+            remedy = f"a value with spaces needs quotes: {shlex.quote(f'{before} {word}')}"
+        else:
+            remedy = f"write data.root={word}" if _is_path(word) else "--help lists all keys"
         raise UserError(f"{word}: is not key=value; {remedy}")
 
 
@@ -345,13 +350,21 @@ def _read_override(text: str) -> Override:
     except HydraException:
         # JSON's {"alpha": 0.2} is {alpha: 0.2} here.
         plain = re.sub(r"""(["'])(\w+)\1\s*:""", r"\2:", text)
-        remedy = f"write {shlex.quote(plain)}" if plain != text else "put special characters in quotes: 'run.name=\"a, b\"'"
+        name = text.partition("=")[0].lstrip("+")
+        if plain != text:
+            remedy = f"write {shlex.quote(plain)}"
+        elif name in KEYS and name not in WORDS:
+            remedy = f"give {_allowed(name)}"
+        else:
+            remedy = "put special characters in quotes: 'run.name=\"a, b\"'"
         raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
 
 
 def _check_override(override: Override) -> None:
     name = override.key_or_group
     text = override.input_line or name
+    if override.is_sweep_override() and name in KEYS and get_origin(FIELDS[name].type) is list:
+        raise UserError(f"{text}: not allowed; give {_allowed(name)}")
     if override.is_sweep_override():
         raise UserError(f"{text}: sweeps are not supported; start one run per value")
     if name in GROUPS and "@" not in text.split("=")[0]:
@@ -370,7 +383,7 @@ def _check_override(override: Override) -> None:
         section = [k for k in KEYS if k.startswith(f"{name}.")]
         if section:
             raise UserError(f"{text}: {name} is a group of keys: {', '.join(section)}")
-        raise UserError(f"{text}: there is no key {name}; {_another_key(override)}")
+        raise UserError(f"{text}: there is no key {name or text}; {_another_key(override)}")
     if override.is_delete():
         raise UserError(f"{text}: a key cannot be removed; give it a value")
     if override.is_add():
@@ -453,10 +466,12 @@ def _allowed(name: str) -> str:
     kind: Any = FIELDS[name].type
     test = FIELDS[name].metadata["check"]
     # A check says what it allows when it refuses a value.
-    wrong: Any = "" if name in WORDS else [] if get_origin(kind) is list else math.nan
+    wrong: Any = "" if name in WORDS else [math.nan] if get_origin(kind) is list else math.nan
     says: str | None = test(wrong) if test else None
+    if get_origin(kind) is list:
+        return f"{says or 'a list'}, in brackets"
     if says is None:
-        says = "true or false" if kind is bool else "a list" if get_origin(kind) is list else "a name or a path"
+        return "true or false" if kind is bool else "a name or a path"
     return says.replace("a number", "a whole number", 1) if kind in (int, int | None) else says
 
 
