@@ -242,10 +242,16 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
         hint = did_you_mean(name, table)
         raise UserError(f"{key}: there is no transform {name}; choose from {', '.join(table)}{'; ' if hint else ''}{hint}")
     signature = inspect.signature(table[name]).parameters.values()
-    allowed = [p.name for p in signature if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    accepted = [p for p in signature if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    allowed = [p.name for p in accepted]
     unknown = next((p for p in parameters if p not in allowed), None)
     if unknown is not None:
         raise UserError(f"{key}: {name} has no parameter {unknown}; it has {', '.join(allowed) or 'none'}")
+    missing = [p.name for p in accepted if p.default is p.empty and p.name not in parameters]
+    if missing:
+        example = {p: 224 if p == "size" else "..." for p in missing} | parameters
+        text = ", ".join(f"{parameter}: {value}" for parameter, value in example.items())
+        raise UserError(f"{key}: {name} needs {' and '.join(missing)}; write {name}: {{{text}}}")
     try:
         return table[name](**parameters)
     except (TypeError, ValueError, IndexError) as error:

@@ -327,8 +327,12 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
         ({"horizontal_flip": {"prob": 1}}, "horizontal_flip has no parameter prob; it has p$"),
         ({"trivial_augment": {"size": 3}}, "trivial_augment has no parameter size; it has none"),
         ({"random_resized_crop": {"size": 8, "self": 1}}, "no parameter self"),
-        ({"random_resized_crop": {}}, "random_resized_crop: .*size"),
-        ("center_crop", "center_crop: .*size"),
+        ({"random_resized_crop": {}}, r"random_resized_crop needs size; write random_resized_crop: \{size: 224\}$"),
+        ("center_crop", r"center_crop needs size; write center_crop: \{size: 224\}$"),
+        (
+            {"random_resized_crop": {"scale": [0.1, 1.0]}},
+            r"random_resized_crop needs size; write random_resized_crop: \{size: 224, scale: \[0.1, 1.0\]\}$",
+        ),
         ({"center_crop": 8}, "not a transform"),
         ({"center_crop": [8]}, "not a transform"),
         ({"center_crop": {"size": 8}, "resize": {"size": 8}}, "not a transform"),
@@ -341,6 +345,20 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
 def test_entry_that_is_no_transform_is_refused(entry: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"^augment.train: (.*){message}"):
         build(["horizontal_flip", entry], TRANSFORMS, key="augment.train")
+
+
+class Shift:
+    """A transform of somebody's own."""
+
+    def __init__(self, *, across: int, down: int, fill: int = 0) -> None:
+        self.box = across, down, fill
+
+
+def test_every_missing_parameter_is_named() -> None:
+    """In a list for whole batches too."""
+    with pytest.raises(UserError) as error:
+        build([{"shift": {"fill": 3}}], {"shift": Shift}, key="augment.batch")
+    assert str(error.value) == "augment.batch: shift needs across and down; write shift: {across: ..., down: ..., fill: 3}"
 
 
 NAN, INF = math.nan, math.inf
