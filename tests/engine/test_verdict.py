@@ -18,7 +18,7 @@ from engine.meters import Interval, Metrics
 from engine.verdict import Account, slowest, verdict
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
-from pipeline.prefetcher import Batch
+from pipeline.prefetcher import Batch, Timing
 from tests.conftest import Clock
 
 RUNS_WELL = Account(
@@ -299,7 +299,9 @@ def test_mfu_is_of_the_gpus_peak(image_root: Path) -> None:
         ledger.plan = replace(
             ledger.plan, device="NVIDIA H200", device_type="cuda", precision="bf16", flops_per_image=8_180_000_000
         )
-        assert ledger.mfu(7000) == pytest.approx(0.1737, abs=1e-3)
+        assert ledger.mfu(7000) == pytest.approx(3 * 8.18e9 * 7000 / 989e12)
+        ledger.plan = replace(ledger.plan, world_size=4)
+        assert ledger.mfu(4 * 7000) == pytest.approx(3 * 8.18e9 * 7000 / 989e12), "a share of all GPUs' peak"
         ledger.plan = replace(ledger.plan, device="NVIDIA of another year")
         assert ledger.mfu(7000) is None
 
@@ -327,6 +329,23 @@ def test_nothing_is_judged_by_the_interval_that_compiles(image_root: Path, monke
         ledger.epoch_verdict(train.loader_input(feed))
         ledger.run_verdict(train.loader_input(feed))
     assert [account.images_per_second for account in judged] == [128 / 30, 128 / 30]
+
+
+def test_means_are_over_time(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interval of 30 s counts three times one of 10 s, and the one that compiles not at all."""
+    judged: list[Account] = []
+    monkeypatch.setattr("engine.ledger.verdict", lambda account: judged.append(account) or ["a sentence"])
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        for seconds, shares in ((50.0, 0.9), (30.0, 0.1), (10.0, 0.5)):
+            timing = Timing(batches=4, wait_fraction=shares, late_fraction=shares / 2, copy_fraction=shares / 4,
+                            drained_fraction=shares / 5, copy_ms=10 * shares, step_ms=1.0, step_p95_ms=1.0,
+                            step_worst_ms=1.0)  # fmt: skip
+            ledger.note(timing, interval(4, 64, seconds))
+        ledger.run_verdict(Input(0, 0.0, 0.0, 0.0, pinned=False))
+    (found,) = judged
+    shares = [found.wait, found.late, found.copy, found.drained, found.copy_ms]
+    assert shares == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 1 / 5, 10)])  # (30 * 0.1 + 10 * 0.5) / 40
+    assert found.images_per_second == 128 / 40
 
 
 @pytest.mark.parametrize(
