@@ -10,6 +10,7 @@ import fcntl
 import gc
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -396,6 +397,51 @@ def test_best_follows_top1(straight: tuple[Path, dict[str, Any]], image_root: Pa
     assert {p.name for p in (folder / "checkpoints").glob("*.pt")} == {pointer["file"], f"step-{second['step']:08d}.pt"}
 
 
+def test_first_of_equal_validations_is_the_best(image_root: Path, tmp_path: Path) -> None:
+    """Without BatchNorm and with hardly a learning rate, every validation finds the same."""
+    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=1e-9", "checkpoint.keep=1"]
+    summary = run(image_root, tmp_path / "run", *options)
+    first, second = rows(tmp_path / "run", "val")
+    assert first["top1"] == second["top1"] > 0
+    assert summary["best_checkpoint"] == "step-00000005.pt"
+    assert (summary["best_top1"], summary["best_epoch"]) == pytest.approx((first["top1"], 5 / 4.5), abs=1e-3)
+    assert stored(tmp_path / "run")["best"]["step"] == 5
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")}
+    assert kept == {"step-00000005.pt", "step-00000009.pt"}
+
+
+def test_learning_rate_of_every_step(straight: tuple[Path, dict[str, Any]]) -> None:
+    """Two epochs of linear warm-up (9 steps) to 0.2, then a cosine to 0 at the end of step 54 (arXiv 1812.01187)."""
+    warmup = [0.2 * (step + 1) / 9 for step in range(9)]
+    cosine = [0.2 * (1 + math.cos(math.pi * (step - 9) / (54 - 9))) / 2 for step in range(9, 54)]
+    assert [row["lr"] for row in rows(straight[0], "train")] == pytest.approx(warmup + cosine, rel=1e-5)
+
+
+def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path) -> None:
+    """Each validation row is what the average in the checkpoint of that step gives, image by image."""
+    config = compose(image_root, tmp_path / "run", "train.ema_decay=0.9")
+    train.train(config)
+    val = train.build_datasets(config).val
+    images = torch.stack([torch.from_numpy(val[index][0]) for index in range(15)])  # uint8 [15, 32, 32, 3]
+    images = images.float().div(255).sub(torch.tensor([0.485, 0.456, 0.406])).div(torch.tensor([0.229, 0.224, 0.225]))
+    labels = torch.arange(3).repeat_interleave(5)
+
+    def evaluated(weights: dict[str, torch.Tensor]) -> list[Any]:
+        model = train.models.build("resnet_tiny", num_classes=3, image_size=32).eval()
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            logits = model(images.permute(0, 3, 1, 2)).double()
+        loss = -logits.log_softmax(1)[torch.arange(15), labels].mean()
+        return [pytest.approx(float(loss), rel=1e-4), pytest.approx(100 * float((logits.argmax(1) == labels).double().mean()))]
+
+    found = rows(tmp_path / "run", "val")
+    assert [row["step"] for row in found] == [5, 9]
+    for row in found:
+        state = checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{row['step']:08d}.pt")["state"]
+        assert [row["loss"], row["top1"]] == evaluated(state["ema"])
+        assert row["loss"] != evaluated(state["model"])[0], "the average does not differ from the weights"
+
+
 # Stopped and gone on = never stopped.
 
 
@@ -536,6 +582,34 @@ def test_signal_while_validating(
     assert second["status"] == last["status"] == "finished"
     assert last["params_sha256"] == short[1]["params_sha256"]
     assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(short[0], "val")
+
+
+def test_signal_in_the_last_step_of_an_epoch(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved at once: a validation may take longer than the time until a cluster kills the job. The next start makes up for it."""
+    folder = tmp_path / "run"
+    step, validate, validated = train.train_step, train.validate, list[int]()
+
+    def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
+        if state.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return step(state, *arguments, **options)
+
+    def noted(state: TrainState, *arguments: Any) -> bool:
+        validated.append(state.step)
+        return validate(state, *arguments)
+
+    monkeypatch.setattr(train, "validate", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_step", signalled)
+        summary = run(image_root, folder)
+    assert (summary["status"], summary["step"], summary["top1"]) == ("interrupted", 5, None)
+    assert validated == rows(folder, "val") == []
+    assert stored(folder)["step"] == 5
+    assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
+    assert validated == [5, 9]
+    assert rows(folder, "val") == rows(short[0], "val")
 
 
 def test_damaged_checkpoint(
