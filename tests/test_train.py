@@ -10,6 +10,7 @@ import fcntl
 import gc
 import json
 import logging
+import math
 import os
 import resource
 import shutil
@@ -29,6 +30,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
+from torch import nn
 
 import train
 from conf import cli
@@ -398,6 +400,51 @@ def test_best_follows_top1(straight: tuple[Path, dict[str, Any]], image_root: Pa
     assert {p.name for p in (folder / "checkpoints").glob("*.pt")} == {pointer["file"], f"step-{second['step']:08d}.pt"}
 
 
+def test_first_of_equal_validations_is_the_best(image_root: Path, tmp_path: Path) -> None:
+    """Without BatchNorm and with hardly a learning rate, every validation finds the same."""
+    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=1e-9", "checkpoint.keep=1"]
+    summary = run(image_root, tmp_path / "run", *options)
+    first, second = rows(tmp_path / "run", "val")
+    assert first["top1"] == second["top1"] > 0
+    assert summary["best_checkpoint"] == "step-00000005.pt"
+    assert (summary["best_top1"], summary["best_epoch"]) == pytest.approx((first["top1"], 5 / 4.5), abs=1e-3)
+    assert stored(tmp_path / "run")["best"]["step"] == 5
+    kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")}
+    assert kept == {"step-00000005.pt", "step-00000009.pt"}
+
+
+def test_learning_rate_of_every_step(straight: tuple[Path, dict[str, Any]]) -> None:
+    """Two epochs of linear warm-up (9 steps) to 0.2, then a cosine to 0 at the end of step 54 (arXiv 1812.01187)."""
+    warmup = [0.2 * (step + 1) / 9 for step in range(9)]
+    cosine = [0.2 * (1 + math.cos(math.pi * (step - 9) / (54 - 9))) / 2 for step in range(9, 54)]
+    assert [row["lr"] for row in rows(straight[0], "train")] == pytest.approx(warmup + cosine, rel=1e-5)
+
+
+def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path) -> None:
+    """Each validation row is what the average in the checkpoint of that step gives, image by image."""
+    config = compose(image_root, tmp_path / "run", "train.ema_decay=0.9")
+    train.train(config)
+    val = train.build_datasets(config).val
+    images = torch.stack([torch.from_numpy(val[index][0]) for index in range(15)])  # uint8 [15, 32, 32, 3]
+    images = images.float().div(255).sub(torch.tensor([0.485, 0.456, 0.406])).div(torch.tensor([0.229, 0.224, 0.225]))
+    labels = torch.arange(3).repeat_interleave(5)
+
+    def evaluated(weights: dict[str, torch.Tensor]) -> list[Any]:
+        model = train.models.build("resnet_tiny", num_classes=3, image_size=32).eval()
+        model.load_state_dict(weights)
+        with torch.no_grad():
+            logits = model(images.permute(0, 3, 1, 2)).double()
+        loss = -logits.log_softmax(1)[torch.arange(15), labels].mean()
+        return [pytest.approx(float(loss), rel=1e-4), pytest.approx(100 * float((logits.argmax(1) == labels).double().mean()))]
+
+    found = rows(tmp_path / "run", "val")
+    assert [row["step"] for row in found] == [5, 9]
+    for row in found:
+        state = checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{row['step']:08d}.pt")["state"]
+        assert [row["loss"], row["top1"]] == evaluated(state["ema"])
+        assert row["loss"] != evaluated(state["model"])[0], "the average does not differ from the weights"
+
+
 # Stopped and gone on = never stopped.
 
 
@@ -539,6 +586,34 @@ def test_signal_while_validating(
     assert second["status"] == last["status"] == "finished"
     assert last["params_sha256"] == short[1]["params_sha256"]
     assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(short[0], "val")
+
+
+def test_signal_in_the_last_step_of_an_epoch(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Saved at once: a validation may take longer than the time until a cluster kills the job. The next start makes up for it."""
+    folder = tmp_path / "run"
+    step, validate, validated = train.train_step, train.validate, list[int]()
+
+    def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
+        if state.step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return step(state, *arguments, **options)
+
+    def noted(state: TrainState, *arguments: Any) -> bool:
+        validated.append(state.step)
+        return validate(state, *arguments)
+
+    monkeypatch.setattr(train, "validate", noted)
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "train_step", signalled)
+        summary = run(image_root, folder)
+    assert (summary["status"], summary["step"], summary["top1"]) == ("interrupted", 5, None)
+    assert validated == rows(folder, "val") == []
+    assert stored(folder)["step"] == 5
+    assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
+    assert validated == [5, 9]
+    assert rows(folder, "val") == rows(short[0], "val")
 
 
 def test_damaged_checkpoint(
@@ -899,20 +974,41 @@ def test_train_from_anywhere(spaced: Path, image_root: Path, tmp_path: Path, sho
 # Several ranks, as torchrun starts them.
 
 
-def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path) -> None:
-    """Without BatchNorm and dropout, which see a rank's share alone, the losses tell that the samples are the same."""
-    options = ["model=vit_s16", "data.image_size=16", "optim.lr=0.01"]
+class BothShares(nn.Module):
+    """What two ranks compute in a step, by one: each half of the batch with the dropout of its rank."""
+
+    def __init__(self, network: nn.Module, step: int) -> None:
+        super().__init__()
+        self.network, self.step = network, step
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        logits = []
+        for rank, share in enumerate(images.chunk(2)):
+            train.seed_step(0, self.step, rank)
+            logits.append(self.network(share))
+        return torch.cat(logits)
+
+
+def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone."""
+    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002"]
     parts = ["train.max_steps=3", "train.max_steps=5"]
-    for part in parts:
-        run(image_root, tmp_path / "one", *options, part)
     two = subprocess.run(torchrun(image_root, tmp_path / "two", *options, parts[0]), capture_output=True, text=True,
                          timeout=HANGS_SECONDS)  # fmt: skip
     assert two.returncode == 0, two.stderr
     assert two.stdout.count("finished after 3 steps") == 1 and "4 on each of 2 ranks" in two.stdout
-    assert {p.name for p in tmp_path.iterdir()} == {"one", "two"}
+    assert {p.name for p in tmp_path.iterdir()} == {"two"}
     assert [(r["step"], r["images"]) for r in rows(tmp_path / "two", "val")] == [(3, 15)]
-    run(image_root, tmp_path / "two", *options, parts[1])  # one rank goes on from two
 
+    step = train.train_step
+
+    def step_of_two(state: TrainState, network: nn.Module, *arguments: Any, **named: Any) -> torch.Tensor:
+        return step(state, BothShares(network, state.step), *arguments, **named)
+
+    monkeypatch.setattr(train, "train_step", step_of_two)
+    for part in parts:
+        run(image_root, tmp_path / "one", *options, part)
+    run(image_root, tmp_path / "two", *options, parts[1])  # one rank goes on from two
     for split in ("train", "val"):
         one, two_rows = rows(tmp_path / "one", split), rows(tmp_path / "two", split)
         assert [r["step"] for r in one] == [r["step"] for r in two_rows]
