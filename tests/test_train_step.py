@@ -1,4 +1,4 @@
-"""One optimiser step against a computation by hand: float64 NumPy, written from the formulas of the papers and of torch.optim."""
+"""One optimiser step against a computation by hand: float64 NumPy, from the formulas of the papers and of torch.optim."""
 
 from pathlib import Path
 
@@ -14,22 +14,22 @@ from engine import meters
 from engine.distributed import World
 from engine.optim import build_optimizer
 from engine.plan import Plan
-from engine.state import TrainState, build_ema
+from engine.state import MovingAverage, TrainState
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
-CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.8
+CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.5
 OPTIONS = [f"optim.clip_norm={CLIP_NORM}", f"optim.momentum={MOMENTUM}", f"optim.weight_decay={WEIGHT_DECAY}", "optim=sgd",
            "optim.nesterov=true", "optim.decay_norms=true", f"train.label_smoothing={SMOOTHING}",
            f"train.ema_decay={EMA_DECAY}", "train.device=cpu", "loader.batch_size=4", "data.image_size=32"]  # fmt: skip
 
 
-def ema_decay(step: int) -> float | None:
-    """The share of the average that step `step` (from 0) keeps; None: the average is a copy of the weights."""
-    return EMA_DECAY if step > 0 else None
+def ema_decay(step: int) -> float:
+    """The share of the average that step `step` (from 0) keeps: it warms up to EMA_DECAY, which the third step reaches."""
+    return min(EMA_DECAY, 1 - (1 + step) ** (-2 / 3))
 
 
 def batch_of(step: int, mixed: bool) -> Batch:
@@ -54,11 +54,11 @@ def test_five_steps_by_hand(mixed: bool, config_and_plan: tuple[Config, Plan]) -
     config, plan = config_and_plan
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
-    state = TrainState(model, build_optimizer(model, config.optim), build_ema(model, EMA_DECAY))
+    state = TrainState(model, build_optimizer(model, config.optim), MovingAverage(model, EMA_DECAY))
 
     weights = [parameter.detach().double().numpy() for parameter in (model[1].weight, model[1].bias)]
     momenta: list[np.ndarray] = []
-    averages: list[np.ndarray] = []
+    averages = weights
     clipped = []
     for step, lr in enumerate(LEARNING_RATES):
         batch = batch_of(step, mixed)
@@ -84,7 +84,7 @@ def test_five_steps_by_hand(mixed: bool, config_and_plan: tuple[Config, Plan]) -
         momenta = [MOMENTUM * m + g for m, g in zip(momenta, gradients, strict=True)] if momenta else gradients
         weights = [w - lr * (g + MOMENTUM * m) for w, g, m in zip(weights, gradients, momenta, strict=True)]
         decay = ema_decay(step)
-        averages = weights if decay is None else [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
+        averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
 
         values = train.train_step(state, model, meters.objective, batch, lr=lr, config=config, plan=plan)
 

@@ -41,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoint.save(folder, {"step": step, "state": {"weights": torch.ones(1000)}}, keep=1, best=False)
+    return checkpoint.save(folder, {"step": step, "state": {"weights": torch.ones(1000)}}, keep=1)
 
 
 def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(tmp_path: Path, calls: Calls) -> None:
