@@ -28,7 +28,7 @@ import torch
 
 from conf.schema import Config
 from pipeline.build import MOST_TASKS_IN_HAND, Feed
-from pipeline.dataset import LARGE_FILE, FolderDataset
+from pipeline.dataset import LARGE_FILE, SHRUNK_SIDE, FolderDataset
 from pipeline.decode import open_image
 from pipeline.gpu_decode import has_engines
 from pipeline.index import default_cache_dir
@@ -533,20 +533,22 @@ def _resident(feed: Feed, first_step: int) -> Batch:
 
 
 def shrink_gain(dataset: FolderDataset, images: int = 24) -> float:
-    """How many times as fast a core decodes files whose short side scripts/shrink.py made 256 px; 1 if that cannot be told."""
+    """How many times as fast a core decodes the files that scripts/shrink.py makes of these; 1 if that cannot be told."""
     before = after = 0.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         for index in np.linspace(0, len(dataset) - 1, images).astype(int).tolist():
             data = Path(dataset.name(index)).read_bytes()
+            small = data
             with open_image(data) as image:
-                scale = min(1.0, 256 / min(image.size))
-                small = image.convert("RGB").resize((round(scale * image.width), round(scale * image.height)))
-            buffer = io.BytesIO()
-            small.save(buffer, "JPEG", quality=90)
+                if min(image.size) > SHRUNK_SIDE:
+                    scale, buffer = SHRUNK_SIDE / min(image.size), io.BytesIO()
+                    size = round(scale * image.width), round(scale * image.height)
+                    image.convert("RGB").resize(size).save(buffer, "JPEG", quality=90)
+                    small = buffer.getvalue()
             for again in range(2):  # the first warms up
-                times = [dataset.time_decoding(index, content) for content in (data, buffer.getvalue())]
+                times = [dataset.time_decoding(index, content) for content in (data, small)]
                 before, after = before + again * times[0], after + again * times[1]
     except Exception as error:  # a broken file among them: training will name it when it meets it
         logger.debug("shrink_gain: %s", error)

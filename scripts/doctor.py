@@ -65,7 +65,7 @@ from engine.rundir import RunDirectory
 from pipeline import decode, machine
 from pipeline.budget import worker_limit
 from pipeline.build import ON_GPU, Datasets, build_datasets, stand_in
-from pipeline.dataset import FolderDataset, describe
+from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.demo import MARKER
 from scripts import gpus, survey
 from scripts.gpus import Ask, Finding
@@ -282,7 +282,7 @@ def duplicates(case: Case) -> Iterator[Row]:
 def sizes(case: Case) -> Iterator[Row]:
     case.both()
     trained = case.config.data.image_size
-    side = 256 * trained // 224
+    side = SHRUNK_SIDE * trained // 224
     for name, split in case.splits.items():
         total = sum(size for _, size in split.files)
         by_count = sorted((len(files), c) for c, files in split.classes.items() if files)
@@ -292,13 +292,14 @@ def sizes(case: Case) -> Iterator[Row]:
         text = (f"{name}: {len(split.files):,} images, {total / 1e9:,.2f} GB, mean {total / len(split.files) / 1e3:,.0f} kB; "
                 f"short side {middle:.0f} px, four in five {low:.0f} to {high:.0f}; "
                 f"classes of {least:,} ({small}) to {most:,} ({large})")  # fmt: skip
-        gain = (middle / side) ** 2
+        areas = np.square(sides or [1])
+        gain = areas.mean() / np.minimum(areas, side**2).mean()
         if most > 10 * least:
             yield warn(f"{text}, {most / least:,.0f} times as many", "large classes decide loss and accuracy: fill small ones")
         elif 0 < 2 * middle < trained:
             yield ok(text, f"small beside the {trained} px of training: a smaller data.image_size costs less")
         else:
-            yield ok(text, f"scripts/shrink.py --side {side} leaves {gain:.1f} times less to decode" if gain > 1.5 else "")
+            yield ok(text, f"scripts/shrink.py --side {side} leaves {gain:.1f} times less to decode" if gain > 1.3 else "")
 
 
 # GPUs.

@@ -535,7 +535,7 @@ def test_sizes(root: Path) -> None:
         f"train: 36 images, {total / 1e9:.2f} GB, mean {total / 36e3:.0f} kB; short side 500 px, four in five 500 to 500; "
     )
     assert [row.status for row in rows] == ["ok", "ok"] and rows[1].found.endswith("classes of 1 (dots) to 5 (stripes)")
-    assert rows[0].do == "scripts/shrink.py --side 256 leaves 3.8 times less to decode"
+    assert rows[0].do == "scripts/shrink.py --side 352 leaves 2.0 times less to decode"
     for i in range(60):
         (root / "train" / "checks" / f"x{i}.jpg").hardlink_to(root / "train" / "checks" / "00.jpg")
     for i in range(10):

@@ -22,7 +22,7 @@ from conf import cli
 from conf.schema import UserError
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import SHRUNK_SIDE, FolderDataset
 from pipeline.demo import draw_image
 from pipeline.index import load_index
 from scripts import shrink
@@ -211,7 +211,7 @@ BROKEN = ["train/checks/empty.jpg", "train/checks/half.jpg", "val/checks/text.JP
 @pytest.fixture(scope="module")
 def done(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
     to = tmp_path_factory.mktemp("done") / "new" / "imagenet256"
-    return to, run(source, to)
+    return to, run(source, to, "--side", "256")
 
 
 def test_every_image_is_there_under_its_name(source: Path, done: tuple[Path, Any]) -> None:
@@ -224,6 +224,10 @@ def test_every_image_is_there_under_its_name(source: Path, done: tuple[Path, Any
         assert data == before[name] or min(opened(data).size) <= 256
     assert sum(after[name] == before[name] for name in after) > 10
     assert sum(after[name] != before[name] for name in after) > 5
+
+
+def test_default_side_is_the_one_that_the_advice_counts_with() -> None:
+    assert shrink.SIDE == SHRUNK_SIDE
 
 
 def test_the_report(source: Path, done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -266,7 +270,7 @@ def test_again_does_nothing_but_try_the_unreadable(source: Path, done: tuple[Pat
     for name in BROKEN:
         shutil.copy(root / "train" / "dots" / "00.jpg", root / name)
     times = {p: p.stat().st_mtime_ns for p in to.rglob("*.*") if p.parent != to}
-    process = run(root, to, "--workers", "1")
+    process = run(root, to, "--side", "256", "--workers", "1")
     assert process.returncode == 0, process.stderr
     assert {p: p.stat().st_mtime_ns for p in times} == times
     assert images(to).keys() == images(root).keys() - {"train/dots/notes.txt"}
@@ -353,7 +357,7 @@ def test_killed_it_leaves_no_process_and_goes_on(large: Path, tmp_path: Path, st
     assert not list(to.rglob(".shrink*"))
     after = images(to)
     assert after.keys() == images(large).keys()
-    assert len(set(after.values())) == 1 and opened(after["val/a/000.JPEG"]).size == (341, 256)
+    assert len(set(after.values())) == 1 and opened(after["val/a/000.JPEG"]).size == (352 * 1200 // 900, 352)
     report = json.loads((to / "shrink.json").read_text())
     assert report["done_earlier"] == len(finished) and report["encoded"] == 300
     assert report["bytes_before"] == sum(map(len, images(large).values()))
@@ -370,7 +374,7 @@ def test_ctrl_c_ends_promptly(large: Path, tmp_path: Path, start: Start) -> None
     assert errors.splitlines()[-1] == "shrink.py: interrupted; the same command goes on from here" and "Trace" not in errors
     await_gone(family)
     assert not list((tmp_path / "to").rglob(".shrink*"))
-    assert all(opened(data).size == (341, 256) for name, data in images(tmp_path / "to").items())
+    assert all(opened(data).size == (352 * 1200 // 900, 352) for name, data in images(tmp_path / "to").items())
 
 
 def test_a_dead_worker_ends_it_in_one_line(large: Path, tmp_path: Path, start: Start) -> None:
