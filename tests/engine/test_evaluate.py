@@ -168,7 +168,8 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
     batches = [(images.cuda(), labels.cuda()) for images, labels in padded(*data, 8)]
     compiled, whole = torch.compile(measure, dynamic=False), Mistakes(7, device, worst=4)
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        (metrics,) = evaluate([network], compiled, batches, world, whole)
+        metrics, same = evaluate([network, copy.deepcopy(network)], compiled, batches, world, whole)
+        assert metrics == same
         rows = [compiled(network.eval(), *batch)[1:] for batch in batches]
     assert whole.per_class()[1].sum().item() == pytest.approx(metrics.top1 * IMAGES / 100)
     for repeatable in (False, True):

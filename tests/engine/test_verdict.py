@@ -16,6 +16,7 @@ from engine.distributed import join_world
 from engine.ledger import Input, Ledger
 from engine.meters import Interval, Metrics
 from engine.verdict import Account, slowest, verdict
+from pipeline import autotune
 from pipeline.build import Feed, build_datasets, open_feed
 from pipeline.dataset import FolderDataset
 from pipeline.prefetcher import Batch, Timing
@@ -105,17 +106,41 @@ def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
 # Made on purpose, and measured by the real pipeline.
 
 
+class FakeClock:
+    """Stands in for the module `time` in one of ours: it moves only when a test says so, so a busy machine changes nothing."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+    def passes(self, *, waiting: float = 0.0, computing: float = 0.0) -> None:
+        self.wall += waiting + computing
+        self.cpu += computing
+
+
+WORKER_CLOCK = FakeClock()  # by it workers take the times of an image; forked ones inherit it
+
+
+@pytest.fixture
+def _worker_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.worker.time", WORKER_CLOCK)
+    monkeypatch.setattr("pipeline.worker._waited_for_core", lambda: 0.0)
+
+
 class SlowDisk(FolderDataset):
     def _read(self, index: int) -> bytes:
-        time.sleep(0.005)
+        WORKER_CLOCK.passes(waiting=0.005, computing=0.001)
         return super()._read(index)
 
 
 class SlowDecoder(FolderDataset):
     def _read(self, index: int) -> bytes:
-        until = time.thread_time() + 0.005
-        while time.thread_time() < until:
-            pass
+        WORKER_CLOCK.passes(waiting=0.001, computing=0.005)
         return super()._read(index)
 
 
@@ -159,15 +184,33 @@ def _short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 made_on_purpose = pytest.mark.usefixtures("_short_runs_are_judged")
+FORK = "loader.start_method=fork"  # workers inherit the clock
+
+
+WAITED = Timing(batches=4, wait_fraction=0.9, late_fraction=0.0, copy_fraction=0.05, drained_fraction=0.0, copy_ms=0.1,
+                step_ms=1.0, step_p95_ms=1.0, step_worst_ms=1.0)  # fmt: skip
+
+
+def verdict_of_workers(feed: Feed, ledger: Ledger) -> list[str]:
+    """Of a step that waits for images, from what the workers measured; they supply what is taken."""
+    for first, last in ((0, 4), (4, 12)):
+        images = sum(len(batch.labels) for batch in feed.train.batches(first, last))
+        supply = autotune.supply_of(feed.train.loader.pool.recent[feed.train.loader.source], 0.0, 1)
+        each = (supply.cpu_ms + supply.wait_ms) / 1000 / max(1, len(feed.train.loader.pool.workers))
+        ledger.note(WAITED, interval(last, images, images * each))
+    return ledger.run_verdict(train.loader_input(feed))
 
 
 @made_on_purpose
+@pytest.mark.usefixtures("_worker_clock")
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(("kind", "cause"), [(SlowDisk, "storage"), (SlowDecoder, "decode")])
 def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], cause: str, workers: int) -> None:
-    with open_run(image_root, kind, "train.device=cpu", f"loader.workers={workers}") as (feed, ledger):
-        found = account_of(feed, ledger, lambda batch: None)
+    with open_run(image_root, kind, "train.device=cpu", f"loader.workers={workers}", FORK) as (feed, ledger):
+        found = verdict_of_workers(feed, ledger)
     assert found[0].startswith(f"input-bound by {cause}")
+    computing, waiting = ("1.0", "5.0") if kind is SlowDisk else ("5.0", "1.0")
+    assert f"{computing} ms of computing and {waiting} ms of waiting for storage" in found[1]
     assert ("loader.workers=auto" in found[1]) == (workers == 0 and cause == "decode")
     assert ("try loader.workers=" in found[1]) == (cause == "storage")
 
@@ -176,7 +219,7 @@ class OneSlowFile(FolderDataset):
     slow = frozenset({5})
 
     def _read(self, index: int) -> bytes:
-        time.sleep(0.3 if index in self.slow else 0.0)
+        WORKER_CLOCK.passes(waiting=3.0 if index in self.slow else 0.001, computing=0.002)
         return super()._read(index)
 
 
@@ -187,24 +230,29 @@ class Hiccup(OneSlowFile):
 
 
 @made_on_purpose
+@pytest.mark.usefixtures("_worker_clock")
 @pytest.mark.parametrize(
     ("kind", "cause", "workers"), [(OneSlowFile, "single files", 1), (Hiccup, "storage", 2)], ids=["one file", "a hiccup"]
 )
-def test_slow_files_are_named_when_they_are_few(
-    image_root: Path, monkeypatch: pytest.MonkeyPatch, kind: type[FolderDataset], cause: str, workers: int
-) -> None:
-    monkeypatch.setattr("pipeline.loader.SLOW_SAMPLE_SECONDS", 0.2)
-    with open_run(image_root, kind, "train.device=cpu", f"loader.workers={workers}") as (feed, ledger):
-        found = account_of(feed, ledger, lambda batch: None)
+def test_slow_files_are_named_when_they_are_few(image_root: Path, kind: type[FolderDataset], cause: str, workers: int) -> None:
+    with open_run(image_root, kind, "train.device=cpu", f"loader.workers={workers}", FORK) as (feed, ledger):
+        found = verdict_of_workers(feed, ledger)
         name = feed.train.loader.pool.sources[0].dataset.name(5)
     assert found[0].startswith(f"input-bound by {cause}")
     assert (name in found[1]) == (kind is OneSlowFile)
 
 
 @made_on_purpose
-def test_heavy_step_is_compute_bound(image_root: Path) -> None:
+def test_heavy_step_is_compute_bound(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only the step moves: on a busy machine the worker may take longer than any step."""
+    clock = FakeClock()
+    monkeypatch.setattr("pipeline.prefetcher.time", clock)
+
+    def step(batch: Batch) -> None:
+        clock.passes(computing=0.1)
+
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=1") as (feed, ledger):
-        found = account_of(feed, ledger, lambda batch: time.sleep(0.1))
+        found = account_of(feed, ledger, step)
     assert found[0].startswith("compute-bound")
 
 
@@ -375,12 +423,11 @@ def test_every_rank_says_what_all_have_found(image_root: Path) -> None:
         for step in (4, 8, 12):
             list(feed.train.batches(step - 4, step))
             ledger.note(feed.train.timing(), interval(step, 64, 30.0))
-        found = ledger.epoch_verdict(train.loader_input(feed), ranks)
+        now = Input(0, 2.0, 0.1, 0.0, pinned=False)
+        found = ledger.epoch_verdict(now, ranks)
         assert found[0].startswith("input-bound by decode: the CPU waited 40 % of the time")
-        assert found == ledger.run_verdict(train.loader_input(feed), ranks)
-        assert ledger.run_verdict(train.loader_input(feed), lambda account: [account, None])[0].startswith(
-            "none: less than 3 s"
-        )
+        assert found == ledger.run_verdict(now, ranks)
+        assert ledger.run_verdict(now, lambda account: [account, None])[0].startswith("none: less than 3 s")
 
 
 def test_what_is_reached_is_no_more_than_what_is_possible(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
