@@ -76,6 +76,7 @@ from pipeline.watch import Watch
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts
+VALIDATED_ON = tuple(f"{name} was " for name in ("data.val", "data.val_size", "data.mean", "data.std", "augment.val"))
 # model.compile=tuned: the block sizes of every generated kernel are searched. ResNet-50 on an H200: 7,327 -> 7,798 images/s.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that computes in Python may keep a launch waiting. With Python's own 5 ms, at each of a step's hundreds of
@@ -120,8 +121,9 @@ def train(config: Config) -> dict[str, Any]:
         if resumed is not None:
             stored = checkpoint.load(resumed)
             state.load_state_dict(stored["state"])
+            if begins or any(change.startswith(VALIDATED_ON) for change in changes):
+                state.best, state.last = {}, {}  # in another folder, or of other images: not to be compared with
             if begins:
-                state.best, state.last = {}, {}  # those checkpoints are in another folder
                 state.spent.clear()
             if changes and state.step >= plan.stop_step:
                 raise UserError(f"{changes[0]}: run.dir={run.path} has taken its {plan.stop_step:,} steps, so the change would "

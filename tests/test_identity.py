@@ -103,6 +103,19 @@ def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
     assert program()[0] == 2
 
 
+def test_the_best_of_other_validation_images_is_not_compared_with(program: Program) -> None:
+    assert program("train.max_steps=5")[0] == 0
+    path = Path("runs/one/checkpoints/step-00000005.pt")
+    read = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
+    read["state"]["best"]["top1"] = 100.0  # nothing later is better
+    checkpoint.save(path.parent, read, keep=2, best_step=5)
+    accept = "checkpoint.accept_changes=true"
+    assert program("optim.lr=0.1", "train.max_steps=6", accept)[0] == 0  # the same images: still the best
+    assert stored(Path("runs/one"))["best"]["step"] == 5
+    assert program("optim.lr=0.1", "data.val_size=64", "train.max_steps=7", accept)[0] == 0
+    assert stored(Path("runs/one"))["best"]["step"] == 7
+
+
 def test_a_change_that_would_train_nothing_cannot_be_accepted(program: Program) -> None:
     """The run is finished: with optim.lr=0.4 accepted it would report what 0.2 has reached."""
     assert program()[0] == 0
