@@ -1,4 +1,4 @@
-"""One optimiser step against a computation by hand: float64 NumPy, written from the formulas of the papers and of torch.optim."""
+"""One optimiser step against a computation by hand, in float64 NumPy from the formulas of the papers and of torch.optim."""
 
 from pathlib import Path
 
