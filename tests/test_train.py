@@ -81,11 +81,15 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def stalled(
-    arguments: Sequence[str], folder: Path, after_row: int
+    arguments: Sequence[str], folder: Path, after_row: int, *, full: int = 0
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """A training process that has logged step `after_row`, whose console is full before step 54, and what lets it go on."""
+    """A training process that has logged step `after_row`, whose console is full before step 54, and what lets it go on.
+
+    Of the console's 4 KiB, `full` bytes are taken from the start: a row takes 75.
+    """
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(write, b"\n" * full)
     console: list[bytes] = []
     drain = threading.Thread(target=lambda: console.extend(iter(lambda: os.read(read, 65536), b"")))
 
@@ -1028,16 +1032,28 @@ class BothShares(nn.Module):
         return torch.cat(logits)
 
 
-def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone."""
-    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002"]
-    parts = ["train.max_steps=3", "train.max_steps=5"]
-    two = subprocess.run(torchrun(image_root, tmp_path / "two", *options, parts[0]), capture_output=True, text=True,
-                         timeout=HANGS_SECONDS)  # fmt: skip
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.count("finished after 3 steps") == 1 and "4 on each of 2 ranks" in two.stdout
+def test_two_ranks_learn_as_one_and_stop_together(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone.
+
+    The signal goes to torchrun. A signal to one rank: tests/engine/two_ranks.py.
+    """
+    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002", "train.epochs=12"]
+    folder = tmp_path / "two"
+    with stalled(torchrun(image_root, folder, *options), folder, 6, full=2048) as (process, let_go):
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.terminate()
+        console = let_go()
+        assert process.returncode != 0
+        wait_until(lambda: not any(map(family, ranks)))
+    summary = json.loads((folder / "summary.json").read_text())
+    stopped = summary["step"]
+    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
+    assert 6 < stopped < 54
+    assert console.count(f"interrupted after {stopped} steps") == 1 and "4 on each of 2 ranks" in console
+    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == stopped
+    assert [r["step"] for r in rows(folder, "train")] == list(range(1, stopped + 1))
     assert {p.name for p in tmp_path.iterdir()} == {"two"}
-    assert [(r["step"], r["images"]) for r in rows(tmp_path / "two", "val")] == [(3, 15)]
 
     step = train.train_step
 
@@ -1045,46 +1061,35 @@ def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path, monkeypatch: p
         return step(state, BothShares(network, state.step), *arguments, **named)
 
     monkeypatch.setattr(train, "train_step", step_of_two)
-    for part in parts:
-        run(image_root, tmp_path / "one", *options, part)
-    run(image_root, tmp_path / "two", *options, parts[1])  # one rank goes on from two
+    run(image_root, folder, *options, f"train.max_steps={stopped + 2}")  # one rank goes on from two
+    run(image_root, tmp_path / "one", *options, f"train.max_steps={stopped + 2}")
     for split in ("train", "val"):
-        one, two_rows = rows(tmp_path / "one", split), rows(tmp_path / "two", split)
-        assert [r["step"] for r in one] == [r["step"] for r in two_rows]
-        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two_rows], abs=1e-4)
+        one, two = rows(tmp_path / "one", split), rows(folder, split)
+        assert [(r["step"], r.get("images")) for r in one] == [(r["step"], r.get("images")) for r in two]
+        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-3)
     losses = [r["loss"] for r in rows(tmp_path / "one", "train")]
-    assert max(losses) - min(losses) > 0.01, "the losses do not tell one step from another"
+    assert max(losses) - min(losses) > 0.1, "the losses do not tell one step from another"
 
 
-def test_three_ranks_stop_together(image_root: Path, tmp_path: Path) -> None:
-    """A signal to torchrun stops all at one step; gone on with, the run ends as one never stopped.
-
-    Three, because a sum of two numbers is the same in any order. A signal to one rank: tests/engine/two_ranks.py.
-    """
-    options = ["loader.batch_size=6", "train.epochs=9", "train.validate_every_epochs=7", "checkpoint.every_steps=35",
-               "train.ema_decay=0.9"]  # fmt: skip
+def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path) -> None:
+    """From a checkpoint in the middle of an epoch. Three, because a sum of two numbers is the same in any order."""
+    options = ["loader.batch_size=6", "train.epochs=3", "train.validate_every_epochs=2", "checkpoint.every_steps=8",
+               "checkpoint.keep=4", "train.ema_decay=0.9"]  # fmt: skip
     folder, straight = tmp_path / "run", tmp_path / "straight"
-    with stalled(torchrun(image_root, folder, *options, ranks=3), folder, 10) as (process, let_go):
-        ranks = ranks_of(process.pid)
-        assert len(ranks) == 3
-        process.terminate()
-        let_go()
-        assert process.returncode != 0
-        wait_until(lambda: not any(map(family, ranks)))
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    assert 10 < summary["step"] < 54
-    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == summary["step"]
-    assert [r["step"] for r in rows(folder, "train")] == list(range(1, summary["step"] + 1))
-    for target in (folder, straight):
+    for target in (straight, folder):
+        if target == folder:
+            shutil.copytree(straight, folder)
+            for path in (folder / "checkpoints").glob("step-0000001*"):
+                path.unlink()
         result = subprocess.run(torchrun(image_root, target, *options, ranks=3), capture_output=True, text=True,
                                 timeout=HANGS_SECONDS)  # fmt: skip
         assert result.returncode == 0, result.stderr
+    assert "resumed from step-00000008.pt" in result.stdout
     check_continued(folder, json.loads((folder / "summary.json").read_text()),
                     (straight, json.loads((straight / "summary.json").read_text())))  # fmt: skip
 
     # What the ranks validated is the model in the checkpoint: one rank finds the same.
-    last = straight / "checkpoints" / "step-00000054.pt"
+    last = straight / "checkpoints" / "step-00000018.pt"
     run(image_root, tmp_path / "alone", *options, f"checkpoint.resume={last}")
     (alone,) = rows(tmp_path / "alone", "val")
     assert alone == {**rows(straight, "val")[-1], "loss": pytest.approx(alone["loss"], rel=1e-4)}
