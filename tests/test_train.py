@@ -568,7 +568,11 @@ def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+    ],
 )
 def test_signal(
     number: signal.Signals, status: int, image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
@@ -641,7 +645,8 @@ def test_signal_in_the_last_step_of_an_epoch(
     monkeypatch.setattr(train, "validate", noted)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
-        summary = run(image_root, folder)
+        assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
+    summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["step"], summary["top1"]) == ("interrupted", 5, None)
     assert validated == rows(folder, "val") == []
     assert stored(folder)["step"] == 5
@@ -782,15 +787,17 @@ def test_resume_refused(
 
 
 @pytest.mark.parametrize("overrides", [[], ["loader.workers=0"]], ids=["a worker", "no worker"])
-def test_corrupt_training_image(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
+def test_corrupt_training_image(
+    overrides: list[str], image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     root, folder = tmp_path / "images", tmp_path / "run"
     shutil.copytree(image_root, root)
     broken = root / "train" / "dots" / "03.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
-    result = subprocess.run(command(root, folder, *overrides), capture_output=True, text=True, timeout=HANGS_SECONDS)
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"train.py: {broken}: ") and result.stderr.count("\n") == 1
-    assert "scripts/doctor.py --all" in result.stderr and "data.on_error=skip" in result.stderr
+    assert train.main(compose(root, folder, *overrides)) == 1
+    error = capfd.readouterr().err
+    assert error.startswith(f"train.py: {broken}: ") and error.count("\n") == 1
+    assert "scripts/doctor.py --all" in error and "data.on_error=skip" in error
 
 
 def test_corrupt_training_image_skipped(image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
