@@ -4,7 +4,7 @@ SHELL := /bin/sh
 .SHELLFLAGS := -euc
 .ONESHELL:
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint soak bench clean lock
+.PHONY: help env demo test quick soak lint bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -74,6 +74,11 @@ demo: env  ## train a small model on images it makes itself
 
 test: env  ## the tests that take seconds each
 	@$(RUN) -m pytest -q $(ARGS)
+
+# A test file that can start a process or train imports one of these modules.
+quick: env  ## the test files that start no process and do not train: under a minute
+	@$(RUN) -m pytest -q $(ARGS) \
+	    $$(grep -rLE '^(import|from) (subprocess|train|scripts|pipeline\.(build|loader))( |\.|$$)' tests --include='test_*.py')
 
 soak: env  ## the tests that `make test` leaves out, to stay short
 	@$(RUN) -m pytest -q -m slow $(ARGS)

@@ -46,6 +46,15 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 
 
 @pytest.fixture(scope="session", autouse=True)
+def _one_torch_thread() -> None:
+    """Bits depend on the number of torch's threads. On a busy machine they wait for each other longer than a step takes.
+
+    With a load of 6 on 2 cores, tests/models/test_gpu_layers.py takes 114 s with two threads and 27 s with one.
+    """
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
 def _event_files_in_order() -> None:
     """TensorBoard reads event files by name, which ends in a count of this process: its tenth would come before its ninth."""
     from tensorboard.summary.writer import event_file_writer
@@ -55,19 +64,13 @@ def _event_files_in_order() -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that call train() itself, and for what it starts.
-
-    One thread: bits depend on the number, and on a busy machine two wait for each other.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+    """For tests that call train() itself, and for what it starts: as many threads as here, and the same cache folder."""
     gc.freeze()  # train() collects garbage: it need not look through what pytest and torch have imported
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
     gc.unfreeze()
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -121,12 +124,3 @@ def file_size_limit() -> Callable[[int], AbstractContextManager[None]]:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
     return limit
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Torch's threads would wait for each other longer than small tensors take, on a machine with something else to do."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

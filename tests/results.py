@@ -36,7 +36,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check_not_trained(folder: Path) -> None:
-    """The thousand seconds are in no row: neither in the rate, nor as waiting."""
+    """The thousand seconds of `jump` are in no row: neither in the rate, nor as waiting.
+
+    Waiting them beside a step of a second would be 0.999 of the time. A busy machine's own waits come to less.
+    """
     found = rows(folder, "train")
     assert sum(8 / row["images_per_second"] for row in found) < 1000
-    assert all(row["data_wait_fraction"] < 0.95 and row["step_worst_ms"] < 1e6 for row in found)
+    assert all(row["data_wait_fraction"] < 0.999 and row["step_worst_ms"] < 1e6 for row in found)

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import os
+import re
 import resource
 import shutil
 import signal
@@ -20,6 +21,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -35,14 +37,14 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint
+from engine import checkpoint, tracker
 from engine.state import TrainState
 from pipeline.prefetcher import Prefetcher
 from tests.processes import HANGS_SECONDS, is_running, wait_until
 from tests.results import check_not_trained, rows, same, stored
 
 REPOSITORY = Path(train.__file__).parent
-pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging", "every_picture")
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.epochs=2",
         "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
 # 36 images in batches of 8: 54 steps, validated after 32 and 54, a checkpoint besides after 35 (in the middle of an epoch).
@@ -79,11 +81,15 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 
 @contextmanager
 def stalled(
-    arguments: Sequence[str], folder: Path, after_row: int
+    arguments: Sequence[str], folder: Path, after_row: int, *, full: int = 0
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """A training process that has logged step `after_row`, whose console is full before step 54, and what lets it go on."""
+    """A training process that has logged step `after_row`, whose console is full before step 54, and what lets it go on.
+
+    Of the console's 4 KiB, `full` bytes are taken from the start: a row takes 75.
+    """
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
+    os.write(write, b"\n" * full)
     console: list[bytes] = []
     drain = threading.Thread(target=lambda: console.extend(iter(lambda: os.read(read, 65536), b"")))
 
@@ -136,6 +142,23 @@ def ranks_of(launcher: int) -> list[int]:
             if rank is not None and b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[rank] = pid
     return [found[rank] for rank in sorted(found)]
+
+
+class WaitingExecutor(ThreadPoolExecutor):
+    """Its work is done when `submit` returns."""
+
+    def submit(self, *arguments: Any, **named: Any) -> Future[Any]:
+        future = super().submit(*arguments, **named)
+        wait([future])
+        return future
+
+
+@pytest.fixture(scope="module")
+def every_picture() -> Iterator[None]:
+    """An epoch here may be shorter than its picture takes to draw, and the tracker would leave out the next one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracker, "ThreadPoolExecutor", WaitingExecutor)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -493,22 +516,36 @@ def test_sigkill(
     check_continued(folder, summary, straight)
     board, whole = check_curves(folder), check_curves(straight[0])
     for tag in whole.Tags()["images"]:
-        assert [image.step for image in board.Images(tag)] == [image.step for image in whole.Images(tag)], tag
-        assert [image.encoded_image_string for image in board.Images(tag)] == [
-            image.encoded_image_string for image in whole.Images(tag)
-        ], tag
+        pictures = {image.step: image.encoded_image_string for image in whole.Images(tag)}
+        found = {image.step: image.encoded_image_string for image in board.Images(tag)}
+        assert len(found) == len(board.Images(tag)), f"{tag}: a step is shown twice"
+        if tag == "train/images":  # the killed process may have left some out: see every_picture
+            pictures = {step: picture for step, picture in pictures.items() if step in found or step > 35}
+        assert found == pictures, tag
     for tag in ("config/text_summary", "custom_scalars__config__"):
         assert len(board.Tensors(tag)) == 1
     assert len(list((folder / "tensorboard").iterdir())) == 2  # one for each life
 
 
+STANDS_STILL = """
+import pathlib, signal, sys
+def stand_still(event, arguments):
+    if event == "import" and arguments[0] == "models":
+        pathlib.Path("reached").touch()
+        signal.pause()
+sys.addaudithook(stand_still)
+"""
+
+
 def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
-    """There is nothing to save yet, and nothing to say."""
-    with subprocess.Popen(command(image_root, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        wait_until(lambda: "libtorch" in Path(f"/proc/{process.pid}/maps").read_text(), process)
+    """There is nothing to save yet, and nothing to say. The process stands still when torch is imported, and not all else."""
+    (tmp_path / "sitecustomize.py").write_text(STANDS_STILL)
+    with subprocess.Popen(command(image_root, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
+                          env={**os.environ, "PYTHONPATH": str(tmp_path)}) as process:  # fmt: skip
+        wait_until((tmp_path / "reached").exists, process)
         process.send_signal(signal.SIGINT)
         output, error = process.communicate(timeout=HANGS_SECONDS)
-    assert process.returncode in (-signal.SIGINT, 130) and error == b"", output
+    assert (process.returncode, output, error) == (-signal.SIGINT, b"", b"")
     assert not (tmp_path / "run").exists()
 
 
@@ -533,7 +570,11 @@ def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGINT, 130), pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow), (signal.SIGTERM, 143)],
+    [
+        (signal.SIGINT, 130),
+        pytest.param(signal.SIGUSR1, 138, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, 143, marks=pytest.mark.slow),
+    ],
 )
 def test_signal(
     number: signal.Signals, status: int, image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
@@ -607,7 +648,8 @@ def test_signal_in_the_last_step_of_an_epoch(
     monkeypatch.setattr(train, "validate", noted)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
-        summary = run(image_root, folder)
+        assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
+    summary = json.loads((folder / "summary.json").read_text())
     assert (summary["status"], summary["step"], summary["top1"]) == ("interrupted", 5, None)
     assert validated == rows(folder, "val") == []
     assert stored(folder)["step"] == 5
@@ -652,12 +694,18 @@ def test_killed_before_the_first_checkpoint(image_root: Path, tmp_path: Path, sh
     assert [image.step for image in board.Images("train/images")] == [1, 6] and len(board.Tensors("config/text_summary")) >= 1
 
 
-def test_resume_from_a_path(image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]) -> None:
+def test_resume_from_a_path(
+    image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+) -> None:
     """A checkpoint of one run begins another, in a folder that stands on its own and leaves the first alone."""
     before = files(straight[0])
     path = straight[0] / "checkpoints" / "step-00000035.pt"
     same_folder, worse_folder = tmp_path / "same", tmp_path / "worse"
-    summary = run(image_root, same_folder, *LONG, f"checkpoint.resume={path}", "log.tensorboard=true")
+    capsys.readouterr()
+    summary = run(image_root, same_folder, *LONG, f"checkpoint.resume={path}", "log.tensorboard=true", "run.name=another")
+    console = capsys.readouterr().out
+    assert "resumed from step-00000035.pt" in console
+    assert not re.search(r"^changed +run\.", console, re.MULTILINE)  # another name and folder do not change the training
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert rows(same_folder, "val") == rows(straight[0], "val")[1:]
     board = EventAccumulator(str(same_folder / "tensorboard")).Reload()
@@ -742,15 +790,17 @@ def test_resume_refused(
 
 
 @pytest.mark.parametrize("overrides", [[], ["loader.workers=0"]], ids=["a worker", "no worker"])
-def test_corrupt_training_image(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
+def test_corrupt_training_image(
+    overrides: list[str], image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     root, folder = tmp_path / "images", tmp_path / "run"
     shutil.copytree(image_root, root)
     broken = root / "train" / "dots" / "03.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
-    result = subprocess.run(command(root, folder, *overrides), capture_output=True, text=True, timeout=HANGS_SECONDS)
-    assert result.returncode == 1
-    assert result.stderr.startswith(f"train.py: {broken}: ") and result.stderr.count("\n") == 1
-    assert "scripts/doctor.py --all" in result.stderr and "data.on_error=skip" in result.stderr
+    assert train.main(compose(root, folder, *overrides)) == 1
+    error = capfd.readouterr().err
+    assert error.startswith(f"train.py: {broken}: ") and error.count("\n") == 1
+    assert "scripts/doctor.py --all" in error and "data.on_error=skip" in error
 
 
 def test_corrupt_training_image_skipped(image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -859,6 +909,22 @@ def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monk
     monkeypatch.undo()
     run(image_root, folder, "log.tensorboard=true")
     check_curves(folder)
+
+
+def test_summary_of_an_earlier_start_is_removed(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says that the run is finished, which is not true of one that trains again."""
+    folder = tmp_path / "run"
+    shutil.copytree(short[0], folder)
+    for path in (folder / "checkpoints").glob("step-00000009.*"):
+        path.unlink()
+    assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
+    fail_at(7, monkeypatch)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run(image_root, folder, "log.tensorboard=true")
+    assert rows(folder, "train")[-1]["step"] >= 6
+    assert not (folder / "summary.json").exists()
 
 
 @pytest.mark.parametrize("what", ["TensorBoard", "metrics.jsonl"])
@@ -989,16 +1055,28 @@ class BothShares(nn.Module):
         return torch.cat(logits)
 
 
-def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone."""
-    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002"]
-    parts = ["train.max_steps=3", "train.max_steps=5"]
-    two = subprocess.run(torchrun(image_root, tmp_path / "two", *options, parts[0]), capture_output=True, text=True,
-                         timeout=HANGS_SECONDS)  # fmt: skip
-    assert two.returncode == 0, two.stderr
-    assert two.stdout.count("finished after 3 steps") == 1 and "4 on each of 2 ranks" in two.stdout
+def test_two_ranks_learn_as_one_and_stop_together(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone.
+
+    The signal goes to torchrun. A signal to one rank: tests/engine/two_ranks.py.
+    """
+    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002", "train.epochs=12"]
+    folder = tmp_path / "two"
+    with stalled(torchrun(image_root, folder, *options), folder, 6, full=2048) as (process, let_go):
+        ranks = ranks_of(process.pid)
+        assert len(ranks) == 2
+        process.terminate()
+        console = let_go()
+        assert process.returncode != 0
+        wait_until(lambda: not any(map(family, ranks)))
+    summary = json.loads((folder / "summary.json").read_text())
+    stopped = summary["step"]
+    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
+    assert 6 < stopped < 54
+    assert console.count(f"interrupted after {stopped} steps") == 1 and "4 on each of 2 ranks" in console
+    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == stopped
+    assert [r["step"] for r in rows(folder, "train")] == list(range(1, stopped + 1))
     assert {p.name for p in tmp_path.iterdir()} == {"two"}
-    assert [(r["step"], r["images"]) for r in rows(tmp_path / "two", "val")] == [(3, 15)]
 
     step = train.train_step
 
@@ -1006,46 +1084,35 @@ def test_two_ranks_learn_as_one(image_root: Path, tmp_path: Path, monkeypatch: p
         return step(state, BothShares(network, state.step), *arguments, **named)
 
     monkeypatch.setattr(train, "train_step", step_of_two)
-    for part in parts:
-        run(image_root, tmp_path / "one", *options, part)
-    run(image_root, tmp_path / "two", *options, parts[1])  # one rank goes on from two
+    run(image_root, folder, *options, f"train.max_steps={stopped + 2}")  # one rank goes on from two
+    run(image_root, tmp_path / "one", *options, f"train.max_steps={stopped + 2}")
     for split in ("train", "val"):
-        one, two_rows = rows(tmp_path / "one", split), rows(tmp_path / "two", split)
-        assert [r["step"] for r in one] == [r["step"] for r in two_rows]
-        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two_rows], abs=1e-4)
+        one, two = rows(tmp_path / "one", split), rows(folder, split)
+        assert [(r["step"], r.get("images")) for r in one] == [(r["step"], r.get("images")) for r in two]
+        assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-3)
     losses = [r["loss"] for r in rows(tmp_path / "one", "train")]
-    assert max(losses) - min(losses) > 0.01, "the losses do not tell one step from another"
+    assert max(losses) - min(losses) > 0.1, "the losses do not tell one step from another"
 
 
-def test_three_ranks_stop_together(image_root: Path, tmp_path: Path) -> None:
-    """A signal to torchrun stops all at one step; gone on with, the run ends as one never stopped.
-
-    Three, because a sum of two numbers is the same in any order. A signal to one rank: tests/engine/two_ranks.py.
-    """
-    options = ["loader.batch_size=6", "train.epochs=9", "train.validate_every_epochs=7", "checkpoint.every_steps=35",
-               "train.ema_decay=0.9"]  # fmt: skip
+def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path) -> None:
+    """From a checkpoint in the middle of an epoch. Three, because a sum of two numbers is the same in any order."""
+    options = ["loader.batch_size=6", "train.epochs=3", "train.validate_every_epochs=2", "checkpoint.every_steps=8",
+               "checkpoint.keep=4", "train.ema_decay=0.9"]  # fmt: skip
     folder, straight = tmp_path / "run", tmp_path / "straight"
-    with stalled(torchrun(image_root, folder, *options, ranks=3), folder, 10) as (process, let_go):
-        ranks = ranks_of(process.pid)
-        assert len(ranks) == 3
-        process.terminate()
-        let_go()
-        assert process.returncode != 0
-        wait_until(lambda: not any(map(family, ranks)))
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    assert 10 < summary["step"] < 54
-    assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == summary["step"]
-    assert [r["step"] for r in rows(folder, "train")] == list(range(1, summary["step"] + 1))
-    for target in (folder, straight):
+    for target in (straight, folder):
+        if target == folder:
+            shutil.copytree(straight, folder)
+            for path in (folder / "checkpoints").glob("step-0000001*"):
+                path.unlink()
         result = subprocess.run(torchrun(image_root, target, *options, ranks=3), capture_output=True, text=True,
                                 timeout=HANGS_SECONDS)  # fmt: skip
         assert result.returncode == 0, result.stderr
+    assert "resumed from step-00000008.pt" in result.stdout
     check_continued(folder, json.loads((folder / "summary.json").read_text()),
                     (straight, json.loads((straight / "summary.json").read_text())))  # fmt: skip
 
     # What the ranks validated is the model in the checkpoint: one rank finds the same.
-    last = straight / "checkpoints" / "step-00000054.pt"
+    last = straight / "checkpoints" / "step-00000018.pt"
     run(image_root, tmp_path / "alone", *options, f"checkpoint.resume={last}")
     (alone,) = rows(tmp_path / "alone", "val")
     assert alone == {**rows(straight, "val")[-1], "loss": pytest.approx(alone["loss"], rel=1e-4)}

@@ -18,7 +18,6 @@ from engine.state import MovingAverage, TrainState
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
 CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.5

@@ -336,10 +336,14 @@ for line in sys.stdin:
 """
 
 
+@pytest.mark.slow
 def test_sigkill_at_any_instant(tmp_path: Path) -> None:
-    """20 kills of a process that does nothing but save: none costs a checkpoint that was complete."""
+    """20 kills of a process that does nothing but save: none costs a checkpoint that was complete.
+
+    When they come is left to chance. A kill before each call that changes a file: test_order_of_writes.py.
+    """
     delays = random.Random(0)
-    interrupted, step, best = 0, 0, 0
+    step, best = 0, 0
     command = [sys.executable, "-c", SAVER, str(tmp_path)]
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdin is not None and process.stdout is not None
@@ -355,9 +359,6 @@ def test_sigkill_at_any_instant(tmp_path: Path) -> None:
             os.kill(child, signal.SIGKILL)
             assert process.stdout.readline() == "ended\n"
 
-            interrupted += bool(list(tmp_path.glob("*.tmp"))) or len(list(tmp_path.glob("step-*.pt"))) > len(
-                list(tmp_path.glob("step-*.json"))
-            )
             found = newest(tmp_path)
             assert found is not None and found >= complete
             remove_leftovers(tmp_path)
@@ -370,7 +371,6 @@ def test_sigkill_at_any_instant(tmp_path: Path) -> None:
                 assert best == step - step % 3
             assert len(list(tmp_path.glob("step-*.pt"))) <= 5  # keep=2, the best, and what a kill kept from being removed
         process.stdin.close()
-    assert interrupted >= 5  # the kills did come in the middle
     assert best > 0
 
 

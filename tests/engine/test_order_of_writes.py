@@ -1,9 +1,13 @@
-"""The order of fsync, rename and unlink in checkpoint.save: a power cut keeps what was synced, and may lose the rest.
+"""What checkpoint.save does to files, call by call: the order of fsync, rename and unlink, and a kill before each of them.
 
-Nothing is replaced: each call is noted with its paths and carried out.
+A power cut keeps what was synced, and may lose the rest. Each call is noted with its paths and carried out.
 """
 
+import json
 import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +68,75 @@ def test_old_checkpoints_go_last_and_their_manifests_first(tmp_path: Path, calls
     save(tmp_path, 2)
     assert calls[-2:] == [("unlink", "step-00000001.json"), ("unlink", "step-00000001.pt")]
     assert not any(kind == "unlink" for kind, *_ in calls[:-2])
+
+
+# Imports torch once. For each number it reads, a child saves step 20 again and then step 30 as the best, and is killed before
+# that call.
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import torch
+from engine import checkpoint
+
+def killed_before(number):
+    left = [number]
+    def counted(call):
+        def inner(*arguments, **named):
+            left[0] -= 1
+            if left[0] == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*arguments, **named)
+        return inner
+    def half_written(content, path):
+        left[0] -= 1
+        whole(content, path)
+        if left[0] == 0:
+            os.truncate(path, path.stat().st_size // 2)
+            os.kill(os.getpid(), signal.SIGKILL)
+    whole, torch.save = torch.save, half_written
+    for name in ("fsync", "replace", "unlink"):
+        setattr(os, name, counted(getattr(os, name)))
+
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        killed_before(int(line))
+        for step in (20, 30):
+            content = {"step": step, "state": {"weights": torch.ones(1000)}, "again": True}
+            checkpoint.save(Path(sys.argv[1]) / line.strip(), content, keep=1, best_step=30 if step == 30 else 10)
+        os._exit(0)
+    print(os.waitpid(child, 0)[1], flush=True)
+"""
+
+
+def test_kill_before_any_call(tmp_path: Path) -> None:
+    """The newest checkpoint that counted is whole, whatever the kill left behind, and the next save goes on from there."""
+    before = tmp_path / "before"
+    for step in (10, 20):
+        checkpoint.save(before, {"step": step, "state": {"weights": torch.ones(1000)}}, keep=2, best_step=10)
+    command = [sys.executable, "-c", KILLED, str(tmp_path)]
+    newest: list[int] = []
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+                          bufsize=1) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        ended = False
+        while not ended:
+            folder = tmp_path / str(len(newest) + 1)
+            shutil.copytree(before, folder)
+            process.stdin.write(f"{folder.name}\n")
+            ended = int(process.stdout.readline()) == 0
+            for _ in range(2):  # also after the next start has put things right
+                found = checkpoint.load_newest(folder)
+                assert found is not None
+                assert found[0].name == f"step-{found[1]['step']:08d}.pt"
+                best = json.loads((folder / "best.json").read_text())
+                assert checkpoint.load(folder / best["file"])["step"] == best["step"]
+                checkpoint.remove_leftovers(folder)
+            assert not list(folder.glob("*.tmp"))
+            assert {path.stem for path in folder.glob("step-*.pt")} == {path.stem for path in folder.glob("step-*.json")}
+            newest.append(found[1]["step"])
+            save(folder, 40)
+            assert checkpoint.load(folder / "step-00000040.pt")["step"] == 40
+        process.stdin.close()
+    assert newest == sorted(newest) and set(newest) == {20, 30}
+    assert len(newest) > 25  # each save writes three files or more: fsync, rename, fsync of the folder

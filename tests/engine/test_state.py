@@ -23,8 +23,6 @@ from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
     "adamw": Optim(name="adamw", lr=1e-3, weight_decay=0.1),

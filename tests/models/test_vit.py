@@ -143,7 +143,6 @@ def test_other_image_sizes() -> None:
         model(torch.randn(1, 3, 36, 40))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_it_learns() -> None:
     """Through the head that begins with zeros: after one step every weight has a gradient."""
     torch.manual_seed(0)

@@ -430,7 +430,6 @@ class LateCopies(Prefetcher):
 
 
 @pytest.mark.gpu
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     ("steps", "lag", "kind", "options"),
     [

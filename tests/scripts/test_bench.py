@@ -22,7 +22,6 @@ from scripts import bench, sweep
 from scripts.sweep import Cell, Setting
 
 ROOT = Path(__file__).parents[2]
-pytestmark = pytest.mark.usefixtures("one_thread")
 BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.device=cpu"]
 
 

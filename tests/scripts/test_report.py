@@ -18,7 +18,6 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 import train
 from conf import cli
@@ -112,8 +111,7 @@ def stored(folder: Path, split: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def runs(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three short real runs: first, second (another optimiser and size) and one that a signal stopped."""
-    folder, threads = tmp_path_factory.mktemp("runs"), torch.get_num_threads()
-    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         trained(image_root, folder / "first")
@@ -122,7 +120,6 @@ def runs(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         stop.start()
         trained(image_root, folder / "stopped", "train.epochs=2000", "train.validate_every_epochs=1")
         stop.join()
-    torch.set_num_threads(threads)
     return folder
 
 
