@@ -76,6 +76,8 @@ from pipeline.watch import Watch
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
 DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts
+# Nodes may have other cores and keep the data elsewhere; all other keys decide what the ranks do together.
+OWN_OF_RANKS = (*DATA_FOLDERS, "loader.workers", "loader.prefetch_factor", "loader.pin_memory", "loader.start_method")
 VALIDATED_ON = tuple(f"{name} was " for name in ("data.val", "data.val_size", "data.mean", "data.std", "augment.val"))
 # model.compile=tuned: the block sizes of every generated kernel are searched. ResNet-50 on an H200: 7,327 -> 7,798 images/s.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
@@ -99,6 +101,8 @@ def train(config: Config) -> dict[str, Any]:
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device))
         config = replace(config, run=world.agree(lambda: config.run))  # ${now:} is another time on every rank
+        keys = {key: value for key, value in config_values(config).items() if key not in OWN_OF_RANKS}
+        world.all_or_none(lambda: same_on_all_ranks(keys, world.agree(lambda: keys), world.rank))
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
         pixels = world.agree(lambda: run.stored_identity(config.checkpoint.resume)).get("pixels", "cpu")
         if undrawn := stand_in(config):  # a mistake shows before anything is drawn
@@ -114,29 +118,23 @@ def train(config: Config) -> dict[str, Any]:
         identity = run_identity(config, datasets, plan)
         world.all_or_none(lambda: same_on_all_ranks(identity, world.agree(lambda: identity), world.rank))
         resumed, changes = world.agree(
-            lambda: run.open(config.checkpoint.resume, identity, accept_changes=config.checkpoint.accept_changes)
-        )
-        # The folder's first life, also from another's checkpoint.
+            lambda: run.open(config.checkpoint.resume, identity, accept_changes=config.checkpoint.accept_changes,
+                             stop_step=plan.stop_step)
+        )  # fmt: skip
+        # The first start in this folder, perhaps from the checkpoint of another run.
         begins = resumed is None or resumed.parent.resolve() != run.checkpoints.resolve()
         if resumed is not None:
-            stored = checkpoint.load(resumed)
-            state.load_state_dict(stored["state"])
-            if begins or any(change.startswith(VALIDATED_ON) for change in changes):
-                state.best, state.last = {}, {}  # in another folder, or of other images: not to be compared with
-            if begins:
-                state.spent.clear()
-            if changes and state.step >= plan.stop_step:
-                raise UserError(f"{changes[0]}: run.dir={run.path} has taken its {plan.stop_step:,} steps, so the change would "
-                                "train nothing; give run.name=NAME or checkpoint.resume=never")  # fmt: skip
-            changes += differences(stored["config"], config)
+            stored_config = load_checkpoint(state, resumed, begins=begins, accepted=changes)
+            changes += differences(stored_config, {**config_values(config), "ranks": world.size})
         finished = run.finished_summary(state.step) if state.step >= plan.stop_step else None
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
+        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, [*state.history, *changes])
         if finished is not None:
-            tracker.say("this run is finished: give another run.name to train again, or checkpoint.resume=never")
+            more = f" {state.step:,} steps, more than train.max_steps={plan.stop_step}," * (state.step > plan.stop_step)
+            tracker.say(f"this run is finished:{more} give another run.name to train again, or checkpoint.resume=never")
             tracker.outcome(finished, compiles=plan.compile != "off")
             return finished
         if begins:
@@ -446,9 +444,8 @@ def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDi
     content = {
         "step": state.step,
         "state": state.state_dict(),
-        "rng": {"seed": config.train.seed, "step": state.step},  # every draw is a function of these two
         "identity": identity,
-        "config": {key: value for key, _, value in walk(config)},
+        "config": {**config_values(config), "ranks": world.size},
         "made_by": checkpoint.provenance(),
     }
     best = int(state.best["step"]) if state.best else None
@@ -523,8 +520,16 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
             *config.notes,
             *precision_note(config.train.precision, world.device),
             *few_steps(config, images, world.size),
+            *same_images(datasets),
         ),
     )
+
+
+def same_images(datasets: Datasets) -> list[str]:
+    """What to say when validation sees the training images."""
+    if datasets.train_fingerprint != datasets.val_fingerprint:
+        return []
+    return ["data.val holds the training images: accuracy on them does not tell how the model does on others"]
 
 
 def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> MemoryPlan:
@@ -580,6 +585,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     What was derived stands for the key that it was derived from: the samples for their folders, which may move.
     """
     keys = {key: value for key, value in affecting(config, RESULT).items() if key not in (*DATA_FOLDERS, "loader.decoder")}
+    if config.model.weights not in (None, "pretrained"):
+        keys["model.weights"] = models.file_fingerprint(Path(str(config.model.weights)))
     return keys | {
         "data.train": datasets.train_fingerprint,
         "data.val": datasets.val_fingerprint,
@@ -588,6 +595,34 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         "train.precision": plan.precision,
         "pixels": pixels_of(plan.decoder),
     }
+
+
+def config_values(config: Config) -> dict[str, Any]:
+    """Every key with its value."""
+    return {key: value for key, _, value in walk(config)}
+
+
+def load_checkpoint(state: TrainState, path: Path, *, begins: bool, accepted: list[str]) -> dict[str, Any]:
+    """Load a checkpoint into the state, and note in its history what makes this run another than its config says.
+
+    Args:
+        begins: the checkpoint is that of another run.
+        accepted: changes since it was written that affect the result.
+
+    Returns:
+        The values of the keys with which it was written.
+    """
+    stored = checkpoint.load(path)
+    state.load_state_dict(stored["state"])
+    if begins or any(change.startswith(VALIDATED_ON) for change in accepted):
+        state.best, state.last = {}, {}  # its checkpoint is in another folder, or it is of other images
+    if begins:
+        state.spent.clear()
+        state.origin = str(path.resolve())
+        state.history.append(f"began at step {state.step:,} with {path}")
+    state.history += [f"accepted at step {state.step:,}: {change}" for change in accepted]
+    config: dict[str, Any] = stored["config"]
+    return config
 
 
 def same_on_all_ranks(own: dict[str, Any], first: dict[str, Any], rank: int) -> None:
@@ -606,7 +641,8 @@ def introduce(tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Pa
     """Say once what will happen."""
     for line in lines:
         tracker.say(line)
-    tracker.say(f"run      {run.path}" + (f", resumed from {resumed.name}" if resumed else ""))
+    whence = "" if resumed is None else resumed.name if resumed.parent == run.checkpoints else str(resumed)
+    tracker.say(f"run      {run.path}" + f", resumed from {whence}" * bool(whence))
     for change in changes:
         tracker.say(f"changed  {change}")
 
@@ -674,6 +710,7 @@ def summarise(state: TrainState, plan: Plan, started: float, signal_number: int)
         "best_epoch": round(plan.epoch(int(best_step)), 4) if best_step else None,
         "best_checkpoint": f"step-{int(best_step):08d}.pt" if best_step else None,
         "seconds": time.monotonic() - started,
+        "history": state.history,
         "params_sha256": params_sha256(state.model),
     }
 

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -66,9 +66,9 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     at_fault = parsed
     try:
         planned = _compose(recipe, FOLDER)
-        tree, notes = copy.deepcopy(planned), []
+        tree = copy.deepcopy(planned)
         for group, choice in groups.items():
-            notes += _choose(tree, group, choice, recipe)
+            _choose(tree, group, choice)
         for override in keys:
             at_fault = [override]
             OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
@@ -83,7 +83,7 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     for override in keys:
         _check_effect(override, config)
     config.typed = list(overrides)
-    config.notes = notes + _doubts(config)
+    config.notes = _replaced(recipe, planned, tree, groups, {o.key_or_group for o in keys}) + _doubts(config)
     return config
 
 
@@ -98,21 +98,32 @@ def _compose(recipe: str, folder: Path) -> DictConfig:
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
 
 
-def _choose(tree: DictConfig, group: str, choice: str, recipe: str) -> list[str]:
-    """Put a typed group into the tree, above the recipe; return what the user should know.
+def _choose(tree: DictConfig, group: str, choice: str) -> None:
+    """Put a typed group into the tree, above the recipe.
 
     A section with a name (optim, schedule, model) is replaced as a whole: the values that a recipe has for one optimiser are
     wrong for another. In other sections the recipe's values stay where the group has none: data=fake keeps the image size.
     """
     chosen = OmegaConf.load(FOLDER / group / f"{choice}.yaml")
-    if f"{group}.name" not in FIELDS:
-        tree[group] = OmegaConf.merge(tree[group], chosen)
-        return []
-    own = OmegaConf.select(OmegaConf.load(FOLDER / "recipe" / f"{recipe}.yaml"), group) or {}
-    before = {key: tree[group][key] for key in own}
-    tree[group] = OmegaConf.merge(OmegaConf.structured(OmegaConf.get_type(tree[group])), chosen)
-    dropped = [f"{group}.{key}={show(value)}" for key, value in before.items() if value != tree[group][key]]
-    return [f"{group}={choice} replaces the recipe's {', '.join(dropped)}"] if dropped else []
+    section = tree[group] if f"{group}.name" not in FIELDS else OmegaConf.structured(OmegaConf.get_type(tree[group]))
+    tree[group] = OmegaConf.merge(section, chosen)
+
+
+def _replaced(recipe: str, planned: DictConfig, tree: DictConfig, groups: Mapping[str, str], keys: set[str]) -> list[str]:
+    """What typed groups have taken away from the recipe, and what a typed optimiser has left of it: a line each."""
+    own = OmegaConf.load(FOLDER / "recipe" / f"{recipe}.yaml")
+    notes = []
+    for group, choice in groups.items():
+        names = [f"{group}.{key}" for key in OmegaConf.select(own, group) or {} if f"{group}.name" in FIELDS]
+        before, now = _flat(planned, resolve=True), _flat(tree, resolve=True)
+        changed = [f"{name} {show(before[name])} -> {show(now[name])}" for name in names
+                   if before[name] != now[name] and name not in keys]  # fmt: skip
+        notes += [f"{group}={choice} replaces values of the recipe: {', '.join(changed)}"] if changed else []
+    if "optim.name" in keys and "optim" not in groups and tree.optim.name != planned.optim.name:
+        kept = [f"optim.{key}={show(tree.optim[key])}" for key in ("lr", "weight_decay") if f"optim.{key}" not in keys]
+        notes += [f"optim.name={tree.optim.name} keeps {', '.join(kept)}, made for {planned.optim.name}; "
+                  f"optim={tree.optim.name} has values of its own"] if kept else []  # fmt: skip
+    return notes
 
 
 def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
@@ -126,8 +137,8 @@ def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
         tree: the same with what the user typed.
 
     Returns:
-        Such as `imagenet_rn50,optim.lr=0.3`. What makes it longer than NAME_LENGTH characters, or cannot be in the name of a
-        folder, is left out, and a hash of everything stands at the end.
+        Such as `imagenet_rn50,optim.lr=0.3`. A part that would make it longer than NAME_LENGTH is left out, and characters that
+        are unsafe in a file name are replaced. Then a hash of the whole name is appended.
     """
     full, short = recipe, recipe
     before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
@@ -136,9 +147,12 @@ def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
             continue
         trial = copy.deepcopy(tree)
         OmegaConf.update(trial, name, before[name], merge=False)
-        # data.val_size=224 says what the recipe's ${data.image_size} says, if that is 224.
-        value, planned_value = (f.metadata["alike"](v[name]) for v in (values, _flat(trial, resolve=True)))
-        if value != planned_value:
+        value = f.metadata["alike"](values[name])
+        try:  # data.val_size=224 says what the recipe's ${data.image_size} says, if that is 224
+            same = value == f.metadata["alike"](_flat(trial, resolve=True)[name])
+        except InterpolationResolutionError:  # the recipe's expression refers to a key that refers to this one now
+            same = False
+        if not same:
             full += f",{name}={show(value)}"
             part = f",{name}=" + re.sub(r"[^\w.+-]+", "-", show(value), flags=re.ASCII).strip("-")
             short += part if len(short + part) <= NAME_LENGTH else ""

@@ -56,7 +56,7 @@ def key(
         sentence: for --help.
         check: refuses values that the type allows.
         when: the key has an effect only if each of these keys has one of these values.
-        alike: maps a value to what matters of it: two values that it maps to the same thing train the same.
+        alike: normalises a value: two values with the same normal form train the same.
     """
     metadata = {"affects": affects, "sentence": sentence, "check": check, "when": when or {}, "alike": alike}
     if isinstance(default, (list, dict)):
@@ -72,7 +72,7 @@ def one_of(*allowed: Any) -> Check:
 def number(low: float, high: float = math.inf, *, above: bool = False, below: bool = False, optional: bool = False) -> Check:
     """A finite number in [low, high]; without `low` itself if `above`, without `high` itself if `below`."""
     span = f"> {low:g}" if above else f">= {low:g}"
-    span += "" if high == math.inf else f" and {'<' if below else '<='} {high:g}"
+    span += "" if high == math.inf else f" and {'<' if below else '<='} {high:.10g}"
 
     def check(value: Any) -> str | None:
         if value is None:
@@ -111,6 +111,11 @@ def named(value: Any) -> str | None:
     return None if good else "a name without slashes, or null"
 
 
+def split_name(path: str) -> str | None:
+    """A split's folder in the name of a run: its normalised name, or a hash of an absolute path."""
+    return path_hash(path) if os.path.isabs(path) else os.path.normpath(path)
+
+
 def path_hash(path: str | None) -> str | None:
     """Six hexadecimal digits that stand for a path in the name of a run."""
     return path and hashlib.sha256(os.fsencode(os.path.abspath(os.path.expanduser(path)))).hexdigest()[:6]
@@ -128,9 +133,9 @@ class Data:
                       one_of("folder", "demo", "fake"))  # fmt: skip
     root: str | None = key(None, RESULT | SPEED, "folder that holds train/<class>/* and val/<class>/*", alike=path_hash)
     train: str = key("train", RESULT | SPEED, "training split: a folder under data.root, or an absolute path",
-                     alike=lambda path: path_hash(path) if "/" in path else path)  # fmt: skip
+                     alike=split_name)  # fmt: skip
     val: str = key("val", RESULT, "validation split: a folder under data.root, or an absolute path",
-                   alike=lambda path: path_hash(path) if "/" in path else path)  # fmt: skip
+                   alike=split_name)  # fmt: skip
     image_size: int = key(224, RESULT | SPEED, "side of the training images in pixels; the augment lists refer to it",
                           number(8, 4096))  # fmt: skip
     val_size: int = key("${data.image_size}", RESULT, "side of the validation images in pixels", number(8, 4096))
@@ -207,7 +212,11 @@ class Optim:
                              when=ADAMW)  # fmt: skip
     eps: float = key(1e-8, RESULT, "adamw: added to the denominator", number(0, above=True), when=ADAMW)
     weight_decay: float = key(1e-4, RESULT, "weight decay", number(0))
-    decay_norms: bool = key(True, RESULT | SPEED, "decay biases and normalisation parameters too (pytorch/examples does)")
+    decay_norms: bool = key(
+        True,
+        RESULT | SPEED,
+        "true decays every parameter, as pytorch/examples does; false decays only the weights of linear and convolution layers",
+    )
     clip_norm: float | None = key(None, RESULT | SPEED, "clip the global gradient norm to this",
                                   number(0, above=True, optional=True))  # fmt: skip
 
@@ -234,8 +243,9 @@ class Train:
     deterministic: bool = key(False, SPEED, "on a GPU: the same bits every time, slower")
     device: str = key("auto", SPEED, "auto is cuda when there is a GPU", one_of("auto", "cpu", "cuda"))
     label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
-    ema_decay: float | None = key(None, RESULT | SPEED, "keep an exponential moving average of the weights; it is what is "
-                                  "validated", number(0, 1, above=True, optional=True))  # fmt: skip
+    ema_decay: float | None = key(None, RESULT | SPEED, "highest decay of a moving average of the weights, which warms up; it "
+                                  "is validated beside the raw model and decides which checkpoint is the best",
+                                  number(0, 1, above=True, optional=True))  # fmt: skip
     validate_every_epochs: int = key(1, NOTHING, "epochs between validations; the end is always validated", COUNT)
 
 
@@ -315,13 +325,14 @@ def affecting(config: Config, what: Affects) -> dict[str, Any]:
     return {name: value for name, f, value in walk(config) if f.metadata["affects"] & what and in_effect(config, f)}
 
 
-def differences(stored: Mapping[str, Any], config: Config) -> list[str]:
-    """The keys that do not affect the result and differ from stored values; a run's own name and folder do not count."""
-    return [
-        f"{name}: {show(stored[name])} -> {show(value)}"
-        for name, f, value in walk(config)
-        if name in stored and stored[name] != value and not f.metadata["affects"] & RESULT and not name.startswith("run.")
-    ]
+def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """The values that differ, of those that a run may change when it resumes; its own name and folder do not count.
+
+    Keys that affect the result are not among them, but the folders of the data are: the same samples may lie elsewhere.
+    """
+    kept = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT} - {"data.root", "data.train", "data.val"}
+    return [f"{name}: {show(stored[name])} -> {show(value)}" for name, value in now.items()
+            if name in stored and stored[name] != value and name not in kept and not name.startswith("run.")]  # fmt: skip
 
 
 def check(config: Config, *, runnable: bool = True) -> None:
@@ -352,4 +363,4 @@ def show(value: Any) -> str:
     """A value the way it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    return f"{value:g}" if isinstance(value, float) and value.is_integer() else str(value)
+    return str(int(value)) if isinstance(value, float) and value.is_integer() and abs(value) < 1e15 else str(value)

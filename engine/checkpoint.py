@@ -28,7 +28,10 @@ logger = logging.getLogger(__name__)
 FORMAT = 2
 # Keys and figures that tensors or step numbers depend on: no checkpoint can go on with another value, accepted or not.
 FIXED = ("model.name", "classes", "parameters", "optim.name", "optim.decay_norms", "loader.batch_size")
-UNSET = "without effect"  # what a key is that other keys put out of effect: optim.betas with optim.name=sgd
+UNSET = "without effect"  # shown for a key that has no effect beside the others, as optim.betas with optim.name=sgd
+MOST_CHANGES = 5  # that a message names
+# What a checkpoint holds besides what the state needs, by type.
+CONTENT: dict[str, type] = {"step": int, "state": dict, "identity": dict, "config": dict}
 
 
 class CheckpointError(RuntimeError):
@@ -58,7 +61,9 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
             write_json(manifest_path, {**manifest, "sha256": digest, "replaces": _valid_digests(before)})
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        if not folder.exists():
+            folder.mkdir(parents=True)
+            _sync_folder(folder.parent)
         digest = _write(path, lambda temporary: torch.save({"format": FORMAT, **content}, temporary), announce)
         manifest |= {"bytes": path.stat().st_size, "sha256": digest}
         write_json(manifest_path, manifest)
@@ -84,8 +89,12 @@ def load(path: Path) -> dict[str, Any]:
     """
     manifest_path = path.with_suffix(".json")
     try:
-        if manifest_path.exists() and _sha256(path) not in _valid_digests(_read_manifest(manifest_path)):
-            raise CheckpointError(f"{path}: damaged: its bytes are not those its manifest names")
+        if manifest_path.exists():
+            manifest = _read_manifest(manifest_path)
+            if not manifest:
+                raise CheckpointError(f"{path}: its manifest {manifest_path.name} is damaged")
+            if _sha256(path) not in _valid_digests(manifest):
+                raise CheckpointError(f"{path}: damaged: its bytes are not those its manifest names")
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -98,20 +107,27 @@ def load(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: is of {age} version of this program (format {content['format']}, this one reads {FORMAT}); "
                         f"give run.name=NAME or checkpoint.resume=never to start afresh, and model.weights={path} to start "
                         "from its weights")  # fmt: skip
+    if wrong := [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]:
+        raise CheckpointError(f"{path}: not a checkpoint of this program: it has no {' and no '.join(wrong)}")
     return content
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     """The newest checkpoint that is whole; damaged ones are named and passed over. None when there is none at all.
 
+    A kill leaves at most one checkpoint without a manifest, which does not count. Where no checkpoint has one, somebody copied
+    the .pt files alone, and they count.
+
     Raises:
         CheckpointError: there are checkpoints and every one is damaged.
         UserError: it is of another format.
     """
     damaged = []
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
-        if not path.with_suffix(".json").exists():
-            continue  # the process was killed between the file and its manifest
+    paths = sorted(folder.glob("step-*.pt"), reverse=True)
+    some = any(path.with_suffix(".json").exists() for path in paths)
+    for path in paths:
+        if some and not path.with_suffix(".json").exists():
+            continue
         try:
             content = load(path)
         except CheckpointError as error:
@@ -119,6 +135,8 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             continue
         for line in damaged:
             logger.warning("%s; going on from %s instead", line, path.name)
+        if not some:
+            logger.warning("%s has no manifest: its bytes cannot be checked", path)
         return path, content
     if damaged:
         raise CheckpointError(f"no checkpoint in {folder} is whole: {damaged[0]}; start afresh with checkpoint.resume=never")
@@ -138,15 +156,16 @@ def compare(stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_c
     names = [name for name in {**now, **stored} if stored.get(name) != now.get(name)]
     changes = [f"{name} was {was}, is {value}"
                for name in names for was, value in [_short(stored.get(name, UNSET), now.get(name, UNSET))]]  # fmt: skip
+    named = "; ".join(changes[:MOST_CHANGES]) + f"; and {len(changes) - MOST_CHANGES} more" * (len(changes) > MOST_CHANGES)
     fixed = [name for name in names if name in FIXED]
     ways = ["give this training a directory of its own with run.name=NAME",
             "start afresh in this one with checkpoint.resume=never (the run in it is moved aside)"]  # fmt: skip
     if fixed:
-        raise UserError(f"cannot resume {path}: {'; '.join(changes)}; no checkpoint can go on with another {fixed[0]}: "
+        raise UserError(f"cannot resume {path}: {named}; no checkpoint can go on with another {fixed[0]}: "
                         f"{', or '.join(ways)}")  # fmt: skip
     if changes and not accept_changes:
         ways.append("go on from here all the same with checkpoint.accept_changes=true")
-        raise UserError(f"cannot resume {path}: {'; '.join(changes)}; that would be another training: {', or '.join(ways)}")
+        raise UserError(f"cannot resume {path}: {named}; that would be another training: {', or '.join(ways)}")
     return changes
 
 
@@ -169,20 +188,22 @@ def write_json(path: Path, content: Any) -> None:
 
 def replace_file(path: Path, text: str) -> None:
     """Replace a text file atomically: whoever reads it, also after a power cut, finds the old or the new text."""
-    _write(path, lambda temporary: temporary.write_text(text))
+    _write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
 def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
-    """Put right what a killed process left half done.
+    """Clean up after a killed process.
 
     Args:
         folder: `checkpoints/` of a run.
-        keep: not deleted for want of a manifest: a checkpoint that somebody brought and names.
+        keep: a checkpoint that is kept although it has no manifest.
     """
     for path in folder.glob("*.tmp"):
         path.unlink(missing_ok=True)
-    for path in folder.glob("step-*.pt"):
+    some = any(path.with_suffix(".json").exists() for path in folder.glob("step-*.pt"))
+    for path in folder.glob("step-*.pt") if some else ():
         if not path.with_suffix(".json").exists() and not (keep is not None and path.samefile(keep)):
+            logger.info("%s is removed: a kill came between it and its manifest", path)
             path.unlink(missing_ok=True)
     manifests = map(_read_manifest, sorted(folder.glob("step-*.json"), reverse=True))
     best = next((manifest for manifest in manifests if manifest.get("best")), None)
@@ -203,12 +224,17 @@ def _write(path: Path, fill: Callable[[Path], Any], announce: Callable[[str], No
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    handle = os.open(path.parent, os.O_RDONLY)
+    _sync_folder(path.parent)
+    return digest
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the names in a folder survive a power cut."""
+    handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
         os.close(handle)
-    return digest
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:

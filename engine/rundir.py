@@ -1,4 +1,4 @@
-"""The run directory: what a run is known by. One process at a time trains in it, and the same command goes on in it."""
+"""The directory of one run: its lock, its files and its checkpoints. One process at a time trains in it."""
 
 import fcntl
 import json
@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,23 @@ from conf.schema import UserError
 from engine import checkpoint
 
 logger = logging.getLogger(__name__)
+
+# What Tracker.outcome shows of a finished run.
+SUMMARY = {"status", "step", "epoch", "seconds", "top1", "top5", "best_top1", "best_epoch", "images_per_second"}
+
+
+@dataclass(frozen=True)
+class _Found:
+    """A checkpoint to go on from. `origin` is the checkpoint of another run that its own run began with."""
+
+    path: Path
+    step: int
+    identity: dict[str, Any]
+    origin: str | None
+
+    @classmethod
+    def of(cls, path: Path, content: dict[str, Any]) -> "_Found":
+        return cls(path, content["step"], content["identity"], content["state"].get("origin"))
 
 
 class RunDirectory:
@@ -26,7 +44,7 @@ class RunDirectory:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self._lock: int | None = None
-        self._found: tuple[Any, tuple[Path, dict[str, Any]] | None] | None = None
+        self._found: tuple[object, _Found | None] | None = None
 
     def check(self, resume: str) -> None:
         """Refuse, as `open` does, what shows before the data is known. Nothing is created.
@@ -49,15 +67,18 @@ class RunDirectory:
         """
         self.check(resume)
         found = self._find(resume)
-        return found[1] if found is not None else {}
+        return found.identity if found is not None else {}
 
-    def open(self, resume: str, identity: dict[str, Any], *, accept_changes: bool = False) -> tuple[Path | None, list[str]]:
+    def open(
+        self, resume: str, identity: dict[str, Any], *, accept_changes: bool = False, stop_step: int | None = None
+    ) -> tuple[Path | None, list[str]]:
         """Claim the folder and find the checkpoint to go on from. Rank 0 calls this; nothing is created when it raises.
 
         Args:
             resume: `auto`, `never`, or a checkpoint's path.
             identity: what affects the result, by the name a person knows it by.
             accept_changes: go on although some of it was different when the checkpoint was written.
+            stop_step: where training ends. Changes are not accepted for a checkpoint that has got there.
 
         Returns:
             The checkpoint, or None to start from step 0; and the changes that were accepted.
@@ -72,7 +93,11 @@ class RunDirectory:
                 before = self._listing()
                 found, changes = self._find(resume), []
                 if found is not None:
-                    changes = checkpoint.compare(found[1], identity, found[0], accept_changes=accept_changes)
+                    changes = checkpoint.compare(found.identity, identity, found.path, accept_changes=accept_changes)
+                    if changes and stop_step is not None and found.step >= stop_step:
+                        raise UserError(f"cannot resume {found.path}: it has taken all of {stop_step:,} steps, so that "
+                                        f"{'; '.join(changes)} would train nothing; give run.name=NAME, or start afresh with "
+                                        "checkpoint.resume=never")  # fmt: skip
                 if self.path.exists() and self._lock is None:
                     self._claim()
                 if self._listing() == before:  # else another process has trained here since we looked
@@ -85,32 +110,38 @@ class RunDirectory:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._claim()
-        return (found[0] if found is not None else None), changes
+        return (found.path if found is not None else None), changes
 
-    def _find(self, resume: str) -> tuple[Path, dict[str, Any]] | None:
-        """The checkpoint to go on from and its identity."""
+    def _find(self, resume: str) -> "_Found | None":
+        """The checkpoint to go on from."""
         key = (resume, self._listing())
         if self._found is None or self._found[0] != key:  # reading gigabytes twice would double the start
             self._found = key, self._look_for(resume)
         return self._found[1]
 
-    def _look_for(self, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    def _look_for(self, resume: str) -> "_Found | None":
         if resume == "never":
             return None
         newest = checkpoint.load_newest(self.checkpoints)
-        if newest is not None and (resume == "auto" or not Path(resume).parent.samefile(self.checkpoints)):
-            # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
-            return newest[0], newest[1]["identity"]
+        own = _Found.of(*newest) if newest is not None else None
         if resume == "auto":
-            return None
-        given = Path(resume)
-        if newest is not None and given.name < newest[0].name:
-            raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {newest[0].name}; leave the key out "
-                            "to go on from there, or give another run.dir to branch off")  # fmt: skip
+            return own
         try:
-            return given, checkpoint.load(given)["identity"]
+            given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
         except checkpoint.CheckpointError as error:
             raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+        if own is None:
+            return given
+        if given.path.parent.samefile(self.checkpoints):
+            if given.step < own.step:
+                raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; leave the key "
+                                "out to go on from there, or give another run.dir to branch off")  # fmt: skip
+            return given
+        # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
+        if own.origin != str(given.path.resolve()):
+            raise UserError(f"checkpoint.resume={resume}: {self.path} holds a run that did not begin there; leave the key out "
+                            f"to go on from {own.path.name}, or give another run.name")  # fmt: skip
+        return own
 
     def _listing(self) -> list[tuple[str, int]]:
         """Names and times of the checkpoints' manifests."""
@@ -150,12 +181,13 @@ class RunDirectory:
             raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {reason}; {kept}") from error
 
     def finished_summary(self, step: int) -> dict[str, Any] | None:
-        """The summary an earlier life left, if it finished at `step`."""
+        """The summary that an earlier start left, if it finished at `step`."""
         try:
-            summary: dict[str, Any] = json.loads((self.path / "summary.json").read_text())
+            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        return summary if summary.get("status") == "finished" and summary.get("step") == step else None
+        whole = isinstance(summary, dict) and summary.keys() >= SUMMARY
+        return summary if whole and summary["status"] == "finished" and summary["step"] == step else None
 
     def close(self) -> None:
         if self._lock is not None:
@@ -195,9 +227,10 @@ class RunDirectory:
         self._lock = lock
 
     def _move_aside(self) -> None:
-        number = 1
-        while (aside := self.path.with_name(f"{self.path.name}.old-{number}")).exists():
+        number, folder = 1, self.path.resolve()  # the path may be a link to another disk
+        while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
             number += 1
-        os.rename(self.path, aside)
+        os.rename(folder, aside)
+        folder.mkdir()
         logger.info("the earlier run is now %s", aside)
         self.close()

@@ -59,7 +59,9 @@ class TrainState:
         ema: moving average of the weights, when train.ema_decay is set; `best` is decided by it.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
-        spent: what the lives so far took, by kind; see engine.ledger.
+        spent: what the starts so far took, by kind; see engine.ledger.
+        origin: the checkpoint of another run that this one began with.
+        history: what makes the run another than its config says: where it began, and changes that were accepted at a step.
     """
 
     model: nn.Module
@@ -69,6 +71,8 @@ class TrainState:
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
     spent: dict[str, float] = field(default_factory=dict)
+    origin: str | None = None
+    history: list[str] = field(default_factory=list)
 
     @property
     def validated_model(self) -> nn.Module:
@@ -85,6 +89,8 @@ class TrainState:
             "best": self.best,
             "last": self.last,
             "spent": self.spent,
+            "origin": self.origin,
+            "history": self.history,
         }
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
@@ -101,7 +107,8 @@ class TrainState:
             group.update(chosen)
         self.step = stored["step"]
         self.best, self.last = stored["best"], stored["last"]
-        self.spent.update(stored.get("spent", {}))  # since version 0.1
+        self.spent.update(stored["spent"])
+        self.origin, self.history = stored["origin"], list(stored["history"])
 
 
 @contextmanager

@@ -305,7 +305,7 @@ class Tracker:
         speed, whole = (f"{summary.get(f'images_per_second{part}') or 0:,.0f}" for part in ("", "_with_first_epoch"))
         causes = ["the first epoch"] * (summary["epoch"] > 1) + ["compilation"] * compiles
         including = f", including {' and '.join(causes)}" if causes else ""
-        all_steps = f"; {whole} over all steps{including}" if whole not in (speed, "0") else ""  # 0: from before version 0.1
+        all_steps = f"; {whole} over all steps{including}" if whole != speed else ""
         folder = self.folder / "tensorboard"
         curves = [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")] if folder.is_dir() else []
         rows = [

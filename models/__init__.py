@@ -1,5 +1,5 @@
 """Name -> nn.Module: `build(name, num_classes=..., image_size=...)`."""
 
-from models.zoo import available, build, is_convnet, load_weights, parameter_count
+from models.zoo import available, build, file_fingerprint, is_convnet, load_weights, parameter_count
 
-__all__ = ["available", "build", "is_convnet", "load_weights", "parameter_count"]
+__all__ = ["available", "build", "file_fingerprint", "is_convnet", "load_weights", "parameter_count"]

@@ -3,6 +3,7 @@
 Checkpoints hold the keys as these libraries name them, so weights go both ways.
 """
 
+import hashlib
 import importlib.util
 import logging
 import re
@@ -157,6 +158,19 @@ def load_weights(model: nn.Module, path: Path) -> None:
     if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
         raise UserError(f"model.weights={path}: holds no table of tensors; give a state_dict or a checkpoint")
     adopt_weights(model, stored, origin=str(path))
+
+
+def file_fingerprint(path: Path) -> str:
+    """What a file of weights holds, whatever it is named.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+    except OSError as error:
+        raise UserError(f"model.weights={path}: {error.strerror}") from None
 
 
 def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin: str) -> None:

@@ -77,14 +77,10 @@ def build_datasets(config: Config) -> Datasets:
     check_splits(train_index, val_index)
     # With gpu and hybrid, the best of these decodes the validation images and what the engines do not take.
     decoder = decode.resolve("auto" if config.loader.decoder in ON_GPU else config.loader.decoder)
-    return Datasets(
-        FolderDataset(train_index, train_transform, decoder=decoder, seed=seed),
-        FolderDataset(val_index, val_transform, decoder=decoder, seed=seed),
-        train_index.classes,
-        train_side,
-        val_side,
-        *(f"{len(index):,} images, SHA-256 {index.fingerprint()[:16]}" for index in (train_index, val_index)),
-    )
+    train_files = FolderDataset(train_index, train_transform, decoder=decoder, seed=seed)
+    val_files = FolderDataset(val_index, val_transform, decoder=decoder, seed=seed)
+    return Datasets(train_files, val_files, train_index.classes, train_side, val_side, train_files.fingerprint(),
+                    val_files.fingerprint())  # fmt: skip
 
 
 def stand_in(config: Config) -> Datasets | None:
@@ -123,10 +119,12 @@ class Feed:
 
         The CPU decoders decode every validation image, and workers that only read files for the engines may be few.
         """
+        if self.train.gpu_decoder is None:
+            yield
+            return
         pool = self.train.loader.pool
         before = len(pool.workers)
-        if self.train.gpu_decoder is not None:
-            pool.resize(max(before, self.most_workers))
+        pool.resize(max(before, self.most_workers))
         yield
         pool.resize(before)
 

@@ -3,6 +3,7 @@
 Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a label. Runs in a worker.
 """
 
+import hashlib
 import os
 import re
 import time
@@ -125,10 +126,22 @@ class FolderDataset:
         return time.thread_time() - began
 
     def mean_bytes(self) -> float:
-        """Mean size of the files, from up to 256 of them spread over the split."""
-        places = np.linspace(0, len(self) - 1, min(len(self), 256)).astype(int)
-        sizes = [os.path.getsize(path) for path in map(self.index.path, places) if os.path.exists(path)]
+        """Mean size of the files, from a sample of them."""
+        sizes = [size for size in self._sizes() if size]
         return float(np.mean(sizes)) if sizes else 0.0
+
+    def fingerprint(self) -> str:
+        """Which samples these are, wherever the folder is: names, labels and the sizes of a sample of the files.
+
+        The sizes tell another copy of a dataset, such as one that scripts/shrink.py has made, by the same names.
+        """
+        digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes()}".encode())
+        return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
+
+    def _sizes(self) -> list[int]:
+        """Bytes of up to 256 files spread over the split; 0 of those that are gone."""
+        places = np.linspace(0, len(self) - 1, min(len(self), 256)).astype(int)
+        return [os.path.getsize(path) if os.path.exists(path) else 0 for path in map(self.index.path, places)]
 
     def _read(self, index: int) -> bytes:
         with open(self.index.path(index), "rb") as file:

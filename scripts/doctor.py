@@ -355,7 +355,7 @@ def plan(case: Case) -> Iterator[Row]:
         datasets = stand_in(config) or build_datasets(config)
     made = train.make_plan(config, datasets, world)
     case.plan = made, datasets, world
-    yield from (warn(note, "training starts all the same") for note in made.notes)
+    yield from (warn(note, "training starts all the same") for note in made.notes if note not in config.notes)
     yield ok(f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; {made.stop_step:,} "
              f"steps of {made.batch_size} images of {made.image_size} px on {made.device}")  # fmt: skip
 

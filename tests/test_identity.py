@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def test_what_cannot_affect_the_result_resumes(program: Program) -> None:
     assert "resumed from step-00000005.pt" in out
     for line in ("loader.workers: 0 -> 1", "train.max_steps: 5 -> 7", "data.on_error: raise -> skip"):
         assert f"changed  {line}\n" in out
-    assert "loader.decoder" not in out.split("changed", 1)[0]
+    assert "changed  loader.decoder" not in out  # the same pixels
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 7
 
 
@@ -98,8 +99,11 @@ def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
     assert status == 0
     assert "changed  optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
     # They are the run's own from then on: the same command resumes, the first one no longer does.
-    status, out, _ = program("optim.lr=0.4", "train.max_steps=8")
-    assert status == 0 and "optim.lr" not in out
+    history = "accepted at step 5: optim.lr was 0.2, is 0.4"
+    for steps in (8, 8):  # every start says it, also that of a finished run
+        status, out, _ = program("optim.lr=0.4", f"train.max_steps={steps}")
+        assert status == 0 and f"changed  {history}\n" in out
+    assert json.loads(Path("runs/one/summary.json").read_text())["history"] == [history]
     assert program()[0] == 2
 
 
@@ -122,7 +126,7 @@ def test_a_change_that_would_train_nothing_cannot_be_accepted(program: Program) 
     before = content(Path("runs"))
     status, out, err = program("optim.lr=0.4", "checkpoint.accept_changes=true")
     assert (status, out) == (2, "")
-    assert "optim.lr was 0.2, is 0.4: run.dir=runs/one has taken its 9 steps, so the change would train nothing; give " in err
+    assert "step-00000009.pt: it has taken all of 9 steps, so that optim.lr was 0.2, is 0.4 would train nothing; give " in err
     assert content(Path("runs")) == before
     assert program("train.epochs=3", "checkpoint.accept_changes=true")[0] == 0
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 14
@@ -149,9 +153,79 @@ def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -
     branch = [f"checkpoint.resume={tmp_path}/runs/one/checkpoints/step-00000005.pt", "train.max_steps=6"]
     status, out, _ = program(*branch, "run.name=two")
     assert status == 0 and "run.name" not in out and "run.dir" not in out
+    assert f"resumed from {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in out
+    assert f"changed  began at step 5 with {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in program("run.name=two")[1]
+    # A run that began elsewhere does not take it.
+    program("run.name=four", "train.max_steps=1", "train.seed=3")
+    status, _, err = program(*branch, "run.name=four", "train.seed=3")
+    assert status == 2 and "holds a run that did not begin there" in err
     assert program(*branch, "run.name=three", "optim.lr=0.4")[0] == 2
     assert not Path("runs/three").exists()
     assert program(*branch, "run.name=three", "optim.lr=0.4", "checkpoint.accept_changes=true")[0] == 0
+
+
+def test_other_images_by_the_same_names_are_other_data(program: Program, image_root: Path, tmp_path: Path) -> None:
+    """A shrunken copy of a dataset keeps its names. A copy as it is may lie anywhere."""
+    program("train.max_steps=2")
+    moved = shutil.copytree(image_root, tmp_path / "moved")
+    status, out, _ = program(f"data.root={moved}", "train.max_steps=3")
+    assert status == 0 and f"changed  data.root: {image_root} -> {moved}\n" in out
+    (moved / "val" / "dots" / "00.jpg").write_bytes((moved / "val" / "dots" / "01.jpg").read_bytes())
+    status, _, err = program(f"data.root={moved}", "train.max_steps=4")
+    assert status == 2 and "data.val was 15 images, SHA-256 " in err and "data.train was" not in err
+
+
+def test_validation_on_the_training_images_is_told(program: Program) -> None:
+    assert "note     data.val holds the training images" in program("data.val=train", "train.max_steps=1")[1]
+    assert "note" not in program("run.name=two", "train.max_steps=1")[1]
+
+
+def test_weights_are_known_by_what_they_hold(program: Program, tmp_path: Path) -> None:
+    program("train.max_steps=1")
+    first = Path("first.pt")
+    shutil.copy("runs/one/checkpoints/step-00000001.pt", first)
+    assert program("run.name=two", f"model.weights={first}", "train.max_steps=1")[0] == 0
+    other = Path(shutil.copy(first, "other.pt"))
+    assert program("run.name=two", f"model.weights={tmp_path}/{other}", "train.max_steps=2")[0] == 0
+    program("train.max_steps=2")
+    shutil.copy("runs/one/checkpoints/step-00000002.pt", first)
+    status, _, err = program("run.name=two", f"model.weights={first}", "train.max_steps=3")
+    assert status == 2 and "model.weights was SHA-256 " in err
+
+
+def test_fewer_steps_than_were_taken_are_told(program: Program) -> None:
+    program()
+    assert "this run is finished: 9 steps, more than train.max_steps=4, give another" in program("train.max_steps=4")[1]
+
+
+def test_checkpoints_without_their_manifests_are_not_lost(program: Program) -> None:
+    """Somebody copied the .pt files alone."""
+    program("train.max_steps=5")
+    for manifest in Path("runs/one/checkpoints").glob("*.json"):
+        manifest.unlink()
+    status, out, err = program("train.max_steps=6")
+    assert status == 0 and "resumed from step-00000005.pt" in out
+    assert "step-00000005.pt has no manifest: its bytes cannot be checked" in err
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null", '{"status": "finished", "step": 9}'])
+def test_a_damaged_summary_is_written_again(program: Program, text: str) -> None:
+    program("train.epochs=0.2")
+    path = Path("runs/one/summary.json")
+    whole = json.loads(path.read_text())
+    path.write_text(text)
+    assert program("train.epochs=0.2")[0] == 0
+    assert json.loads(path.read_text())["params_sha256"] == whole["params_sha256"]
+
+
+@pytest.mark.parametrize("missing", ["state", "identity", "config", "step"])
+def test_a_checkpoint_that_lacks_something_is_one_line(program: Program, missing: str) -> None:
+    program("train.max_steps=1")
+    content = checkpoint.load(Path("runs/one/checkpoints/step-00000001.pt"))
+    torch.save({name: value for name, value in content.items() if name != missing}, "f.pt")
+    status, out, err = program("run.name=two", "checkpoint.resume=f.pt")
+    assert (status, out, err.count("\n")) == (2, "", 1) and f"it has no {missing}" in err
+    assert not Path("runs/two").exists()
 
 
 def test_the_command_line_is_kept(program: Program, image_root: Path) -> None:
@@ -231,13 +305,23 @@ def test_ranks_agree_on_what_they_train() -> None:
         train.same_on_all_ranks({"optim.lr": 0.4}, {"optim.lr": 0.1}, 3)
 
 
+def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
+    return subprocess.run([*launcher, *BASE, f"data.root={image_root}", *overrides], cwd=folder, capture_output=True, text=True,
+                          timeout=HANGS_SECONDS, check=False)  # fmt: skip
+
+
+def test_ranks_that_would_wait_for_each_other_are_refused(image_root: Path, tmp_path: Path) -> None:
+    """One would stop a step before the other, which then waits for it."""
+    done = two_ranks(image_root, tmp_path, "train.max_steps=1${oc.env:RANK}")
+    assert done.returncode == 1
+    assert "train.py: train.max_steps: is 11 on rank 1 and 10 on rank 0; give every rank the same command" in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
 def test_two_ranks_share_a_directory_named_after_the_time(image_root: Path, tmp_path: Path) -> None:
     """`${now:}` is another instant on every rank."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
-    done = subprocess.run(
-        [*launcher, *BASE, f"data.root={image_root}", "run.name=${now:%H-%M-%S-%f}", "train.max_steps=2"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_SECONDS, check=False,
-    )  # fmt: skip
+    done = two_ranks(image_root, tmp_path, "run.name=${now:%H-%M-%S-%f}", "train.max_steps=2")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"

@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[2]
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
     """A checkpoint in which everything tells the step."""
-    return {"step": step, "state": {"weights": torch.full((size,), float(step)), "names": [str(step)]}}
+    state = {"weights": torch.full((size,), float(step)), "names": [str(step)]}
+    return {"step": step, "state": state, "identity": {}, "config": {}}
 
 
 def newest(folder: Path) -> int | None:
@@ -72,7 +73,13 @@ def folder(tmp_path: Path) -> Path:
 
 def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(7), "d": torch.randn(2, 3).t()}
-    nested = {"step": 5, "state": {**tensors, "list": [1, 2.5, None, "x"]}, "config": "a: 1\n", "best": {"top1": 1.5}}
+    nested = {
+        "step": 5,
+        "state": {**tensors, "list": [1, 2.5, None, "x"]},
+        "identity": {},
+        "config": {"a": 1},
+        "best": {"top1": 1.5},
+    }
     path = save(tmp_path / "new" / "checkpoints", nested, keep=1)
     stored = load(path)
     for name, tensor in tensors.items():
@@ -81,7 +88,8 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
         "format": FORMAT,
         "step": 5,
         "state": {"list": [1, 2.5, None, "x"]},
-        "config": "a: 1\n",
+        "identity": {},
+        "config": {"a": 1},
         "best": {"top1": 1.5},
     }
     assert files(path.parent) == {"step-00000005.pt", "step-00000005.json", "last.json"}
@@ -328,7 +336,8 @@ for line in sys.stdin:
         while True:
             state = {"weights": torch.full((500_000,), float(step)), "names": [str(step)]}
             for again in (False, True):  # a step is saved a second time when the next start validates it
-                checkpoint.save(folder, {"step": step, "state": state, "again": again}, keep=2, best_step=step - step % 3)
+                content = {"step": step, "state": state, "identity": {}, "config": {}, "again": again}
+                checkpoint.save(folder, content, keep=2, best_step=step - step % 3)
             step += 1
     print(child, flush=True)
     os.waitpid(child, 0)

@@ -45,7 +45,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoint.save(folder, {"step": step, "state": {"weights": torch.ones(1000)}}, keep=1)
+    return checkpoint.save(folder, {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}}, keep=1)
 
 
 def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(tmp_path: Path, calls: Calls) -> None:
@@ -54,7 +54,7 @@ def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(tmp_path:
     written = [target for kind, *names in calls if kind == "replace" for target in names[1:]]
     assert written[:2] == ["step-00000001.pt", "step-00000001.json"]  # the manifest, which makes the file count, comes second
     assert set(written) == {path.name for path in folder.iterdir()}
-    expected: Calls = []
+    expected: Calls = [("fsync", tmp_path.name, "")]  # the folder is new
     for name in written:
         expected += [("fsync", f"{name}.tmp", str((folder / name).stat().st_size)), ("replace", f"{name}.tmp", name),
                      ("fsync", "checkpoints", "")]  # fmt: skip
@@ -102,7 +102,7 @@ for line in sys.stdin:
     if child == 0:
         killed_before(int(line))
         for step in (20, 30):
-            content = {"step": step, "state": {"weights": torch.ones(1000)}, "again": True}
+            content = {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}, "again": True}
             checkpoint.save(Path(sys.argv[1]) / line.strip(), content, keep=1, best_step=30 if step == 30 else 10)
         os._exit(0)
     print(os.waitpid(child, 0)[1], flush=True)
@@ -113,7 +113,9 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
     """The newest checkpoint that counted is whole, whatever the kill left behind, and the next save goes on from there."""
     before = tmp_path / "before"
     for step in (10, 20):
-        checkpoint.save(before, {"step": step, "state": {"weights": torch.ones(1000)}}, keep=2, best_step=10)
+        checkpoint.save(
+            before, {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}}, keep=2, best_step=10
+        )
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     newest: list[int] = []
     with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

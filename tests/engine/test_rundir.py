@@ -1,5 +1,6 @@
 """The run directory: one process at a time, nothing foreign touched, nothing changed by a refusal."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.rundir import RunDirectory
+from engine.rundir import SUMMARY, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
@@ -27,8 +28,8 @@ def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTI
     return found
 
 
-def add_checkpoint(path: Path, step: int, identity: dict[str, Any] = IDENTITY) -> Path:
-    content = {"step": step, "identity": identity, "state": {"weights": torch.ones(10)}}
+def add_checkpoint(path: Path, step: int, identity: dict[str, Any] = IDENTITY, origin: str | None = None) -> Path:
+    content = {"step": step, "identity": identity, "config": {}, "state": {"weights": torch.ones(10), "origin": origin}}
     return checkpoint.save(path / "checkpoints", content, keep=9)
 
 
@@ -86,8 +87,13 @@ def test_a_path_is_where_a_new_run_begins(run: Path, tmp_path: Path) -> None:
     branch = tmp_path / "branch"
     assert open_run(branch, str(ten)) == ten
     assert open_run(branch, str(ten)) == ten  # killed before its first checkpoint
-    own = add_checkpoint(branch, 15)
+    own = add_checkpoint(branch, 15, origin=str(ten))
     assert open_run(branch, str(ten)) == own  # the same command again goes on
+    twenty = ten.with_name("step-00000020.pt")
+    with pytest.raises(
+        UserError, match=r"checkpoint\.resume=.*: .*/branch holds a run that did not begin there; leave the key"
+    ):
+        open_run(branch, str(twenty))
 
 
 def test_a_path_in_the_same_run(run: Path) -> None:
@@ -121,6 +127,15 @@ def test_never_moves_aside(run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "run.old-2" / "mine").read_text() == "1"
     assert open_run(tmp_path / "new", "never") is None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "run", "run.old-1", "run.old-2"]
+
+
+def test_never_leaves_a_link_where_it_is(run: Path, tmp_path: Path) -> None:
+    """run.dir may lead to a large disk, on which the next run belongs, too."""
+    (tmp_path / "link").symlink_to(run)
+    before = tree(run)
+    assert open_run(tmp_path / "link", "never") is None
+    assert (tmp_path / "link").readlink() == run
+    assert tree(tmp_path / "run.old-1") == before and set(tree(run)) == {".lock", "checkpoints"}
 
 
 def test_never_does_not_look_at_the_checkpoints(run: Path) -> None:
@@ -185,7 +200,6 @@ def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path
     for path, resume, identity in (
         (run, "auto", IDENTITY),
         (run, "never", {}),
-        (run, str(other), IDENTITY),  # its own checkpoints come first
         (tmp_path / "new", "auto", {}),
         (tmp_path / "new", str(other), {"pixels": "gpu"}),
     ):
@@ -229,7 +243,7 @@ def test_second_user_in_the_same_process_is_refused(run: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from engine.rundir import RunDirectory
+from engine.rundir import SUMMARY, RunDirectory
 run = RunDirectory(Path(sys.argv[1]))
 run.open("auto", {})
 print("open", flush=True)
@@ -269,12 +283,19 @@ def test_write(run: Path) -> None:
     assert not list(run.glob("*.tmp"))
 
 
+WHOLE = dict.fromkeys(SUMMARY, 5) | {"status": "finished", "step": 20}
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        ('{"status": "finished", "step": 20, "top1": 5}', {"status": "finished", "step": 20, "top1": 5}),
-        ('{"status": "finished", "step": 10}', None),
-        ('{"status": "interrupted", "step": 20}', None),
+        (json.dumps(WHOLE), WHOLE),
+        (json.dumps({**WHOLE, "step": 10}), None),
+        (json.dumps({**WHOLE, "status": "interrupted"}), None),
+        ('{"status": "finished", "step": 20}', None),
+        ("[]", None),
+        ("3", None),
+        ("null", None),
         ("", None),
         ('{"status": "fin', None),
         (None, None),

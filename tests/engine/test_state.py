@@ -78,7 +78,7 @@ def test_stored_and_loaded_it_trains_on_as_if_nothing_had_been(tmp_path: Path, n
     straight = new_state(OPTIMIZERS[name], ema=ema)
     advance(straight, 3)
     straight.best, straight.last = {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0}
-    path = checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict()}, keep=1)
+    path = checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}}, keep=1)
 
     resumed = new_state(OPTIMIZERS[name], seed=1, ema=ema)
     assert not equal(resumed.state_dict(), straight.state_dict())
@@ -97,7 +97,9 @@ def test_every_part_matters(tmp_path: Path) -> None:
     """Leave one part behind, and three steps later the weights differ: so the test above would see it."""
     straight = new_state(OPTIMIZERS["sgd"])
     advance(straight, 3)
-    stored = checkpoint.load(checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict()}, keep=1))["state"]
+    stored = checkpoint.load(
+        checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}}, keep=1)
+    )["state"]
     fresh = new_state(OPTIMIZERS["sgd"], seed=1).state_dict()
     advance(straight, 3)
     for part in ("model", "optimizer", "step", "ema", "ema_steps"):

@@ -194,7 +194,7 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert rows == [
         ["optim.lr", "0.2", "0.05", "0.2"],
         ["optim.nesterov", "true", "false", "true"],
-        ["train.epochs", "2.0", "3.0", "2000.0"],
+        ["train.epochs", "2", "3", "2000"],
         ["log.every_steps", "1", "3", "1"],
     ]
     figures = {row[0]: row[1:] for row in page.rows("Final figures")}
