@@ -101,8 +101,7 @@ def train(config: Config) -> dict[str, Any]:
     with ExitStack() as stack:
         world = stack.enter_context(join_world(config.train.device))
         config = replace(config, run=world.agree(lambda: config.run))  # ${now:} is another time on every rank
-        keys = {key: value for key, value in config_values(config).items() if key not in OWN_OF_RANKS}
-        world.all_or_none(lambda: same_on_all_ranks(keys, world.agree(lambda: keys), world.rank))
+        same_on_all_ranks(world.gather({key: v for key, v in config_values(config).items() if key not in OWN_OF_RANKS}))
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
         pixels = world.agree(lambda: run.stored_identity(config.checkpoint.resume)).get("pixels", "cpu")
         if undrawn := stand_in(config):  # a mistake shows before anything is drawn
@@ -116,22 +115,23 @@ def train(config: Config) -> dict[str, Any]:
         set_up_process(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)
-        world.all_or_none(lambda: same_on_all_ranks(identity, world.agree(lambda: identity), world.rank))
-        resumed, changes = world.agree(
+        same_on_all_ranks(world.gather(identity))
+        resumed, accepted = world.agree(
             lambda: run.open(config.checkpoint.resume, identity, accept_changes=config.checkpoint.accept_changes,
                              stop_step=plan.stop_step)
         )  # fmt: skip
         # The first start in this folder, perhaps from the checkpoint of another run.
         begins = resumed is None or resumed.parent.resolve() != run.checkpoints.resolve()
+        changes: list[str] = []
         if resumed is not None:
-            stored_config = load_checkpoint(state, resumed, begins=begins, accepted=changes)
-            changes += differences(stored_config, {**config_values(config), "ranks": world.size})
+            stored_config = load_checkpoint(state, resumed, begins=begins, accepted=accepted)
+            changes = [*state.history, *differences(stored_config, {**config_values(config), "ranks": world.size})]
         finished = run.finished_summary(state.step) if state.step >= plan.stop_step else None
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, [*state.history, *changes])
+        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
         if finished is not None:
             more = f" {state.step:,} steps, more than train.max_steps={plan.stop_step}," * (state.step > plan.stop_step)
             tracker.say(f"this run is finished:{more} give another run.name to train again, or checkpoint.resume=never")
@@ -625,16 +625,20 @@ def load_checkpoint(state: TrainState, path: Path, *, begins: bool, accepted: li
     return config
 
 
-def same_on_all_ranks(own: dict[str, Any], first: dict[str, Any], rank: int) -> None:
-    """Refuse ranks that would train different things.
+def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
+    """Refuse ranks that would train different things, or wait for each other.
+
+    Args:
+        values: what must be equal, by name: a dictionary of each rank, in their order.
 
     Raises:
-        UserError: names what differs.
+        UserError: names what differs; every rank raises it.
     """
-    for name in own:
-        if own[name] != first.get(name):
-            raise UserError(f"{name}: is {show(own[name])} on rank {rank} and {show(first.get(name))} on rank 0; give every "
-                            "rank the same command and the same data")  # fmt: skip
+    for rank, own in enumerate(values):
+        for name, value in own.items():
+            if value != values[0].get(name):
+                raise UserError(f"{name}: is {show(value)} on rank {rank} and {show(values[0].get(name))} on rank 0; give every "
+                                "rank the same command and the same data")  # fmt: skip
 
 
 def introduce(tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:

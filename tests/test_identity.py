@@ -97,7 +97,7 @@ def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
     accept = ["optim.lr=0.4", "checkpoint.accept_changes=true", "train.max_steps=7"]
     status, out, _ = program(*accept)
     assert status == 0
-    assert "changed  optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
+    assert "changed  accepted at step 5: optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
     # They are the run's own from then on: the same command resumes, the first one no longer does.
     history = "accepted at step 5: optim.lr was 0.2, is 0.4"
     for steps in (8, 8):  # every start says it, also that of a finished run
@@ -300,9 +300,9 @@ def test_other_pixels_are_refused(program: Program) -> None:
 
 
 def test_ranks_agree_on_what_they_train() -> None:
-    train.same_on_all_ranks({"optim.lr": 0.1}, {"optim.lr": 0.1}, 3)
-    with pytest.raises(UserError, match=r"optim\.lr: is 0\.4 on rank 3 and 0\.1 on rank 0; give every rank the same command"):
-        train.same_on_all_ranks({"optim.lr": 0.4}, {"optim.lr": 0.1}, 3)
+    train.same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
+    with pytest.raises(UserError, match=r"optim\.lr: is 0\.4 on rank 2 and 0\.1 on rank 0; give every rank the same command"):
+        train.same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
 
 
 def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
