@@ -78,7 +78,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts
 # Nodes may have other cores and keep the data elsewhere; all other keys decide what the ranks do together.
 OWN_OF_RANKS = (*DATA_FOLDERS, "loader.workers", "loader.prefetch_factor", "loader.pin_memory", "loader.start_method")
-VALIDATED_ON = tuple(f"{name} was " for name in ("data.val", "data.val_size", "data.mean", "data.std", "augment.val"))
+VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 # model.compile=tuned: the block sizes of every generated kernel are searched. ResNet-50 on an H200: 7,327 -> 7,798 images/s.
 TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
 # How long a thread that computes in Python may keep a launch waiting. With Python's own 5 ms, at each of a step's hundreds of
@@ -125,16 +125,17 @@ def train(config: Config) -> dict[str, Any]:
         changes: list[str] = []
         if resumed is not None:
             stored_config = load_checkpoint(state, resumed, begins=begins, accepted=accepted)
-            changes = [*state.history, *differences(stored_config, {**config_values(config), "ranks": world.size})]
+            changes = differences(stored_config, {**config_values(config), "ranks": world.size})
         finished = run.finished_summary(state.step) if state.step >= plan.stop_step else None
         tracker = stack.enter_context(
             Tracker(run.path if world.leads else None, start_step=state.step, total_steps=plan.stop_step, epochs=plan.epochs,
                     records=finished is None, tensorboard=config.log.tensorboard)
         )  # fmt: skip
-        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, changes)
+        introduce(tracker, [*plan.lines(), f"memory   {memory.line()}"], run, resumed, state.history, changes)
         if finished is not None:
-            more = f" {state.step:,} steps, more than train.max_steps={plan.stop_step}," * (state.step > plan.stop_step)
-            tracker.say(f"this run is finished:{more} give another run.name to train again, or checkpoint.resume=never")
+            longer = "a larger train.max_steps to continue, " * (state.step < plan.schedule_steps)
+            tracker.say(f"this run is finished after {state.step:,} steps: give {longer}another run.name to train again, or "
+                        "checkpoint.resume=never to start over in this directory")  # fmt: skip
             tracker.outcome(finished, compiles=plan.compile != "off")
             return finished
         if begins:
@@ -453,9 +454,9 @@ def save(state: TrainState, config: Config, identity: dict[str, Any], run: RunDi
 
 
 def diverged(how: str) -> TrainingError:
-    return TrainingError(f"{how}; no checkpoint holds these weights: lower optim.lr, lengthen schedule.warmup_epochs or set "
-                         "optim.clip_norm, and go on from the newest checkpoint with checkpoint.accept_changes=true or train "
-                         "anew with checkpoint.resume=never")  # fmt: skip
+    return TrainingError(f"{how}; these weights were not saved: lower optim.lr, lengthen schedule.warmup_epochs or set "
+                         "optim.clip_norm, and start over with checkpoint.resume=never or continue from the newest checkpoint "
+                         "with checkpoint.resume=PATH checkpoint.accept_changes=true")  # fmt: skip
 
 
 def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu") -> Plan:
@@ -474,7 +475,9 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
     flops = count_flops(model, datasets.train_side)
     precision = choose_precision(config.train.precision, world.device)
     activations = activation_bytes(model, datasets.train_side, torch.bfloat16 if precision == "bf16" else torch.float32)
-    count_flops(model, datasets.val_side, key="augment.val")  # what would fail at the first validation is refused here
+    count_flops(
+        model, datasets.val_side, key="data.val_size, augment.val"
+    )  # what would fail at the first validation is refused here
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     check_profile(config.profile.steps, stop_step)
@@ -521,6 +524,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
             *precision_note(config.train.precision, world.device),
             *few_steps(config, images, world.size),
             *same_images(datasets),
+            *literal_sizes(config, datasets),
         ),
     )
 
@@ -529,7 +533,15 @@ def same_images(datasets: Datasets) -> list[str]:
     """What to say when validation sees the training images."""
     if datasets.train_fingerprint != datasets.val_fingerprint:
         return []
-    return ["data.val holds the training images: accuracy on them does not tell how the model does on others"]
+    return ["data.val holds the training images, so its accuracy says nothing about new images; give another split"]
+
+
+def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
+    """What to say when a list of transforms makes images of another size than the key for it says."""
+    sizes = [("augment.train", datasets.train_side, "data.image_size", config.data.image_size),
+             ("augment.val", datasets.val_side, "data.val_size", config.data.val_size)]  # fmt: skip
+    return [f"{key} makes images of {side} px whatever {name}={size} says; write size: ${{{name}}} in it"
+            for key, side, name, size in sizes if side != size]  # fmt: skip
 
 
 def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> MemoryPlan:
@@ -539,6 +551,8 @@ def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> M
         UserError: it is not.
     """
     most = 2 * plan.workers if plan.measures_workers else plan.workers  # workers that wait leave their core to others
+    if plan.decoder == "gpu" and config.loader.workers == "auto":  # few read files for the engines, all cores validate
+        most = max(most, worker_budget(world.local_size).workers)
     return plan_memory(config, datasets, workers=most, fewest=min(1, most) if config.loader.workers == "auto" else None,
                        decoder=plan.decoder, device=world.device, dtype=plan.input_dtype, world_size=world.size,
                        ranks_here=world.local_size)  # fmt: skip
@@ -580,16 +594,17 @@ def build_state(config: Config, plan: Plan, world: World) -> TrainState:
 
 
 def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
-    """What affects the result, by the name a person knows it by: a checkpoint with another identity is another training.
+    """Everything that affects the result, name -> value. A checkpoint with another identity is of another training.
 
-    What was derived stands for the key that it was derived from: the samples for their folders, which may move.
+    Derived values replace their keys: a fingerprint of the samples stands for their folders, which may move.
     """
     keys = {key: value for key, value in affecting(config, RESULT).items() if key not in (*DATA_FOLDERS, "loader.decoder")}
     if config.model.weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(config.model.weights)))
-    return keys | {
+    return {
         "data.train": datasets.train_fingerprint,
         "data.val": datasets.val_fingerprint,
+        **keys,
         "classes": len(datasets.classes),
         "parameters": plan.parameters,
         "train.precision": plan.precision,
@@ -602,25 +617,25 @@ def config_values(config: Config) -> dict[str, Any]:
     return {key: value for key, _, value in walk(config)}
 
 
-def load_checkpoint(state: TrainState, path: Path, *, begins: bool, accepted: list[str]) -> dict[str, Any]:
+def load_checkpoint(state: TrainState, path: Path, *, begins: bool, accepted: dict[str, str]) -> dict[str, Any]:
     """Load a checkpoint into the state, and note in its history what makes this run another than its config says.
 
     Args:
         begins: the checkpoint is that of another run.
-        accepted: changes since it was written that affect the result.
+        accepted: changes since it was written that affect the result, each key with a sentence.
 
     Returns:
         The values of the keys with which it was written.
     """
     stored = checkpoint.load(path)
     state.load_state_dict(stored["state"])
-    if begins or any(change.startswith(VALIDATED_ON) for change in accepted):
+    if begins or accepted.keys() & VALIDATED_ON:
         state.best, state.last = {}, {}  # its checkpoint is in another folder, or it is of other images
     if begins:
         state.spent.clear()
         state.origin = str(path.resolve())
         state.history.append(f"began at step {state.step:,} with {path}")
-    state.history += [f"accepted at step {state.step:,}: {change}" for change in accepted]
+    state.history += [f"accepted at step {state.step:,}: {change}" for change in accepted.values()]
     config: dict[str, Any] = stored["config"]
     return config
 
@@ -637,16 +652,20 @@ def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
     for rank, own in enumerate(values):
         for name, value in own.items():
             if value != values[0].get(name):
-                raise UserError(f"{name}: is {show(value)} on rank {rank} and {show(values[0].get(name))} on rank 0; give every "
-                                "rank the same command and the same data")  # fmt: skip
+                raise UserError(f"{name}: is {show(value)} on rank {rank} and {show(values[0].get(name))} on rank 0; give "
+                                "every rank the same command and the same data")  # fmt: skip
 
 
-def introduce(tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, changes: list[str]) -> None:
+def introduce(
+    tracker: Tracker, lines: list[str], run: RunDirectory, resumed: Path | None, history: list[str], changes: list[str]
+) -> None:
     """Say once what will happen."""
     for line in lines:
         tracker.say(line)
     whence = "" if resumed is None else resumed.name if resumed.parent == run.checkpoints else str(resumed)
     tracker.say(f"run      {run.path}" + f", resumed from {whence}" * bool(whence))
+    for line in history:
+        tracker.say(f"history  {line}")
     for change in changes:
         tracker.say(f"changed  {change}")
 

@@ -31,8 +31,8 @@ def _refuse_missing_packages() -> None:
         remedy = "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
     names = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: {names} {'are' if len(missing) > 1 else 'is'} missing in {sys.executable}; {remedy}",
-              file=sys.stderr)  # fmt: skip
+        print(f"{Path(sys.argv[0]).name}: {names} {'are' if len(missing) > 1 else 'is'} not installed for {sys.executable}; "
+              f"{remedy}", file=sys.stderr)  # fmt: skip
     sys.exit(2)
 
 

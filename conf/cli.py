@@ -29,7 +29,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import MarkedYAMLError
 
 from conf import hints
-from conf.schema import RESULT, Config, UserError, check, did_you_mean, in_effect, show, walk
+from conf.schema import RESULT, Config, UserError, check, did_you_mean, in_effect, path_hash, show, walk
 
 FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
@@ -110,7 +110,7 @@ def _choose(tree: DictConfig, group: str, choice: str) -> None:
 
 
 def _replaced(recipe: str, planned: DictConfig, tree: DictConfig, groups: Mapping[str, str], keys: set[str]) -> list[str]:
-    """What typed groups have taken away from the recipe, and what a typed optimiser has left of it: a line each."""
+    """One note for each typed group that replaces values of the recipe, and one if optim.name alone keeps them."""
     own = OmegaConf.load(FOLDER / "recipe" / f"{recipe}.yaml")
     notes = []
     for group, choice in groups.items():
@@ -121,8 +121,8 @@ def _replaced(recipe: str, planned: DictConfig, tree: DictConfig, groups: Mappin
         notes += [f"{group}={choice} replaces values of the recipe: {', '.join(changed)}"] if changed else []
     if "optim.name" in keys and "optim" not in groups and tree.optim.name != planned.optim.name:
         kept = [f"optim.{key}={show(tree.optim[key])}" for key in ("lr", "weight_decay") if f"optim.{key}" not in keys]
-        notes += [f"optim.name={tree.optim.name} keeps {', '.join(kept)}, made for {planned.optim.name}; "
-                  f"optim={tree.optim.name} has values of its own"] if kept else []  # fmt: skip
+        notes += [f"optim.name={tree.optim.name} keeps {', '.join(kept)} of {planned.optim.name}; write "
+                  f"optim={tree.optim.name} to use its own defaults"] if kept else []  # fmt: skip
     return notes
 
 
@@ -156,6 +156,8 @@ def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
             full += f",{name}={show(value)}"
             part = f",{name}=" + re.sub(r"[^\w.+-]+", "-", show(value), flags=re.ASCII).strip("-")
             short += part if len(short + part) <= NAME_LENGTH else ""
+    if tree.checkpoint.resume not in ("auto", "never"):  # a run that begins with the weights of another
+        full, short = (f"{text},checkpoint.resume={path_hash(tree.checkpoint.resume)}" for text in (full, short))
     return full if full == short else f"{short},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
 
 
@@ -181,11 +183,11 @@ def _check_effect(override: Override, config: Config) -> None:
 
 
 def _doubts(config: Config) -> list[str]:
-    """What is allowed and will hardly be what the user wants."""
-    transformer = re.search(r"vit|swin|deit|former", config.model.name)
+    """Notes about values that are allowed but are probably not what the user wants."""
+    transformer = re.search(r"vit|swin|[bd]eit|former|eva0|cait|mixer", config.model.name)
     if transformer and config.optim.name == "sgd":
-        return [f"model.name={config.model.name} with optim.name=sgd: transformers learn little with SGD; "
-                "recipe=imagenet_vit_s16 has an optimiser and a schedule for them"]  # fmt: skip
+        return [f"model.name={config.model.name} with optim.name=sgd: transformers train poorly with SGD; "
+                "try the optimiser and the schedule of recipe=imagenet_vit_s16"]  # fmt: skip
     return []
 
 

@@ -1,7 +1,7 @@
-"""What people type who know another trainer, and what to write here: flags of pytorch/examples, torchvision and timm
-(`--lr 0.1`), keys of Hydra and Lightning templates (`trainer.max_epochs=5`), and values that other programs take.
+"""What to write for the options of other trainers: flags of pytorch/examples, torchvision and timm (`--lr 0.1`), keys of
+Hydra and Lightning templates (`trainer.max_epochs=5`), and values that other programs accept.
 
-Names that end as a key of conf/schema.py does (`--epochs`, `batch_size=64`) need no entry.
+A name that equals the last part of a key in conf/schema.py (`--epochs`, `batch_size=64`) needs no entry.
 """
 
 # What to write -> its names elsewhere, with - for _. {} stands for the value.
@@ -46,7 +46,9 @@ _SENTENCES = {
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "there is no evaluation mode yet: a run always validates at its end": "e eval evaluate test-only validate",
-    "there is no gradient accumulation": "accum-iter grad-accum grad-accum-steps accumulate-grad-batches",
+    "there is no gradient accumulation; lower loader.batch_size, and optim.lr in proportion": (
+        "accum-iter grad-accum grad-accum-steps accumulate-grad-batches"
+    ),
     "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs": (
         "devices dist dist-backend dist-url distributed gpus local-rank multiprocessing-distributed ngpus nnodes nodes num-gpus"
         " num-nodes rank world-size"

@@ -141,9 +141,9 @@ class Data:
     val_size: int = key("${data.image_size}", RESULT, "side of the validation images in pixels", number(8, 4096))
     on_error: str = key("raise", NOTHING, "an unreadable training image: raise, or skip (the next readable one takes its "
                         "place); validation always raises", one_of("raise", "skip"))  # fmt: skip
-    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, "mean of each channel in [0, 1], which is subtracted",
+    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, "mean of each channel, in [0, 1]; it is subtracted",
                             each(number(0, 1), count=3))  # fmt: skip
-    std: list[float] = key([0.229, 0.224, 0.225], RESULT, "standard deviation of each channel, which divides",
+    std: list[float] = key([0.229, 0.224, 0.225], RESULT, "standard deviation of each channel; pixels are divided by it",
                            each(number(0, above=True), count=3))  # fmt: skip
     fake_images: int = key(1_281_167, RESULT | SPEED, "data=fake: number of training images (validation has a tenth)",
                            number(10), when=FAKE)  # fmt: skip
@@ -165,27 +165,26 @@ class Loader:
                        "number (0 decodes in the training process)",
                        auto_or(number(0, 4096), "a whole number from 0 to 4096", int))  # fmt: skip
     decoder: str = key("auto", RESULT | SPEED, "what turns JPEG bytes into pixels: auto takes the first of turbojpeg, "
-                       "simplejpeg, pillow that is installed, which give the same pixels; gpu takes the GPU's JPEG engines, "
-                       "hybrid takes both; a run keeps to CPU decoders, gpu or hybrid when it resumes",
+                       "simplejpeg, pillow that is installed, which give the same pixels; gpu uses the GPU's JPEG engines, "
+                       "hybrid the engines and the CPU; with auto, a resumed run keeps its kind (CPU, gpu or hybrid)",
                        one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"),
                        alike=lambda name: name if name in ("gpu", "hybrid") else "auto")  # fmt: skip
-    pin_memory: Any = key("auto", SPEED, "page-lock the batch buffers, so that the copy to a GPU runs beside the step: auto "
+    pin_memory: Any = key("auto", SPEED, "page-lock the batch buffers, so that copies to a GPU overlap with the step: auto "
                           "does, unless loader.workers=auto finds it slower", AUTO_BOOL)  # fmt: skip
-    prefetch_factor: Any = key("auto", SPEED, "tasks (32 images) each worker has in hand: auto is 3, or as "
-                               "loader.workers=auto finds",
+    prefetch_factor: Any = key("auto", SPEED, "tasks of 32 images assigned to each worker at a time: auto is 3, or the number "
+                               "that loader.workers=auto finds",
                                auto_or(number(1, 64), "a whole number from 1 to 64", int))  # fmt: skip
     prefetch_batches: int = key(4, SPEED, "batches kept ready on the device", number(1, 64))
-    timeout_seconds: float = key(120.0, NOTHING, "a batch later than this stops the run and names the files",
+    timeout_seconds: float = key(120.0, NOTHING, "stop the run and name the files when a batch takes longer than this",
                                  number(0, above=True))  # fmt: skip
     start_method: str = key("forkserver", SPEED, "how workers are started", one_of("forkserver", "spawn", "fork"))
 
 
 @dataclass
 class Autotune:
-    refresh: bool = key(False, NOTHING, "measure again, even if this machine remembers the answer for this data, model and "
-                        "batch")  # fmt: skip
-    online: bool = key(False, NOTHING, "at an epoch's end, change the number of workers when the GPU had to wait, or had far "
-                       "too many")  # fmt: skip
+    refresh: bool = key(False, NOTHING, "loader.workers=auto: measure again instead of using the remembered answer")
+    online: bool = key(False, NOTHING, "loader.workers=auto: at the end of each epoch, add workers if the GPU waited for "
+                       "images, or remove one if there are far too many")  # fmt: skip
 
 
 @dataclass
@@ -236,15 +235,16 @@ class Schedule:
 @dataclass
 class Train:
     epochs: float = key(90.0, RESULT, "passes over the training images", number(0, EPOCHS, above=True))
-    max_steps: int | None = key(None, NOTHING, "end after this many optimiser steps, cleanly", number(1, optional=True))
+    max_steps: int | None = key(None, NOTHING, "stop after this many optimiser steps in total; the learning rate still follows "
+                                "train.epochs", number(1, optional=True))  # fmt: skip
     seed: int = key(0, RESULT, "seed of order, augmentation, initial weights and dropout", number(0, 2**32 - 1))
     precision: str = key("auto", RESULT | SPEED, "auto is bf16 on a GPU that has it in hardware, else fp32; tf32 and fp32 keep "
                          "float32 weights and activations", one_of("auto", "bf16", "tf32", "fp32"))  # fmt: skip
     deterministic: bool = key(False, SPEED, "on a GPU: the same bits every time, slower")
     device: str = key("auto", SPEED, "auto is cuda when there is a GPU", one_of("auto", "cpu", "cuda"))
     label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
-    ema_decay: float | None = key(None, RESULT | SPEED, "highest decay of a moving average of the weights, which warms up; it "
-                                  "is validated beside the raw model and decides which checkpoint is the best",
+    ema_decay: float | None = key(None, RESULT | SPEED, "decay of a moving average of the weights, reached after a warm-up; "
+                                  "the average decides which checkpoint is the best; the raw model is validated as well",
                                   number(0, 1, above=True, optional=True))  # fmt: skip
     validate_every_epochs: int = key(1, NOTHING, "epochs between validations; the end is always validated", COUNT)
 
@@ -253,10 +253,11 @@ class Train:
 class Checkpoint:
     every_steps: int = key(1000, NOTHING, "steps between checkpoints; one is also written at each validation and at the end",
                            COUNT)  # fmt: skip
-    keep: int = key(2, NOTHING, "newest checkpoints kept; the best is kept besides", COUNT)
+    keep: int = key(2, NOTHING, "number of newest checkpoints to keep; the best is always kept as well", COUNT)
     resume: str = key("auto", NOTHING, "auto: go on where run.dir stopped; never: start afresh (an old run.dir is moved "
                       "aside); or a checkpoint's path")  # fmt: skip
-    accept_changes: bool = key(False, NOTHING, "resume although keys that affect the result have changed")
+    accept_changes: bool = key(False, NOTHING, "resume with other values of keys that affect the result; the model, the "
+                               "optimiser and the batch size must stay the same")  # fmt: skip
 
 
 @dataclass

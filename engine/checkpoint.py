@@ -70,6 +70,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
         write_json(folder / "last.json", manifest)
         if best:
             write_json(folder / "best.json", manifest)
+        elif best_step is None and (folder / "best.json").exists():
+            (folder / "best.json").unlink()  # accepted changes have made the best incomparable
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise CheckpointError(_why_not_written(path, content, error)) from error
     _prune(folder, keep, {path.name, file_name(best_step) if best_step is not None else ""})
@@ -104,9 +106,9 @@ def load(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path}: not a checkpoint of this program")
     if content["format"] != FORMAT:
         age = "an older" if content["format"] < FORMAT else "a newer"
-        raise UserError(f"{path}: is of {age} version of this program (format {content['format']}, this one reads {FORMAT}); "
-                        f"give run.name=NAME or checkpoint.resume=never to start afresh, and model.weights={path} to start "
-                        "from its weights")  # fmt: skip
+        raise UserError(f"{path}: was written by {age} version of this program (format {content['format']}, this one reads "
+                        f"{FORMAT}); give run.name=NAME to train anew, with model.weights={path} to start from its weights, or "
+                        "checkpoint.resume=never to start over in this directory")  # fmt: skip
     if wrong := [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]:
         raise CheckpointError(f"{path}: not a checkpoint of this program: it has no {' and no '.join(wrong)}")
     return content
@@ -131,8 +133,9 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         try:
             content = load(path)
         except CheckpointError as error:
-            damaged.append(str(error))
-            continue
+            if some:
+                damaged.append(str(error))
+            continue  # without a manifest: a kill came before the first checkpoint was complete
         for line in damaged:
             logger.warning("%s; going on from %s instead", line, path.name)
         if not some:
@@ -143,28 +146,32 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
     return None
 
 
-def compare(stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_changes: bool = False) -> list[str]:
-    """Refuse to resume what would be another training, unless the user accepts the changes; return those accepted.
+def compare(stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_changes: bool = False) -> dict[str, str]:
+    """Refuse to resume what would be another training, unless the user accepts the changes.
 
     Args:
         stored, now: what affects the result, name -> value.
         path: of the checkpoint, for messages.
 
+    Returns:
+        The accepted changes: each name with a sentence.
+
     Raises:
         UserError: names each difference and what to do.
     """
     names = [name for name in {**now, **stored} if stored.get(name) != now.get(name)]
-    changes = [f"{name} was {was}, is {value}"
-               for name in names for was, value in [_short(stored.get(name, UNSET), now.get(name, UNSET))]]  # fmt: skip
-    named = "; ".join(changes[:MOST_CHANGES]) + f"; and {len(changes) - MOST_CHANGES} more" * (len(changes) > MOST_CHANGES)
+    changes = {name: f"{name} was {was}, is {value}"
+               for name in names for was, value in [_short(stored.get(name, UNSET), now.get(name, UNSET))]}  # fmt: skip
+    more = len(changes) - MOST_CHANGES
+    named = "; ".join(list(changes.values())[:MOST_CHANGES]) + f"; and {more} more" * (more > 0)
     fixed = [name for name in names if name in FIXED]
-    ways = ["give this training a directory of its own with run.name=NAME",
-            "start afresh in this one with checkpoint.resume=never (the run in it is moved aside)"]  # fmt: skip
+    ways = ["give run.name=NAME to train in another directory",
+            "start over in this one with checkpoint.resume=never (this moves the old run aside)"]  # fmt: skip
     if fixed:
-        raise UserError(f"cannot resume {path}: {named}; no checkpoint can go on with another {fixed[0]}: "
+        raise UserError(f"cannot resume {path}: {named}; no run can continue with another {fixed[0]}: "
                         f"{', or '.join(ways)}")  # fmt: skip
     if changes and not accept_changes:
-        ways.append("go on from here all the same with checkpoint.accept_changes=true")
+        ways.append("continue from this checkpoint with checkpoint.accept_changes=true")
         raise UserError(f"cannot resume {path}: {named}; that would be another training: {', or '.join(ways)}")
     return changes
 
@@ -203,8 +210,8 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
     some = any(path.with_suffix(".json").exists() for path in folder.glob("step-*.pt"))
     for path in folder.glob("step-*.pt") if some else ():
         if not path.with_suffix(".json").exists() and not (keep is not None and path.samefile(keep)):
-            logger.info("%s is removed: a kill came between it and its manifest", path)
-            path.unlink(missing_ok=True)
+            logger.info("removing %s: the process was killed before its manifest was written", path)
+            _remove(path)
     manifests = map(_read_manifest, sorted(folder.glob("step-*.json"), reverse=True))
     best = next((manifest for manifest in manifests if manifest.get("best")), None)
     if best is not None and best != _read_manifest(folder / "best.json"):
@@ -252,16 +259,22 @@ def _valid_digests(manifest: dict[str, Any]) -> list[str | None]:
 
 def _prune(folder: Path, keep: int, needed: set[str]) -> None:
     """Remove all checkpoints but the newest `keep` and those `needed`. One that cannot be removed costs disk, not the run."""
-    paths = sorted(folder.glob("step-*.pt"))
+    paths = sorted(path for path in folder.glob("step-*.pt") if path.with_suffix(".json").exists())
     for path in paths[:-keep]:
         if path.name in needed:
             continue
-        try:
-            # The manifest goes first: a file without one does not count, a manifest without a file would.
-            path.with_suffix(".json").unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-        except OSError as error:
-            logger.warning("the old checkpoint %s cannot be removed (%s); training goes on", path, error.strerror or error)
+        # The manifest goes first: a file without one does not count, a manifest without a file would.
+        for part in (path.with_suffix(".json"), path):
+            _remove(part)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file that is not needed. One that stays costs disk, not the run."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logger.warning("%s cannot be removed (%s); training continues, and a later start tries again", path,
+                       error.strerror or error)  # fmt: skip
 
 
 def _why_not_written(path: Path, content: dict[str, Any], error: Exception) -> str:

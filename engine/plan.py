@@ -10,9 +10,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from conf.schema import Config, UserError
 from engine.optim import Curve
 
-# An epoch of fewer optimiser steps than the first gets the advice of a smaller batch, which makes at least the second; batch
-# normalisation cannot take its statistics from fewer images than the third.
-FEW_STEPS, GOOD_STEPS, SMALL_BATCH = 10, 16, 8
+FEW_STEPS = 10  # optimiser steps per epoch; for fewer, a smaller batch is advised
+GOOD_STEPS = 16  # steps per epoch that the advised batch gives at least
+SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images for its statistics
 
 
 @dataclass(frozen=True)
@@ -166,8 +166,8 @@ def few_steps(config: Config, train_images: int, world_size: int) -> list[str]:
     steps = train_images / size
     if steps >= FEW_STEPS or better >= size:
         return []
-    return [f"{steps:.1f} optimiser steps an epoch are too few to learn from; for {train_images:,} images, "
-            f"loader.batch_size={better} optim.lr={lr * better / size:.3g} would work"]  # fmt: skip
+    return [f"{steps:.1f} optimiser steps per epoch are too few to train well; for {train_images:,} images, "
+            f"try loader.batch_size={better} optim.lr={lr * better / size:.3g}"]  # fmt: skip
 
 
 def has_bf16(device: torch.device) -> bool:

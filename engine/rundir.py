@@ -46,15 +46,12 @@ class RunDirectory:
         self._lock: int | None = None
         self._found: tuple[object, _Found | None] | None = None
 
-    def check(self, resume: str) -> None:
+    def check(self) -> None:
         """Refuse, as `open` does, what shows before the data is known. Nothing is created.
 
         Raises:
-            UserError: the folder holds something else, or the checkpoint is missing.
+            UserError: the folder holds something else.
         """
-        if resume not in ("auto", "never") and not os.path.isfile(resume):
-            what = "is a folder" if os.path.isdir(resume) else "no such file"
-            raise UserError(f"checkpoint.resume={resume}: {what}; give a checkpoint's path (step-*.pt), auto or never")
         with self._usable():
             if self.path.exists():
                 self._refuse_foreign()
@@ -65,13 +62,13 @@ class RunDirectory:
         Raises:
             UserError, CheckpointError: as `open` does.
         """
-        self.check(resume)
+        self.check()
         found = self._find(resume)
         return found.identity if found is not None else {}
 
     def open(
         self, resume: str, identity: dict[str, Any], *, accept_changes: bool = False, stop_step: int | None = None
-    ) -> tuple[Path | None, list[str]]:
+    ) -> tuple[Path | None, dict[str, str]]:
         """Claim the folder and find the checkpoint to go on from. Rank 0 calls this; nothing is created when it raises.
 
         Args:
@@ -81,22 +78,23 @@ class RunDirectory:
             stop_step: where training ends. Changes are not accepted for a checkpoint that has got there.
 
         Returns:
-            The checkpoint, or None to start from step 0; and the changes that were accepted.
+            The checkpoint, or None to start from step 0; and the changes that were accepted, each key with a sentence.
 
         Raises:
             UserError: the folder holds something else or is in use, or the checkpoint is missing or of another training.
             CheckpointError: there are checkpoints, and none of them is whole.
         """
-        self.check(resume)
+        self.check()
         with self._usable():
             while True:
                 before = self._listing()
-                found, changes = self._find(resume), []
+                found, changes = self._find(resume), dict[str, str]()
                 if found is not None:
                     changes = checkpoint.compare(found.identity, identity, found.path, accept_changes=accept_changes)
                     if changes and stop_step is not None and found.step >= stop_step:
-                        raise UserError(f"cannot resume {found.path}: it has taken all of {stop_step:,} steps, so that "
-                                        f"{'; '.join(changes)} would train nothing; give run.name=NAME, or start afresh with "
+                        named = "; ".join(changes.values())
+                        raise UserError(f"cannot resume {found.path}: training has ended at step {found.step:,}, so these "
+                                        f"changes would have no effect: {named}; give run.name=NAME, or start over with "
                                         "checkpoint.resume=never")  # fmt: skip
                 if self.path.exists() and self._lock is None:
                     self._claim()
@@ -126,6 +124,11 @@ class RunDirectory:
         own = _Found.of(*newest) if newest is not None else None
         if resume == "auto":
             return own
+        if own is not None and own.origin == str(Path(resume).resolve()):
+            return own  # the same command again; the checkpoint that this run began with may be gone
+        if not os.path.isfile(resume):
+            what = "is a folder" if os.path.isdir(resume) else "no such file"
+            raise UserError(f"checkpoint.resume={resume}: {what}; give a checkpoint's path (step-*.pt), auto or never")
         try:
             given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
         except checkpoint.CheckpointError as error:
@@ -135,13 +138,10 @@ class RunDirectory:
         if given.path.parent.samefile(self.checkpoints):
             if given.step < own.step:
                 raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; leave the key "
-                                "out to go on from there, or give another run.dir to branch off")  # fmt: skip
+                                "out to continue from that, or give another run.name to branch off")  # fmt: skip
             return given
-        # A path to somewhere else is where the run began; started again, it goes on from its own checkpoints.
-        if own.origin != str(given.path.resolve()):
-            raise UserError(f"checkpoint.resume={resume}: {self.path} holds a run that did not begin there; leave the key out "
-                            f"to go on from {own.path.name}, or give another run.name")  # fmt: skip
-        return own
+        raise UserError(f"checkpoint.resume={resume}: {self.path} holds a run that did not start from this checkpoint; "
+                        f"leave the key out to continue from {own.path.name}, or give another run.name")  # fmt: skip
 
     def _listing(self) -> list[tuple[str, int]]:
         """Names and times of the checkpoints' manifests."""

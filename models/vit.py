@@ -160,4 +160,5 @@ def require_multiple(image_size: int, patch: int, name: str) -> None:
         UserError: it is not a multiple of `patch`.
     """
     if image_size % patch:
-        raise UserError(f"data.image_size={image_size}: {name} needs a multiple of its {patch} px patches")
+        raise UserError(f"data.image_size={image_size}: {name} needs a multiple of its {patch} px patches; give "
+                        f"{-(-image_size // patch) * patch}")  # fmt: skip

@@ -170,7 +170,8 @@ def file_fingerprint(path: Path) -> str:
         with open(path, "rb") as file:
             return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
     except OSError as error:
-        raise UserError(f"model.weights={path}: {error.strerror}") from None
+        raise UserError(f"model.weights={path}: {error.strerror}; the file is read at every start, also when a run resumes: "
+                        "give its path") from None  # fmt: skip
 
 
 def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin: str) -> None:

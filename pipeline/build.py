@@ -15,7 +15,7 @@ from pipeline import augment, decode
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.demo import CLASSES, MARKER, TRAIN_IMAGES, ensure_demo_dataset
-from pipeline.gpu_decode import EngineError, GpuDecoder
+from pipeline.gpu_decode import EngineError, GpuDecoder, has_engines
 from pipeline.index import check_splits, load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Prefetcher
@@ -226,7 +226,7 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
     name = config.loader.decoder
     if config.data.source == "fake":
         return "none"
-    if name == "auto" and stored_pixels in ON_GPU and device.type == "cuda":
+    if name == "auto" and stored_pixels in ON_GPU and has_engines(device):  # without them, the identity is another
         name = stored_pixels
     if name not in ON_GPU:
         return decode.resolve(name)
@@ -270,11 +270,11 @@ def _check_layout(root: Path, data: Data) -> None:
     try:
         folders = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
     except OSError as error:
-        raise UserError(f"{here}: cannot be read ({error}); start again when it can") from None
+        raise UserError(f"{here}: cannot be read ({error}); check its permissions and the file system") from None
     if any(os.path.isdir(root / split) for split in splits):
         others = [name for name in folders if name not in splits]
         key, split = ("data.val", data.val) if os.path.isdir(root / data.train) else ("data.train", data.train)
-        hint = f"did you mean {key}={others[0]}?" if len(others) == 1 else "it must hold one folder per class"
+        hint = f"did you mean {key}={others[0]}?" if len(others) == 1 else f"give {key}=FOLDER with one folder per class"
         raise UserError(f"{key}={root / split}: no such folder; {hint}")
     if not folders:
         raise UserError(f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*")

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -127,21 +128,29 @@ class FolderDataset:
 
     def mean_bytes(self) -> float:
         """Mean size of the files, from a sample of them."""
-        sizes = [size for size in self._sizes() if size]
+        sizes = [size for size in self._sizes if size]
         return float(np.mean(sizes)) if sizes else 0.0
 
     def fingerprint(self) -> str:
         """Which samples these are, wherever the folder is: names, labels and the sizes of a sample of the files.
 
-        The sizes tell another copy of a dataset, such as one that scripts/shrink.py has made, by the same names.
+        The sizes distinguish copies of a dataset with the same names, such as one that scripts/shrink.py has made.
         """
-        digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes()}".encode())
+        digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes}".encode())
         return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
 
+    @cached_property
     def _sizes(self) -> list[int]:
         """Bytes of up to 256 files spread over the split; 0 of those that are gone."""
+
+        def size(path: str) -> int:
+            try:
+                return os.stat(path).st_size
+            except FileNotFoundError:
+                return 0
+
         places = np.linspace(0, len(self) - 1, min(len(self), 256)).astype(int)
-        return [os.path.getsize(path) if os.path.exists(path) else 0 for path in map(self.index.path, places)]
+        return [size(self.index.path(place)) for place in places]
 
     def _read(self, index: int) -> bytes:
         with open(self.index.path(index), "rb") as file:

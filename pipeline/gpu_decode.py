@@ -111,6 +111,8 @@ def find_library() -> ctypes.CDLL | None:
 
 def has_engines(device: torch.device) -> bool:
     """Whether GpuDecoder works there."""
+    if device.type != "cuda":
+        return False
     try:
         GpuDecoder(device, 1)
     except (EngineError, RuntimeError):

@@ -355,7 +355,7 @@ def plan(case: Case) -> Iterator[Row]:
         datasets = stand_in(config) or build_datasets(config)
     made = train.make_plan(config, datasets, world)
     case.plan = made, datasets, world
-    yield from (warn(note, "training starts all the same") for note in made.notes if note not in config.notes)
+    yield from (warn(note, "training starts anyway") for note in made.notes if note not in config.notes)
     yield ok(f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; {made.stop_step:,} "
              f"steps of {made.batch_size} images of {made.image_size} px on {made.device}")  # fmt: skip
 
@@ -400,8 +400,15 @@ def shared_memory(case: Case) -> Iterator[Row]:
 
 def run_directory(case: Case) -> Iterator[Row]:
     path, resume = Path(case.config.run.dir), case.config.checkpoint.resume
-    RunDirectory(path).check(resume)
+    run = RunDirectory(path)
+    stored = run.stored_identity(resume)
     kept = sorted(path.glob("checkpoints/step-*.pt"))
+    if stored and case.plan is not None:  # the plan's datasets stand for the files: they have no fingerprint
+        made, datasets, _ = case.plan
+        identity = train.run_identity(case.config, datasets, made)
+        before, now = ({key: value for key, value in values.items() if key not in ("data.train", "data.val", "pixels")}
+                       for values in (stored, identity))  # fmt: skip
+        checkpoint.compare(before, now, path, accept_changes=case.config.checkpoint.accept_changes)
     if resume == "never" or not kept:
         yield ok(f"{path}: " + ("the run there is moved aside" if kept else "new"))
     else:

@@ -251,6 +251,7 @@ def read_run(folder: Path) -> Run:
     except (yaml.YAMLError, ValueError, RecursionError):
         run.notes.append("config.yaml is not YAML")
     run.summary, run.autotune = read_object(run, "summary.json"), read_object(run, "autotune.json")
+    run.notes += [str(line) for line in run.summary.get("history") or []]  # accepted changes: config.yaml is not all of it
     run.so_far = read_object(run, "verdict.json")
     read_rows(run)
     run.name = str(run.config.get("run.name") or folder.resolve().name)

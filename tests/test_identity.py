@@ -97,12 +97,12 @@ def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
     accept = ["optim.lr=0.4", "checkpoint.accept_changes=true", "train.max_steps=7"]
     status, out, _ = program(*accept)
     assert status == 0
-    assert "changed  accepted at step 5: optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
+    assert "history  accepted at step 5: optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
     # They are the run's own from then on: the same command resumes, the first one no longer does.
     history = "accepted at step 5: optim.lr was 0.2, is 0.4"
     for steps in (8, 8):  # every start says it, also that of a finished run
         status, out, _ = program("optim.lr=0.4", f"train.max_steps={steps}")
-        assert status == 0 and f"changed  {history}\n" in out
+        assert status == 0 and f"history  {history}\n" in out
     assert json.loads(Path("runs/one/summary.json").read_text())["history"] == [history]
     assert program()[0] == 2
 
@@ -117,6 +117,7 @@ def test_the_best_of_other_validation_images_is_not_compared_with(program: Progr
     assert program("optim.lr=0.1", "train.max_steps=6", accept)[0] == 0  # the same images: still the best
     assert stored(Path("runs/one"))["best"]["step"] == 5
     assert program("optim.lr=0.1", "data.val_size=64", "train.max_steps=7", accept)[0] == 0
+    assert json.loads(Path("runs/one/checkpoints/best.json").read_text())["step"] == 7
     assert stored(Path("runs/one"))["best"]["step"] == 7
 
 
@@ -126,7 +127,10 @@ def test_a_change_that_would_train_nothing_cannot_be_accepted(program: Program) 
     before = content(Path("runs"))
     status, out, err = program("optim.lr=0.4", "checkpoint.accept_changes=true")
     assert (status, out) == (2, "")
-    assert "step-00000009.pt: it has taken all of 9 steps, so that optim.lr was 0.2, is 0.4 would train nothing; give " in err
+    assert (
+        "step-00000009.pt: training has ended at step 9, so these changes would have no effect: optim.lr was 0.2, is 0.4; give "
+        in err
+    )
     assert content(Path("runs")) == before
     assert program("train.epochs=3", "checkpoint.accept_changes=true")[0] == 0
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 14
@@ -137,7 +141,7 @@ def test_a_finished_run_is_shown_again(program: Program) -> None:
     before = content(Path("runs"))
     status, out, _ = program("loader.workers=1")
     assert status == 0
-    assert "this run is finished: give another run.name to train again, or checkpoint.resume=never\n" in out
+    assert "this run is finished after 9 steps: give another run.name to train again, or " in out
     assert content(Path("runs")) == before
 
 
@@ -154,11 +158,11 @@ def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -
     status, out, _ = program(*branch, "run.name=two")
     assert status == 0 and "run.name" not in out and "run.dir" not in out
     assert f"resumed from {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in out
-    assert f"changed  began at step 5 with {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in program("run.name=two")[1]
+    assert f"history  began at step 5 with {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in program("run.name=two")[1]
     # A run that began elsewhere does not take it.
     program("run.name=four", "train.max_steps=1", "train.seed=3")
     status, _, err = program(*branch, "run.name=four", "train.seed=3")
-    assert status == 2 and "holds a run that did not begin there" in err
+    assert status == 2 and "holds a run that did not start from this checkpoint" in err
     assert program(*branch, "run.name=three", "optim.lr=0.4")[0] == 2
     assert not Path("runs/three").exists()
     assert program(*branch, "run.name=three", "optim.lr=0.4", "checkpoint.accept_changes=true")[0] == 0
@@ -193,9 +197,19 @@ def test_weights_are_known_by_what_they_hold(program: Program, tmp_path: Path) -
     assert status == 2 and "model.weights was SHA-256 " in err
 
 
+def test_the_start_tells_what_it_doubts(program: Program) -> None:
+    _, out, _ = program("loader.batch_size=36", "optim=adamw", "train.max_steps=1", "augment.val=[{center_crop: {size: 48}}]")
+    for note in (
+        "1.0 optimiser steps per epoch are too few to train well; for 36 images, try loader.batch_size=8 optim.lr=0.000222\n",
+        "optim=adamw replaces values of the recipe: ",
+        "augment.val makes images of 48 px whatever data.val_size=32 says; write size: ${data.val_size} in it\n",
+    ):
+        assert f"note     {note}" in out
+
+
 def test_fewer_steps_than_were_taken_are_told(program: Program) -> None:
     program()
-    assert "this run is finished: 9 steps, more than train.max_steps=4, give another" in program("train.max_steps=4")[1]
+    assert "this run is finished after 9 steps: give another" in program("train.max_steps=4")[1]
 
 
 def test_checkpoints_without_their_manifests_are_not_lost(program: Program) -> None:
@@ -244,7 +258,7 @@ def test_an_older_run_directory_is_refused_in_one_line(program: Program) -> None
     checkpoint.write_json(folder / "step-00000004.json", {"sha256": checkpoint._sha256(folder / "step-00000004.pt")})
     status, out, err = program()
     assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and "is of an older version of this program (format 1" in err
+    assert err.count("\n") == 1 and "was written by an older version of this program (format 1" in err
     weights = f"model.weights={folder}/step-00000004.pt"
     assert program("run.name=two", "train.max_steps=1", weights)[0] == 0
 
@@ -274,6 +288,7 @@ def test_whose_pixels_is_part_of_the_identity_and_kept(monkeypatch: pytest.Monke
         ["cpu"] * 4 + ["gpu", "hybrid"]
     )
     monkeypatch.setattr("pipeline.build.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
+    monkeypatch.setattr("pipeline.build.has_engines", lambda device: device.type == "cuda")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
     def chosen(name: str, device: torch.device, stored: str) -> str:
@@ -294,6 +309,24 @@ def test_other_pixels_are_refused(program: Program) -> None:
     checkpoint.save(path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2)
     status, _, err = program("train.max_steps=4")
     assert status == 2 and "pixels was hybrid, is cpu; that would be another training" in err
+
+
+def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    program("train.max_steps=2")
+    path = Path("runs/one/checkpoints/step-00000002.pt")
+    read = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
+    checkpoint.save(path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2)
+    asked: list[str] = []
+    choose = train.choose_decoder
+
+    def noted(config: Config, device: torch.device, stored_pixels: str) -> str:
+        asked.append(stored_pixels)
+        return choose(config, device, stored_pixels)
+
+    monkeypatch.setattr(train, "choose_decoder", noted)
+    program("train.max_steps=4")
+    program("run.name=two", "train.max_steps=1")
+    assert asked == ["hybrid", "cpu"]
 
 
 # Ranks.

@@ -111,7 +111,7 @@ def test_split_of_another_name(refusal: Refusal, images: Path) -> None:
     line = f"data.val={images / 'val'}: no such folder; "
     assert refusal(f"data.root={images}") == f"{line}did you mean data.val=validation?\n"
     (images / "test").mkdir()
-    assert refusal(f"data.root={images}") == f"{line}it must hold one folder per class\n"
+    assert refusal(f"data.root={images}") == f"{line}give data.val=FOLDER with one folder per class\n"
 
 
 @pytest.mark.parametrize("split", ["train", "val"])

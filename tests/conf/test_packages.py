@@ -43,7 +43,7 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
     done = run("train.py", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"train.py: torch is missing in {sys.executable}; run ")
+    assert done.stderr.startswith(f"train.py: torch is not installed for {sys.executable}; run ")
 
 
 def test_of_several_ranks_the_first_of_a_node_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

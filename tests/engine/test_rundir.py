@@ -24,7 +24,7 @@ def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTI
     """Open and close."""
     with RunDirectory(path) as run:
         found, changes = run.open(resume, identity)
-    assert changes == []
+    assert changes == {}
     return found
 
 
@@ -88,10 +88,12 @@ def test_a_path_is_where_a_new_run_begins(run: Path, tmp_path: Path) -> None:
     assert open_run(branch, str(ten)) == ten
     assert open_run(branch, str(ten)) == ten  # killed before its first checkpoint
     own = add_checkpoint(branch, 15, origin=str(ten))
+    ten.rename(tmp_path / "elsewhere.pt")  # its run has removed it
     assert open_run(branch, str(ten)) == own  # the same command again goes on
+    (tmp_path / "elsewhere.pt").rename(ten)
     twenty = ten.with_name("step-00000020.pt")
     with pytest.raises(
-        UserError, match=r"checkpoint\.resume=.*: .*/branch holds a run that did not begin there; leave the key"
+        UserError, match=r"checkpoint\.resume=.*: .*/branch holds a run that did not start from this checkpoint; leave"
     ):
         open_run(branch, str(twenty))
 
@@ -181,7 +183,7 @@ def test_refusals_change_nothing(case: str, tmp_path: Path) -> None:
 def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str) -> None:
     before = tree(run)
     path = resume if resume == "auto" else str(run / resume)
-    with pytest.raises(UserError, match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; no checkpoint can go on"):
+    with pytest.raises(UserError, match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; no run can continue"):
         open_run(run, path, {**IDENTITY, "model.name": "resnet50"})
     with pytest.raises(UserError, match=r"cannot resume .*: dataset was abc, is def; that would be another training"):
         open_run(run, path, {**IDENTITY, "dataset": "def"})
@@ -191,7 +193,7 @@ def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str)
 def test_accepted_changes_are_returned(run: Path) -> None:
     with RunDirectory(run) as opened:
         found = opened.open("auto", {**IDENTITY, "dataset": "def"}, accept_changes=True)
-    assert found == (run / "checkpoints" / "step-00000020.pt", ["dataset was abc, is def"])
+    assert found == (run / "checkpoints" / "step-00000020.pt", {"dataset": "dataset was abc, is def"})
 
 
 def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path: Path) -> None:

@@ -584,7 +584,6 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"epoch": 1.0}, True, "2,950 images/s; 2,104 over all steps, including compilation"),
         ({"epoch": 0.5}, False, "2,950 images/s; 2,104 over all steps"),
         ({"images_per_second_with_first_epoch": 2950.1}, True, "2,950 images/s"),
-        ({"images_per_second_with_first_epoch": None}, True, "2,950 images/s"),
     ],
 )
 def test_speed_is_told_apart_by_what_it_includes(

@@ -31,6 +31,7 @@ from PIL import Image
 
 import train
 from conf import cli
+from engine import checkpoint
 from pipeline import budget, decode, machine
 from pipeline.demo import draw_image
 from pipeline.index import load_index
@@ -696,15 +697,26 @@ def test_a_checkpoint_is_as_large_as_said(root: Path, overrides: list[str]) -> N
 
 def test_the_run_directory(root: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (run / "checkpoints").mkdir(parents=True)
-    (run / "checkpoints" / "step-00000040.pt").touch()
-    row = only(doctor.run_directory(case_of(root)))
+    case = planned(root)
+    assert case.plan is not None
+    made, datasets, _ = case.plan
+    identity = train.run_identity(case.config, datasets, made)
+    checkpoint.save(run / "checkpoints", {"step": 40, "identity": identity, "state": {}, "config": {}}, keep=1)
+    row = only(doctor.run_directory(case))
     assert row.status == "ok" and row.found == f"{run}: holds a run up to step-00000040" and "the same command" in row.do
     assert "moved aside" in only(doctor.run_directory(case_of(root, "checkpoint.resume=never"))).found
-    row = only(look(root, "checkpoint.resume=/nowhere.pt")["run.dir"])
+    row = only(look(root, "optim.lr=3")["run.dir"])
+    assert row.status == "fail" and "optim.lr was 0.2, is 3; that would be another training" in row.found
+    row = only(look(root, "run.dir=other", "checkpoint.resume=/nowhere.pt")["run.dir"])
     assert row.status == "fail" and row.found.startswith("checkpoint.resume=/nowhere.pt: no such file")
     row = only(look(root, f"run.dir={root}")["run.dir"])
     assert row.status == "fail" and "holds other things than a run" in row.found
+
+
+def test_a_batch_too_large_for_the_data_is_a_warning(root: Path) -> None:
+    rows = look(root, "loader.batch_size=36")["plan"]
+    assert [row.status for row in rows] == ["warn", "ok"]
+    assert "optimiser steps per epoch are too few" in rows[0].found and "try loader.batch_size=8 " in rows[0].found
 
 
 def test_the_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
