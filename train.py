@@ -202,7 +202,7 @@ def train(config: Config) -> dict[str, Any]:
 
         if plan.validates(state.step) and state.last.get("step") != state.step:
             with meter.left_out():
-                validate_and_save()  # an earlier life was stopped before it could
+                validate_and_save()  # an earlier start was stopped before it could
             signal_number = stop.agreed()
 
         gc.collect()
@@ -396,7 +396,7 @@ def validate(
     """Measure the model over the whole validation split, once each image, and note in the state whether it is the best so far.
 
     With train.ema_decay the moving average is measured, and the raw model beside it: `loss_raw`, `top1_raw`, `top5_raw`.
-    A signal ends it early, and then nothing is recorded: the next life validates again.
+    A signal ends it early, and then nothing is recorded: the next start validates again.
     """
     began = time.perf_counter()
     networks = [state.validated_model] if state.ema is None else [state.validated_model, state.model]

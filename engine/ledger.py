@@ -40,8 +40,8 @@ class Ledger:
 
     Args:
         plan: what the run does.
-        spent: what the lives so far took, by kind: seconds, and images with the seconds they took. Kept in the checkpoint.
-        step: where this life begins.
+        spent: what the starts so far took, by kind: seconds, and images with the seconds they took. Kept in the checkpoint.
+        step: where this start begins.
         alone: images/s that the step takes on all ranks without the loader; 0 when that was not measured.
     """
 
@@ -49,7 +49,7 @@ class Ledger:
         self.plan, self.spent, self.alone = plan, spent, alone
         self._run: list[tuple[Interval, Timing]] = []
         self._epoch: list[tuple[Interval, Timing]] = []
-        self._warm = False  # a life's first interval holds compilation: nothing is judged by it
+        self._warm = False  # the first interval of a start holds compilation: nothing is judged by it
         self._first_step = self._step = step
         self._begun: float | None = None  # since when steps are taken that are not in `spent` yet
         self._lost_here = self._lost_at_start = 0.0  # since then, and before the first step
@@ -110,7 +110,7 @@ class Ledger:
         }
 
     def _count(self, interval: Interval) -> None:
-        """Images and seconds, over all lives, apart by what else they hold: a life's first interval compiles, and the first
+        """Images and seconds over all starts, apart by what else they hold: the first interval compiles, and the first
         epoch meets files that no cache has yet.
         """
         kind = ("starting" if self._step == self._first_step
@@ -120,7 +120,7 @@ class Ledger:
         self._step = interval.step
 
     def speed(self) -> dict[str, float]:
-        """Images/s of training over all lives: without the first epoch and each life's first interval, where there is more
+        """Images/s of training over all starts: without the first epoch and each first interval, where there is more
         than those; and with all of it.
         """
 
@@ -146,14 +146,14 @@ class Ledger:
         return verdict(account) if account is not None else []
 
     def run_verdict(self, now: Input, gather: Gather = lambda account: [account]) -> list[str]:
-        """Of this life; arguments as for `epoch_verdict`."""
+        """Of this start; arguments as for `epoch_verdict`."""
         account = slowest(gather(self._account(self._run, now) if _seconds(self._run) >= SHORT_RUN else None))
         if account is None:
             return [f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"]
         return verdict(account)
 
     def balance(self) -> dict[str, Any]:
-        """For summary.json, over all lives: seconds, those that were lost by kind, and the share that was training."""
+        """For summary.json, over all starts: seconds, those that were lost by kind, and the share that was training."""
         self.settle()
         lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in LOST if kind in self.spent or kind != "profile"}
         training = self.spent.get("training", 0.0)
