@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import RESULT, SPEED, Config, UserError, affecting, differences, show, walk
+from conf.schema import DATA_FOLDERS, RESULT, SPEED, Config, UserError, affecting, config_values, differences, show
 from engine import checkpoint, meters
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
@@ -75,7 +75,6 @@ from pipeline.watch import Watch
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
-DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts
 # Nodes may have other cores and keep the data elsewhere; all other keys decide what the ranks do together.
 OWN_OF_RANKS = (*DATA_FOLDERS, "loader.workers", "loader.prefetch_factor", "loader.pin_memory", "loader.start_method")
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
@@ -266,7 +265,7 @@ def train(config: Config) -> dict[str, Any]:
         if world.leads:
             run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
-            tracker.hyperparameters({key: value for key, _, value in walk(config)}, summary, state.step)
+            tracker.hyperparameters(config_values(config), summary, state.step)
         tracker.outcome(summary, compiles=plan.compile != "off")
         if signal_number and config.checkpoint.resume == "auto":
             tracker.say(f"resume    the same command continues from step {state.step:,}")
@@ -610,11 +609,6 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         "train.precision": plan.precision,
         "pixels": pixels_of(plan.decoder),
     }
-
-
-def config_values(config: Config) -> dict[str, Any]:
-    """Every key with its value."""
-    return {key: value for key, _, value in walk(config)}
 
 
 def load_checkpoint(state: TrainState, path: Path, *, begins: bool, accepted: dict[str, str]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import MarkedYAMLError
 
 from conf import hints
-from conf.schema import RESULT, Config, UserError, check, did_you_mean, in_effect, path_hash, show, walk
+from conf.schema import RESULT, Config, UserError, check, config_values, did_you_mean, in_effect, path_hash, show, walk
 
 FOLDER = Path(__file__).parent
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
@@ -176,7 +176,7 @@ def _check_effect(override: Override, config: Config) -> None:
     name = override.key_or_group
     f = FIELDS[name]
     if not in_effect(config, f):
-        values = {key: value for key, _, value in walk(config)}
+        values = config_values(config)
         because = " and ".join(f"{key}={show(values[key])}" for key in f.metadata["when"])
         needed = " and ".join(f"{key}={' or '.join(allowed)}" for key, allowed in f.metadata["when"].items())
         raise UserError(f"{override.input_line}: has no effect with {because}; give {needed}, or leave it out")

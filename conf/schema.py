@@ -124,6 +124,7 @@ def path_hash(path: str | None) -> str | None:
 COUNT = number(1)
 EPOCHS = 1e6  # more is a slip, and steps would no longer count exactly
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
+DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts, not where they are
 FAKE, SGD, ADAMW = {"data.source": ("fake",)}, {"optim.name": ("sgd",)}, {"optim.name": ("adamw",)}
 
 
@@ -311,6 +312,11 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
             yield f"{prefix}{f.name}", f, value
 
 
+def config_values(config: Config) -> dict[str, Any]:
+    """Every key with its value."""
+    return {name: value for name, _, value in walk(config)}
+
+
 def in_effect(config: Any, f: Any) -> bool:
     """Whether a key matters beside the others: optim.betas does not with optim.name=sgd.
 
@@ -331,7 +337,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     Keys that affect the result are not among them, but the folders of the data are: the same samples may lie elsewhere.
     """
-    kept = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT} - {"data.root", "data.train", "data.val"}
+    kept = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT}.difference(DATA_FOLDERS)
     return [f"{name}: {show(stored[name])} -> {show(value)}" for name, value in now.items()
             if name in stored and stored[name] != value and name not in kept and not name.startswith("run.")]  # fmt: skip
 

@@ -16,7 +16,7 @@ import yaml
 
 import train
 from conf import cli
-from conf.schema import SPEED, Config, UserError, walk
+from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
 from engine.distributed import World
 from pipeline.build import build_datasets, choose_decoder, pixels_of
@@ -369,7 +369,7 @@ def other_value(config: Config, name: str) -> Any:
                "model.name": "resnet18", "optim.name": "adamw", "train.precision": "tf32", "data.source": "fake",
                "loader.workers": 3, "loader.pin_memory": False, "loader.prefetch_factor": 2,
                "model.channels_last": True}  # fmt: skip
-    value = {key: value for key, _, value in walk(config)}[name]
+    value = config_values(config)[name]
     if name in strings:
         return strings[name]
     if isinstance(value, bool):
@@ -394,7 +394,7 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
         other = dataclasses.replace(
             config, **{section: dataclasses.replace(getattr(config, section), **{key: other_value(config, name)})}
         )
-        if field.metadata["affects"] & SPEED and name not in train.DATA_FOLDERS and not field.metadata["when"]:
+        if field.metadata["affects"] & SPEED and name not in DATA_FOLDERS and not field.metadata["when"]:
             assert train.tuning_question(other, plan, datasets, world, 4) != question, name
             changed.add(name)
         elif not field.metadata["affects"] & SPEED:
