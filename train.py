@@ -64,14 +64,15 @@ from engine.state import MovingAverage, TrainState, params_sha256, seed_step, un
 from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
-from pipeline import autotune
-from pipeline.budget import chosen_workers, worker_budget
-from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed, pixels_of, stand_in
+from pipeline.build import Datasets, build_datasets, stand_in
 from pipeline.dataset import LARGE_FILE
+from pipeline.feed import Feed, choose_decoder, open_feed, pixels_of
 from pipeline.loader import LoaderError
-from pipeline.memory import MemoryPlan, plan_memory
 from pipeline.prefetcher import Batch
-from pipeline.watch import Watch
+from pipeline.sizing import autotune
+from pipeline.sizing.budget import chosen_workers, worker_budget
+from pipeline.sizing.memory import MemoryPlan, plan_memory
+from pipeline.sizing.watch import Watch
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])

@@ -108,7 +108,7 @@ class _PlacedMaxPool(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        from models.gpu_kernel import place_gradients
+        from models.pool_kernel import place_gradients
 
         return place_gradients(grads[0], ctx.saved_tensors[0])
 

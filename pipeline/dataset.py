@@ -18,7 +18,7 @@ import numpy as np
 
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
-from pipeline.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
 from pipeline.shared import SharedArray
 

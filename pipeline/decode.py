@@ -267,6 +267,8 @@ def decode_turbojpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
 
 DECODERS: dict[str, Decode] = {"turbojpeg": decode_turbojpeg, "simplejpeg": decode_simplejpeg, "pillow": decode_pillow}
 """Best first."""
+ON_GPU = ("gpu", "hybrid")
+"""Values of loader.decoder that leave files to the GPU."""
 
 
 def installed() -> list[str]:

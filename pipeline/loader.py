@@ -30,7 +30,7 @@ import numpy as np
 import torch
 
 from pipeline.dataset import Dataset
-from pipeline.geometry import COLUMNS, identity
+from pipeline.gpu_decode.geometry import COLUMNS, identity
 from pipeline.shared import SharedArray
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 

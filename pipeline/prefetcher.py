@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_rng
-from pipeline.gpu_decode import EngineError, GpuDecoder
+from pipeline.gpu_decode.decoder import EngineError, GpuDecoder
 from pipeline.loader import HostBatch, Loader
 
 logger = logging.getLogger(__name__)

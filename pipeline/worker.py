@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from pipeline.dataset import BadImageError, Dataset, describe
-from pipeline.geometry import HEIGHT, LENGTH, OFFSET, WIDTH, identity
+from pipeline.gpu_decode.geometry import HEIGHT, LENGTH, OFFSET, WIDTH, identity
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1

@@ -86,13 +86,14 @@ from engine.pictures import bars
 from engine.plan import Plan
 from engine.telemetry import GpuMonitor
 from engine.tracker import Tracker
-from pipeline.budget import worker_budget
-from pipeline.build import Datasets, Feed, build_datasets, choose_decoder, open_feed
+from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import FolderDataset
+from pipeline.feed import Feed, choose_decoder, open_feed
 from pipeline.loader import LoaderError
-from pipeline.memory import MemoryPlan, plan_memory
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
+from pipeline.sizing.budget import worker_budget
+from pipeline.sizing.memory import MemoryPlan, plan_memory
 
 WINDOWS = 5
 TURN_SECONDS = 2.0  # with telemetry, and without: a log row or more, and short beside what drifts in a machine

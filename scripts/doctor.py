@@ -62,18 +62,20 @@ from engine import checkpoint
 from engine.distributed import World, resolve_device
 from engine.plan import Plan
 from engine.rundir import RunDirectory
-from pipeline import decode, machine
-from pipeline.budget import worker_limit
-from pipeline.build import ON_GPU, Datasets, build_datasets, stand_in
+from pipeline import decode
+from pipeline.build import Datasets, build_datasets, stand_in
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
-from pipeline.demo import MARKER
+from pipeline.decode import ON_GPU
+from pipeline.sizing import machine
+from pipeline.sizing.budget import worker_limit
+from pipeline.synthetic.demo import MARKER
 from scripts import gpus, survey
 from scripts.gpus import Ask, Finding
 from scripts.survey import Files, Opened, Split, Tell
 
 GIB = 1 << 30
 BEGAN = time.time(), time.monotonic()
-OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before pipeline.machine raises the soft limit
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before pipeline.sizing.machine raises the soft limit
 NAMED = 10  # files that a row names on the console
 SUSPICIOUS_BYTES = 128  # no picture is smaller: such files are opened in any case
 PROBE_BYTES, PROBE_LEAST, PROBE_SECONDS = 256 << 20, 64 << 20, 1.5  # written to measure a disk: the first two, or for so long

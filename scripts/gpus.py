@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from pipeline.gpu_decode import has_engines
+from pipeline.gpu_decode.decoder import has_engines
 
 Ask = Callable[..., Any]
 """ask("PersistenceMode") calls nvmlDeviceGetPersistenceMode for a GPU; None where there is no answer."""

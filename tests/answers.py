@@ -1,6 +1,6 @@
 """An answer of loader.workers=auto, for tests that show, remember or take one."""
 
-from pipeline.autotune import Answer, Supply
+from pipeline.sizing.autotune import Answer, Supply
 
 ANSWER = Answer(
     workers=14,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.demo import draw_image
+from pipeline.synthetic.demo import draw_image
 
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class

@@ -13,7 +13,7 @@ from typing import Any
 
 import train
 from conf import cli
-from pipeline import autotune, machine
+from pipeline.sizing import autotune, machine
 
 
 def main(folder: Path, overrides: list[str]) -> int:

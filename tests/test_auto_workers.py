@@ -24,11 +24,11 @@ from conf.schema import Config
 from engine import ledger
 from engine.distributed import World
 from engine.verdict import Account
-from pipeline import autotune, machine
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
-from pipeline.watch import Watch
+from pipeline.sizing import autotune, machine
+from pipeline.sizing.watch import Watch
 from tests.answers import ANSWER
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored

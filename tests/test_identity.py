@@ -19,7 +19,8 @@ from conf import cli
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
 from engine.distributed import World
-from pipeline.build import build_datasets, choose_decoder, pixels_of
+from pipeline.build import build_datasets
+from pipeline.feed import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
 from tests.results import stored
 

@@ -19,7 +19,7 @@ import torch
 
 import train
 from conf import cli
-from pipeline import machine
+from pipeline.sizing import machine
 
 ROOT = Path(__file__).parents[2]
 SMALL = [

@@ -16,10 +16,11 @@ from engine.distributed import join_world
 from engine.ledger import Input, Ledger
 from engine.meters import Interval, Metrics
 from engine.verdict import Account, slowest, verdict
-from pipeline import autotune
-from pipeline.build import Feed, build_datasets, open_feed
+from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
+from pipeline.feed import Feed, open_feed
 from pipeline.prefetcher import Batch, Timing
+from pipeline.sizing import autotune
 from tests.conftest import Clock
 
 RUNS_WELL = Account(

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from conf import cli
 from pipeline import build
-from pipeline.build import Feed, build_datasets, open_feed
+from pipeline.build import build_datasets
 from pipeline.decode import installed
+from pipeline.feed import Feed, open_feed
 
 CPU = torch.device("cpu")
 

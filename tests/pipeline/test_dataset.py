@@ -13,10 +13,10 @@ import pytest
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
-from pipeline.autotune import shrink_gain
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.index import load_index
+from pipeline.sizing.autotune import shrink_gain
 from scripts import shrink, survey
 
 

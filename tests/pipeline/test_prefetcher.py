@@ -20,7 +20,7 @@ from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
-from pipeline.gpu_decode import GpuDecoder
+from pipeline.gpu_decode.decoder import GpuDecoder
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Batch, Prefetcher, Timing

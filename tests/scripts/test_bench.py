@@ -16,8 +16,8 @@ from PIL import Image
 
 from conf import cli
 from conf.schema import Config, Loader, UserError
-from pipeline import machine
 from pipeline.loader import LoaderError
+from pipeline.sizing import machine
 from scripts import bench, sweep
 from scripts.sweep import Cell, Setting
 

@@ -32,9 +32,10 @@ from PIL import Image
 import train
 from conf import cli
 from engine import checkpoint
-from pipeline import budget, decode, machine
-from pipeline.demo import draw_image
+from pipeline import decode
 from pipeline.index import load_index
+from pipeline.sizing import budget, machine
+from pipeline.synthetic.demo import draw_image
 from scripts import doctor, gpus, survey
 from scripts.doctor import Case, Row
 from tests.processes import descendants, is_running
@@ -483,7 +484,7 @@ def test_a_duplicate_with_another_label(root: Path) -> None:
 
 
 def test_more_workers_than_the_cores_are_enough_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.machine.cores", lambda: 4)
+    monkeypatch.setattr("pipeline.sizing.machine.cores", lambda: 4)
     assert only(look(root, "loader.workers=4")["workers"]).status == "ok"
     row = only(look(root, "loader.workers=5")["workers"])
     assert row.status == "warn" and "the cores are enough for" in row.found and "loader.workers=auto" in row.do

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
+from pipeline.gpu_decode.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 
 
 class EngineError(RuntimeError):
@@ -162,7 +162,7 @@ class GpuDecoder:
         Raises:
             EngineError: a file that the engines do not take.
         """
-        from pipeline.gpu_kernel import crop_resize
+        from pipeline.gpu_decode.crop_kernel import crop_resize
 
         table = geometry.numpy()
         files_here = table[:, LENGTH] > 0

@@ -16,8 +16,14 @@ import torch
 from PIL import Image
 
 from conf import cli
-from pipeline import autotune, worker
-from pipeline.autotune import (
+from pipeline import worker
+from pipeline.build import build_datasets
+from pipeline.dataset import FolderDataset
+from pipeline.feed import Feed, open_feed
+from pipeline.loader import WorkerPool
+from pipeline.prefetcher import Batch
+from pipeline.sizing import autotune
+from pipeline.sizing.autotune import (
     ENOUGH,
     MARGIN,
     SLOWED,
@@ -28,10 +34,6 @@ from pipeline.autotune import (
     shrink_gain,
     tune,
 )
-from pipeline.build import Feed, build_datasets, open_feed
-from pipeline.dataset import FolderDataset
-from pipeline.loader import WorkerPool
-from pipeline.prefetcher import Batch
 from pipeline.worker import Reply
 from tests.answers import ANSWER
 from tests.conftest import Clock

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline import machine
+from pipeline.sizing import machine
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
 NO_LIMIT = 9223372036854771712  # what version 1 shows: 2**63, down to a whole page
 
@@ -225,7 +225,7 @@ def test_memory_of_this_machine() -> None:
 
 COUNT_FILES = """
 import os, resource
-from pipeline.machine import spare_files
+from pipeline.sizing.machine import spare_files
 spare, opened = spare_files(), 0
 try:
     while True:
@@ -276,7 +276,7 @@ def test_quota_of_a_real_group(make_group: MakeGroup) -> None:
     (group / "cpu.cfs_quota_us").write_text("50000")
     code = f"""
 from pathlib import Path
-from pipeline import machine
+from pipeline.sizing import machine
 before = machine.cpu_quota()
 Path("{group}/cgroup.procs").write_text("0")  # this process
 print(before, machine.cpu_quota())
@@ -300,7 +300,7 @@ def test_memory_of_a_real_group(make_group: MakeGroup, tmp_path: Path, limited: 
     code = f"""
 import os
 from pathlib import Path
-from pipeline import machine
+from pipeline.sizing import machine
 Path("{group}/cgroup.procs").write_text("0")  # this process
 with open("{tmp_path}/file", "wb") as file:
     file.write(os.urandom({96 * MIB}))

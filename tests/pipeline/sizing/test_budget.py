@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from conf.schema import Config, Loader, UserError
-from pipeline import machine
-from pipeline.budget import FILES_KEPT, FILES_PER_WORKER, READERS, Budget, chosen_workers, worker_budget
+from pipeline.sizing import machine
+from pipeline.sizing.budget import FILES_KEPT, FILES_PER_WORKER, READERS, Budget, chosen_workers, worker_budget
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_number_that_open_files_do_not_allow(monkeypatch: pytest.MonkeyPatch) ->
 
 START_ALL = """
 import os, resource, sys
-from pipeline.budget import worker_limit
+from pipeline.sizing.budget import worker_limit
 from pipeline.dataset import FakeDataset
 from pipeline.loader import WorkerPool, start_source
 from pipeline.sampler import TrainSampler

@@ -7,7 +7,7 @@ import pytest
 
 from pipeline.dataset import FakeDataset
 from pipeline.loader import WorkerPool, start_source
-from pipeline.watch import Watch
+from pipeline.sizing.watch import Watch
 from pipeline.worker import Reply
 
 # Images/s that are taken of what the workers give: next to nothing, and more than there is.

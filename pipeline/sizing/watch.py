@@ -2,8 +2,8 @@
 
 from statistics import median
 
-from pipeline.autotune import ENOUGH, PAYS, supply_of
 from pipeline.loader import WorkerPool
+from pipeline.sizing.autotune import ENOUGH, PAYS, supply_of
 
 
 class Watch:

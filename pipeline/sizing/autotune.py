@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from conf.schema import Config
-from pipeline.build import MOST_TASKS_IN_HAND, Feed
 from pipeline.dataset import LARGE_FILE, SHRUNK_SIDE, FolderDataset
 from pipeline.decode import open_image
-from pipeline.gpu_decode import has_engines
+from pipeline.feed import MOST_TASKS_IN_HAND, Feed
+from pipeline.gpu_decode.decoder import has_engines
 from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError
 from pipeline.prefetcher import Batch

@@ -1,10 +1,10 @@
-"""How many workers this rank may start: cores and open files. What they are needed for is measured in pipeline/autotune.py."""
+"""How many workers this rank may start: cores and open files. pipeline/sizing/autotune.py measures how many are needed."""
 
 import math
 from dataclasses import dataclass
 
 from conf.schema import Config, UserError
-from pipeline import machine
+from pipeline.sizing import machine
 
 
 @dataclass(frozen=True)

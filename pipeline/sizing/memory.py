@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from conf.schema import Config, UserError
-from pipeline import machine
-from pipeline.build import ON_GPU, Datasets, file_room, ring_slots
+from pipeline.build import Datasets
+from pipeline.decode import ON_GPU
+from pipeline.feed import file_room, ring_slots
 from pipeline.loader import buffer_layout
+from pipeline.sizing import machine
 
 # What a worker holds for itself, measured while it decodes full-size photographs: 15 MiB on top of what it shares with the
 # forkserver, 150 MiB when it imports everything itself, and a picture of 50 megapixels (150 MiB) now and then in one of them.

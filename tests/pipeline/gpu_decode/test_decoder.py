@@ -11,14 +11,15 @@ import pytest
 import torch
 from PIL import Image
 
-from pipeline import augment, decode, geometry
+from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.dataset import FolderDataset
-from pipeline.demo import draw_image
-from pipeline.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.gpu_decode import geometry
+from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import Prefetcher
+from pipeline.synthetic.demo import draw_image
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -157,7 +158,7 @@ def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: floa
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entries: list[Any], share: float) -> None:
     """Engines and libjpeg differ in the inverse transform and in how colour is interpolated: a mean of 2 levels at most."""
-    from pipeline.gpu_decode import GpuDecoder
+    from pipeline.gpu_decode.decoder import GpuDecoder
 
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
@@ -198,7 +199,7 @@ def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entri
 @pytest.mark.gpu
 def test_a_file_the_engines_refuse_is_decoded_by_a_worker(image_root: Path, tmp_path: Path) -> None:
     """A header that promises a JPEG, with damage behind it: the batch is made all the same, or the file is named."""
-    from pipeline.gpu_decode import GpuDecoder
+    from pipeline.gpu_decode.decoder import GpuDecoder
     from pipeline.loader import LoaderError
 
     root = tmp_path / "train"

@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.demo import CLASSES, TEXTURES, draw_image, ensure_demo_dataset
+from pipeline.synthetic.demo import CLASSES, TEXTURES, draw_image, ensure_demo_dataset
 from tests.processes import is_running
 
 SCRIPT = """
 import signal
 import sys
 from pathlib import Path
-from pipeline.demo import ensure_demo_dataset
+from pipeline.synthetic.demo import ensure_demo_dataset
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started pytest with it ignored
 root, train_images, val_images = sys.argv[1:]
 print(ensure_demo_dataset(Path(root), train_images=int(train_images), val_images=int(val_images), workers=2))
@@ -56,7 +56,7 @@ def start() -> Iterator[Start]:
 
     def start(root: Path, train_images: int, val_images: int) -> Process:
         command = [sys.executable, "-c", SCRIPT, str(root), str(train_images), str(val_images)]
-        processes.append(subprocess.Popen(command, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, text=True))
+        processes.append(subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True))
         return processes[-1]
 
     yield start

@@ -12,10 +12,12 @@ import torch
 import train
 from conf import cli
 from conf.schema import Config, UserError
-from pipeline import build, machine
-from pipeline.build import Datasets, Feed, build_datasets, open_feed
+from pipeline import build
+from pipeline.build import Datasets, build_datasets
+from pipeline.feed import Feed, open_feed
 from pipeline.loader import Source
-from pipeline.memory import GIB, WORKER_BYTES, MemoryPlan, plan_memory
+from pipeline.sizing import machine
+from pipeline.sizing.memory import GIB, WORKER_BYTES, MemoryPlan, plan_memory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline.geometry import COLUMNS
+from pipeline.gpu_decode.geometry import COLUMNS
 
 TILE = 16
 

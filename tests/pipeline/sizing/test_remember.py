@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.autotune import Answer, recall, remember
 from pipeline.index import default_cache_dir
+from pipeline.sizing.autotune import Answer, recall, remember
 from tests.answers import ANSWER
 
 QUESTION: dict[str, Any] = {"data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]], "machine": ["H200", 16, 1.5, None, True]}
