@@ -18,7 +18,8 @@ import train
 from conf import cli
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
-from engine.distributed import World
+from engine.distributed import World, same_on_all_ranks
+from engine.plan import make_plan
 from pipeline.build import build_datasets
 from pipeline.feed import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
@@ -334,9 +335,9 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monke
 
 
 def test_ranks_agree_on_what_they_train() -> None:
-    train.same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
+    same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
     with pytest.raises(UserError, match=r"optim\.lr: is 0\.4 on rank 2 and 0\.1 on rank 0; give every rank the same command"):
-        train.same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
+        same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
 
 
 def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -386,7 +387,7 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
     """So that a fork's new key cannot be forgotten, it follows from the schema."""
     config = cli.load([*BASE, f"data.root={image_root}"])
     datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
-    plan = train.make_plan(config, datasets, world)
+    plan = make_plan(config, datasets, world)
     question = train.tuning_question(config, plan, datasets, world, 4)
     assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds
     changed = set()

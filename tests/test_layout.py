@@ -16,7 +16,7 @@ ALLOWED = {
     "conf": [],
     "pipeline": ["conf.schema"],
     "models": ["conf.schema"],
-    "engine": ["conf.schema", "pipeline"],
+    "engine": ["conf.schema", "pipeline", "models"],
     "train": ["conf", "pipeline", "models", "engine"],
     "scripts": ["conf", "pipeline", "models", "engine", "train"],
     "tests": ["conf", "pipeline", "models", "engine", "train", "scripts"],

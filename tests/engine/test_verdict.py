@@ -156,7 +156,7 @@ def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str
                        *overrides])  # fmt: skip
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        plan = train.make_plan(config, datasets, world)
+        plan = make_plan(config, datasets, world)
         if kind is not None:
             plain = datasets.train
             assert isinstance(plain, FolderDataset)
@@ -301,7 +301,7 @@ def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
 def test_seconds_that_are_lost_are_kept_over_lives(image_root: Path, clock: Clock) -> None:
     config = cli.load([f"data.root={image_root}", "loader.batch_size=16", "model=resnet_tiny", "train.device=cpu"])
     with join_world("cpu") as world:
-        plan = train.make_plan(config, build_datasets(config), world)
+        plan = make_plan(config, build_datasets(config), world)
     spent: dict[str, float] = {}
     for _ in range(2):
         ledger = Ledger(plan, spent)
