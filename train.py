@@ -66,12 +66,14 @@ from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets, stand_in
 from pipeline.dataset import LARGE_FILE
-from pipeline.feed import Feed, choose_decoder, open_feed, pixels_of
+from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
+from pipeline.sizing import plan as sizing
 from pipeline.sizing.budget import chosen_workers, worker_budget
-from pipeline.sizing.memory import MemoryPlan, plan_memory
+from pipeline.sizing.memory import MemoryPlan
+from pipeline.sizing.plan import LoaderPlan, choose_decoder, pixels_of, plan_loader
 from pipeline.sizing.watch import Watch
 
 logger = logging.getLogger(__name__)
@@ -106,12 +108,14 @@ def train(config: Config) -> dict[str, Any]:
         pixels = world.agree(lambda: run.stored_identity(config.checkpoint.resume)).get("pixels", "cpu")
         if undrawn := stand_in(config):  # a mistake shows before anything is drawn
             plan = make_plan(config, undrawn, world, pixels)
-            world.all_or_none(lambda: make_room(config, undrawn, plan, world))
+            world.all_or_none(lambda: make_loader_plan(config, undrawn, plan, world, pixels))
             build_state(config, plan, world)
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world, pixels)
-        rooms = world.all_or_none(lambda: make_room(config, datasets, plan, world))
-        memory = min(world.of_node(rooms), key=lambda room: room.most_workers)  # other things take memory as well, at any time
+        loaders = world.all_or_none(lambda: make_loader_plan(config, datasets, plan, world, pixels))
+        # Free memory changes at any time: the ranks of a node take the smallest plan.
+        memory = min((other.memory for other in world.of_node(loaders)), key=lambda found: found.ceiling)
+        loader = loaders[world.rank].limited_to(memory)
         set_up_process(config, plan)
         state = build_state(config, plan, world)
         identity = run_identity(config, datasets, plan)
@@ -144,20 +148,15 @@ def train(config: Config) -> dict[str, Any]:
                           side=plan.image_size, parameters=plan.parameters)  # fmt: skip
         world.agree(lambda: run.begin({"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}))
 
-        workers = min(plan.workers, memory.most_workers)
-        feed = stack.enter_context(
-            open_feed(config, datasets, workers=min(autotune.PROBE_WORKERS, workers) if plan.measures_workers else workers,
-                      most_workers=memory.most_workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
-                      channels_last=plan.channels_last, rank=world.rank, world_size=world.size)
-        )  # fmt: skip
+        feed = stack.enter_context(open_feed(config, datasets, loader, world))
         network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
         objective, measure = compiled(meters.objective, plan), compiled(meters.measure, plan)
         stop = stack.enter_context(StopSignal(world))
         signal_number = 0
         stack.enter_context(memory_explained(state, plan, world, run))
-        alone = tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
+        alone = tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, loader.workers)
         watches = config.autotune.online and plan.measures_workers
-        watch = Watch(feed.train.loader.pool, feed.train.loader.source, feed.most_workers) if watches else None
+        watch = Watch(feed.train.loader.pool, feed.train.loader.source, feed.plan.ceiling) if watches else None
         meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent, state.step, alone)
         monitor = stack.enter_context(GpuMonitor(world.device))
 
@@ -165,7 +164,7 @@ def train(config: Config) -> dict[str, Any]:
             interval = meter.read()
             if interval is not None:
                 row = write_interval(interval, plan, tracker, feed, monitor, ledger, memory)
-                feed.train.loader.pool.warn_of_laggards()
+                feed.train.loader.pool.warn_about_slow_workers()
                 if watch is not None and "data_wait_fraction" in row:
                     watch.note(row["data_wait_fraction"], row["images_per_second"] / world.size)
 
@@ -174,7 +173,7 @@ def train(config: Config) -> dict[str, Any]:
             """What happens inside is not training: it counts neither in the rate nor in the time of a step."""
             feed.train.end_step()
             report()  # of this very step, for which it waits
-            with meter.left_out(), feed.train.left_out():
+            with meter.left_out(), feed.train.pause():
                 yield
 
         def save_all() -> None:
@@ -487,7 +486,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     decoder = choose_decoder(config, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
-    unmeasured = autotune.why_not(world.device, decoder, images / size, budget.workers)
+    unmeasured = sizing.why_not_measured(world.device, decoder, images / size, budget.workers)
     return Plan(
         train_images=images,
         val_images=len(datasets.val),
@@ -544,18 +543,22 @@ def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
             for key, side, name, size in sizes if side != size]  # fmt: skip
 
 
-def make_room(config: Config, datasets: Datasets, plan: Plan, world: World) -> MemoryPlan:
-    """See that the loader's memory is there: for auto, with as many workers as fit.
+def make_loader_plan(
+    config: Config, datasets: Datasets, plan: Plan, world: World, stored_pixels: str = "cpu"
+) -> LoaderPlan:
+    """Plan the loader.
 
     Raises:
-        UserError: it is not.
+        UserError: there is not enough memory for it.
     """
-    most = 2 * plan.workers if plan.measures_workers else plan.workers  # workers that wait leave their core to others
-    if plan.decoder == "gpu" and config.loader.workers == "auto":  # few read files for the engines, all cores validate
-        most = max(most, worker_budget(world.local_size).workers)
-    return plan_memory(config, datasets, workers=most, fewest=min(1, most) if config.loader.workers == "auto" else None,
-                       decoder=plan.decoder, device=world.device, dtype=plan.input_dtype, world_size=world.size,
-                       ranks_here=world.local_size)  # fmt: skip
+    return plan_loader(
+        config,
+        datasets,
+        world,
+        dtype=plan.input_dtype,
+        channels_last=plan.channels_last,
+        stored_pixels=stored_pixels,
+    )
 
 
 def set_up_process(config: Config, plan: Plan) -> None:
