@@ -46,7 +46,7 @@ from engine.out_of_memory import explain_out_of_memory
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
-from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
+from engine.state import MovingAverage, TrainingError, TrainState, seed_step
 from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
@@ -282,12 +282,12 @@ def prepare(
     datasets = build_datasets(config)
     plans = world.all_or_none(lambda: make_plan(config, datasets, world, stored_pixels))
     # The ranks of a node share its memory: all of them take the plan with the fewest workers.
-    memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.most_workers)
+    memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.ceiling)
     plan = plans[world.rank]
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = build_state(plan, world)
-    datasets.materialise()  # draws the demo's images, where they are missing
+    # datasets.materialise()  # draws the demo's images, where they are missing
     same_on_all_ranks(world.gather(run_identity(config, datasets, plan)))
     return datasets, plan, state
 
@@ -340,12 +340,12 @@ def build_state(plan: Plan, world: World) -> TrainState:
 def tune_loader(
     feed: Feed, step: Step, datasets: Datasets, plan: Plan, state: TrainState, world: World
 ) -> tuple[autotune.Answer | None, list[str]]:
-    """loader.workers=auto: set the number of workers as remembered for this work on this machine,
-    or as real steps show now. The steps leave no trace.
+    """Set the number of workers for loader.workers=auto. The steps that it takes leave no trace.
 
     Returns:
-        What was measured, and lines for the console.
+        What real steps have shown, now or at an earlier start on this machine; and lines to print.
     """
+    raise NotImplementedError
 
 
 def main(config: Config) -> int:

@@ -25,7 +25,7 @@ from engine.distributed import World
 from engine.plan import Plan
 from engine.state import TrainState, diverged
 from pipeline.build import Datasets
-from pipeline.feed import pixels_of
+from pipeline.sizing.plan import pixels_of
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,6 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
@@ -18,19 +17,10 @@ import numpy as np
 
 from pipeline import decode
 from pipeline.augment import Compose, sample_rng
+from pipeline.gpu_decode.encoded import Encoded
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
 from pipeline.shared import SharedArray
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A sample for the GPU's decoder engines: its file and what the transforms want of it."""
-
-    data: bytes
-    image_size: tuple[int, int]  # width, height of the file's image
-    picture: NotedPicture
-    label: int
 
 
 class Dataset(Protocol):
@@ -49,9 +39,6 @@ class Dataset(Protocol):
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """uint8 [S, S, 3] and the label of one sample as epoch `epoch` sees it."""
-
-    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """The same sample for the GPU's decoder engines; None when they or the transforms do not allow that."""
 
     def name(self, index: int) -> str:
         """What to call a sample in a message: its path."""
@@ -103,7 +90,9 @@ class FolderDataset:
         return pixels, int(self.index.labels.array[index])
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """The file, and what the transforms noted with the same draws as in `load`.
+        """The file, and the transforms with the same random numbers as in `load`.
+
+        Returns None if the JPEG engines do not support the file or a transform needs pixels.
 
         Raises:
             BadImageError: the file cannot be read.
@@ -196,9 +185,6 @@ class FakeDataset:
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return self._pixels[index % len(self._pixels)], index % self.num_classes
-
-    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        return None  # there are no files
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"

@@ -88,12 +88,13 @@ from engine.telemetry import GpuMonitor
 from engine.tracker import Tracker
 from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import FolderDataset
-from pipeline.feed import Feed, choose_decoder, open_feed
+from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.sizing.budget import worker_budget
-from pipeline.sizing.memory import MemoryPlan, plan_memory
+from pipeline.sizing.memory import MemoryPlan
+from pipeline.sizing.plan import LoaderPlan, choose_decoder, plan_loader
 
 WINDOWS = 5
 TURN_SECONDS = 2.0  # with telemetry, and without: a log row or more, and short beside what drifts in a machine
@@ -133,8 +134,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
         plan = train.make_plan(config, datasets, world)
-        memory = plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
-                             dtype=plan.input_dtype)  # fmt: skip
+        memory = loader_of(config, datasets, plan, world).memory
         train.set_up_process(config, plan)
         found: list[Rung] = []
         if isinstance(datasets.train, FolderDataset):
@@ -168,7 +168,7 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
         datasets = build_datasets(config)
         budget = worker_budget(world.local_size, decoder=choose_decoder(config, world.device)).workers
         settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
-        small = with_setting(config, sweep.Setting(1, False, 1))
+        small = with_setting(config, **asdict(sweep.Setting(1, False, 1)))
         plan = train.make_plan(small, datasets, world)
         train.set_up_process(config, plan)
         stepper = Stepper(config, plan, world)
@@ -189,18 +189,17 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
     return alone, list(cells.values())
 
 
-def with_setting(config: Config, setting: sweep.Setting) -> Config:
-    return replace(config, loader=replace(config.loader, **asdict(setting)))
+def with_setting(config: Config, **setting: Any) -> Config:
+    return replace(config, loader=replace(config.loader, **setting))
 
 
 def measure_cell(
     setting: sweep.Setting, datasets: Datasets, stepper: "Stepper", seconds: float, start: int
 ) -> tuple[sweep.Cell, int]:
     """One visit to a setting, with buffers and workers of its own, and how many batches it took from step `start` on."""
-    config, world = with_setting(stepper.config, setting), stepper.world
+    config, world = with_setting(stepper.config, **asdict(setting)), stepper.world
     try:
         plan = train.make_plan(config, datasets, world)
-        plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype)
         with feed_of(config, datasets, plan, world) as feed:
             loader = measure_loader(feed, plan, seconds, start, count=1)
             fed = stepper.fed(feed, seconds, start + loader.batches, count=1)
@@ -211,8 +210,13 @@ def measure_cell(
 
 
 def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> AbstractContextManager[Feed]:
-    return open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
-                     channels_last=plan.channels_last)  # fmt: skip
+    return open_feed(config, datasets, loader_of(config, datasets, plan, world), world)
+
+
+def loader_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> LoaderPlan:
+    """The loader with as many workers as the cores allow: nothing is measured here."""
+    fixed = with_setting(config, workers=plan.workers)
+    return plan_loader(fixed, datasets, world, dtype=plan.input_dtype, channels_last=plan.channels_last)
 
 
 def windows(

@@ -388,8 +388,8 @@ def workers(case: Case) -> Iterator[Row]:
 
 def memory(case: Case) -> Iterator[Row]:
     made, datasets, world = case.planned()
-    room = train.make_room(case.config, datasets, made, world)
-    if room.buffers + room.workers > 0.8 * room.free:
+    room = train.make_loader_plan(case.config, datasets, made, world).memory
+    if room.host > 0.8 * room.free:
         yield warn(room.line(), "little is left for the page cache and the model: lower loader.batch_size or loader.workers")
     else:
         yield ok(room.line())

@@ -27,7 +27,7 @@ from engine.verdict import Account
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
-from pipeline.sizing import autotune, machine
+from pipeline.sizing import autotune, machine, plan
 from pipeline.sizing.watch import Watch
 from tests.answers import ANSWER
 from tests.processes import HANGS_SECONDS, wait_until
@@ -46,7 +46,7 @@ BUDGET, MOST = 3, 6  # workers: of four cores one is left to the training proces
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a GPU that has never seen this work."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(autotune, "why_not", lambda *_: None)
+    monkeypatch.setattr(plan, "why_not_measured", lambda *_: None)
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 0)
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)

@@ -21,7 +21,7 @@ from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
 from engine.plan import make_plan
 from pipeline.build import build_datasets
-from pipeline.feed import choose_decoder, pixels_of
+from pipeline.sizing.plan import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
 from tests.results import stored
 
@@ -289,8 +289,8 @@ def test_whose_pixels_is_part_of_the_identity_and_kept(monkeypatch: pytest.Monke
     assert [pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")] == (
         ["cpu"] * 4 + ["gpu", "hybrid"]
     )
-    monkeypatch.setattr("pipeline.build.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
-    monkeypatch.setattr("pipeline.build.has_engines", lambda device: device.type == "cuda")
+    monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
+    monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
 
     def chosen(name: str, device: torch.device, stored: str) -> str:

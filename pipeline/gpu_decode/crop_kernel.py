@@ -27,13 +27,32 @@ def crop_resize(geometry: Tensor, out: Tensor, scale: Tensor, shift: Tensor) -> 
     tiles = triton.cdiv(size, TILE)
     # Without fused multiply-add, so that normalising gives the bits of the CPU's multiplication and addition.
     _crop_resize[(batch, tiles, tiles)](
-        geometry, out, scale, shift, size, *out.stride(), columns=COLUMNS, block=TILE, num_warps=4, enable_fp_fusion=False
+        geometry,
+        out,
+        scale,
+        shift,
+        size,
+        *out.stride(),
+        columns=COLUMNS,
+        block=TILE,
+        num_warps=4,
+        enable_fp_fusion=False,
     )
 
 
 @triton.jit
 def _crop_resize(  # type: ignore[no-untyped-def]
-    geometry, out, scale, shift, size, stride_b, stride_c, stride_y, stride_x, columns: tl.constexpr, block: tl.constexpr
+    geometry,
+    out,
+    scale,
+    shift,
+    size,
+    stride_b,
+    stride_c,
+    stride_y,
+    stride_x,
+    columns: tl.constexpr,
+    block: tl.constexpr,
 ):
     image = tl.program_id(0)
     row = geometry + image * columns  # the columns by their numbers in pipeline/geometry.py
@@ -66,15 +85,23 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     total_x = tl.zeros([block], tl.float32)
     for i in range(taps_x):
         place_x = first_x + i
-        total_x += tl.where(place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0)
+        total_x += tl.where(
+            place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0
+        )
     for j in range(taps_y):
         place_y = first_y + j
-        weight_y = tl.where(place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0)
+        weight_y = tl.where(
+            place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0
+        )
         total_y += weight_y
         line = source + place_y.to(tl.int64) * pitch
         for i in range(taps_x):
             place_x = first_x + i
-            weight_x = tl.where(place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0)
+            weight_x = tl.where(
+                place_x < last_x,
+                tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0),
+                0.0,
+            )
             weight = weight_y[:, None] * weight_x[None, :]
             pixel = line[:, None] + place_x[None, :] * 3
             good = weight > 0.0
@@ -85,7 +112,11 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     target = out + image.to(tl.int64) * stride_b + y[:, None] * stride_y + x[None, :] * stride_x
     inside = (y < size)[:, None] & (x < size)[None, :]
     # Rounded to a level, as the CPU path's bytes are.
-    red, green, blue = tl.floor(red * norm + 0.5), tl.floor(green * norm + 0.5), tl.floor(blue * norm + 0.5)
+    red, green, blue = (
+        tl.floor(red * norm + 0.5),
+        tl.floor(green * norm + 0.5),
+        tl.floor(blue * norm + 0.5),
+    )
     tl.store(target, red * tl.load(scale) + tl.load(shift), mask=inside)
     tl.store(target + stride_c, green * tl.load(scale + 1) + tl.load(shift + 1), mask=inside)
     tl.store(target + 2 * stride_c, blue * tl.load(scale + 2) + tl.load(shift + 2), mask=inside)

@@ -47,14 +47,23 @@ class Engines:
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(
             library.nvjpegCreateEx(
-                self.HARDWARE_BACKEND, None, None, ctypes.c_uint(self.NO_PIPELINE), ctypes.byref(self._handle)
+                self.HARDWARE_BACKEND,
+                None,
+                None,
+                ctypes.c_uint(self.NO_PIPELINE),
+                ctypes.byref(self._handle),
             ),
             "nvjpegCreateEx",
         )
-        self._check(library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state)), "nvjpegJpegStateCreate")
+        self._check(
+            library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state)),
+            "nvjpegJpegStateCreate",
+        )
         self._count = 0
 
-    def decode(self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream) -> None:
+    def decode(
+        self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
+    ) -> None:
         """Decode a batch on `stream`; the caller keeps files and targets alive until it is done there.
 
         Args:
@@ -68,7 +77,10 @@ class Engines:
         n = len(files)
         if n != self._count:
             initialize = self.library.nvjpegDecodeBatchedInitialize
-            self._check(initialize(self._handle, self._state, n, 1, self.RGB_INTERLEAVED), "nvjpegDecodeBatchedInitialize")
+            self._check(
+                initialize(self._handle, self._state, n, 1, self.RGB_INTERLEAVED),
+                "nvjpegDecodeBatchedInitialize",
+            )
             self._count = n
         status = self.library.nvjpegDecodeBatched(
             self._handle,
@@ -101,7 +113,12 @@ def find_library() -> ctypes.CDLL | None:
         folders.insert(0, Path(vision.origin).parent.parent)
     found = [str(path) for folder in folders for pattern in ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*")
              for path in sorted(folder.glob(pattern))]  # fmt: skip
-    for name in [*found, "libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]:
+    for name in [
+        *found,
+        "libnvjpeg.so.13",
+        "libnvjpeg.so.12",
+        "/usr/local/cuda/lib64/libnvjpeg.so",
+    ]:
         try:
             return ctypes.CDLL(name)
         except OSError:
@@ -137,10 +154,14 @@ class GpuDecoder:
     def __init__(self, device: torch.device, batch_size: int) -> None:
         library = find_library()
         if library is None:
-            raise EngineError("nvJPEG is not installed: it comes with torchvision for CUDA, or pip install nvidia-nvjpeg")
+            raise EngineError(
+                "nvJPEG is not installed: it comes with torchvision for CUDA, or pip install nvidia-nvjpeg"
+            )
         self.engines = Engines(library)
         self.device = device
-        self._targets = np.zeros((batch_size, 8), np.uint64)  # nvjpegImage_t: four device pointers, four pitches
+        self._targets = np.zeros(
+            (batch_size, 8), np.uint64
+        )  # nvjpegImage_t: four device pointers, four pitches
         self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
         self._settled = torch.cuda.Event()
         self.seconds_per_image = 0.0  # of the newest batch
@@ -178,7 +199,9 @@ class GpuDecoder:
             table[files_here, ADDRESS] = address
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
-            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(np.uint64)
+            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(
+                np.uint64
+            )
             lengths = table[files_here, LENGTH].astype(np.uint64)
             self._settled.synchronize()  # the engines work on one batch at a time
             began = time.perf_counter()

@@ -9,15 +9,30 @@ import numpy as np
 from pipeline.decode import Box, Picture, open_image
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; whole numbers below 2**53 are exact in it.
-LENGTH, OFFSET, WIDTH, HEIGHT = 0, 1, 2, 3  # of the file in the slot's bytes; LENGTH 0: the row holds pixels already
+LENGTH, OFFSET, WIDTH, HEIGHT = (
+    0,
+    1,
+    2,
+    3,
+)  # of the file in the slot's bytes; LENGTH 0: the row holds pixels already
 CLIP_LEFT, CLIP_TOP, CLIP_RIGHT, CLIP_BOTTOM = 4, 5, 6, 7  # the source pixels that may be used
-SOURCE_LEFT, SOURCE_TOP, SCALE_X, SCALE_Y = 8, 9, 10, 11  # source point = SOURCE + SCALE * (target pixel + 0.5)
+SOURCE_LEFT, SOURCE_TOP, SCALE_X, SCALE_Y = (
+    8,
+    9,
+    10,
+    11,
+)  # source point = SOURCE + SCALE * (target pixel + 0.5)
 MIRRORED = 12
 ADDRESS, PITCH = 13, 14  # of the source pixels on the device; the training process fills them in
 COLUMNS = 16
 
 # What a hardware JPEG decoder takes: baseline, 8 bits, three components as 4:4:4, 4:2:2, 4:2:0 or 4:4:0.
-CHROMA = {((1, 1), (1, 1), (1, 1)), ((2, 1), (1, 1), (1, 1)), ((2, 2), (1, 1), (1, 1)), ((1, 2), (1, 1), (1, 1))}
+CHROMA = {
+    ((1, 1), (1, 1), (1, 1)),
+    ((2, 1), (1, 1), (1, 1)),
+    ((2, 2), (1, 1), (1, 1)),
+    ((1, 2), (1, 1), (1, 1)),
+}
 
 
 class NeedsPixelsError(Exception):
@@ -48,11 +63,15 @@ class NotedPicture(Picture):
     def size(self) -> tuple[int, int]:
         return self._size
 
-    def resized(self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False) -> "NotedPicture":
+    def resized(
+        self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False
+    ) -> "NotedPicture":
         if self._source != (0.0, 0.0, 1.0, 1.0) or self._mirrored:
             raise NeedsPixelsError  # a second resize is not one resize
         left, top, right, bottom = box = box or (0, 0, *self.size)
-        return NotedPicture(size, box, (left, top, (right - left) / size[0], (bottom - top) / size[1]))
+        return NotedPicture(
+            size, box, (left, top, (right - left) / size[0], (bottom - top) / size[1])
+        )
 
     def cropped(self, box: Box) -> "NotedPicture":
         left, top, right, bottom = box
@@ -62,7 +81,9 @@ class NotedPicture(Picture):
             left, right = self.size[0] - right, self.size[0] - left
         x, y, scale_x, scale_y = self._source
         source = (x + scale_x * left, y + scale_y * top, scale_x, scale_y)
-        return NotedPicture((right - left, bottom - top), self._clip, source, mirrored=self._mirrored)
+        return NotedPicture(
+            (right - left, bottom - top), self._clip, source, mirrored=self._mirrored
+        )
 
     def mirrored(self) -> "NotedPicture":
         return NotedPicture(self._size, self._clip, self._source, mirrored=not self._mirrored)
@@ -86,7 +107,12 @@ def open_noted(data: bytes) -> NotedPicture | None:
         OSError, ValueError, SyntaxError: not an image Pillow can read.
     """
     image = open_image(data)
-    if image.format != "JPEG" or image.mode != "RGB" or "progressive" in image.info or image.info.get("adobe_transform") == 0:
+    if (
+        image.format != "JPEG"
+        or image.mode != "RGB"
+        or "progressive" in image.info
+        or image.info.get("adobe_transform") == 0
+    ):
         return None
     layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]
     if layers not in CHROMA or b"\xff\xd9" not in data[-64:]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,19 +29,21 @@ import torch
 from conf.schema import Config
 from pipeline.dataset import LARGE_FILE, SHRUNK_SIDE, FolderDataset
 from pipeline.decode import open_image
-from pipeline.feed import MOST_TASKS_IN_HAND, Feed
+from pipeline.feed import Feed
 from pipeline.gpu_decode.decoder import has_engines
 from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
+from pipeline.sizing.memory import MOST_TASKS_IN_HAND
+from pipeline.sizing.plan import FEWEST_BATCHES
+from pipeline.sizing.ranks import Ranks
 from pipeline.worker import EMPTY_ROW, Reply
 
 logger = logging.getLogger(__name__)
 Gather = Callable[[Any], list[Any]]
 
 VERSION = 2  # of the way of measuring; answers of another are not remembered
-PROBE_WORKERS = 2  # the first of those that are kept
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 ENOUGH = 0.02  # share of the time the device may wait for input
 SHRINKING_PAYS = 1.2  # times as many images per core; files that were shrunk give 1.0
@@ -53,7 +55,6 @@ ROUNDS, LATE_SECONDS = 5, 15.0  # no further number is tried after these
 FEWEST_STEPS, WARM_BATCHES = 4, 4  # in a trial; every one begins with nothing queued
 PROBE_ROWS = 8  # images in a task of the probe: a slow disk shall not make it long
 WARM_STEPS = 5  # the first compiles, the next choose kernels
-FEWEST_BATCHES = 16  # an epoch of fewer is over before the number of workers matters
 
 
 class NotMeasuredError(RuntimeError):
@@ -193,14 +194,6 @@ class Answer:
         return found
 
 
-class Ranks(Protocol):
-    """What the tuner asks of the other ranks (engine.distributed.World)."""
-
-    def agree(self, decide: Callable[[], Any]) -> Any: ...
-    def gather(self, value: Any) -> list[Any]: ...
-    def of_node(self, values: list[Any]) -> list[Any]: ...
-
-
 def settle(
     feed: Feed,
     step: Callable[[Batch], object],
@@ -229,7 +222,7 @@ def settle(
     loader, pool = config.loader, feed.train.loader.pool
     known: Answer | None = ranks.agree(lambda: None if config.autotune.refresh else recall(question))
     if known is not None:
-        room = min(known.workers, feed.most_workers)  # of rank 0; this node may have less
+        room = min(known.workers, feed.plan.ceiling)  # of rank 0; this node may have less
         cut = f"; it was {known.workers} workers, and there is room for {room}" if room < known.workers else ""
         known = replace(known, workers=room)
         pool.prefetch_factor = known.prefetch_factor
@@ -307,9 +300,9 @@ def tune(
             feed.pinned.release()
     factor = prefetch_factor or min(MOST_TASKS_IN_HAND, max(2, math.ceil(supply.spread) + 1))
     pool.prefetch_factor = factor
-    engines = feed.train.gpu_decoder is not None
+    engines = feed.plan.uses_engines
     # Workers that wait for storage leave their core to others.
-    cap = max(1, min(feed.most_workers, math.floor(budget * (1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)))))
+    cap = max(1, min(feed.plan.ceiling, math.floor(budget * (1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)))))
 
     def seconds_expected(workers: int) -> float:
         return max(gather(max(step_seconds, loader.batch_size / (workers * supply.images_per_second))))
@@ -555,21 +548,6 @@ def shrink_gain(dataset: FolderDataset, images: int = 24) -> float:
     finally:
         torch.set_num_threads(threads)
     return before / after if after else 1.0
-
-
-def why_not(device: torch.device, decoder: str, batches_an_epoch: float, budget: int) -> str | None:
-    """Why nothing is measured, or None."""
-    if budget == 0:
-        return "none can be started"
-    if device.type != "cuda":
-        return "training runs on the CPU and shares it with the workers"
-    if decoder == "none":
-        return "made-up images cost nothing"
-    if decoder == "hybrid":
-        return "decoder=hybrid shares each batch between engines and workers by measured rates, and takes what cores there are"
-    if batches_an_epoch < FEWEST_BATCHES:
-        return f"an epoch of {batches_an_epoch:.1f} batches is over before it matters"
-    return None
 
 
 def recall(question: dict[str, Any]) -> Answer | None:

@@ -50,7 +50,12 @@ def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget
     if local_world_size > 1:
         parts.append(f"{local_world_size} ranks here")
     shared = min(affinity, quota) < (workers + kept) * local_world_size
-    return Budget(workers, ", ".join(parts) + (", shared with" if shared else f", {kept} left to") + " the training process")
+    return Budget(
+        workers,
+        ", ".join(parts)
+        + (", shared with" if shared else f", {kept} left to")
+        + " the training process",
+    )
 
 
 def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budget:
@@ -63,5 +68,7 @@ def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budge
     if number == "auto":
         return worker_budget(local_world_size, decoder=decoder)
     if number > worker_limit():
-        raise UserError(f"loader.workers={number}: open files allow {worker_limit()}; give at most that, or raise ulimit -n")
+        raise UserError(
+            f"loader.workers={number}: open files allow {worker_limit()}; give at most that, or raise ulimit -n"
+        )
     return Budget(number, "as configured")

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import models
-
 from conf.schema import Checkpoint, Config, Loader, Log, Schedule, Train, UserError
 from engine.optim import Curve
 from engine.plan import (

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.schema import Config, Optim
+from conf.schema import Optim
 from engine import checkpoint
 from engine.distributed import join_world
 from engine.meters import Meter

@@ -21,6 +21,7 @@ from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.prefetcher import Batch, Timing
 from pipeline.sizing import autotune
+from pipeline.sizing.plan import plan_loader
 from tests.conftest import Clock
 
 RUNS_WELL = Account(
@@ -161,8 +162,10 @@ def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str
             plain = datasets.train
             assert isinstance(plain, FolderDataset)
             datasets = replace(datasets, train=kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed))
-        with open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
-                       dtype=plan.input_dtype, channels_last=plan.channels_last) as feed:  # fmt: skip
+        loader = plan_loader(
+            config, datasets, world, dtype=plan.input_dtype, channels_last=plan.channels_last
+        )
+        with open_feed(config, datasets, loader, world) as feed:
             yield feed, Ledger(plan, {})
 
 

@@ -37,6 +37,7 @@ from pipeline.sizing.autotune import (
 from pipeline.worker import Reply
 from tests.answers import ANSWER
 from tests.conftest import Clock
+from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")
 DISK_SECONDS, CORE_SECONDS = 0.004, 0.004
@@ -75,8 +76,9 @@ def open_slow(kind: type[FolderDataset], image_root: Path, *, most: int = 8, wor
     plain = datasets.train
     assert isinstance(plain, FolderDataset)
     slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
-    with open_feed(config, replace(datasets, train=slow), workers=workers, most_workers=most, decoder="pillow", device=CPU,
-                   dtype=torch.float32, channels_last=False) as feed:  # fmt: skip
+    datasets, world = replace(datasets, train=slow), world_of(CPU)
+    plan = loader_plan(config, datasets, world, workers=workers, ceiling=most)
+    with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
 
@@ -468,14 +470,3 @@ def test_answer_that_other_things_limit() -> None:
     ):
         disk = replace(ANSWER, supply=replace(ANSWER.supply, wait_ms=9.0, file_bytes=file_bytes))
         assert disk.stage == "storage" and disk.lines()[-1].endswith(advice)
-
-
-@pytest.mark.parametrize(
-    ("device", "decoder", "batches", "reason"),
-    [("cpu", "pillow", 5000, "CPU"), ("cuda", "none", 5000, "made-up"), ("cuda", "hybrid", 5000, "hybrid"),
-     ("cuda", "pillow", 3.5, "3.5 batches"), ("cuda", "pillow", 5000, None), ("cuda", "gpu", 5000, None)],
-)  # fmt: skip
-def test_when_it_is_not_measured(device: str, decoder: str, batches: float, reason: str | None) -> None:
-    found = autotune.why_not(torch.device(device), decoder, batches, budget=4)
-    assert found is None if reason is None else reason in str(found)
-    assert "none can be started" in str(autotune.why_not(torch.device(device), decoder, batches, budget=0))
