@@ -97,9 +97,7 @@ def train(config: Config) -> dict[str, Any]:
         log.introduce(changes, cli.to_yaml(config))
         if log.finished is not None:
             return log.already_finished()
-        run.begin(
-            {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}
-        )
+        run.begin({"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)})
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = build_step(plan, state, world)
@@ -214,9 +212,7 @@ def training_loss(
     return loss, {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
 
 
-def validation_loss(
-    network: nn.Module, images: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def validation_loss(network: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Forward pass and loss in validation, compiled likewise. Rows with a label below 0 do not count.
 
     Returns:
@@ -270,9 +266,7 @@ def agree_on(config: Config, world: World) -> Config:
     return config
 
 
-def prepare(
-    config: Config, run: RunDirectory, world: World
-) -> tuple[Datasets, Plan, TrainState]:
+def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, Plan, TrainState]:
     """Find the images, plan the run and build the model.
 
     Raises:

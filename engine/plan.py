@@ -119,18 +119,11 @@ class Plan:
     @property
     def rewrites_layers(self) -> bool:
         """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
-        return (
-            self.device_type == "cuda"
-            and self.compile != "off"
-            and self.precision == "bf16"
-            and self.channels_last
-        )
+        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16" and self.channels_last
 
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass. bf16 needs no gradient scaler."""
-        return torch.autocast(
-            self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
-        )
+        return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
@@ -148,8 +141,7 @@ class Plan:
         rows = [
             (
                 "data",
-                f"{self.train_images:,} training and {self.val_images:,} validation images, "
-                f"{self.num_classes} classes",
+                f"{self.train_images:,} training and {self.val_images:,} validation images, {self.num_classes} classes",
             ),
             ("steps", steps),
             (
@@ -164,9 +156,7 @@ class Plan:
         return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
 
 
-def make_plan(
-    config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu"
-) -> Plan:
+def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu") -> Plan:
     """Derive what the run will do on this rank.
 
     Args:
@@ -184,9 +174,7 @@ def make_plan(
 
     train_size = datasets.train_side
     with torch.device("meta"):
-        model = models.build(
-            config.model.name, num_classes=len(datasets.classes), image_size=train_size
-        )
+        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=train_size)
     flops = count_flops(model, train_size)
     count_flops(model, datasets.val_side, key="data.val_size, augment.val")  # fails here, not later
     precision = choose_precision(config.train.precision, world.device)
@@ -263,14 +251,10 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
     """
     if batch_size > train_images:
         raise UserError(
-            f"loader.batch_size={batch_size}: larger than the training split "
-            f"({train_images} images); give at most that"
+            f"loader.batch_size={batch_size}: larger than the training split ({train_images} images); give at most that"
         )
     if batch_size % world_size:
-        raise UserError(
-            f"loader.batch_size={batch_size}: the global batch must be a multiple of "
-            f"the {world_size} ranks"
-        )
+        raise UserError(f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks")
 
 
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
@@ -297,10 +281,7 @@ def same_images(datasets: Datasets) -> list[str]:
     """Return a note if both splits hold the same images."""
     if datasets.train_fingerprint != datasets.val_fingerprint:
         return []
-    return [
-        "data.val holds the training images, so its accuracy says nothing about new images; "
-        "give another split"
-    ]
+    return ["data.val holds the training images, so its accuracy says nothing about new images; give another split"]
 
 
 def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
@@ -310,8 +291,7 @@ def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
         ("augment.val", datasets.val_side, "data.val_size", config.data.val_size),
     ]
     return [
-        f"{transforms} makes images of {made} px although {key}={size}; "
-        f"write size: ${{{key}}} in it"
+        f"{transforms} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"
         for transforms, made, key, size in sizes
         if made != size
     ]
@@ -344,9 +324,7 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
         return []
     if choice == "auto":
         return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
-    return [
-        "train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"
-    ]
+    return ["train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"]
 
 
 def choose_compile(choice: str, device: torch.device) -> str:
@@ -372,9 +350,6 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
             model(torch.empty(1, 3, image_size, image_size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{key}: the model does not take images of {image_size} px ({reason}); "
-            "give another size"
-        ) from None
+        raise UserError(f"{key}: the model does not take images of {image_size} px ({reason}); give another size") from None
     model.train(mode)
     return int(counter.get_total_flops())

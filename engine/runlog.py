@@ -44,9 +44,7 @@ class RunLog:
             left to train.
     """
 
-    def __init__(
-        self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float
-    ) -> None:
+    def __init__(self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float) -> None:
         self.plan, self.world, self.run, self.state = plan, world, run, state
         self._started = started
         self.finished = None
@@ -232,9 +230,7 @@ class RunLog:
         """Report a validation."""
         val = self.feed.val
         self.tracker.val_row(row, best=best)
-        self.tracker.mistakes(
-            mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step
-        )
+        self.tracker.mistakes(mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step)
 
     def _report(self) -> None:
         """Write a log row if an interval of steps was sent and not yet reported.

@@ -164,8 +164,7 @@ class Tracker:
         more = "".join(f"  {key} {row[key]:.4g}" for key in row if key in others)
         self._table_line(
             row,
-            f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} "
-            f"{duration(row['seconds_left']):>8}{more}",
+            f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} {duration(row['seconds_left']):>8}{more}",
         )
 
     def figures(self, values: dict[str, float], step: int) -> None:

@@ -79,9 +79,7 @@ class Validator:
             if best:
                 state.best = row
             seconds = time.perf_counter() - began
-            self.log.validated(
-                {**row, "split": "val", "images": found.images, "seconds": seconds}, mistakes, best=best
-            )
+            self.log.validated({**row, "split": "val", "images": found.images, "seconds": seconds}, mistakes, best=best)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self.feed.val.batches(0, self.feed.val_batches):

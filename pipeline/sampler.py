@@ -24,9 +24,7 @@ class TrainSampler:
         seed: of the order.
     """
 
-    def __init__(
-        self, *, num_samples: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, *, num_samples: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
         assert batch_size % world_size == 0
         self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
         self.rank, self.world_size = rank, world_size
@@ -34,9 +32,7 @@ class TrainSampler:
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
-            self.num_samples
-        )
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_samples)
 
     def samples(self, step: int) -> np.ndarray:
         """This rank's share of a step as int64 [batch_size / world_size, 2] rows of (epoch, index)."""
@@ -54,9 +50,7 @@ class TrainSampler:
 class ValSampler:
     """Every sample once, in order: rank r takes samples r, r + world_size, ...; the last batch may be short."""
 
-    def __init__(
-        self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1
-    ) -> None:
+    def __init__(self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
         self._mine = np.arange(rank, num_samples, world_size)
         self._share = batch_size // world_size
 
@@ -72,9 +66,7 @@ class ValSampler:
 
 def scattered(count: int) -> Iterator[int]:
     """Positions far from each other, each once before any comes again: for measuring on files from all over a dataset."""
-    stride = next(
-        s for s in range(int(count * 0.618) or 1, 2 * count + 2) if math.gcd(s, count) == 1
-    )
+    stride = next(s for s in range(int(count * 0.618) or 1, 2 * count + 2) if math.gcd(s, count) == 1)
     place = 0
     while True:
         place = (place + stride) % count

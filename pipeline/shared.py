@@ -46,9 +46,7 @@ class SharedArray:
     def _map(self, fd: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._fd = fd
         self._memory = mmap.mmap(fd, 0)
-        self.array = np.frombuffer(
-            self._memory, dtype=dtype, count=int(np.prod(shape, dtype=np.int64))
-        ).reshape(shape)
+        self.array = np.frombuffer(self._memory, dtype=dtype, count=int(np.prod(shape, dtype=np.int64))).reshape(shape)
 
     def __getstate__(self) -> tuple[Any, tuple[int, ...], str]:
         return reduction.DupFd(self._fd), self.array.shape, self.array.dtype.str

@@ -23,10 +23,7 @@ from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1
 """Label of a row without a sample; the loss and the metrics ignore it."""
-REMEDY = (
-    "run scripts/doctor.py --all to check every file, "
-    "or set data.on_error=skip to skip unreadable training images"
-)
+REMEDY = "run scripts/doctor.py --all to check every file, or set data.on_error=skip to skip unreadable training images"
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -150,9 +147,7 @@ def _waited_for_core() -> float:
         return 0.0
 
 
-def _fill_row(
-    source: Source, task: Task, files: FileWriter | None, row: int, epoch: int, index: int
-) -> int:
+def _fill_row(source: Source, task: Task, files: FileWriter | None, row: int, epoch: int, index: int) -> int:
     """Write a sample into its row, encoded or as pixels, and return its label.
 
     Raises:
@@ -175,9 +170,7 @@ def _fill_row(
     return label
 
 
-def _first_readable(
-    source: Source, index: int, skipped: list[str], fill: Callable[[int], int]
-) -> int:
+def _first_readable(source: Source, index: int, skipped: list[str], fill: Callable[[int], int]) -> int:
     """Fill a row with the sample, or with the next readable one if the source skips; return the label."""
     size = len(source.dataset)
     for step in range(min(size, 100)):
@@ -187,9 +180,7 @@ def _first_readable(
             if not source.skip_unreadable:
                 raise BadImageError(f"{error}; {REMEDY}") from error
             skipped.append(str(error))
-    raise BadImageError(
-        f"{skipped[-1]} (and the {len(skipped) - 1} images before it: none can be read)"
-    )
+    raise BadImageError(f"{skipped[-1]} (and the {len(skipped) - 1} images before it: none can be read)")
 
 
 def worker_main(pipe: Connection, sources: Sequence[Source]) -> None:

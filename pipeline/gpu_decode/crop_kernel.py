@@ -85,14 +85,10 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     total_x = tl.zeros([block], tl.float32)
     for i in range(taps_x):
         place_x = first_x + i
-        total_x += tl.where(
-            place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0
-        )
+        total_x += tl.where(place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0)
     for j in range(taps_y):
         place_y = first_y + j
-        weight_y = tl.where(
-            place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0
-        )
+        weight_y = tl.where(place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0)
         total_y += weight_y
         line = source + place_y.to(tl.int64) * pitch
         for i in range(taps_x):

@@ -61,9 +61,7 @@ class Engines:
         )
         self._count = 0
 
-    def decode(
-        self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
-    ) -> None:
+    def decode(self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream) -> None:
         """Decode a batch on `stream`; the caller keeps files and targets alive until it is done there.
 
         Args:
@@ -154,14 +152,10 @@ class GpuDecoder:
     def __init__(self, device: torch.device, batch_size: int) -> None:
         library = find_library()
         if library is None:
-            raise EngineError(
-                "nvJPEG is not installed: it comes with torchvision for CUDA, or pip install nvidia-nvjpeg"
-            )
+            raise EngineError("nvJPEG is not installed: it comes with torchvision for CUDA, or pip install nvidia-nvjpeg")
         self.engines = Engines(library)
         self.device = device
-        self._targets = np.zeros(
-            (batch_size, 8), np.uint64
-        )  # nvjpegImage_t: four device pointers, four pitches
+        self._targets = np.zeros((batch_size, 8), np.uint64)  # nvjpegImage_t: four device pointers, four pitches
         self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
         self._settled = torch.cuda.Event()
         self.seconds_per_image = 0.0  # of the newest batch
@@ -199,9 +193,7 @@ class GpuDecoder:
             table[files_here, ADDRESS] = address
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
-            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(
-                np.uint64
-            )
+            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
             self._settled.synchronize()  # the engines work on one batch at a time
             began = time.perf_counter()

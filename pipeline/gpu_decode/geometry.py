@@ -63,15 +63,11 @@ class NotedPicture(Picture):
     def size(self) -> tuple[int, int]:
         return self._size
 
-    def resized(
-        self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False
-    ) -> "NotedPicture":
+    def resized(self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False) -> "NotedPicture":
         if self._source != (0.0, 0.0, 1.0, 1.0) or self._mirrored:
             raise NeedsPixelsError  # a second resize is not one resize
         left, top, right, bottom = box = box or (0, 0, *self.size)
-        return NotedPicture(
-            size, box, (left, top, (right - left) / size[0], (bottom - top) / size[1])
-        )
+        return NotedPicture(size, box, (left, top, (right - left) / size[0], (bottom - top) / size[1]))
 
     def cropped(self, box: Box) -> "NotedPicture":
         left, top, right, bottom = box
@@ -81,9 +77,7 @@ class NotedPicture(Picture):
             left, right = self.size[0] - right, self.size[0] - left
         x, y, scale_x, scale_y = self._source
         source = (x + scale_x * left, y + scale_y * top, scale_x, scale_y)
-        return NotedPicture(
-            (right - left, bottom - top), self._clip, source, mirrored=self._mirrored
-        )
+        return NotedPicture((right - left, bottom - top), self._clip, source, mirrored=self._mirrored)
 
     def mirrored(self) -> "NotedPicture":
         return NotedPicture(self._size, self._clip, self._source, mirrored=not self._mirrored)
@@ -107,12 +101,7 @@ def open_noted(data: bytes) -> NotedPicture | None:
         OSError, ValueError, SyntaxError: not an image Pillow can read.
     """
     image = open_image(data)
-    if (
-        image.format != "JPEG"
-        or image.mode != "RGB"
-        or "progressive" in image.info
-        or image.info.get("adobe_transform") == 0
-    ):
+    if image.format != "JPEG" or image.mode != "RGB" or "progressive" in image.info or image.info.get("adobe_transform") == 0:
         return None
     layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]
     if layers not in CHROMA or b"\xff\xd9" not in data[-64:]:

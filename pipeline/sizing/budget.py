@@ -52,9 +52,7 @@ def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget
     shared = min(affinity, quota) < (workers + kept) * local_world_size
     return Budget(
         workers,
-        ", ".join(parts)
-        + (", shared with" if shared else f", {kept} left to")
-        + " the training process",
+        ", ".join(parts) + (", shared with" if shared else f", {kept} left to") + " the training process",
     )
 
 
@@ -68,7 +66,5 @@ def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budge
     if number == "auto":
         return worker_budget(local_world_size, decoder=decoder)
     if number > worker_limit():
-        raise UserError(
-            f"loader.workers={number}: open files allow {worker_limit()}; give at most that, or raise ulimit -n"
-        )
+        raise UserError(f"loader.workers={number}: open files allow {worker_limit()}; give at most that, or raise ulimit -n")
     return Budget(number, "as configured")

@@ -51,20 +51,14 @@ def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
     return quota
 
 
-def free_memory(
-    proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")
-) -> int:
+def free_memory(proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")) -> int:
     """Bytes that can be allocated without swapping: the page cache counts as free, in the machine and in the groups."""
     free = _table(meminfo)["MemAvailable"] * 1024
     for folder in _groups("memory", proc, mount):
         for limit, used, total in MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
                 cached = _table(folder / "memory.stat")
-                held = (
-                    int((folder / used).read_text())
-                    - cached[f"{total}inactive_file"]
-                    - cached[f"{total}active_file"]
-                )
+                held = int((folder / used).read_text()) - cached[f"{total}inactive_file"] - cached[f"{total}active_file"]
                 free = min(free, int((folder / limit).read_text()) - held)
     return max(0, free)
 

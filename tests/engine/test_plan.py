@@ -20,18 +20,16 @@ from engine.plan import (
     has_bf16,
     precision_note,
 )
+from pipeline.sizing.memory import MemoryPlan
+from pipeline.sizing.plan import LoaderPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-
-
-MEMORY = MemoryPlan(most_workers=4, slots=8, buffers=0, pinned=0, workers=0, device=0, free=0)
 LOADER = LoaderPlan(
     workers=3,
-    ceiling=4,
     cores=4,
     reason="as configured",
     decoder="pillow",
-    memory=MEMORY,
+    memory=MemoryPlan(4, slots=8, file_bytes=0, buffers=0, pinned=0, worker_bytes=0, device=0, free=0),
     measured=False,
     not_measured=None,
     dtype=torch.float32,
@@ -39,9 +37,7 @@ LOADER = LoaderPlan(
 )
 
 
-def config(
-    batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1
-) -> Config:
+def config(batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1) -> Config:
     return Config(
         loader=Loader(batch_size=batch),
         train=Train(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),

@@ -162,9 +162,7 @@ def open_run(image_root: Path, kind: type[FolderDataset] | None, *overrides: str
             plain = datasets.train
             assert isinstance(plain, FolderDataset)
             datasets = replace(datasets, train=kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed))
-        loader = plan_loader(
-            config, datasets, world, dtype=plan.input_dtype, channels_last=plan.channels_last
-        )
+        loader = plan_loader(config, datasets, world, dtype=plan.input_dtype, channels_last=plan.channels_last)
         with open_feed(config, datasets, loader, world) as feed:
             yield feed, Ledger(plan, {})
 

@@ -18,6 +18,7 @@ from conf.schema import UserError
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
 from engine.meters import Meter
+from train import validation_loss
 
 
 def agreement(world: World) -> dict[str, Any]:
@@ -116,7 +117,7 @@ def validation(world: World) -> dict[str, Any]:
             yield torch.cat([images[part], torch.zeros(fill, 6)]), torch.cat([labels[part], torch.full((fill,), -1)])
 
     mistakes = Mistakes(8, world.device)
-    (found,) = evaluate([model], measure, batches(), world, mistakes)
+    (found,) = evaluate([model], validation_loss, batches(), world, mistakes)
     return {"metrics": [found.loss, found.top1, found.top5, found.images], "table": mistakes.table.tolist()}
 
 

@@ -33,18 +33,14 @@ def opened(
     config = cli.load([f"data.root={image_root}", "augment=demo", "loader.batch_size=6", "loader.start_method=fork",
                        f"loader.decoder={decoder}"])  # fmt: skip
     datasets, world = build_datasets(config), world_of(device)
-    plan = loader_plan(
-        config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype
-    )
+    plan = loader_plan(config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype)
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
 
 def validation(feed: Feed) -> list[tuple[Tensor, Tensor]]:
     """Images and labels of every validation batch, on the host."""
-    return [
-        (batch.images.cpu(), batch.labels.cpu()) for batch in feed.val.batches(0, feed.val_batches)
-    ]
+    return [(batch.images.cpu(), batch.labels.cpu()) for batch in feed.val.batches(0, feed.val_batches)]
 
 
 def assert_equal(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, Tensor]]) -> None:
@@ -64,9 +60,7 @@ class NoEngines:
 
 
 @pytest.mark.parametrize("decoder", ["gpu", "hybrid"])
-def test_engines_have_no_part_in_validation(
-    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str
-) -> None:
+def test_engines_have_no_part_in_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
     with opened(image_root, installed()[0]) as plain, opened(image_root, decoder) as engines:
         assert isinstance(engines.train.upload, EngineUpload)
@@ -92,9 +86,7 @@ def test_workers_that_only_read_get_help_for_a_validation(
 
 
 @pytest.mark.parametrize("ceiling", [0, 2])
-def test_workers_are_never_fewer_for_a_validation(
-    monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int
-) -> None:
+def test_workers_are_never_fewer_for_a_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
     for workers in (0, 3):
         with (

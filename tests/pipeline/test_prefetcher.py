@@ -166,9 +166,7 @@ def test_batch_transforms_get_float32_whoever_decodes(dataset: FolderDataset, na
     """The CPU decoders and the engines hand the same images over, and one rounding to the training dtype comes last."""
     entries, made = [{name: {"p": 1.0}}], []
     for engines, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
-        with open_prefetcher(
-            dataset, transforms=entries, dtype=dtype, engines=engines, file_bytes=file_bytes
-        ) as prefetcher:
+        with open_prefetcher(dataset, transforms=entries, dtype=dtype, engines=engines, file_bytes=file_bytes) as prefetcher:
             prefetcher.loader.encoded_share = 0.0  # there are no engines here
             noted = NotedDtype()
             assert prefetcher.mixing is not None

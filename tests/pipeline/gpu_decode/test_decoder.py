@@ -84,9 +84,7 @@ def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: in
     assert isinstance(result, NotedPicture)
     row = np.zeros(geometry.COLUMNS)
     result.write(row)
-    exact = decode.Picture(
-        decode.open_picture(data, "pillow").pixels()
-    )  # not shrunk by its decoder
+    exact = decode.Picture(decode.open_picture(data, "pillow").pixels())  # not shrunk by its decoder
     expected = chain(exact, sample_rng(1, 2, seed)).pixels().astype(int)
     assert abs(apply(row, exact.pixels(), 48).astype(int) - expected).max() <= 1
 
@@ -135,9 +133,7 @@ def test_engines_get_only_what_they_take(data: Any, taken: bool) -> None:
 # Through workers, without a GPU: files and geometry arrive in the slot; what does not fit is decoded.
 
 
-def loader_of(
-    dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8
-) -> Iterator[Loader]:
+def loader_of(dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8) -> Iterator[Loader]:
     source = start_source(dataset, batch_size=batch, size=48, slots=4, file_bytes=file_bytes)
     with WorkerPool([source], workers=1) as pool:
         loader = Loader(
@@ -154,12 +150,8 @@ def loader_of(
     ("share", "file_bytes", "files"),
     [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)],
 )
-def test_slot_holds_files_and_what_to_make_of_them(
-    image_root: Path, share: float, file_bytes: int, files: int
-) -> None:
-    dataset = FolderDataset(
-        load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3
-    )
+def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: float, file_bytes: int, files: int) -> None:
+    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3)
     for loader in loader_of(dataset, share=share, file_bytes=file_bytes):
         for batch in loader.batches(0, 3):
             encoded = loader.pool.sources[0].encoded
@@ -174,24 +166,14 @@ def test_slot_holds_files_and_what_to_make_of_them(
                     int(table[row, geometry.OFFSET]),
                 )
                 if length:
-                    assert (
-                        encoded.files.array[batch.slot][offset : offset + length].tobytes()
-                        == Path(path).read_bytes()
-                    )
-                    assert (
-                        tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]])
-                        == Image.open(path).size
-                    )
+                    assert encoded.files.array[batch.slot][offset : offset + length].tobytes() == Path(path).read_bytes()
+                    assert tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]]) == Image.open(path).size
                 else:
-                    np.testing.assert_array_equal(
-                        batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0]
-                    )
+                    np.testing.assert_array_equal(batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0])
                 assert batch.labels[row] == dataset.load(0, index)[1]
             loader.load_in_process(batch)
             assert not table[:, geometry.LENGTH].any()
-            np.testing.assert_array_equal(
-                batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0]
-            )
+            np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0])
             batch.release(None)
 
 
@@ -213,9 +195,7 @@ class RefusingEngines:
 
     seconds_per_image = 0.0
 
-    def make_batch(
-        self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any
-    ) -> None:
+    def make_batch(self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any) -> None:
         if (rows[:, geometry.LENGTH] > 0).any():
             raise EngineError("nvjpegDecodeBatched returned status 2")
         out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
@@ -245,18 +225,13 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_batches_agree_with_the_cpu_path(
-    image_root: Path, tmp_path: Path, entries: list[Any], share: float
-) -> None:
+def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entries: list[Any], share: float) -> None:
     """Engines and libjpeg differ in the inverse transform and in how colour is interpolated: a mean of 2 levels at most."""
     from pipeline.gpu_decode.decoder import GpuDecoder
 
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
-    images = [
-        draw_image(name, np.random.default_rng(i))
-        for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)
-    ]
+    images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)]
     kinds: list[dict[str, Any]] = [
         {"quality": 95},
         {"subsampling": 0},
@@ -284,14 +259,8 @@ def test_batches_agree_with_the_cpu_path(
                         by_workers += 1
                         continue
                     # From the whole image: the CPU path may shrink it while decoding, which is another matter.
-                    whole = decode.Picture(
-                        decode.open_picture(
-                            Path(dataset.name(index)).read_bytes(), "pillow"
-                        ).pixels()
-                    )
-                    expected = (
-                        dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
-                    )
+                    whole = decode.Picture(decode.open_picture(Path(dataset.name(index)).read_bytes(), "pillow").pixels())
+                    expected = dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
                     difference = abs(ours[row] - expected)
                     assert difference.mean() < 2, (batch.step, row)
                     assert np.percentile(difference, 99) < 25, (batch.step, row)

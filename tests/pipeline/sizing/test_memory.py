@@ -43,9 +43,7 @@ def plan(
 ) -> MemoryPlan:
     standard: dict[str, Any] = dict(fewest=workers, decoder="none", dtype=torch.float32)
     world = world_of(device, ranks, ranks_here)
-    return plan_memory(
-        config, datasets or build_datasets(config), world, workers=workers, **(standard | options)
-    )
+    return plan_memory(config, datasets or build_datasets(config), world, workers=workers, **(standard | options))
 
 
 @pytest.fixture
@@ -123,8 +121,7 @@ def test_sum_for_a_known_case() -> None:
 
 def test_workers_that_import_everything_themselves_cost_more() -> None:
     costs = {
-        method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).worker_bytes
-        for method in WORKER_BYTES
+        method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).worker_bytes for method in WORKER_BYTES
     }
     assert costs["spawn"] > 2 * costs["forkserver"] > 0
     assert costs["fork"] == costs["forkserver"] == 3 * WORKER_BYTES["forkserver"]
@@ -135,9 +132,7 @@ def test_workers_that_import_everything_themselves_cost_more() -> None:
     ("device", "pin_memory", "pinned"),
     [(CPU, True, False), (CUDA, False, False), (CUDA, True, True)],
 )
-def test_pages_are_locked_for_a_gpu_only(
-    device: torch.device, pin_memory: bool, pinned: bool
-) -> None:
+def test_pages_are_locked_for_a_gpu_only(device: torch.device, pin_memory: bool, pinned: bool) -> None:
     planned = plan(small("data=fake", f"loader.pin_memory={pin_memory}"), device=device)
     assert planned.pinned == (planned.buffers if pinned else 0)
     assert ("not page-locked" in planned.line()) == (not pinned)
@@ -190,6 +185,4 @@ def test_run_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[st
                       "train.device=cpu", "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))  # fmt: skip
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
     assert line.startswith("memory   0.00 GiB of batch buffers (")
-    assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith(
-        "GiB are free, /dev/shm is not used"
-    )
+    assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith("GiB are free, /dev/shm is not used")

@@ -60,9 +60,7 @@ def planned(config: Config, *, device: torch.device = CUDA, ranks: int = 1) -> L
         ("0", "gpu", CUDA, (0, 0, READERS, False, 0)),
     ],
 )
-def test_workers(
-    host: Machine, workers: str, decoder: str, device: torch.device, expected: tuple[int, ...]
-) -> None:
+def test_workers(host: Machine, workers: str, decoder: str, device: torch.device, expected: tuple[int, ...]) -> None:
     host()
     found = planned(small(f"loader.workers={workers}", f"loader.decoder={decoder}"), device=device)
     counts = found.workers, found.ceiling, found.cores, found.measured, found.start_workers
@@ -122,9 +120,7 @@ def test_lines(host: Machine) -> None:
         (CUDA, "gpu", 5000, None),
     ],
 )
-def test_when_it_is_not_measured(
-    device: torch.device, decoder: str, batches: float, reason: str | None
-) -> None:
+def test_when_it_is_not_measured(device: torch.device, decoder: str, batches: float, reason: str | None) -> None:
     found = why_not_measured(device, decoder, batches, 4)
     assert found is None if reason is None else reason in str(found)
     assert "none can be started" in str(why_not_measured(device, decoder, batches, 0))
