@@ -133,8 +133,8 @@ class Pinned:
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             if int(error) != 0:
                 logger.warning(
-                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), copies will be slower; "
-                    "raise ulimit -l",
+                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), "
+                    "copies will be slower; raise ulimit -l",
                     tensor.nbytes / 2**20,
                     error,
                 )
@@ -292,7 +292,7 @@ class WorkerPool:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
     def resize(self, workers: int) -> None:
-        """Change the number of workers. A worker finishes its tasks before it ends; at least one stays.
+        """Change the number of workers, to at least 1. They finish their tasks before they end.
 
         Raises:
             LoaderError: a task failed meanwhile, or is not done within the timeout.
@@ -323,7 +323,7 @@ class WorkerPool:
                 self.workers[place] = self._start()
 
     def _note_slow(self, reply: Reply) -> None:
-        """Record a very slow sample. Logs one per SLOW_PAUSE_SECONDS: a long list would fill the log."""
+        """Record a very slow sample. Logs at most one per SLOW_PAUSE_SECONDS."""
         seconds, index = reply.slowest
         if seconds <= SLOW_SAMPLE_SECONDS:
             return
@@ -539,7 +539,7 @@ class Loader:
         self._queue: deque[tuple[int, int, list[int]]] = deque()  # step, slot, task numbers
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
-        """Yield the batches of steps start ... stop - 1; the workers are up to `ahead` batches ahead."""
+        """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
         for _, _, numbers in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(numbers)
         self._queue.clear()

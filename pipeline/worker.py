@@ -105,7 +105,7 @@ class Reply:
 
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
-    """Fill the rows of a task. An exception becomes part of the reply, so that the worker lives on."""
+    """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
     started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
     source = sources[task.source]
     labels = source.labels.array[task.slot]
@@ -178,7 +178,10 @@ def _fill_row(
 def _first_readable(
     source: Source, index: int, skipped: list[str], fill: Callable[[int], int]
 ) -> int:
-    """Fill a row with the sample, or with the next readable one if the source skips; return the label."""
+    """Fill a row with a sample and return its label.
+
+    With `source.skip_unreadable`, the next readable sample replaces an unreadable one.
+    """
     size = len(source.dataset)
     for step in range(min(size, 100)):
         try:

@@ -53,7 +53,7 @@ class EncodedRows:
     """The buffers of a ring that hold encoded rows.
 
     Attributes:
-        files: uint8 [slots, bytes]; each row has an equal share, and the rows of a task pool theirs.
+        files: uint8 [slots, bytes]; each row has an equal share; the rows of a task pool theirs.
         geometry: float64 [slots, B, COLUMNS]: the crop and the file or the pixels of each row.
         size: side of the images of the batch, in pixels.
     """

@@ -158,7 +158,7 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
     name = config.loader.decoder
     if config.data.source == "fake":
         return "none"
-    # Without engines another decoder is chosen, and the checkpoint is refused: its identity differs.
+    # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
     if name == "auto" and stored_pixels in ON_GPU and has_engines(device):
         name = stored_pixels
     if name not in ON_GPU:
