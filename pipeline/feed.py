@@ -76,7 +76,9 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         file_bytes=memory.file_bytes,
         skip_unreadable=config.data.on_error == "skip",
     )
-    val_source = start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=memory.slots)
+    val_source = start_source(
+        datasets.val, batch_size=share, size=datasets.val_side, slots=memory.slots
+    )
     train_sampler = TrainSampler(
         num_samples=len(datasets.train),
         batch_size=loader.batch_size,

@@ -143,7 +143,9 @@ class DeviceSlot:
             # "raw" has the layout of the host memory
             layout = torch.channels_last if name == "raw" else self._layout(shape)
             device = self.format.device
-            self._tensors[name] = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+            self._tensors[name] = torch.empty(
+                shape, dtype=dtype, device=device, memory_format=layout
+            )
         return self._tensors[name]
 
     def _layout(self, shape: Sequence[int]) -> torch.memory_format:
@@ -318,7 +320,9 @@ class Prefetcher:
             step_worst_ms=steps[-1],
         )
 
-    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, _Marks]]":
+    def _begin(
+        self, host: HostBatch, slot: int, after: Any
+    ) -> "Future[tuple[Batch, Any, _Marks]]":
         """Enqueue a batch now, or in the thread if there is one."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot, after)

@@ -90,7 +90,9 @@ def plan_memory(
     sizes = [
         math.prod(shape) * np.dtype(kind).itemsize
         for size, room in ((datasets.train_side, file_bytes), (datasets.val_side, 0))
-        for shape, kind in buffer_layout(batch_size=share, size=size, slots=1, file_bytes=room).values()
+        for shape, kind in buffer_layout(
+            batch_size=share, size=size, slots=1, file_bytes=room
+        ).values()
     ]
     pixels = 3 * (datasets.train_side**2 + datasets.val_side**2)
     ready = (loader.prefetch_batches + 1) * share * pixels * (1 + dtype.itemsize)

@@ -107,7 +107,9 @@ def plan_loader(
     if auto and decoder == "gpu":  # few workers read files for the engines; all cores validate
         most = max(most, worker_budget(world.local_size).workers)
     fewest = min(1, most) if auto else most
-    memory = plan_memory(config, datasets, world, workers=most, fewest=fewest, decoder=decoder, dtype=dtype)
+    memory = plan_memory(
+        config, datasets, world, workers=most, fewest=fewest, decoder=decoder, dtype=dtype
+    )
     plan = LoaderPlan(
         workers=budget.workers,
         cores=worker_budget(world.local_size, decoder=decoder).workers,
@@ -122,7 +124,9 @@ def plan_loader(
     return plan.limited_to(memory)
 
 
-def why_not_measured(device: torch.device, decoder: str, batches_per_epoch: float, workers: int) -> str | None:
+def why_not_measured(
+    device: torch.device, decoder: str, batches_per_epoch: float, workers: int
+) -> str | None:
     """Why loader.workers=auto takes all workers that the cores allow; None if it measures."""
     if workers == 0:
         return "none can be started"
@@ -154,7 +158,7 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
     name = config.loader.decoder
     if config.data.source == "fake":
         return "none"
-    # Without engines another decoder is chosen, and the checkpoint is refused: its identity differs.
+    # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
     if name == "auto" and stored_pixels in ON_GPU and has_engines(device):
         name = stored_pixels
     if name not in ON_GPU:
@@ -169,5 +173,8 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
             raise EngineError("training runs on the CPU")
         GpuDecoder(device, 1)
     except EngineError as error:
-        raise UserError(f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {error}; use auto") from None
+        raise UserError(
+            f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {error}; "
+            "use auto"
+        ) from None
     return name
