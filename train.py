@@ -471,12 +471,12 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
     images, size = len(datasets.train), config.loader.batch_size
     check_batch(config, images, world.size)
     with torch.device("meta"):
-        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=datasets.train_side)
-    flops = count_flops(model, datasets.train_side)
+        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=datasets.train_size)
+    flops = count_flops(model, datasets.train_size)
     precision = choose_precision(config.train.precision, world.device)
-    activations = activation_bytes(model, datasets.train_side, torch.bfloat16 if precision == "bf16" else torch.float32)
+    activations = activation_bytes(model, datasets.train_size, torch.bfloat16 if precision == "bf16" else torch.float32)
     count_flops(
-        model, datasets.val_side, key="data.val_size, augment.val"
+        model, datasets.val_size, key="data.val_size, augment.val"
     )  # what would fail at the first validation is refused here
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
@@ -492,8 +492,8 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         train_images=images,
         val_images=len(datasets.val),
         num_classes=len(datasets.classes),
-        image_size=datasets.train_side,
-        val_size=datasets.val_side,
+        image_size=datasets.train_size,
+        val_size=datasets.val_size,
         batch_size=size,
         batch_per_rank=size // world.size,
         world_size=world.size,
@@ -538,8 +538,8 @@ def same_images(datasets: Datasets) -> list[str]:
 
 def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
     """What to say when a list of transforms makes images of another size than the key for it says."""
-    sizes = [("augment.train", datasets.train_side, "data.image_size", config.data.image_size),
-             ("augment.val", datasets.val_side, "data.val_size", config.data.val_size)]  # fmt: skip
+    sizes = [("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
+             ("augment.val", datasets.val_size, "data.val_size", config.data.val_size)]  # fmt: skip
     return [f"{key} makes images of {side} px whatever {name}={size} says; write size: ${{{name}}} in it"
             for key, side, name, size in sizes if side != size]  # fmt: skip
 

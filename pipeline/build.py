@@ -19,15 +19,15 @@ class Datasets:
     """Both splits and what follows from them.
 
     Attributes:
-        train_side, val_side: side of the images after the transforms, pixels.
+        train_size, val_size: side of the images after the transforms, pixels.
         train_fingerprint, val_fingerprint: which samples these are, wherever their folders are.
     """
 
     train: Dataset
     val: Dataset
     classes: tuple[str, ...]
-    train_side: int
-    val_side: int
+    train_size: int
+    val_size: int
     train_fingerprint: str
     val_fingerprint: str
 
@@ -41,13 +41,13 @@ def build_datasets(config: Config) -> Datasets:
     train_transform = augment.Compose(augment.build(config.augment.train, augment.TRANSFORMS, key="augment.train"))
     val_transform = augment.Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    train_side, val_side = _side(train_transform, "augment.train"), _side(val_transform, "augment.val")
+    train_size, val_size = _image_size(train_transform, "augment.train"), _image_size(val_transform, "augment.val")
     data, seed = config.data, config.train.seed
     if data.source == "fake":
-        train = FakeDataset(num_samples=data.fake_images, num_classes=data.fake_classes, size=train_side)
-        val = FakeDataset(num_samples=data.fake_images // 10, num_classes=data.fake_classes, size=val_side)
+        train = FakeDataset(num_samples=data.fake_images, num_classes=data.fake_classes, size=train_size)
+        val = FakeDataset(num_samples=data.fake_images // 10, num_classes=data.fake_classes, size=val_size)
         classes = tuple(f"fake{i:04d}" for i in range(data.fake_classes))
-        return Datasets(train, val, classes, train_side, val_side, f"{len(train)} fake images", f"{len(val)} fake images")
+        return Datasets(train, val, classes, train_size, val_size, f"{len(train)} fake images", f"{len(val)} fake images")
     root = _root(config)
     if data.source == "demo":
         try:
@@ -67,7 +67,7 @@ def build_datasets(config: Config) -> Datasets:
     decoder = decode.resolve("auto" if config.loader.decoder in ON_GPU else config.loader.decoder)
     train_files = FolderDataset(train_index, train_transform, decoder=decoder, seed=seed)
     val_files = FolderDataset(val_index, val_transform, decoder=decoder, seed=seed)
-    return Datasets(train_files, val_files, train_index.classes, train_side, val_side, train_files.fingerprint(),
+    return Datasets(train_files, val_files, train_index.classes, train_size, val_size, train_files.fingerprint(),
                     val_files.fingerprint())  # fmt: skip
 
 
@@ -119,9 +119,9 @@ def _check_layout(root: Path, data: Data) -> None:
                     f"put the class folders into {data.train} and {data.val} inside it")  # fmt: skip
 
 
-def _side(transform: augment.Compose, key: str) -> int:
-    if transform.side is None:
+def _image_size(transform: augment.Compose, key: str) -> int:
+    if transform.image_size is None:
         raise UserError(
             f"{key}: the list does not end in images of one size; add random_resized_crop or center_crop: {{size: 224}}"
         )
-    return transform.side
+    return transform.image_size

@@ -89,12 +89,12 @@ def open_feed(
         start_source(
             datasets.train,
             batch_size=share,
-            size=datasets.train_side,
+            size=datasets.train_size,
             slots=slots,
             file_bytes=file_room(datasets.train) if engines else 0,
             skip_unreadable=skip,
         ),
-        start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=slots),
+        start_source(datasets.val, batch_size=share, size=datasets.val_size, slots=slots),
     ]
     train_sampler = TrainSampler(num_samples=len(datasets.train), batch_size=loader.batch_size, seed=config.train.seed,
                                  rank=rank, world_size=world_size)  # fmt: skip

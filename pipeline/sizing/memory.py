@@ -61,7 +61,7 @@ def plan_memory(
     share = loader.batch_size // world_size
     slot_bytes, widest, ready = 0, 0, 0
     file_bytes = file_room(datasets.train) if decoder in ON_GPU else 0
-    for side, room in ((datasets.train_side, file_bytes), (datasets.val_side, 0)):
+    for side, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0)):
         layout = buffer_layout(batch_size=share, size=side, slots=1, file_bytes=room)
         sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values()]
         slot_bytes, widest = slot_bytes + sum(sizes), max(widest, *sizes)
