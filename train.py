@@ -64,7 +64,7 @@ from engine.state import MovingAverage, TrainState, params_sha256, seed_step, un
 from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import WORST_IMAGES, Tracker, duration
 from models import gpu_layers
-from pipeline.build import Datasets, build_datasets, stand_in
+from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import LARGE_FILE
 from pipeline.feed import Feed, choose_decoder, open_feed, pixels_of
 from pipeline.loader import LoaderError
@@ -104,16 +104,13 @@ def train(config: Config) -> dict[str, Any]:
         same_on_all_ranks(world.gather({key: v for key, v in config_values(config).items() if key not in OWN_OF_RANKS}))
         run = stack.enter_context(RunDirectory(Path(config.run.dir)))
         pixels = world.agree(lambda: run.stored_identity(config.checkpoint.resume)).get("pixels", "cpu")
-        if undrawn := stand_in(config):  # a mistake shows before anything is drawn
-            plan = make_plan(config, undrawn, world, pixels)
-            world.all_or_none(lambda: make_room(config, undrawn, plan, world))
-            build_state(config, plan, world)
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world, pixels)
         rooms = world.all_or_none(lambda: make_room(config, datasets, plan, world))
         memory = min(world.of_node(rooms), key=lambda room: room.most_workers)  # other things take memory as well, at any time
         set_up_process(config, plan)
         state = build_state(config, plan, world)
+        datasets.prepare()  # only now: a mistake in the config is reported before the demo is drawn
         identity = run_identity(config, datasets, plan)
         same_on_all_ranks(world.gather(identity))
         resumed, accepted = world.agree(
@@ -485,7 +482,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
     if channels_last == "auto":
         channels_last = world.device.type == "cuda" and models.is_convnet(model)
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
-    decoder = choose_decoder(config, world.device, stored_pixels)
+    decoder = choose_decoder(config, datasets.train, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
     unmeasured = autotune.why_not(world.device, decoder, images / size, budget.workers)
     return Plan(

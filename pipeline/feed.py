@@ -14,7 +14,7 @@ from conf.schema import Config, UserError
 from pipeline import augment, decode
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset
+from pipeline.dataset import Dataset, FileDataset
 from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineError, GpuDecoder, has_engines
 from pipeline.loader import Loader, Pinned, WorkerPool, slots_needed, start_source
@@ -146,7 +146,7 @@ def pixels_of(decoder: str) -> str:
     return decoder if decoder in ON_GPU else "cpu"
 
 
-def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "cpu") -> str:
+def choose_decoder(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str = "cpu") -> str:
     """What loader.decoder stands for on this machine.
 
     Args:
@@ -156,7 +156,7 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
         UserError: it is not installed, or there are no engines for gpu and hybrid.
     """
     name = config.loader.decoder
-    if config.data.source == "fake":
+    if not isinstance(dataset, FileDataset):
         return "none"
     if name == "auto" and stored_pixels in ON_GPU and has_engines(device):  # without them, the identity is another
         name = stored_pixels

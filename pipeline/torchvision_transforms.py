@@ -90,7 +90,7 @@ class V2Factory:
             for seed in range(TRIALS):
                 transform(picture, random.Random(seed))
         except Exception as error:  # torchvision raises many kinds
-            raise ValueError(f"{error or type(error).__name__}; check {parameters}") from None
+            raise ValueError(f"{str(error).rstrip('.')}; check {parameters}") from None
         return transform
 
 

@@ -20,6 +20,7 @@ from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, w
 from engine import checkpoint
 from engine.distributed import World
 from pipeline.build import build_datasets
+from pipeline.dataset import Dataset
 from pipeline.feed import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
 from tests.results import stored
@@ -284,16 +285,18 @@ def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPat
 # Pixels.
 
 
-def test_whose_pixels_is_part_of_the_identity_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_pixels_is_part_of_the_identity_and_kept(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")] == (
         ["cpu"] * 4 + ["gpu", "hybrid"]
     )
-    monkeypatch.setattr("pipeline.build.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
-    monkeypatch.setattr("pipeline.build.has_engines", lambda device: device.type == "cuda")
+    monkeypatch.setattr("pipeline.feed.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
+    monkeypatch.setattr("pipeline.feed.has_engines", lambda device: device.type == "cuda")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
 
     def chosen(name: str, device: torch.device, stored: str) -> str:
-        return choose_decoder(cli.load(["data.root=/x", f"loader.decoder={name}"]), device, stored)
+        config = cli.load(["data.root=/x", f"loader.decoder={name}"])
+        return choose_decoder(config, dataset, device, stored)
 
     assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
     for kind in ("gpu", "hybrid"):
@@ -320,9 +323,9 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monke
     asked: list[str] = []
     choose = train.choose_decoder
 
-    def noted(config: Config, device: torch.device, stored_pixels: str) -> str:
+    def noted(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str) -> str:
         asked.append(stored_pixels)
-        return choose(config, device, stored_pixels)
+        return choose(config, dataset, device, stored_pixels)
 
     monkeypatch.setattr(train, "choose_decoder", noted)
     program("train.max_steps=4")
