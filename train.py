@@ -281,7 +281,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = build_state(plan, world)
-    # datasets.materialise()  # draws the demo's images, where they are missing
+    datasets.prepare()  # draws the demo's images, where they are missing
     same_on_all_ranks(world.gather(run_identity(config, datasets, plan)))
     return datasets, plan, state
 

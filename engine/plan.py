@@ -172,11 +172,11 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
     stop_step = min(steps, config.train.max_steps or steps)
     check_profile(config.profile.steps, stop_step)
 
-    train_size = datasets.train_side
+    train_size = datasets.train_size
     with torch.device("meta"):
         model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=train_size)
     flops = count_flops(model, train_size)
-    count_flops(model, datasets.val_side, key="data.val_size, augment.val")  # fails here, not later
+    count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
     precision = choose_precision(config.train.precision, world.device)
     channels_last = config.model.channels_last
     if channels_last == "auto":
@@ -198,7 +198,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         val_images=len(datasets.val),
         classes=datasets.classes,
         image_size=train_size,
-        val_size=datasets.val_side,
+        val_size=datasets.val_size,
         schedule_steps=steps,
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
@@ -287,8 +287,8 @@ def same_images(datasets: Datasets) -> list[str]:
 def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
     """Return a note for each list of transforms that ignores the key for the image size."""
     sizes = [
-        ("augment.train", datasets.train_side, "data.image_size", config.data.image_size),
-        ("augment.val", datasets.val_side, "data.val_size", config.data.val_size),
+        ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
+        ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
     ]
     return [
         f"{transforms} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"

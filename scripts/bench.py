@@ -88,7 +88,7 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.runlog import RunLog
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import FileDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
@@ -136,7 +136,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         plan = plan_of(config, datasets, world)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         found: list[Rung] = []
-        if isinstance(datasets.train, FolderDataset):
+        if isinstance(datasets.train, FileDataset):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
             if "decode" in only:
@@ -165,7 +165,8 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
     """
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        budget = worker_budget(world.local_size, decoder=choose_decoder(config, world.device)).workers
+        datasets.prepare()
+        budget = worker_budget(world.local_size, decoder=choose_decoder(config, datasets.train, world.device)).workers
         settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
         small = with_setting(config, **asdict(sweep.Setting(1, False, 1)))
         plan = plan_of(small, datasets, world)
@@ -229,7 +230,7 @@ def window(step: Callable[[], int], seconds: float, finish: Callable[[], None]) 
     return done / (time.perf_counter() - began)
 
 
-def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
+def measure_read(dataset: FileDataset, seconds: float) -> Rung:
     """Whole files, one after the other, spread over the dataset: as the page cache and the disk give them."""
     sizes: list[int] = []
     places = scattered(len(dataset))
@@ -244,7 +245,7 @@ def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
     return Rung("read", "images/s", rates, f"one process, {mean / 1e3:.0f} kB a file, {mean * median(rates) / 1e6:,.0f} MB/s")
 
 
-def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
+def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
     """Decode, crop, resize and flip in one process: what one worker can give."""
     places = scattered(len(dataset))
 

@@ -492,7 +492,6 @@ def header(runs: Sequence[Run]) -> Markup:
 
 def about(run: Run) -> str:
     """What is trained on what."""
-    made_up = run.config.get("data.source") in ("demo", "fake")
     words = [
         ("{}", "model.name"),
         ("{} px", "data.image_size"),
@@ -500,7 +499,7 @@ def about(run: Run) -> str:
         ("{} epochs", "train.epochs"),
         ("{}", "optim.name"),
         ("lr {}", "optim.lr"),
-        ("data {}", "data.source" if made_up else "data.root"),
+        ("data {}", "data.root" if run.config.get("data.source") == "folder" else "data.source"),
     ]
     known = [(form, value) for form, key in words if (value := run.config.get(key)) is not None]
     return " · ".join(form.format(number(figure(value)) if isinstance(value, float) else value) for form, value in known)

@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[1]
 # package -> what of this project it may import, besides itself
 ALLOWED = {
     "conf": [],
-    "pipeline": ["conf.schema"],
-    "models": ["conf.schema"],
+    "pipeline": ["conf.schema", "conf.packages"],
+    "models": ["conf.schema", "conf.packages"],
     "engine": ["conf.schema", "pipeline", "models"],
     "train": ["conf", "pipeline", "models", "engine"],
     "scripts": ["conf", "pipeline", "models", "engine", "train"],

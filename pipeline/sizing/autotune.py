@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from conf.schema import Config
-from pipeline.dataset import LARGE_FILE, SHRUNK_SIDE, FolderDataset
+from pipeline.dataset import LARGE_FILE, SHRUNK_SIDE, FileDataset
 from pipeline.decode import open_image
 from pipeline.feed import Feed
 from pipeline.gpu_decode.decoder import has_engines
@@ -249,7 +249,7 @@ def settle(
         return None, [f"not measured, workers={budget}: {error}"]
     remember(question, answer)
     dataset, advice = pool.sources[feed.train.loader.source].dataset, ""
-    if answer.stage in HUNGRY and isinstance(dataset, FolderDataset):
+    if answer.stage in HUNGRY and isinstance(dataset, FileDataset):
         gain = shrink_gain(dataset)
         ways = ["loader.decoder=hybrid"] if answer.engines or has_engines(feed.train.device) else []
         ways += [f"scripts/shrink.py (x{gain:.1f} per core)"] if gain >= SHRINKING_PAYS else []
@@ -525,7 +525,7 @@ def _resident(feed: Feed, first_step: int) -> Batch:
     raise AssertionError("a step has a batch")
 
 
-def shrink_gain(dataset: FolderDataset, images: int = 24) -> float:
+def shrink_gain(dataset: FileDataset, images: int = 24) -> float:
     """How many times as fast a core decodes the files that scripts/shrink.py makes of these; 1 if that cannot be told."""
     before = after = 0.0
     threads = torch.get_num_threads()

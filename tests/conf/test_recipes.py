@@ -44,10 +44,10 @@ def test_recipe_builds(recipe: str) -> None:
     config = cli.load([f"recipe={recipe}", *([] if recipe == "demo" else [DATA])])
     assert config.run.name.split(",")[0] == recipe
     train, val = transforms(config)
-    assert train.side == config.data.image_size and val.side is not None
+    assert train.image_size == config.data.image_size and val.image_size is not None
     with torch.device("meta"):
-        model = models.build(config.model.name, num_classes=10, image_size=train.side)
-    for side in (train.side, val.side):
+        model = models.build(config.model.name, num_classes=10, image_size=train.image_size)
+    for side in (train.image_size, val.image_size):
         assert count_flops(model, side) > 0
     build_optimizer(model, config.optim)
     images = 2_000 if recipe == "demo" else 50_000 if recipe == "cifar10" else 1_281_167
@@ -72,9 +72,9 @@ def test_recipe_opens_with_its_command_and_what_to_expect(recipe: str) -> None:
 def test_lists_of_every_augment_choice_build(choice: str) -> None:
     """Training and validation follow data.image_size, validation data.val_size where that is given."""
     train, val = transforms(cli.load([f"augment={choice}", "data.image_size=32", DATA]))
-    assert (train.side, val.side) == (32, 32)
+    assert (train.image_size, val.image_size) == (32, 32)
     train, val = transforms(cli.load([f"augment={choice}", "data.image_size=32", "data.val_size=64", DATA]))
-    assert (train.side, val.side) == (32, 64)
+    assert (train.image_size, val.image_size) == (32, 64)
 
 
 @pytest.mark.parametrize(("size", "short_side"), [(224, 256), (176, 201), (64, 73)])
@@ -83,7 +83,7 @@ def test_validation_takes_the_centre_at_seven_eighths(size: int, short_side: int
     _, val = transforms(cli.load([f"data.val_size={size}", DATA]))
     resize, crop = val.transforms
     assert isinstance(resize, augment.Resize) and resize.size == short_side
-    assert isinstance(crop, augment.CenterCrop) and crop.side == size
+    assert isinstance(crop, augment.CenterCrop) and crop.image_size == size
 
 
 @pytest.mark.parametrize("choice", cli.choices("model"))
