@@ -832,15 +832,15 @@ def test_two_healthy_gpus(see: See) -> None:
     assert {name: [row.found for row in rows] for name, rows in found.items()} == {
         "GPU": [
             "2 NVIDIA H200, 2 used; driver 580.159, torch for CUDA 13.0",
-            "GPU 0, 1: 140 of 141 GiB free, nobody on it",
+            "GPU 0, 1: 140 of 141 GiB free, no other processes",
         ],
-        "PCIe": ["GPU 0, 1: generation 1 of 5 (an idle GPU lowers it), x16 of x16"],
-        "NVLink": ["GPU 0, 1: 18 of 18 links are up"],
+        "PCIe": ["GPU 0, 1: generation 1 of 5 (reduced while idle), x16 of x16"],
+        "NVLink": ["GPU 0, 1: 18 of 18 links are active"],
         "GPU health": [
-            "GPU 0, 1: 0 uncorrected memory errors since the driver was loaded, 0 rows remapped, persistence mode on"
+            "GPU 0, 1: 0 uncorrected ECC errors since the driver was loaded, 0 rows remapped, persistence mode on"
         ],
-        "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 C, power limit 700 of 700 W"],
-        "JPEG engines": ["GPU 0: found", "GPU 1: none that nvJPEG can use: the workers decode"],
+        "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 °C, power limit 700 of 700 W"],
+        "JPEG engines": ["GPU 0: available", "GPU 1: not available to nvJPEG: the workers decode"],
     }
 
 
@@ -851,16 +851,16 @@ def second(ill: Any, healthy: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("check", "change", "status", "text"), [
     ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=30 * GIB)], [])}, "warn",
-     "1 processes on it hold 30.0 GiB: 77"),
-    ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=None)], [])}, "warn", "hold 0.0 GiB: 77"),
+     "1 other processes use 30.0 GiB: 77"),
+    ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=None)], [])}, "warn", "use 0.0 GiB: 77"),
     ("GPU", {"MemoryInfo": lambda handle: SimpleNamespace(free=(120 if handle else 140) * GIB, total=141 * GIB)}, "warn",
-     "120 of 141 GiB free; somebody holds the rest"),
+     "120 of 141 GiB free; an unknown process uses the rest"),
     ("PCIe", {"CurrPcieLinkWidth": second(4, 16)}, "warn", "x4 of x16"),
-    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn", "17 of 18 links are up"),
-    ("GPU health", {"TotalEccErrors": second(2, 0)}, "warn", "2 uncorrected memory errors"),
-    ("GPU health", {"RemappedRows": second((0, 1, True, False), (0, 0, False, False))}, "warn", "waits for a reset"),
-    ("GPU health", {"RemappedRows": second((0, 9, False, True), (0, 0, False, False))}, "fail", "a remapping failed"),
-    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn", "slowed now by heat, power brake"),
+    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn", "17 of 18 links are active"),
+    ("GPU health", {"TotalEccErrors": second(2, 0)}, "warn", "2 uncorrected ECC errors"),
+    ("GPU health", {"RemappedRows": second((0, 1, True, False), (0, 0, False, False))}, "warn", "pending until a reset"),
+    ("GPU health", {"RemappedRows": second((0, 9, False, True), (0, 0, False, False))}, "fail", "row remapping failed"),
+    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn", "clocks reduced by external power brake, thermal throttling by the driver"),
     ("GPU clocks", {"EnforcedPowerLimit": second(400_000, 700_000)}, "warn", "power limit 400 of 700 W"),
 ])  # fmt: skip
 def test_an_ill_gpu(see: See, check: str, change: dict[str, Any], status: str, text: str) -> None:
@@ -874,9 +874,9 @@ def test_an_old_card_tells_little(see: See) -> None:
     nvml = FakeNvml()
     nvml.answers = {"CurrentClocksThrottleReasons": 0x8}
     found = see(nvml=nvml)
-    assert found["GPU"][1].found == "GPU 0, 1: memory unknown, nobody on it"
+    assert found["GPU"][1].found == "GPU 0, 1: memory unknown, no other processes"
     assert not found["PCIe"] and not found["NVLink"] and not found["GPU health"]
-    assert only(found["GPU clocks"]).found == "GPU 0, 1: slowed now by hardware slowdown"
+    assert only(found["GPU clocks"]).found == "GPU 0, 1: clocks reduced by hardware slowdown"
 
 
 def test_without_nvml_little_is_known(see: See) -> None:
