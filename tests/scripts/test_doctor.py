@@ -36,7 +36,7 @@ from pipeline import decode
 from pipeline.index import load_index
 from pipeline.sizing import budget, machine
 from pipeline.synthetic.demo import draw_image
-from scripts import doctor, gpus, survey
+from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
 from tests.processes import descendants, is_running
 
@@ -176,7 +176,7 @@ def test_much_is_wrong_at_once(root: Path, tmp_path: Path) -> None:
         "train: 3 of all 37 cannot be read",
         f"{folder}/dots/00.jpg: PermissionError",
         f"{folder}/dots/01.jpg: OSError: image file is truncated",
-        f"{folder}/dots/not utf-8 \\udcff.jpg: not a picture, begins with b'<html>404'",
+        f"{folder}/dots/not utf-8 \\udcff.jpg: not an image, begins with b'<html>404'",
         f"1 of {os.cpu_count()} hardware threads by affinity (1 physical cores)",
         "70 open files (up to 70) allow 0",
         f"{tmp_path}: cannot be written: Permission denied",
@@ -380,10 +380,10 @@ def test_a_fifo_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "content", "reason"), [
     ("half.jpg", JPEG[: len(JPEG) // 2], "image file is truncated"),
     ("half.png", encoded(drawn(), "PNG")[:3000], "truncated|broken|Truncated"),
-    ("page.jpg", b"<!DOCTYPE html><html>", re.escape("not a picture, begins with b'<!DOCTYPE html><'")),
+    ("page.jpg", b"<!DOCTYPE html><html>", re.escape("not an image, begins with b'<!DOCTYPE html><'")),
     ("empty.jpg", b"", "empty, 0 bytes"),
-    ("._00.jpg", b"\0\5\26\7" + bytes(4000), "not a picture"),
-    ("noise.jpg", bytes(range(256)) * 40, "not a picture"),
+    ("._00.jpg", b"\0\5\26\7" + bytes(4000), "not an image"),
+    ("noise.jpg", bytes(range(256)) * 40, "not an image"),
 ])  # fmt: skip
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_file_that_cannot_be_read(root: Path, split: str, name: str, content: bytes, reason: str) -> None:
@@ -411,7 +411,7 @@ def test_training_may_skip_unreadable_files_but_validation_may_not(root: Path) -
 
 def odd(kind: str) -> tuple[str, bytes]:
     """Name and content of a file of that kind."""
-    if kind == "turned by EXIF":
+    if kind == "EXIF rotation":
         exif = Image.Exif()
         exif[0x0112] = 6
         return "a.jpg", encoded(drawn(), exif=exif)
@@ -567,18 +567,19 @@ def test_class_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ordered([f"{i:02d}" for i in range(12)]).status == ordered(["cat", "dog"]).status == "ok"
 
 
-def hanging_worker(pipe: Connection, decoder: str) -> None:
-    """As survey's own, but it never answers for some files and dies of others."""
-    pipe.send(None)
-    while path := pipe.recv():
-        if path.startswith("/hang"):
-            time.sleep(60)
-        if path.startswith("/die"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        pipe.send(survey.examine(path, decoder))
+def examine_or_fail(path: str, decoder: str) -> survey.Opened:
+    """Like survey.examine, except that it never returns for some files and dies of others."""
+    if path.startswith("/hang"):
+        time.sleep(60)
+    if path.startswith("/die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return EXAMINE(path, decoder)
 
 
-def dead_worker(pipe: Connection, decoder: str) -> None:
+EXAMINE = survey.examine
+
+
+def dead_worker(pipe: Connection, function: Callable[[str], survey.Opened]) -> None:
     os._exit(3)
 
 
@@ -586,19 +587,19 @@ def test_a_file_that_hangs_or_kills_costs_only_itself(root: Path, monkeypatch: p
     good = [str(p) for p in sorted((root / "train").rglob("*.jpg"))]
     bad = ["/hang1.jpg", "/die1.jpg", "/die2.jpg", "/hang2.jpg"]
     told: list[str] = []
-    monkeypatch.setattr(survey, "_work", hanging_worker)
+    monkeypatch.setattr(survey, "examine", examine_or_fail)
     found = survey.examine_all([*bad[:2], *good, *bad[2:]], decoder="pillow", workers=2, tell=told.append, seconds=3)
     problems = {opened.path: opened.problem for opened in found}
     assert len(found) == len(problems) == 40 and {path for path, problem in problems.items() if problem} == set(bad)
-    assert all(problems[path] == "not read and decoded within 3 s" for path in bad if "hang" in path)
+    assert all(problems[path] == "took more than 3 s" for path in bad if "hang" in path)
     assert all("died (exit status -9" in problems[path] for path in bad if "die" in path)
     assert told[-1] == "opening files: 40 of 40"
-    monkeypatch.setattr(survey, "MOST_LOST", 1)
-    with pytest.raises(RuntimeError, match=r"^2 decoding processes died or did not answer, the last on /die2\.jpg$"):
+    monkeypatch.setattr(survey, "MAX_LOST", 1)
+    with pytest.raises(RuntimeError, match=r"^2 worker processes were lost, the last one with /die2\.jpg$"):
         survey.examine_all([*good, "/die1.jpg", "/die2.jpg"], decoder="pillow", workers=1, tell=told.append)
-    monkeypatch.setattr(survey, "_work", dead_worker)
+    monkeypatch.setattr(pool, "_work", dead_worker)
     rows = look(root)
-    assert only(rows["readable"]).found == "could not be checked: RuntimeError: decoding processes cannot be started"
+    assert only(rows["readable"]).found == "could not be checked: RuntimeError: worker processes cannot be started"
     assert only(rows["duplicates"]).found == "not checked: no file was opened, see readable"
 
 
