@@ -91,7 +91,7 @@ ODD = {
     "progressive": (0.1, "two to three times slower to decode, and not by a GPU's engines"),
     "very large": (0.01, f"over {survey.LARGE / 1e6:g} megapixels: slow, and takes memory in every worker"),
     "tiny": (0.01, f"a side under {survey.TINY} px: blown up"),
-    "turned by EXIF": (0.01, "trained on as stored, not as a viewer turns it"),
+    "EXIF rotation": (0.01, "training ignores it"),
 }
 
 
