@@ -72,7 +72,6 @@ from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
 from pipeline.sizing.budget import chosen_workers, worker_budget
 from pipeline.sizing.memory import MemoryPlan, plan_memory
-from pipeline.sizing.watch import Watch
 
 logger = logging.getLogger(__name__)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -156,18 +155,14 @@ def train(config: Config) -> dict[str, Any]:
         signal_number = 0
         stack.enter_context(memory_explained(state, plan, world, run))
         alone = tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
-        watches = config.autotune.online and plan.measures_workers
-        watch = Watch(feed.train.loader.pool, feed.train.loader.source, feed.most_workers) if watches else None
         meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent, state.step, alone)
         monitor = stack.enter_context(GpuMonitor(world.device))
 
         def report() -> None:
             interval = meter.read()
             if interval is not None:
-                row = write_interval(interval, plan, tracker, feed, monitor, ledger, memory)
+                write_interval(interval, plan, tracker, feed, monitor, ledger, memory)
                 feed.train.loader.pool.warn_of_laggards()
-                if watch is not None and "data_wait_fraction" in row:
-                    watch.note(row["data_wait_fraction"], row["images_per_second"] / world.size)
 
         @contextmanager
         def left_out() -> Iterator[None]:
@@ -197,8 +192,6 @@ def train(config: Config) -> dict[str, Any]:
             tracker.figures(spread(world.gather(monitor.read("epoch"))) if world.size > 1 else {}, state.step)
             if slow := [line for line in monitor.slowdowns() if "power limit" not in line]:  # that is normal at full load
                 tracker.say(f"gpu      runs below its clock: {', '.join(slow)}")
-            if watch is not None and (change := watch.at_epoch_end()):
-                tracker.say(f"autotune {change}")
 
         if plan.validates(state.step) and state.last.get("step") != state.step:
             with meter.left_out():
@@ -310,12 +303,13 @@ def tune_loader(
         Images/s that the step takes on all ranks without the loader; 0 when that is not known.
     """
     if not plan.measures_workers:
-        vain = [f"autotune.{name}" for name, on in asdict(config.autotune).items() if on]
+        unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
         if plan.workers_unmeasured:
-            tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}"
-                        + f"; no effect of {' and '.join(vain)}" * bool(vain))  # fmt: skip
-        elif vain:
-            tracker.say(f"autotune loader.workers={config.loader.workers} is kept: autotune.* is for loader.workers=auto")
+            tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}{unused}")
+        elif unused:
+            tracker.say(
+                f"autotune loader.workers={config.loader.workers} is fixed{unused}; it needs loader.workers=auto"
+            )
         return 0.0
     question = tuning_question(config, plan, datasets, world, budget)
 

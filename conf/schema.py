@@ -184,8 +184,6 @@ class Loader:
 @dataclass
 class Autotune:
     refresh: bool = key(False, NOTHING, "loader.workers=auto: measure again instead of using the remembered answer")
-    online: bool = key(False, NOTHING, "loader.workers=auto: at the end of each epoch, add workers if the GPU waited for "
-                       "images, or remove one if there are far too many")  # fmt: skip
 
 
 @dataclass

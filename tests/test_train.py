@@ -871,9 +871,9 @@ def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path,
 
 
 def test_a_choice_without_effect_is_told(image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.online=true", "train.max_steps=1")
+    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.refresh=true", "train.max_steps=1")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("autotune")]
-    assert "runs on the CPU" in line and line.endswith("; no effect of autotune.online")
+    assert "runs on the CPU" in line and line.endswith("; autotune.refresh has no effect")
 
 
 def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
