@@ -169,7 +169,7 @@ def train(config: Config) -> dict[str, Any]:
             """What happens inside is not training: it counts neither in the rate nor in the time of a step."""
             feed.train.end_step()
             report()  # of this very step, for which it waits
-            with meter.left_out(), feed.train.left_out():
+            with meter.left_out(), feed.train.pause():
                 yield
 
         def save_all() -> None:

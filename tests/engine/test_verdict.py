@@ -17,9 +17,10 @@ from engine.ledger import Input, Ledger
 from engine.meters import Interval, Metrics
 from engine.verdict import Account, slowest, verdict
 from pipeline.build import build_datasets
+from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.prefetcher import Batch, Timing
+from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
 from tests.conftest import Clock
 
@@ -188,7 +189,8 @@ made_on_purpose = pytest.mark.usefixtures("_short_runs_are_judged")
 FORK = "loader.start_method=fork"  # workers inherit the clock
 
 
-WAITED = Timing(batches=4, wait_fraction=0.9, late_fraction=0.0, copy_fraction=0.05, drained_fraction=0.0, copy_ms=0.1,
+WAITED = Timing(batches=4, seconds=1.0, wait_fraction=0.9, late_fraction=0.0, copy_fraction=0.05,
+                compute_fraction=0.05, drained_fraction=0.0, copy_ms=0.1,
                 step_ms=1.0, step_p95_ms=1.0, step_worst_ms=1.0)  # fmt: skip
 
 
@@ -247,7 +249,7 @@ def test_slow_files_are_named_when_they_are_few(image_root: Path, kind: type[Fol
 def test_heavy_step_is_compute_bound(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a clock that only the step moves: on a busy machine the worker may take longer than any step."""
     clock = FakeClock()
-    monkeypatch.setattr("pipeline.prefetcher.time", clock)
+    monkeypatch.setattr("pipeline.clock.time", clock)
 
     def step(batch: Batch) -> None:
         clock.passes(computing=0.1)
@@ -386,7 +388,7 @@ def test_means_are_over_time(image_root: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("engine.ledger.verdict", lambda account: judged.append(account) or ["a sentence"])
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
         for seconds, shares in ((50.0, 0.9), (30.0, 0.1), (10.0, 0.5)):
-            timing = Timing(batches=4, wait_fraction=shares, late_fraction=shares / 2, copy_fraction=shares / 4,
+            timing = Timing(batches=4, seconds=1.0, compute_fraction=0.0, wait_fraction=shares, late_fraction=shares / 2, copy_fraction=shares / 4,
                             drained_fraction=shares / 5, copy_ms=10 * shares, step_ms=1.0, step_p95_ms=1.0,
                             step_worst_ms=1.0)  # fmt: skip
             ledger.note(timing, interval(4, 64, seconds))

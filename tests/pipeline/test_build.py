@@ -93,7 +93,7 @@ def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: tor
         with opened(image_root, decoder, device=device, workers=2, most_workers=4, dtype=dtype) as feed:
             training = feed.train.batches(0, 20)
             next(training)
-            with feed.train.left_out(), feed.for_validation():
+            with feed.train.pause(), feed.for_validation():
                 found[decoder] = validation(feed)
             assert len(list(training)) == 19
     for batches in found.values():
