@@ -43,7 +43,7 @@ from conf.schema import DATA_FOLDERS, RESULT, SPEED, Config, UserError, affectin
 from engine import checkpoint, meters
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
-from engine.ledger import Input, Ledger
+from engine.ledger import Ledger, peak_rate
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, explain_oom, fixed_bytes
 from engine.pictures import bars
@@ -71,6 +71,7 @@ from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
 from pipeline.sizing.budget import chosen_workers, worker_budget
+from pipeline.sizing.diagnosis import Setup, describe_loader
 from pipeline.sizing.memory import MemoryPlan, plan_memory
 
 logger = logging.getLogger(__name__)
@@ -155,7 +156,8 @@ def train(config: Config) -> dict[str, Any]:
         signal_number = 0
         stack.enter_context(memory_explained(state, plan, world, run))
         alone = tune_loader(config, plan, datasets, world, feed, state, network, objective, tracker, workers)
-        meter, ledger = meters.Meter(world, plan.batch_size, state.step), Ledger(plan, state.spent, state.step, alone)
+        meter = meters.Meter(world, plan.batch_size, state.step)
+        ledger = build_ledger(plan, state.spent, step=state.step, step_alone=alone)
         monitor = stack.enter_context(GpuMonitor(world.device))
 
         def report() -> None:
@@ -184,7 +186,7 @@ def train(config: Config) -> dict[str, Any]:
             save_all()
 
         def end_of_epoch() -> None:
-            lines = ledger.epoch_verdict(loader_input(feed), world.gather)
+            lines = ledger.epoch_verdict(describe_loader(feed), world.gather)
             for line in lines:
                 tracker.say(f"verdict  {line}")
             if lines:  # summary.json has the run's, which a kill would leave without any
@@ -255,7 +257,7 @@ def train(config: Config) -> dict[str, Any]:
         summary = summarise(state, plan, started, signal_number) | ledger.speed() | ledger.balance()
         summary["mfu"] = ledger.mfu(summary["images_per_second"])
         summary["workers"] = len(feed.train.loader.pool.workers)
-        summary["verdict"] = ledger.run_verdict(loader_input(feed), world.gather)
+        summary["verdict"] = ledger.run_verdict(describe_loader(feed), world.gather)
         if world.leads:
             run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         if not signal_number:
@@ -264,8 +266,8 @@ def train(config: Config) -> dict[str, Any]:
         if signal_number and config.checkpoint.resume == "auto":
             tracker.say(f"resume    the same command continues from step {state.step:,}")
         lost = ", ".join(f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items())
-        starts = f" over {summary['lives']} starts" * (summary["lives"] > 1)
-        share, total = 100 * summary["effective_time"], duration(summary["seconds_of_all_lives"])
+        starts = f" over {summary['starts']} starts" * (summary["starts"] > 1)
+        share, total = 100 * summary["effective_time"], duration(summary["total_seconds"])
         tracker.say(f"time      {share:.0f} % of {total}{starts} was training; {lost}")
         for line in summary["verdict"]:
             tracker.say(f"verdict   {line}")
@@ -307,9 +309,7 @@ def tune_loader(
         if plan.workers_unmeasured:
             tracker.say(f"autotune not measured, workers={budget}: {plan.workers_unmeasured}{unused}")
         elif unused:
-            tracker.say(
-                f"autotune loader.workers={config.loader.workers} is fixed{unused}; it needs loader.workers=auto"
-            )
+            tracker.say(f"autotune loader.workers={config.loader.workers} is fixed{unused}; it needs loader.workers=auto")
         return 0.0
     question = tuning_question(config, plan, datasets, world, budget)
 
@@ -317,22 +317,14 @@ def tune_loader(
         train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
 
     with untouched(state):
-        answer, lines = autotune.settle(
-            feed,
-            step,
-            config=config,
-            question=question,
-            first_step=state.step,
-            last_step=plan.stop_step,
-            budget=budget,
-            ranks=world,
-        )
+        tuner = autotune.Tuner(feed, step, first_step=state.step, setup=setup_of(plan), loader=config.loader, ranks=world)
+        answer, lines = autotune.settle(tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step)
     for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
         tracker.say(f"{name:<8} {line}")
     if answer is not None:
         tracker.record("autotune.json", asdict(answer))
         tracker.text("autotune", "\n".join(lines))
-        rows, limits = answer.bars()
+        rows, limits = answer.bars(setup_of(plan))
         tracker.picture("autotune/supply and demand", bars(f"{config.model.name}, images/s", rows, marked=limits))
     return answer.demand * world.size if answer is not None else 0.0
 
@@ -668,14 +660,23 @@ def compiled(function: F, plan: Plan) -> F:
     return torch.compile(function, mode=plan.compile, dynamic=False)  # type: ignore[return-value]
 
 
-def loader_input(feed: Feed) -> Input:
-    """What the loader does at this moment, for the verdict."""
-    pool = feed.train.loader.pool
-    recent = pool.recent[feed.train.loader.source]
-    supply = autotune.supply_of(recent, 0.0, len(pool.workers)) if recent else None
-    times = (supply.cpu_ms, supply.wait_ms, supply.core_ms) if supply else (0.0, 0.0, 0.0)
-    few, names = pool.slow_samples(feed.train.loader.source)
-    return Input(len(pool.workers), *times, pinned=feed.page_locked, few=few, slow_files=tuple(names))
+def setup_of(plan: Plan) -> Setup:
+    """The part of the plan that a diagnosis needs."""
+    return Setup(
+        batch_size=plan.batch_size,
+        ranks=plan.world_size,
+        on_gpu=plan.device_type == "cuda",
+        most_workers=plan.most_workers,
+        large_files=plan.large_files,
+        decoder=plan.decoder,
+        compile=plan.compile,
+    )
+
+
+def build_ledger(plan: Plan, spent: dict[str, float], *, step: int = 0, step_alone: float = 0.0) -> Ledger:
+    """The ledger of a start at `step`; arguments as for `Ledger`."""
+    peak = peak_rate(plan.device, precision=plan.precision, flops_per_image=plan.flops_per_image, ranks=plan.world_size)
+    return Ledger(setup_of(plan), spent, train_images=plan.train_images, step=step, step_alone=step_alone, peak_rate=peak)
 
 
 def write_interval(
@@ -686,10 +687,10 @@ def write_interval(
     Raises:
         TrainingError: the loss is not finite.
     """
-    found, timing = interval.metrics, feed.train.timing()
+    found = interval.metrics
     if not math.isfinite(found.loss):
         raise diverged(f"the loss is {found.loss} at step {interval.step} (lr {interval.lr:g})")
-    row = {
+    row: dict[str, Any] = {
         "step": interval.step,
         "epoch": plan.epoch(interval.step),
         "split": "train",
@@ -697,10 +698,11 @@ def write_interval(
         "top1": found.top1,
         "top5": found.top5,
         "lr": interval.lr,
-        "images_per_second": interval.images_per_second,
-        "seconds_left": (plan.stop_step - interval.step) * plan.batch_size / interval.images_per_second,
     }
-    row |= ledger.note(timing, interval)
+    timing = feed.train.timing(interval.images // plan.batch_size)
+    assert timing is not None  # every step of the interval has ended
+    row |= ledger.note(timing, interval.step)
+    row["seconds_left"] = (plan.stop_step - interval.step) * plan.batch_size / row["images_per_second"]
     host = host_figures(feed.train.loader.pool.pids, memory.pinned)
     tracker.train_row(row, {**monitor.read(), **allocator_figures(feed.train.device), **host})
     return row

@@ -81,7 +81,6 @@ from PIL import Image
 import train
 from engine import checkpoint, meters
 from engine.distributed import World, join_world
-from engine.ledger import Ledger
 from engine.pictures import bars
 from engine.plan import Plan
 from engine.telemetry import GpuMonitor
@@ -399,7 +398,7 @@ class Stepper:
 
         warm_up(take, feed)
         self.finish()
-        ledger = Ledger(self.plan, {})
+        ledger = train.build_ledger(self.plan, {})
         with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), Tracker(Path(folder)) as tracker:
             count = max(WINDOWS, round(seconds / TURN_SECONDS))
             for number in range(count):

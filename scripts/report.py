@@ -182,7 +182,7 @@ class Run:
         lost, trained = {"validation": sum(self.of("seconds", "val"))}, sum(seconds for _, seconds in known)
         if isinstance(stored := self.summary.get("seconds_lost"), dict):
             lost |= {str(name): figure(seconds, 0) for name, seconds in stored.items()}
-            if 0 < (effective := figure(self.summary.get("effective_time"))) < 1:  # over all lives, as are the seconds lost
+            if 0 < (effective := figure(self.summary.get("effective_time"))) < 1:  # over all starts, as are the seconds lost
                 trained = sum(lost.values()) * effective / (1 - effective)
                 known = known[1:] or known  # the first interval holds compilation, which counts as start
         found: dict[tuple[str, str], float] = {}
@@ -192,7 +192,7 @@ class Run:
                 found[part] = found.get(part, 0.0) + share * seconds * scale
         found |= {PAUSES.get(name, (name, "p-rest")): seconds for name, seconds in lost.items() if seconds > 0}
         rest = figure(self.summary.get("seconds"), 0) - sum(found.values())
-        if rest > 0:  # in an older version's run of several lives the summary's seconds are the last one's
+        if rest > 0:  # in an older version's run of several starts the summary's seconds are the last one's
             found[REST] = rest
         return found
 
@@ -411,7 +411,7 @@ FACTS = [
          lambda value: f"{value:,.0f}"),
     Fact("images/s", Run.rate, number, max),
     Fact("duration", Run.seconds, duration),
-    Fact("starts", stored("lives"), lambda value: f"{value:,.0f}"),
+    Fact("starts", stored("starts", stored("lives")), lambda value: f"{value:,.0f}"),
     Fact("effective time", stored("effective_time"), percent, max),
     Fact("MFU", stored("mfu", mean("mfu")), percent, max),
     Fact("waiting for data", mean("data_wait_fraction"), percent, min),

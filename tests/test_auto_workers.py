@@ -23,11 +23,11 @@ from conf import cli
 from conf.schema import Config
 from engine import ledger
 from engine.distributed import World
-from engine.verdict import Account
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
 from pipeline.sizing import autotune, machine
+from pipeline.sizing.diagnosis import Observation
 from tests.answers import ANSWER
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
@@ -148,8 +148,8 @@ def test_the_verdict_is_of_all_ranks_and_knows_what_the_step_takes_alone(
         monkeypatch.setattr(ledger, name, 0.0)
     run(image_root, tmp_path / "run")
     demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]
-    accounts = [value for value in gathered if isinstance(value, Account)]
-    assert [account.alone for account in accounts] == [demand] * 3  # two epochs, and the run
+    seen = [value for value in gathered if isinstance(value, Observation)]
+    assert [one.step_alone for one in seen] == [demand] * 3  # two epochs, and the run
 
 
 def test_nothing_is_changed_by_measuring_when_resumed(

@@ -335,7 +335,7 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
 def test_validation_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """Nor is one at a life's beginning, which an earlier one was stopped before."""
+    """Nor is one at the beginning of a start, which an earlier one was stopped before."""
     validate = train.validate
 
     def slowly(*arguments: Any) -> bool:
@@ -349,11 +349,11 @@ def test_validation_is_not_training(
     summary = run(image_root, tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run", "val")] == [5, 9]
     assert 2000 < summary["seconds_lost"]["validation"] < 2900 and summary["seconds_lost"]["start"] < 900
-    assert summary["seconds_of_all_lives"] < 2900
+    assert summary["total_seconds"] < 2900
     check_not_trained(tmp_path / "run")
 
 
-def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
+def test_a_start_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
     """Its start counts, although no step was left to take."""
     first = run(image_root, tmp_path / "run", "train.epochs=1", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
@@ -362,7 +362,7 @@ def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: 
     checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3)
     (tmp_path / "run" / "summary.json").unlink()
     second = run(image_root, tmp_path / "run", "train.epochs=1")
-    assert (second["step"], second["lives"], second["status"]) == (5, 2, "finished")
+    assert (second["step"], second["starts"], second["status"]) == (5, 2, "finished")
     assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
 
 
