@@ -302,12 +302,6 @@ class Autotune:
     refresh: bool = key(
         False, NOTHING, "loader.workers=auto: measure again instead of using the cached result"
     )
-    online: bool = key(
-        False,
-        NOTHING,
-        "loader.workers=auto: after each epoch, add workers if the GPU waited for images, or "
-        "remove one if there are far too many",
-    )
 
 
 @dataclass

@@ -1,19 +1,23 @@
 """What one run will do, derived from the config, the data and the machine: computed once, printed once, never changed."""
 
 import math
+import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from conf.schema import Config, UserError
+from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
 from engine.distributed import World
 from engine.optim import Curve
 from engine.out_of_memory import activation_bytes
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
+from pipeline.sizing import autotune
+from pipeline.sizing.diagnosis import Setup
 from pipeline.sizing.plan import LoaderPlan, plan_loader
 
 FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
@@ -121,6 +125,19 @@ class Plan:
         """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
         return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16" and self.channels_last
 
+    @property
+    def setup(self) -> Setup:
+        """The part of the plan that a diagnosis of the speed needs."""
+        return Setup(
+            batch_size=self.batch_size,
+            ranks=self.world_size,
+            on_gpu=self.device_type == "cuda",
+            most_workers=self.loader.cores,
+            large_files=self.large_files,
+            decoder=self.loader.decoder,
+            compile=self.compile,
+        )
+
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass. bf16 needs no gradient scaler."""
         return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
@@ -220,6 +237,22 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
             *literal_sizes(config, datasets),
         ),
     )
+
+
+def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[str, Any]:
+    """Return everything on which the answer of loader.workers=auto depends.
+
+    An answer is remembered for exactly these values.
+    """
+    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
+    decoder, workers = plan.loader.decoder, plan.loader.workers
+    return {
+        "keys": keys,
+        "data": [train_fingerprint, plan.num_classes],
+        "plan": [plan.precision, plan.compile, decoder, plan.channels_last],
+        "machine": [plan.device, platform.node(), workers, world.size, world.local_size],
+        "versions": [torch.__version__, autotune.VERSION],
+    }
 
 
 def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:

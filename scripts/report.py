@@ -505,7 +505,7 @@ FACTS = [
     Fact("steps", stored("step", last_step), "{:,.0f}".format),
     Fact("images/s", Run.rate, number, max),
     Fact("duration", Run.seconds, duration),
-    Fact("starts", stored("starts"), "{:,.0f}".format),
+    Fact("starts", stored("starts", stored("lives")), "{:,.0f}".format),
     Fact("effective time", stored("effective_time"), percent, max),
     Fact("MFU", stored("mfu", mean("mfu")), percent, max),
     Fact("waiting for data", mean("data_wait_fraction"), percent, min),

@@ -160,7 +160,6 @@ def test_the_keys() -> None:
         "loader.timeout_seconds",
         "loader.start_method",
         "autotune.refresh",
-        "autotune.online",
         "augment.train",
         "augment.val",
         "augment.batch",

@@ -339,7 +339,7 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
 def test_validation_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """Nor is one at a life's beginning, which an earlier one was stopped before."""
+    """Nor is one at the beginning of a start, for which the start before was stopped too early."""
     evaluate = validator.evaluate
     monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
@@ -348,11 +348,11 @@ def test_validation_is_not_training(
     summary = run(image_root, tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run", "val")] == [5, 9]
     assert 2000 < summary["seconds_lost"]["validation"] < 2900 and summary["seconds_lost"]["start"] < 900
-    assert summary["seconds_of_all_lives"] < 2900
+    assert summary["total_seconds"] < 2900
     check_not_trained(tmp_path / "run")
 
 
-def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
+def test_a_start_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
     """Its start counts, although no step was left to take."""
     first = run(image_root, tmp_path / "run", "train.epochs=1", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
@@ -361,7 +361,7 @@ def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: 
     checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3)
     (tmp_path / "run" / "summary.json").unlink()
     second = run(image_root, tmp_path / "run", "train.epochs=1")
-    assert (second["step"], second["lives"], second["status"]) == (5, 2, "finished")
+    assert (second["step"], second["starts"], second["status"]) == (5, 2, "finished")
     assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
 
 
@@ -870,9 +870,9 @@ def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path,
 
 
 def test_a_choice_without_effect_is_told(image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.online=true", "train.max_steps=1")
+    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.refresh=true", "train.max_steps=1")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("autotune")]
-    assert "runs on the CPU" in line and line.endswith("; no effect of autotune.online")
+    assert "runs on the CPU" in line and line.endswith("; autotune.refresh has no effect")
 
 
 def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
