@@ -1,6 +1,6 @@
-"""What the GPU, the allocator and the host's memory do while training runs.
+"""Figures of the GPU, the CUDA caching allocator and the host's memory during training.
 
-Telemetry never stops training: a missing NVML or a figure that fails is one warning.
+Telemetry never stops training: a missing NVML or a failing query causes one warning.
 """
 
 import itertools
@@ -20,23 +20,29 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-NOT_THERE = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
-# What holds the clocks down: bit in NVML's mask, kind, words. Idling and clocks somebody has set are no slowdown.
+UNAVAILABLE = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
+# Clock throttle reasons: bit in NVML's mask, kind, name. Idle GPUs and clocks set by a user do not
+# count.
 SLOWDOWNS = [
     (0x004, "power", "power limit"),
-    (0x080, "power", "power brake from outside"),
-    (0x200, "power", "board limit"),
-    (0x020, "thermal", "too hot, says the driver"),
-    (0x040, "thermal", "too hot, says the hardware"),
+    (0x080, "power", "external power brake"),
+    (0x200, "power", "board power limit"),
+    (0x020, "thermal", "software thermal throttling"),
+    (0x040, "thermal", "hardware thermal throttling"),
     (0x008, "other", "hardware slowdown"),
-    (0x010, "other", "tied to slower GPUs by sync boost"),
+    (0x010, "other", "sync boost with slower GPUs"),
     (0x400, "other", "reliability limit"),
 ]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVML and its handles: of the GPU, and of the part that is ours: a MIG instance, or the same."""
+    """NVML and its handles.
+
+    Attributes:
+        whole: handle of the GPU.
+        ours: handle of the MIG instance in use; without MIG, of the GPU.
+    """
 
     nvml: Any
     whole: Any
@@ -44,56 +50,74 @@ class Gpu:
 
 
 def find_gpu(nvml: Any, device: torch.device) -> Gpu:
-    """By identity, not number: NVML numbers all GPUs of the machine, torch those CUDA_VISIBLE_DEVICES leaves, in its order.
+    """Find NVML's handle of a torch device by its UUID.
 
-    Of a MIG instance NVML knows the memory alone; clocks, power and the rest are the whole GPU's.
+    Their indices differ: NVML counts all GPUs of the machine, torch those in CUDA_VISIBLE_DEVICES.
+    Of a MIG instance, NVML reports the memory only; clocks, power and the rest are the GPU's.
     """
-    seen = torch.cuda.get_device_properties(device)
+    uuid = torch.cuda.get_device_properties(device).uuid
     try:
-        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{seen.uuid}".encode())
+        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         return Gpu(nvml, whole, whole)
     except Exception as error:
-        unknown = error
+        not_found = error
     try:
-        ours = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{seen.uuid}".encode())
+        ours = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
         return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(ours), ours)
     except Exception:
-        raise unknown from None
+        raise not_found from None
 
 
 def _throttling(gpu: Gpu) -> dict[str, float]:
-    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)  # the name that drivers old and new know
+    # The function's older name: old and new drivers have it.
+    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)
     active = [(kind, words) for bit, kind, words in SLOWDOWNS if mask & bit]
     kinds = {f"gpu/throttled_{kind}_fraction": 0.0 for _, kind, _ in SLOWDOWNS}
     kinds |= {f"gpu/throttled_{kind}_fraction": 1.0 for kind, _ in active}
-    return {"gpu/throttled_fraction": float(bool(active)), **kinds, **{words: 1.0 for _, words in active}}
+    return {
+        "gpu/throttled_fraction": float(bool(active)),
+        **kinds,
+        **{words: 1.0 for _, words in active},
+    }
 
 
-# What is asked, by the name a warning gives it. Each fails on its own.
+# Queries by their name in warnings. Each one can fail alone.
 QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
     "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.whole).gpu},
     "memory": lambda g: {"gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.ours).used / GIB},
     "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.whole) / 1000},
-    "temperature": lambda g: {"gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)},
+    "temperature": lambda g: {
+        "gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)
+    },
     "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 1)},
     "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 2)},
     "throttling": _throttling,
-    "JPEG engines": lambda g: {"gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]},
-    "video decoders": lambda g: {"gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]},
-    # kB/s over the 20 ms that the driver watches the bus, and blocks this thread
-    "PCIe transmit": lambda g: {"gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000},
-    "PCIe receive": lambda g: {"gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000},
+    "JPEG engines": lambda g: {
+        "gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]
+    },
+    "video decoders": lambda g: {
+        "gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]
+    },
+    # in kB/s; the driver measures the bus for 20 ms, which blocks this thread
+    "PCIe transmit": lambda g: {
+        "gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000
+    },
+    "PCIe receive": lambda g: {
+        "gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000
+    },
 }
-EVERY_SECOND_TIME = {"PCIe transmit", "PCIe receive"}
+EVERY_SECOND_SAMPLE = {"PCIe transmit", "PCIe receive"}
 
 
 class GpuMonitor:
     """Samples one GPU through NVML (nvidia-ml-py) in a thread; without NVML it reports nothing."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums: dict[str, float] = defaultdict(float)  # since the start, over `_counts` samples
+        self._sums: dict[str, float] = defaultdict(float)  # over `_counts` samples since the start
         self._counts: Counter[str] = Counter()
-        self._read: dict[str, tuple[dict[str, float], Counter[str]]] = {}  # the two as each reader last found them
+        self._read: dict[
+            str, tuple[dict[str, float], Counter[str]]
+        ] = {}  # sums and counts at each reader's last call
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -108,45 +132,56 @@ class GpuMonitor:
             gpu = find_gpu(pynvml, device)
         except Exception as error:
             remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
-            logger.warning("no GPU utilisation, power and the like: NVML is not available (%s)%s", error, remedy)
+            logger.warning(
+                "no GPU telemetry: NVML is not available (%s)%s",
+                error,
+                remedy,
+            )
             return
-        self._thread = threading.Thread(target=self._sample, args=(gpu,), daemon=True, name="telemetry")
+        self._thread = threading.Thread(
+            target=self._sample, args=(gpu,), daemon=True, name="telemetry"
+        )
         self._thread.start()
 
     def _sample(self, gpu: Gpu) -> None:
-        """Ask everything, twice a second. The driver's answers are waited for without the interpreter lock (ctypes)."""
-        missing: set[str] = set()  # what this GPU, driver or nvidia-ml-py does not have
+        """Run all queries twice a second. ctypes releases the GIL while the driver answers."""
+        missing: set[str] = set()  # queries that this GPU, driver or nvidia-ml-py does not have
         warned: set[str] = set()
         for turn in itertools.count():
             if self._stop.wait(SAMPLE_SECONDS):
                 return
             failed: dict[tuple[int, str], list[str]] = defaultdict(list)
-            for name, ask in QUERIES.items():
-                if name in missing or (turn % 2 and name in EVERY_SECOND_TIME):
+            for name, query in QUERIES.items():
+                if name in missing or (turn % 2 and name in EVERY_SECOND_SAMPLE):
                     continue
                 if self._stop.is_set():
                     return
                 try:
-                    self._note(ask(gpu))
-                except Exception as error:  # asked again next time: a driver may be back then
-                    absent = isinstance(error, AttributeError) or getattr(error, "value", None) in NOT_THERE
+                    self._add(query(gpu))
+                except Exception as error:  # try again next time: the driver may recover
+                    absent = (
+                        isinstance(error, AttributeError)
+                        or getattr(error, "value", None) in UNAVAILABLE
+                    )
                     if absent:
                         missing.add(name)
                     if name not in warned:
                         warned.add(name)
                         failed[logging.INFO if absent else logging.WARNING, str(error)].append(name)
             for (level, error_text), names in failed.items():
-                logger.log(level, "NVML gives no figures of this GPU's %s: %s", ", ".join(names), error_text)
+                queries = ", ".join(names)
+                logger.log(level, "NVML cannot query this GPU's %s: %s", queries, error_text)
 
-    def _note(self, sample: dict[str, float]) -> None:
-        values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}  # raises for what is no number
+    def _add(self, sample: dict[str, float]) -> None:
+        # isfinite raises a TypeError for a value that is not a number.
+        values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}
         with self._lock:
             self._counts.update(values.keys())
             for name, value in values.items():
                 self._sums[name] += value
 
     def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:
-        """Sums and counts of samples since this reader's last call."""
+        """Return the sums and counts of samples since this reader's last call."""
         with self._lock:
             sums, counts = dict(self._sums), self._counts.copy()
         sums_before, counts_before = self._read.get(reader, ({}, Counter()))
@@ -155,19 +190,29 @@ class GpuMonitor:
         return {name: sums[name] - sums_before.get(name, 0.0) for name in new}, new
 
     def read(self, reader: str = "log") -> dict[str, float]:
-        """Means since this reader's last call (an interval and an epoch are two readers), by TensorBoard tag.
+        """Return the means since this reader's last call, by TensorBoard tag.
 
-        Percent, GiB, watts, degrees Celsius, MHz, MB/s as the tags say; `_fraction`: share of the samples.
+        The end of a tag names the unit: percent, GiB, watts, degrees Celsius, MHz, MB/s;
+        `_fraction`: share of the samples.
+
+        Args:
+            reader: log intervals and epochs are read independently.
         """
         sums, counts = self._since(reader)
         return {name: sums[name] / counts[name] for name in sums if name.startswith("gpu/")}
 
     def slowdowns(self) -> list[str]:
-        """What held the clocks down since the last call, the most frequent first: "power limit, 83 % of the time"."""
+        """Return the throttle reasons since the last call, as "power limit, 83 % of the time".
+
+        The most frequent comes first.
+        """
         _, counts = self._since("slowdowns")
         samples = counts["gpu/throttled_fraction"]
-        return [f"{words}, {100 * count / samples:.0f} % of the time"
-                for words, count in counts.most_common() if not words.startswith("gpu/")]  # fmt: skip
+        return [
+            f"{words}, {100 * count / samples:.0f} % of the time"
+            for words, count in counts.most_common()
+            if not words.startswith("gpu/")
+        ]
 
     def close(self) -> None:
         self._stop.set()
@@ -193,7 +238,7 @@ SPREAD = (
 
 
 def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -> dict[str, float]:
-    """Lowest and highest of every rank's figures, as `<tag>_min` and `<tag>_max`; of the ranks that have the figure."""
+    """Return `<tag>_min` and `<tag>_max` over the ranks that have a finite value."""
     found: dict[str, float] = {}
     for tag in tags:
         values = [figures[tag] for figures in ranks if math.isfinite(figures.get(tag, math.nan))]
@@ -203,11 +248,12 @@ def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -
 
 
 def allocator_figures(device: torch.device) -> dict[str, float]:
-    """The CUDA caching allocator's state, peaks since the last call. Host-side counters: no synchronisation.
+    """Return the CUDA caching allocator's figures; peaks are since the last call. No synchronisation.
 
-    `fragmentation` is the share of the reserved memory that lies in free pieces of blocks partly in use (inactive splits):
-    it can be neither given back nor joined for a large tensor. Blocks wholly free are cache, and do not count. What is active
-    beyond what is allocated has been freed, and waits for a stream that still uses it.
+    `fragmentation` is the share of reserved memory in inactive splits, the free parts of segments
+    in use: they can be neither returned to CUDA nor merged for a large tensor. Free segments are
+    cache and do not count. Memory that is active but not allocated was freed while a stream still
+    uses it.
     """
     if device.type != "cuda":
         return {}
@@ -228,16 +274,19 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
 
 
 def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, float]:
-    """Memory of this process and of its loader workers; what the system does not tell is left out.
+    """Return the memory of this process and of its loader workers, where the system reports it.
 
-    The trainer's is all it has resident, shared and page-locked batch buffers included. The workers' is what they have for
-    themselves, so that the buffers all of them map count once, in the trainer's; and what they share with the forkserver
-    they were forked from counts once, too. With loader.start_method=fork, what is still the trainer's counts in each.
+    The trainer's figure is its resident memory, including shared and pinned batch buffers. The
+    workers' figure is their private memory, so that shared buffers count once, in the trainer's
+    figure. Memory shared with the forkserver counts once. With loader.start_method=fork, memory
+    still shared with the trainer counts in every worker.
     """
     figures = {"host/pinned_gib": pinned_bytes / GIB}
     page = os.sysconf("SC_PAGE_SIZE")
     try:
-        figures["host/trainer_rss_gib"] = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
+        figures["host/trainer_rss_gib"] = (
+            int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
+        )
         figures["host/workers_rss_gib"] = _private_pages(worker_pids) * page / GIB
     except (OSError, ValueError, IndexError):
         pass  # no /proc
@@ -250,8 +299,11 @@ def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, flo
 
 
 def _private_pages(pids: Iterable[int]) -> int:
-    """From statm, 20 microseconds a process. smaps_rollup knows what is still shared after a fork, but walks the page
-    tables: 2 to 8 ms a worker, and the worker cannot map memory meanwhile."""
+    """Count the private pages of processes and of their parents, from /proc/PID/statm.
+
+    statm takes 20 microseconds per process. smaps_rollup also counts the pages still shared after a
+    fork, but it walks the page tables: 2 to 8 ms, in which the worker cannot map memory.
+    """
 
     def anonymous(pid: int) -> int:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
@@ -266,5 +318,5 @@ def _private_pages(pids: Iterable[int]) -> int:
                 forked_from[parent] = 0 if parent == os.getpid() else anonymous(parent)
             own[parent] += max(0, anonymous(pid) - forked_from[parent])
         except (OSError, ValueError, IndexError):
-            continue  # it has died
+            continue  # the process has ended
     return sum(own.values()) + sum(forked_from.values())

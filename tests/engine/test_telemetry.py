@@ -1,4 +1,4 @@
-"""Figures of the GPU, the allocator and the host: there when their source is, one warning when not, and never an error."""
+"""Telemetry of the GPU, the allocator and the host; a missing source is one warning, not an error."""
 
 import logging
 import math
@@ -25,10 +25,10 @@ from engine.telemetry import GIB, QUERIES, GpuMonitor, allocator_figures, host_f
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def wait_until(true: Callable[[], object]) -> None:
-    """A minute is not a measure of speed, but the sign of a hang."""
+def wait_until(condition: Callable[[], object]) -> None:
+    """Wait for a condition; fail after a minute, when something hangs."""
     deadline = time.monotonic() + 60
-    while not true():
+    while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -37,7 +37,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "telemetry"]
 
 
-def test_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_figures_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with GpuMonitor(CPU) as monitor:
         assert monitor.read() == {} and monitor.slowdowns() == []
         assert threads() == []
@@ -60,21 +60,29 @@ class NvmlError(Exception):
         self.value = value
 
 
-NOT_SUPPORTED, NOT_FOUND, LOST = NvmlError(3, "Not Supported"), NvmlError(6, "Not Found"), NvmlError(15, "GPU is lost")
+NOT_SUPPORTED, NOT_FOUND, LOST = (
+    NvmlError(3, "Not Supported"),
+    NvmlError(6, "Not Found"),
+    NvmlError(15, "GPU is lost"),
+)
 FUNCTION_NOT_FOUND = NvmlError(13, "Function Not Found")
 
 
 class Nvml:
-    """Stands in for a driver: no machine that runs these tests need have one. An answer may be an error or a function."""
+    """Replaces pynvml on machines without a driver. An answer may be an error or a function."""
 
     def __init__(self, **answers: Any) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.answers: dict[str, Any] = {
             "nvmlInit": None,
-            "nvmlDeviceGetHandleByUUID": lambda uuid: "gpu" if uuid.startswith(b"GPU-") else NOT_FOUND,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: (
+                "gpu" if uuid.startswith(b"GPU-") else NOT_FOUND
+            ),
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": NvmlError(2, "Invalid Argument"),
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90, memory=30),
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=20 * GIB, free=60 * GIB, total=80 * GIB),
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(
+                used=20 * GIB, free=60 * GIB, total=80 * GIB
+            ),
             "nvmlDeviceGetPowerUsage": 650_000,
             "nvmlDeviceGetTemperature": 61,
             "nvmlDeviceGetClockInfo": lambda handle, clock: {1: 1980, 2: 3201}[clock],
@@ -100,11 +108,14 @@ class Nvml:
         return ask
 
     def count(self, name: str, *arguments: Any) -> int:
-        return sum(call[0] == name and call[1][-len(arguments) or len(call[1]) :] == arguments for call in self.calls)
+        return sum(
+            call[0] == name and call[1][-len(arguments) or len(call[1]) :] == arguments
+            for call in self.calls
+        )
 
     @property
     def samples(self) -> int:
-        """Times all was asked."""
+        """Number of samples."""
         return self.count("nvmlDeviceGetUtilizationRates", "gpu")
 
 
@@ -124,7 +135,7 @@ EVERYTHING = {
     "gpu/pcie_transmit_mb_per_second": 20.0,
     "gpu/pcie_receive_mb_per_second": 11_000.0,
 }
-# query -> NVML's function, its last argument, the tags it gives
+# query -> NVML's function, its last argument, the resulting tags
 OF_QUERY = {
     "utilisation": ("nvmlDeviceGetUtilizationRates", "gpu", ["gpu/utilization"]),
     "memory": ("nvmlDeviceGetMemoryInfo", "gpu", ["gpu/memory_used_gib"]),
@@ -132,13 +143,17 @@ OF_QUERY = {
     "temperature": ("nvmlDeviceGetTemperature", 0, ["gpu/temperature_celsius"]),
     "SM clock": ("nvmlDeviceGetClockInfo", 1, ["gpu/sm_clock_mhz"]),
     "memory clock": ("nvmlDeviceGetClockInfo", 2, ["gpu/memory_clock_mhz"]),
-    "throttling": ("nvmlDeviceGetCurrentClocksThrottleReasons", "gpu", [t for t in EVERYTHING if "throttled" in t]),
+    "throttling": (
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "gpu",
+        [t for t in EVERYTHING if "throttled" in t],
+    ),
     "JPEG engines": ("nvmlDeviceGetJpgUtilization", "gpu", ["gpu/jpeg_engine_utilization"]),
     "video decoders": ("nvmlDeviceGetDecoderUtilization", "gpu", ["gpu/decoder_utilization"]),
     "PCIe transmit": ("nvmlDeviceGetPcieThroughput", 0, ["gpu/pcie_transmit_mb_per_second"]),
     "PCIe receive": ("nvmlDeviceGetPcieThroughput", 1, ["gpu/pcie_receive_mb_per_second"]),
 }
-UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
+UUIDS = ["12-34", "56-78"]  # of the GPUs in CUDA_VISIBLE_DEVICES, in its order
 
 
 @pytest.fixture
@@ -146,14 +161,18 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     def install(nvml: Nvml) -> Nvml:
         monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.001)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUIDS[device.index]))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(uuid=UUIDS[device.index]),
+        )
         return nvml
 
     return install
 
 
 def breaking(nvml: Nvml, query: str, error: Exception) -> Callable[[], None]:
-    """Let one query fail from now on; returns what mends it."""
+    """Make one query fail from now on; return a function that repairs it."""
     name, last, _ = OF_QUERY[query]
     before = nvml.answers[name]
 
@@ -174,7 +193,7 @@ def test_all_figures(install, caplog: pytest.LogCaptureFixture) -> None:
         assert threads() == ["telemetry"]
     assert threads() == []
     monitor.read()
-    assert monitor.read() == {}  # read once, they are gone
+    assert monitor.read() == {}  # nothing new since the last call
     assert not caplog.records
     assert OF_QUERY.keys() == QUERIES.keys()
 
@@ -189,12 +208,14 @@ def test_means_since_the_last_read(install) -> None:
             means.append(monitor.read()["gpu/power_watts"])
     rest = monitor.read().get("gpu/power_watts", 10**9)
     assert 0 < means[0] < means[1] < means[2] < rest
-    assert monitor.read("epoch")["gpu/power_watts"] == (next(values) - 1) / 2  # a reader of its own: of all samples
+    assert (
+        monitor.read("epoch")["gpu/power_watts"] == (next(values) - 1) / 2
+    )  # another reader: all samples
     assert monitor.read("epoch") == {}
 
 
-def test_the_bus_is_asked_every_second_time(install) -> None:
-    """The driver takes 20 ms to answer."""
+def test_pcie_is_queried_at_every_second_sample(install) -> None:
+    """The driver takes 20 ms for this query."""
     nvml = install(Nvml())
     with GpuMonitor(CUDA):
         wait_until(lambda: nvml.samples > 20)
@@ -205,16 +226,18 @@ def test_the_bus_is_asked_every_second_time(install) -> None:
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [LOST, RuntimeError("something else"), ValueError("no number")])
-def test_a_query_that_fails_is_one_warning(install, caplog: pytest.LogCaptureFixture, query: str, error: Exception) -> None:
+def test_failing_query_is_one_warning(
+    install, caplog: pytest.LogCaptureFixture, query: str, error: Exception
+) -> None:
     nvml = install(Nvml())
-    mend = breaking(nvml, query, error)
+    repair = breaking(nvml, query, error)
     lost = OF_QUERY[query][2]
     others = {tag: value for tag, value in EVERYTHING.items() if tag not in lost}
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.count("nvmlDeviceGetTemperature", 0) > 20)
         assert monitor.read() == others
-        mend()
-        wait_until(lambda: lost[0] in monitor.read())  # it may come back
+        repair()
+        wait_until(lambda: lost[0] in monitor.read())  # the driver has recovered
         breaking(nvml, query, error)
         after = nvml.count("nvmlDeviceGetTemperature", 0) + 20
         wait_until(lambda: nvml.count("nvmlDeviceGetTemperature", 0) > after)
@@ -224,32 +247,43 @@ def test_a_query_that_fails_is_one_warning(install, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("value", ["warm", None, math.nan, math.inf])
-def test_what_is_no_number_does_not_count(install, caplog: pytest.LogCaptureFixture, value: Any) -> None:
+def test_values_that_are_not_numbers_are_ignored(
+    install, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
     nvml = install(Nvml(nvmlDeviceGetTemperature=value))
     with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.samples > 20)
         assert EVERYTHING.keys() - monitor.read().keys() == {"gpu/temperature_celsius"}
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * (not isinstance(value, float))
+    assert [record.levelname for record in caplog.records] == (
+        [] if isinstance(value, float) else ["WARNING"]
+    )
 
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_figure_that_is_not_there_is_left_out(
+def test_unavailable_query_is_not_repeated(
     install, caplog: pytest.LogCaptureFixture, query: str, error: NvmlError
 ) -> None:
-    """Old drivers and small GPUs: no reason for a warning, and it is not asked for again."""
+    """Old drivers and small GPUs lack some queries: no warning."""
     nvml = install(Nvml())
     breaking(nvml, query, error)
     name, last, lost = OF_QUERY[query]
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: nvml.count("nvmlDeviceGetClockInfo") + nvml.count("nvmlDeviceGetDecoderUtilization") > 40)
-        assert monitor.read() == {tag: value for tag, value in EVERYTHING.items() if tag not in lost}
+        wait_until(
+            lambda: (
+                nvml.count("nvmlDeviceGetClockInfo") + nvml.count("nvmlDeviceGetDecoderUtilization")
+                > 40
+            )
+        )
+        assert monitor.read() == {
+            tag: value for tag, value in EVERYTHING.items() if tag not in lost
+        }
     assert nvml.count(name, last) == 1
     (record,) = caplog.records
     assert record.levelname == "INFO" and query in record.getMessage()
 
 
-def test_an_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
+def test_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
     nvml = Nvml()
     del nvml.answers["nvmlDeviceGetJpgUtilization"]
     install(nvml)
@@ -260,7 +294,7 @@ def test_an_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
     assert record.levelname == "INFO" and "JPEG engines" in record.getMessage()
 
 
-def test_a_gpu_that_is_lost_is_one_line(install, caplog: pytest.LogCaptureFixture) -> None:
+def test_lost_gpu_is_one_warning(install, caplog: pytest.LogCaptureFixture) -> None:
     nvml = install(Nvml())
     for query in OF_QUERY:
         breaking(nvml, query, LOST)
@@ -272,36 +306,44 @@ def test_a_gpu_that_is_lost_is_one_line(install, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_a_driver_that_does_not_answer(install, caplog: pytest.LogCaptureFixture, failing: str) -> None:
+def test_driver_that_fails_to_initialise(
+    install, caplog: pytest.LogCaptureFixture, failing: str
+) -> None:
     install(Nvml(**{failing: NvmlError(9, "Driver Not Loaded")}))
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         assert monitor.read() == {} and threads() == []
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "Driver Not Loaded" in record.getMessage()
-    assert "pip install" not in record.getMessage()  # it is
+    assert "pip install" not in record.getMessage()  # it is installed
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_gpu_is_found_by_what_torch_sees(install, index: int) -> None:
-    """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 torch's cuda:1; NVML's numbers know nothing of it."""
+def test_gpu_is_found_by_uuid(install, index: int) -> None:
+    """With CUDA_VISIBLE_DEVICES=6,2, GPU 2 of NVML is cuda:1 of torch."""
     nvml = install(Nvml())
     with GpuMonitor(torch.device("cuda", index)):
         wait_until(lambda: nvml.samples)
     assert (
-        nvml.count("nvmlDeviceGetHandleByUUID") == nvml.count("nvmlDeviceGetHandleByUUID", f"GPU-{UUIDS[index]}".encode()) == 1
+        nvml.count("nvmlDeviceGetHandleByUUID")
+        == nvml.count("nvmlDeviceGetHandleByUUID", f"GPU-{UUIDS[index]}".encode())
+        == 1
     )
 
 
-def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
-    """Its memory is its own, the rest the whole GPU's, of which NVML tells no utilisation while it is divided."""
+def test_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
+    """The memory is the instance's; the rest is the GPU's, without utilisation in MIG mode."""
     nvml = install(
         Nvml(
-            nvmlDeviceGetHandleByUUID=lambda uuid: "instance" if uuid == b"MIG-12-34" else NOT_FOUND,
+            nvmlDeviceGetHandleByUUID=lambda uuid: (
+                "instance" if uuid == b"MIG-12-34" else NOT_FOUND
+            ),
             nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda handle: {"instance": "gpu"}[handle],
             nvmlDeviceGetUtilizationRates=NOT_SUPPORTED,
             nvmlDeviceGetJpgUtilization=NOT_SUPPORTED,
             nvmlDeviceGetDecoderUtilization=NOT_SUPPORTED,
-            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used={"instance": 3 * GIB}[handle]),
+            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(
+                used={"instance": 3 * GIB}[handle]
+            ),
         )
     )
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
@@ -311,18 +353,25 @@ def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
             "gpu/memory_used_gib": 3.0,
         }
     (record,) = caplog.records
-    assert record.levelname == "INFO" and "utilisation, JPEG engines, video decoders: Not Supported" in record.getMessage()
+    assert (
+        record.levelname == "INFO"
+        and "utilisation, JPEG engines, video decoders: Not Supported" in record.getMessage()
+    )
 
 
-def test_why_the_clocks_are_low(install) -> None:
-    """Idle, and clocks that were set, are no slowdown."""
+def test_throttle_reasons(install) -> None:
+    """Idle GPUs and clocks set by a user do not count."""
     masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x048, 0x000]
     asked = iter(range(10**9))
-    nvml = install(Nvml(nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: masks[min(next(asked), 7)]))
+    nvml = install(
+        Nvml(nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: masks[min(next(asked), 7)])
+    )
     release = threading.Event()
-    nvml.answers["nvmlDeviceGetTemperature"] = lambda *_: release.wait() and 61 if nvml.samples == 9 else 61
+    nvml.answers["nvmlDeviceGetTemperature"] = lambda *_: (
+        release.wait() and 61 if nvml.samples == 9 else 61
+    )
     with GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: nvml.samples == 9)  # the ninth waits in the driver: eight are complete
+        wait_until(lambda: nvml.samples == 9)  # the ninth sample waits in the driver
         found = monitor.read()
         assert {tag: value for tag, value in found.items() if "throttled" in tag} == {
             "gpu/throttled_fraction": 4 / 8,
@@ -330,11 +379,11 @@ def test_why_the_clocks_are_low(install) -> None:
             "gpu/throttled_thermal_fraction": 2 / 8,
             "gpu/throttled_other_fraction": 1 / 8,
         }
-        assert set(found) == set(EVERYTHING)  # no words among the tags
+        assert set(found) == set(EVERYTHING)  # no throttle reasons among the tags
         assert monitor.slowdowns() == [
             "power limit, 38 % of the time",
-            "too hot, says the driver, 12 % of the time",
-            "too hot, says the hardware, 12 % of the time",
+            "software thermal throttling, 12 % of the time",
+            "hardware thermal throttling, 12 % of the time",
             "hardware slowdown, 12 % of the time",
         ]
         release.set()
@@ -343,17 +392,19 @@ def test_why_the_clocks_are_low(install) -> None:
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 
-def test_closing_does_not_wait_for_the_next_sample(install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_the_next_sample(
+    install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(Nvml())
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 3600)
     with GpuMonitor(CUDA) as monitor:
         assert threads() == ["telemetry"]
-    assert threads() == []  # joined; the limit of that is far below the hour
-    monitor.close()  # again, without harm
+    assert threads() == []  # joined long before the hour has passed
+    monitor.close()  # a second call has no effect
 
 
 def test_closing_in_the_middle_of_a_sample(install) -> None:
-    """What is being asked is waited for, nothing more is asked."""
+    """The current query completes, and no other starts."""
     started, release = threading.Event(), threading.Event()
 
     def slow(handle: str) -> SimpleNamespace:
@@ -373,7 +424,7 @@ def test_closing_in_the_middle_of_a_sample(install) -> None:
     assert [name for name, _ in nvml.calls][-1] == "nvmlDeviceGetUtilizationRates"
 
 
-def test_a_clock_that_jumps(install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jump_of_the_system_clock(install, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = install(Nvml())
     monkeypatch.setattr(time, "time", lambda: random.uniform(-1e9, 1e10))
     with GpuMonitor(CUDA) as monitor:
@@ -440,12 +491,15 @@ def test_allocator_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator_figures(CUDA)["memory/fragmentation"] == 0
 
 
-HOLD = "import sys; held = bytearray(b'1') * (int(sys.argv[1]) << 20); print('ready', flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; held = bytearray(b'1') * (int(sys.argv[1]) << 20); print('ready', flush=True); "
+    "sys.stdin.read()"
+)
 
 
 @contextmanager
-def holding(mebibytes: int) -> Iterator[int]:
-    """A process with so much memory of its own."""
+def process_with_memory(mebibytes: int) -> Iterator[int]:
+    """Run a process that holds this much private memory."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(mebibytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -462,18 +516,35 @@ def map_and_wait(region: mmap.mmap, ready: Any, end: Any) -> None:
 
 
 def test_host_figures_of_real_processes() -> None:
-    with holding(0) as small, holding(100) as large, holding(100) as other:
+    with (
+        process_with_memory(0) as small,
+        process_with_memory(100) as large,
+        process_with_memory(100) as other,
+    ):
         base = host_figures([small], 0)["host/workers_rss_gib"]
-        assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx((100 / 1024) + base, abs=0.02)
-        assert host_figures([large, other], 0)["host/workers_rss_gib"] == pytest.approx(2 * (base + 100 / 1024), abs=0.02)
+        assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx(
+            (100 / 1024) + base, abs=0.02
+        )
+        assert host_figures([large, other], 0)["host/workers_rss_gib"] == pytest.approx(
+            2 * (base + 100 / 1024), abs=0.02
+        )
         found = host_figures([], 3 * GIB)
-    assert set(found) == {"host/trainer_rss_gib", "host/workers_rss_gib", "host/pinned_gib", "host/shm_used_gib"}
-    assert found["host/pinned_gib"] == 3 and found["host/workers_rss_gib"] == 0 and found["host/shm_used_gib"] >= 0
+    assert set(found) == {
+        "host/trainer_rss_gib",
+        "host/workers_rss_gib",
+        "host/pinned_gib",
+        "host/shm_used_gib",
+    }
+    assert (
+        found["host/pinned_gib"] == 3
+        and found["host/workers_rss_gib"] == 0
+        and found["host/shm_used_gib"] >= 0
+    )
     assert 0.05 < found["host/trainer_rss_gib"] < 100
 
 
-def test_buffers_that_workers_share_count_once() -> None:
-    """In this process's figure, not in theirs."""
+def test_shared_buffers_count_once() -> None:
+    """In the trainer's figure, not in the workers'."""
     context = multiprocessing.get_context("fork")
     ready, end = context.Semaphore(0), context.Event()
     before = host_figures([], 0)["host/trainer_rss_gib"]
@@ -485,7 +556,10 @@ def test_buffers_that_workers_share_count_once() -> None:
     for _ in workers:
         ready.acquire()
     with_them = host_figures([w.pid for w in workers if w.pid], 0)
-    resident = [int(Path(f"/proc/{w.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / GIB for w in workers]
+    resident = [
+        int(Path(f"/proc/{w.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / GIB
+        for w in workers
+    ]
     end.set()
     for worker in workers:
         worker.join()
@@ -512,26 +586,33 @@ sys.stdin.read()
 """
 
 
-def test_what_a_forkserver_shares_counts_once() -> None:
-    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+def test_memory_shared_with_a_forkserver_counts_once() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin and process.stdout
         pids = [int(pid) for pid in process.stdout.readline().split()]
         found = host_figures(pids, 0)["host/workers_rss_gib"] * 1024
         process.stdin.close()
-    assert 240 < found < 300  # 200 once, 4 times 10, and the interpreter
+    assert 240 < found < 300  # 200 once, 4 * 10, and the interpreter
 
 
-def test_workers_that_have_died() -> None:
+def test_dead_workers() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass  # waited for: there is no such process
-    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as zombie, holding(50) as alive:
+        pass  # it has ended and been waited for
+    with (
+        subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as zombie,
+        process_with_memory(50) as alive,
+    ):
         assert zombie.stdout and zombie.stdout.read() == b""
         wait_until(lambda: ") Z " in Path(f"/proc/{zombie.pid}/stat").read_text())
-        assert host_figures([gone.pid, zombie.pid, alive, 2**31 - 1], 0) == pytest.approx(host_figures([alive], 0), abs=0.01)
+        assert host_figures([gone.pid, zombie.pid, alive, 2**31 - 1], 0) == pytest.approx(
+            host_figures([alive], 0), abs=0.01
+        )
         assert host_figures([gone.pid, zombie.pid], 0)["host/workers_rss_gib"] == 0
 
 
-def test_a_system_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_system_without_proc_and_shm(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object) -> None:
         raise FileNotFoundError
 
@@ -544,23 +625,32 @@ class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 
     def test_the_allocator(self) -> None:
-        torch.cuda.init()  # its peaks cannot be asked for before
+        torch.cuda.init()  # required before reading the peaks
         torch.cuda.empty_cache()
         allocator_figures(CUDA)
         tensor = torch.ones(2**28, device="cuda")  # 1 GiB
         figures = allocator_figures(CUDA)
-        assert 1 <= figures["memory/allocated_gib"] <= figures["memory/active_gib"] <= figures["memory/reserved_gib"]
-        assert figures["memory/allocated_peak_gib"] >= 1 and figures["memory/reserved_peak_gib"] >= 1
+        assert (
+            1
+            <= figures["memory/allocated_gib"]
+            <= figures["memory/active_gib"]
+            <= figures["memory/reserved_gib"]
+        )
+        assert (
+            figures["memory/allocated_peak_gib"] >= 1 and figures["memory/reserved_peak_gib"] >= 1
+        )
         assert 0 <= figures["memory/fragmentation"] <= 1 and figures["memory/alloc_retries"] >= 0
         del tensor
-        assert allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1  # of the interval in which it ended
+        assert (
+            allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1
+        )  # freed within this interval
         assert allocator_figures(CUDA)["memory/allocated_peak_gib"] < 1
 
     def test_the_allocator_does_not_synchronise(self) -> None:
         busy = torch.zeros(1, device="cuda")
         done = torch.cuda.Event()
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)  # clock cycles: a second
+        torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
         busy.add_(1)
         done.record()
         allocator_figures(CUDA)
@@ -571,8 +661,13 @@ class TestOnAGpu:
         pytest.importorskip("pynvml")
         with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
             found: dict[str, float] = {}
-            # each figure is asked for by itself, some of them for 20 ms; power is among the first, PCIe's are the last
-            wait_until(lambda: found.update(monitor.read()) or {"gpu/power_watts", "gpu/memory_used_gib"} <= found.keys())
+            # Queries run one after the other, PCIe last.
+            wait_until(
+                lambda: (
+                    found.update(monitor.read())
+                    or {"gpu/power_watts", "gpu/memory_used_gib"} <= found.keys()
+                )
+            )
         print(found, monitor.slowdowns(), [record.getMessage() for record in caplog.records])
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert 10 < found["gpu/power_watts"] < 2000 and 0 < found["gpu/memory_used_gib"] < 1000
@@ -581,18 +676,26 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("by_uuid", [False, True])
     def test_cuda_visible_devices(self, by_uuid: bool) -> None:
-        """The last GPU of the machine is torch's first."""
+        """The machine's last GPU is the only one visible to torch."""
         pynvml = pytest.importorskip("pynvml")
         pynvml.nvmlInit()
         last = pynvml.nvmlDeviceGetCount() - 1
         uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(last))
-        code = ("import pynvml, torch; from engine.telemetry import find_gpu; pynvml.nvmlInit(); "
-                "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).whole))")  # fmt: skip
+        code = (
+            "import pynvml, torch; from engine.telemetry import find_gpu; pynvml.nvmlInit(); "
+            "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).whole))"
+        )
         environment = {
             **os.environ,
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": uuid if by_uuid else str(last),
         }
-        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True,
-                              text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == uuid
