@@ -667,7 +667,7 @@ def test_damaged_checkpoint(
         file.truncate(10_000)
     options = [*LONG, "log.tensorboard=true"]
     part = run(image_root, folder, *options, "train.max_steps=40")
-    assert "step-00000054.pt: damaged" in caplog.text and "going on from step-00000035.pt" in caplog.text
+    assert "step-00000054.pt: damaged" in caplog.text and "continuing from step-00000035.pt" in caplog.text
     assert part["step"] == 40
     check_curves(folder)
     summary = run(image_root, folder, *options)

@@ -708,7 +708,7 @@ def test_the_run_directory(root: Path, tmp_path: Path) -> None:
     assert row.status == "ok" and row.found == f"{run}: holds a run up to step-00000040" and "the same command" in row.do
     assert "moved aside" in only(doctor.run_directory(case_of(root, "checkpoint.resume=never"))).found
     row = only(look(root, "optim.lr=3")["run.dir"])
-    assert row.status == "fail" and "optim.lr was 0.2, is 3; that would be another training" in row.found
+    assert row.status == "fail" and "optim.lr was 0.2, is 3; these changes affect the result" in row.found
     row = only(look(root, "run.dir=other", "checkpoint.resume=/nowhere.pt")["run.dir"])
     assert row.status == "fail" and row.found.startswith("checkpoint.resume=/nowhere.pt: no such file")
     row = only(look(root, f"run.dir={root}")["run.dir"])
