@@ -60,11 +60,11 @@ class NoEngines:
         pass
 
     def make_batch(self, *args: Any) -> None:
-        raise AssertionError("validation goes through the CPU decoders")
+        raise AssertionError("the CPU decodes validation images")
 
 
 @pytest.mark.parametrize("decoder", ["gpu", "hybrid"])
-def test_engines_have_no_part_in_validation(
+def test_validation_does_not_use_the_engines(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str
 ) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
@@ -77,7 +77,7 @@ def test_engines_have_no_part_in_validation(
 
 
 @pytest.mark.parametrize(("decoder", "during"), [("gpu", 3), ("hybrid", 3), ("pillow", 1)])
-def test_workers_that_only_read_get_help_for_a_validation(
+def test_validation_with_engines_uses_all_workers(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, during: int
 ) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
@@ -92,7 +92,7 @@ def test_workers_that_only_read_get_help_for_a_validation(
 
 
 @pytest.mark.parametrize("ceiling", [0, 2])
-def test_workers_are_never_fewer_for_a_validation(
+def test_validation_never_has_fewer_workers(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int
 ) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
@@ -107,7 +107,7 @@ def test_workers_are_never_fewer_for_a_validation(
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: torch.dtype) -> None:
-    """Bit for bit, also while training batches of the engines are on their way."""
+    """Bit for bit, also while the engines decode training batches."""
     device = torch.device("cuda", 0)
     found = {}
     for decoder in [*installed(), "gpu", "hybrid"]:

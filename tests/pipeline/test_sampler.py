@@ -1,4 +1,4 @@
-"""The order of samples: nothing but a function of (seed, step, world)."""
+"""The order of samples is a function of (seed, step, world size)."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def test_samples_do_not_depend_on_what_was_asked_before() -> None:
 
 
 def test_order_is_the_same_on_every_machine() -> None:
-    """A run resumed elsewhere, or with another numpy, must go on in the same order."""
+    """A run that resumes elsewhere, or with another numpy, must continue in the same order."""
     assert TrainSampler(num_samples=10, batch_size=5, seed=0).samples(1).tolist() == [[0, 5], [0, 9], [0, 0], [0, 8], [0, 1]]
 
 

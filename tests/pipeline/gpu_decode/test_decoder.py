@@ -1,4 +1,4 @@
-"""What the GPU path makes of a file: the crops of the CPU path, its pixels within a stated bound."""
+"""The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
 import io
 import random
@@ -38,7 +38,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 
 def weights(start: float, scale: float, count: int, low: int, high: int, size: int) -> np.ndarray:
-    """float64 [count, size]: how much of each source pixel goes into each target pixel, as pipeline/gpu_kernel.py says it."""
+    """float64 [count, size]: weight of each source pixel per target pixel, as in crop_kernel.py."""
     table = np.zeros((count, size))
     half = max(scale, 1.0)
     for i in range(count):
@@ -50,7 +50,7 @@ def weights(start: float, scale: float, count: int, low: int, high: int, size: i
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
-    """What the kernel makes of a row of the geometry, in float64: uint8 [side, side, 3]."""
+    """The result of the kernel for a row of the geometry, uint8 [side, side, 3]."""
     g, (height, width, _) = geometry, pixels.shape
     across = weights(
         row[g.SOURCE_LEFT],
@@ -75,7 +75,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
 @pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
 @pytest.mark.parametrize("seed", range(12))
 def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: int) -> None:
-    """The same draws give the same region, to one level: the CPU path rounds after each direction."""
+    """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
     data = encoded(draw_image("waves", np.random.default_rng(seed)), quality=95)
     chain = transform(entries)
     noted = open_noted(data)
@@ -102,7 +102,7 @@ def test_order_of_crop_and_mirror_is_kept() -> None:
     assert row_back[geometry.MIRRORED] == 0
 
 
-def test_what_needs_pixels_says_so() -> None:
+def test_transforms_that_need_pixels_raise() -> None:
     picture = open_noted(encoded(draw_image("dots", np.random.default_rng(0))))
     assert picture is not None
     with pytest.raises(NeedsPixelsError):
@@ -128,11 +128,11 @@ def test_what_needs_pixels_says_so() -> None:
     ],
     ids=["4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "PNG", "truncated"],
 )
-def test_engines_get_only_what_they_take(data: Any, taken: bool) -> None:
+def test_engines_get_only_supported_files(data: Any, taken: bool) -> None:
     assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
 
 
-# Through workers, without a GPU: files and geometry arrive in the slot; what does not fit is decoded.
+# Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
 
 
 def loader_of(
@@ -154,7 +154,7 @@ def loader_of(
     ("share", "file_bytes", "files"),
     [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)],
 )
-def test_slot_holds_files_and_what_to_make_of_them(
+def test_slot_holds_files_and_geometry(
     image_root: Path, share: float, file_bytes: int, files: int
 ) -> None:
     dataset = FolderDataset(
@@ -248,7 +248,7 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
 def test_batches_agree_with_the_cpu_path(
     image_root: Path, tmp_path: Path, entries: list[Any], share: float
 ) -> None:
-    """Engines and libjpeg differ in the inverse transform and in how colour is interpolated: a mean of 2 levels at most."""
+    """Engines and libjpeg differ in inverse DCT and chroma upsampling: by 2 levels on average."""
     from pipeline.gpu_decode.decoder import GpuDecoder
 
     root = tmp_path / "train"
@@ -283,7 +283,7 @@ def test_batches_agree_with_the_cpu_path(
                     if abs(ours[row] - dataset.load(0, index)[0]).max() < 0.01:
                         by_workers += 1
                         continue
-                    # From the whole image: the CPU path may shrink it while decoding, which is another matter.
+                    # From the whole image: the CPU path may scale while decoding, which is tested elsewhere.
                     whole = decode.Picture(
                         decode.open_picture(
                             Path(dataset.name(index)).read_bytes(), "pillow"
@@ -295,13 +295,13 @@ def test_batches_agree_with_the_cpu_path(
                     difference = abs(ours[row] - expected)
                     assert difference.mean() < 2, (batch.step, row)
                     assert np.percentile(difference, 99) < 25, (batch.step, row)
-            # The progressive ones, the CMYK and the PNG are not for the engines.
+            # The engines do not support the progressive files, the CMYK file and the PNG.
             assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
 
 
 @pytest.mark.gpu
-def test_a_file_the_engines_refuse_is_decoded_by_a_worker(image_root: Path, tmp_path: Path) -> None:
-    """A header that promises a JPEG, with damage behind it: the batch is made all the same, or the file is named."""
+def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(image_root: Path, tmp_path: Path) -> None:
+    """A valid header before damaged data: the batch is complete, or an error names the file."""
     from pipeline.gpu_decode.decoder import GpuDecoder
     from pipeline.loader import LoaderError
 

@@ -1,4 +1,4 @@
-"""How many workers: cores, CPU quota, the ranks of the node, the decoder and open files are all respected."""
+"""Workers that cores, CPU quota, ranks of the node, decoder and open files allow."""
 
 import math
 import os
@@ -27,7 +27,7 @@ def one_core() -> Iterator[None]:
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, **found: float) -> None:
-    """A machine of one thread per core, without a quota and with files to spare, but for what is `found`."""
+    """Pretend to be a machine; by default one thread per core, no quota, 100,000 open files."""
     for name, value in (dict(threads_per_core=1, cpu_quota=math.inf, spare_files=100_000) | found).items():
         monkeypatch.setattr(machine, name, lambda value=value: value)
 
@@ -49,7 +49,7 @@ def test_budget(monkeypatch: pytest.MonkeyPatch, cores: int, quota: float, ranks
 
 
 @pytest.mark.usefixtures("one_core")
-def test_affinity_mask_of_this_process_counts() -> None:
+def test_affinity_mask_limits_the_workers() -> None:
     budget = worker_budget()
     assert budget.workers == 1
     assert "1 core," in budget.reason
@@ -59,14 +59,14 @@ def test_affinity_mask_of_this_process_counts() -> None:
     ("cores", "threads", "decoder", "ranks", "workers"),
     [
         (16, 1, "auto", 1, 15),
-        (16, 1, "hybrid", 1, 14),  # a thread waits for the engines
+        (16, 1, "hybrid", 1, 14),  # a host thread waits for the engines
         (16, 2, "auto", 1, 14),  # a whole core, both of its threads
         (16, 2, "hybrid", 1, 13),
-        (192, 2, "hybrid", 8, 21),  # each rank keeps its own
+        (192, 2, "hybrid", 8, 21),  # per rank
         (2, 2, "hybrid", 1, 1),
     ],
 )
-def test_training_process_keeps_a_core(
+def test_one_core_is_left_to_the_training_process(
     monkeypatch: pytest.MonkeyPatch, cores: int, threads: int, decoder: str, ranks: int, workers: int
 ) -> None:
     pretend(monkeypatch, cores=cores, threads_per_core=threads)
@@ -101,14 +101,14 @@ def test_engines_need_few_readers_where_open_files_allow_a_few_more(monkeypatch:
     assert worker_budget(decoder="gpu").workers == READERS
 
 
-# What loader.workers stands for.
+# The key loader.workers.
 
 
 def asking_for(workers: int | str) -> Config:
     return Config(loader=Loader(workers=workers))
 
 
-def test_auto_takes_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_is_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cores=64)
     for ranks, decoder in ((1, "auto"), (4, "auto"), (1, "gpu"), (4, "hybrid")):
         assert chosen_workers(asking_for("auto"), ranks, decoder) == worker_budget(ranks, decoder=decoder)
@@ -116,13 +116,13 @@ def test_auto_takes_the_whole_budget(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("number", [0, 1, 40])
 @pytest.mark.parametrize("decoder", ["auto", "gpu", "hybrid"])
-def test_number_is_taken_as_it_is(monkeypatch: pytest.MonkeyPatch, number: int, decoder: str) -> None:
-    """Whoever gives more workers than cores, or more than there are files to read, has a reason."""
+def test_a_configured_number_is_used(monkeypatch: pytest.MonkeyPatch, number: int, decoder: str) -> None:
+    """Even more workers than cores, or than READERS with the gpu decoder."""
     pretend(monkeypatch, cores=4)
     assert chosen_workers(asking_for(number), 2, decoder) == Budget(number, "as configured")
 
 
-def test_number_that_open_files_do_not_allow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_configured_number_above_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, cores=4, spare_files=FILES_KEPT + 20 * FILES_PER_WORKER)
     assert chosen_workers(asking_for(20), 1, "auto").workers == 20
     with pytest.raises(UserError, match=r"^loader\.workers=21: open files allow 20; give at most that, or raise ulimit -n$"):
@@ -146,7 +146,7 @@ with WorkerPool([source], workers=workers, start_method=sys.argv[1]) as pool:
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_as_many_workers_as_open_files_allow_can_be_started(start_method: str) -> None:
-    """In a process whose limit is low, with what is kept for the run still free once all work."""
+    """With a low limit of open files; FILES_KEPT stay free while all workers run."""
     files = 8 + FILES_KEPT + 6 * FILES_PER_WORKER
     done = subprocess.run(
         [sys.executable, "-c", START_ALL, start_method], cwd=ROOT, capture_output=True, text=True, check=True,

@@ -1,4 +1,4 @@
-"""What the machine lets this process use: control groups of both versions, hardware threads, memory and open files."""
+"""Resources of this process: control groups of both versions, cores, memory, open files."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from pipeline.sizing import machine
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
-NO_LIMIT = 9223372036854771712  # what version 1 shows: 2**63, down to a whole page
+NO_LIMIT = 9223372036854771712  # version 1 without a limit: 2**63 rounded down to a page
 
 
 def write_groups(folder: Path, lines: str, files: dict[str, str | int]) -> tuple[Path, Path]:
@@ -29,7 +29,7 @@ def write_groups(folder: Path, lines: str, files: dict[str, str | int]) -> tuple
 
 
 def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[float]:
-    """Run Python in a process of its own, under a soft and a hard limit of open files; return the numbers it prints."""
+    """Run Python in another process with these limits of open files; return what it prints."""
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
         preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files)) if open_files else None,
@@ -47,11 +47,11 @@ def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[f
         ({"cpu.max": "max 100000"}, math.inf),
         ({"a/b/cpu.max": "150000 100000"}, 1.5),
         ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),  # a parent's quota holds for its children
-        ({"cpu.max": "200000 100000", "a/cpu.max": "800000 100000", "a/b/cpu.max": "50000 10000"}, 2),  # the tightest counts
+        ({"cpu.max": "200000 100000", "a/cpu.max": "800000 100000", "a/b/cpu.max": "50000 10000"}, 2),  # the smallest applies
         ({"cpu.max": "800000 100000", "a/b/cpu.max": "250000 100000"}, 2.5),
         ({"a/b/cpu.max": "not a quota at all"}, math.inf),
         ({"a/cpu.max": "", "cpu.max": "300000 100000"}, 3),
-        ({"a/c/cpu.max": "100000 100000"}, math.inf),  # of others
+        ({"a/c/cpu.max": "100000 100000"}, math.inf),  # another group
     ],
 )
 def test_quota_of_version_2(tmp_path: Path, files: dict[str, str | int], cores: float) -> None:
@@ -74,7 +74,7 @@ def test_quota_in_a_container_which_sees_itself_as_the_root(tmp_path: Path) -> N
     ],
 )
 def test_quota_of_version_1(tmp_path: Path, quota: str | int, parents: int, cores: float) -> None:
-    """Where cpu and cpuacct are one tree, cpu is a link to it."""
+    """If cpu and cpuacct are one tree, cpu is a link to it."""
     proc, mount = write_groups(
         tmp_path,
         "5:memory:/m\n4:cpu,cpuacct:/a/b\n1:name=systemd:/s\n",
@@ -90,7 +90,7 @@ def test_quota_of_version_1(tmp_path: Path, quota: str | int, parents: int, core
 
 
 def test_quota_of_version_1_in_a_container_which_is_told_its_outer_name(tmp_path: Path) -> None:
-    """Docker without a namespace for control groups: the path is the host's, the mount begins at the container."""
+    """Docker without a cgroup namespace: a path of the host, a mount of the container."""
     files: dict[str, str | int] = {"cpu/cpu.cfs_quota_us": 200_000, "cpu/cpu.cfs_period_us": 100_000}
     assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/docker/0123abcd\n", files)) == 2
 
@@ -176,7 +176,7 @@ def test_limit_of_the_own_group(
 
 
 def test_limit_of_a_parent_in_version_2(tmp_path: Path) -> None:
-    """There a group's memory.stat counts what its children hold too."""
+    """In version 2, memory.stat of a group includes its children."""
     stat = f"inactive_file {100 * MIB}\nactive_file {50 * MIB}"
     files: dict[str, str | int] = {
         "a/memory.max": 600 * MIB, "a/memory.current": 400 * MIB, "a/memory.stat": stat,
@@ -213,7 +213,7 @@ def test_limit_that_cannot_be_read_is_none(tmp_path: Path, lost: str) -> None:
 
 
 def test_memory_of_this_machine() -> None:
-    """Whatever it is: more than what these tests need, less than all of it."""
+    """More than these tests need, less than the RAM."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 64 * MIB < machine.free_memory() <= total
     assert machine.cpu_quota() > 0
@@ -238,20 +238,20 @@ except OSError:
 
 @pytest.mark.parametrize("limits", [(64, 64), (64, 300), (20, 20)])
 def test_spare_files_can_be_opened(limits: tuple[int, int]) -> None:
-    """A soft limit below the hard one is raised to it; counting opens a folder itself, which may count as one."""
+    """The soft limit is raised to the hard one; counting opens a folder, which may count too."""
     spare, opened, soft, hard = elsewhere(COUNT_FILES, open_files=limits)
     assert (soft, hard) == (limits[1], limits[1])
     assert opened - 1 <= spare <= opened
 
 
-# Groups of the kernel's own.
+# Real control groups.
 
 MakeGroup = Callable[..., Path]
 
 
 @pytest.fixture
 def make_group() -> Iterator[MakeGroup]:
-    """Make real control groups of version 1 for as long as the test lasts; skip where that is not permitted."""
+    """Make real control groups of version 1 during a test; skip if that is not permitted."""
     made: list[Path] = []
 
     def make(controller: str, file: str, *, within: Path | None = None) -> Path:
@@ -293,7 +293,7 @@ REAL_LIMITS = [
 
 @pytest.mark.parametrize("limited", REAL_LIMITS)
 def test_memory_of_a_real_group(make_group: MakeGroup, tmp_path: Path, limited: str) -> None:
-    """The page cache that a process fills is free all the same, whichever group has the limit; what it holds is not."""
+    """Page cache of the process counts as free with a limit of either group; its heap does not."""
     parent = make_group("memory", "memory.limit_in_bytes")
     group = make_group("memory", "memory.limit_in_bytes", within=parent)
     ((parent if limited == "parent" else group) / "memory.limit_in_bytes").write_text(str(256 * MIB))
