@@ -35,7 +35,7 @@ from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from pipeline.sizing.memory import MOST_TASKS_IN_HAND
+from pipeline.sizing.memory import MAX_PREFETCH_FACTOR
 from pipeline.sizing.plan import FEWEST_BATCHES
 from pipeline.sizing.ranks import Ranks
 from pipeline.worker import EMPTY_ROW, Reply
@@ -298,7 +298,7 @@ def tune(
         copy_ms = measure_copies(loader)
         if copy_ms[0] > copy_ms[1]:
             feed.pinned.release()
-    factor = prefetch_factor or min(MOST_TASKS_IN_HAND, max(2, math.ceil(supply.spread) + 1))
+    factor = prefetch_factor or min(MAX_PREFETCH_FACTOR, max(2, math.ceil(supply.spread) + 1))
     pool.prefetch_factor = factor
     engines = feed.plan.uses_engines
     # Workers that wait for storage leave their core to others.

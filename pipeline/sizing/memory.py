@@ -14,9 +14,9 @@ from pipeline.loader import buffer_layout, slots_needed
 from pipeline.sizing import machine
 from pipeline.sizing.ranks import Ranks
 
-# Tasks in progress per worker: measured on an H200 (docs/benchmarks.md). loader.workers=auto
-# raises it up to MOST_TASKS_IN_HAND.
-TASKS_IN_HAND, MOST_TASKS_IN_HAND = 3, 4
+# loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
+PREFETCH_FACTOR = 3
+MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
 # Private memory of a worker, measured while it decodes photographs of full size: 15 MiB on top of
 # what it shares with the forkserver, 150 MiB when it imports everything itself, and from time to
 # time a picture of 50 megapixels (150 MiB) in one of the workers.
@@ -131,6 +131,6 @@ def ring_slots(config: Config, batch_size: int, workers: int) -> int:
     return slots_needed(
         batch_size=batch_size,
         workers=workers,
-        prefetch_factor=MOST_TASKS_IN_HAND if factor == "auto" else factor,
+        prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
         prefetch_batches=config.loader.prefetch_batches,
     )
