@@ -30,8 +30,15 @@ def opened(
     ceiling: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Feed]:
-    config = cli.load([f"data.root={image_root}", "augment=demo", "loader.batch_size=6", "loader.start_method=fork",
-                       f"loader.decoder={decoder}"])  # fmt: skip
+    config = cli.load(
+        [
+            f"data.root={image_root}",
+            "augment=demo",
+            "loader.batch_size=6",
+            "loader.start_method=fork",
+            f"loader.decoder={decoder}",
+        ]
+    )
     datasets, world = build_datasets(config), world_of(device)
     plan = loader_plan(
         config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype

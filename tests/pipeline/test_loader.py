@@ -23,7 +23,15 @@ import torch
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.index import load_index
-from pipeline.loader import HostBatch, Loader, LoaderError, Pinned, WorkerPool, slots_needed, start_source
+from pipeline.loader import (
+    HostBatch,
+    Loader,
+    LoaderError,
+    Pinned,
+    WorkerPool,
+    slots_needed,
+    start_source,
+)
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW, Reply
 from tests.processes import descendants, is_running, process_state
@@ -49,7 +57,13 @@ def parent(pid: int) -> int:
 
 
 def open_dataset(root: Path, *, side: int = SIZE) -> FolderDataset:
-    transform = Compose(build([{"random_resized_crop": {"size": side}}, "horizontal_flip"], TRANSFORMS, key="augment.train"))
+    transform = Compose(
+        build(
+            [{"random_resized_crop": {"size": side}}, "horizontal_flip"],
+            TRANSFORMS,
+            key="augment.train",
+        )
+    )
     return FolderDataset(load_index(root, key="data.train"), transform, seed=7)
 
 
@@ -66,9 +80,15 @@ def open_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Loader]:
-    source = start_source(dataset, batch_size=batch_size // world_size, size=SIZE, slots=slots, skip_unreadable=skip)
-    sampler = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3, rank=rank, world_size=world_size)
-    with WorkerPool([source], workers=workers, start_method=start_method, timeout_seconds=PATIENCE_SECONDS) as pool:
+    source = start_source(
+        dataset, batch_size=batch_size // world_size, size=SIZE, slots=slots, skip_unreadable=skip
+    )
+    sampler = TrainSampler(
+        num_samples=len(dataset), batch_size=batch_size, seed=3, rank=rank, world_size=world_size
+    )
+    with WorkerPool(
+        [source], workers=workers, start_method=start_method, timeout_seconds=PATIENCE_SECONDS
+    ) as pool:
         yield Loader(pool, 0, sampler.samples, hold=hold)
 
 
@@ -114,8 +134,12 @@ def test_workers_compute_in_one_thread() -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        source = start_source(Threads(num_samples=8, num_classes=1, size=SIZE), batch_size=8, size=SIZE, slots=2)
-        with WorkerPool([source], workers=1, start_method="fork", timeout_seconds=PATIENCE_SECONDS) as pool:
+        source = start_source(
+            Threads(num_samples=8, num_classes=1, size=SIZE), batch_size=8, size=SIZE, slots=2
+        )
+        with WorkerPool(
+            [source], workers=1, start_method="fork", timeout_seconds=PATIENCE_SECONDS
+        ) as pool:
             pool.wait([pool.submit(0, 0, 0, np.zeros((8, 2), np.int64))])
     finally:
         torch.set_num_threads(before)
@@ -143,13 +167,22 @@ class Trap:
                 return None
 
         self.writer = until(opened)  # kept open, or the worker would read an empty file
-        return until(lambda: next((w.process.pid for w in pool.workers if self._is_read_by(w.process.pid)), None))
+        return until(
+            lambda: next(
+                (w.process.pid for w in pool.workers if self._is_read_by(w.process.pid)), None
+            )
+        )
 
     def _is_read_by(self, pid: int) -> bool:
-        """Whether it has the FIFO open to read; a forked worker may have inherited the other end."""
+        """Whether it reads the FIFO; a forked worker may have inherited the other end."""
         try:
-            opened = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.path.samefile(fd, self.path)]
-            flags = [Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0] for fd in opened]
+            opened = [
+                fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.path.samefile(fd, self.path)
+            ]
+            flags = [
+                Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0]
+                for fd in opened
+            ]
         except (FileNotFoundError, ProcessLookupError):
             return False  # something was closed meanwhile
         return any(int(value, 8) & os.O_ACCMODE == os.O_RDONLY for value in flags)
@@ -177,14 +210,23 @@ class Trap:
 
 @pytest.mark.parametrize(
     ("workers", "start_method"),
-    [(0, "forkserver"), (1, "fork"), (2, "fork"), (2, "forkserver"), (2, "spawn"), (4, "forkserver")],
+    [
+        (0, "forkserver"),
+        (1, "fork"),
+        (2, "fork"),
+        (2, "forkserver"),
+        (2, "spawn"),
+        (4, "forkserver"),
+    ],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
 ) -> None:
     dataset = open_dataset(image_root / "train")
     # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
-    with open_loader(dataset, workers=workers, start_method=start_method, batch_size=80, slots=3) as loader:
+    with open_loader(
+        dataset, workers=workers, start_method=start_method, batch_size=80, slots=3
+    ) as loader:
         assert len(loader.pool.workers) == workers
         check_all(loader, dataset, 0, 4)
 
@@ -226,7 +268,9 @@ def test_ranks_together_load_what_one_rank_loads(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset) as alone, open_loader(dataset, rank=0, world_size=2) as first:
         with open_loader(dataset, rank=1, world_size=2) as second:
-            for whole, *halves in zip(*(loader.batches(2, 8) for loader in (alone, first, second)), strict=True):
+            for whole, *halves in zip(
+                *(loader.batches(2, 8) for loader in (alone, first, second)), strict=True
+            ):
                 assert torch.equal(torch.cat([half.images for half in halves]), whole.images)
                 assert torch.equal(torch.cat([half.labels for half in halves]), whole.labels)
                 for batch in (whole, *halves):
@@ -239,7 +283,10 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
     order = TrainSampler(num_samples=36, batch_size=8, seed=3)
     once = ValSampler(num_samples=15, batch_size=8)
     with WorkerPool(sources, workers=2, start_method="fork") as pool:
-        training, validation = Loader(pool, 0, order.samples, hold=1), Loader(pool, 1, once.samples, hold=1)
+        training, validation = (
+            Loader(pool, 0, order.samples, hold=1),
+            Loader(pool, 1, once.samples, hold=1),
+        )
         batches = training.batches(0, 12)
         for step in range(12):
             batch = next(batches)
@@ -270,7 +317,9 @@ def test_batches_of_a_fake_dataset() -> None:
     dataset = FakeDataset(num_samples=100, num_classes=10, size=SIZE)
     source = start_source(dataset, batch_size=50, size=SIZE, slots=3)
     with WorkerPool([source], workers=2) as pool:
-        loader = Loader(pool, 0, TrainSampler(num_samples=100, batch_size=50, seed=0).samples, hold=1)
+        loader = Loader(
+            pool, 0, TrainSampler(num_samples=100, batch_size=50, seed=0).samples, hold=1
+        )
         seen = [label for batch in loader.batches(0, 2) for label in batch.labels.tolist()]
     assert sorted(seen) == sorted(list(range(10)) * 10)
 
@@ -299,7 +348,11 @@ def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, h
 def test_holding_too_many_batches_fails_an_assertion(image_root: Path) -> None:
     with open_loader(open_dataset(image_root / "train"), slots=4, hold=2) as loader:
         batches = loader.batches(0, 10)
-        held = [next(batches), next(batches), next(batches)]  # it had two when it asked for the third
+        held = [
+            next(batches),
+            next(batches),
+            next(batches),
+        ]  # it had two when it asked for the third
         with pytest.raises(AssertionError, match="still in use"):
             held.append(next(batches))
         assert len(held) == 3
@@ -307,7 +360,10 @@ def test_holding_too_many_batches_fails_an_assertion(image_root: Path) -> None:
 
 def test_a_ring_that_is_too_small_fails_an_assertion(image_root: Path) -> None:
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=2)
-    with WorkerPool([source], workers=0) as pool, pytest.raises(AssertionError, match="one batch more"):
+    with (
+        WorkerPool([source], workers=0) as pool,
+        pytest.raises(AssertionError, match="one batch more"),
+    ):
         Loader(pool, 0, lambda step: np.zeros((8, 2), np.int64), hold=2)
 
 
@@ -329,15 +385,21 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root: Path) -> None:
             batch.release(events[-1])
             # 3 batches are in progress: the events of all slots but the newest were waited for
             submitted = min(batch.step + 3, 12)
-            assert [event.waited for event in events] == [int(step < submitted - 4) for step in range(len(events))]
+            assert [event.waited for event in events] == [
+                int(step < submitted - 4) for step in range(len(events))
+            ]
         assert sum(event.waited for event in events) == 12 - 4
 
 
 @pytest.mark.parametrize("batch_size", [8, 32, 100, 256, 1024])
 @pytest.mark.parametrize("workers", [0, 1, 4, 15])
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
-def test_ring_has_room_for_the_workers_and_the_prefetcher(batch_size: int, workers: int, prefetch_factor: int) -> None:
-    slots = slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=prefetch_factor, prefetch_batches=2)
+def test_ring_has_room_for_the_workers_and_the_prefetcher(
+    batch_size: int, workers: int, prefetch_factor: int
+) -> None:
+    slots = slots_needed(
+        batch_size=batch_size, workers=workers, prefetch_factor=prefetch_factor, prefetch_batches=2
+    )
     ahead = slots - 3  # the prefetcher may hold two and the step one
     assert ahead >= 1
     assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker is busy
@@ -353,7 +415,11 @@ def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) ->
             mapped = Path(f"/proc/{pid}/maps").read_text()
             assert "/memfd:batches" in mapped
             assert "/dev/shm" not in mapped
-            assert not any("/dev/shm" in os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink())
+            assert not any(
+                "/dev/shm" in os.readlink(fd)
+                for fd in Path(f"/proc/{pid}/fd").iterdir()
+                if fd.is_symlink()
+            )
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -380,7 +446,9 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
 ) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset, start_method=start_method) as loader:
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))  # the worker owns the slot of step 1, half written
+        trap = Trap(
+            dataset.name(int(loader.samples(1)[5, 1]))
+        )  # the worker owns the slot of step 1, half written
         batches = loader.batches(0, 12)
         first = next(batches)
         pid = trap.catch(loader.pool)
@@ -395,10 +463,15 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
         assert len([w for w in loader.pool.workers if is_running(w.process.pid)]) == 2
         assert not is_running(pid)
     assert len(caplog.records) == 1
-    assert f"loader worker {pid} died (SIGKILL; the usual cause is that the host is out of memory)" in caplog.text
+    assert (
+        f"loader worker {pid} died (SIGKILL; the usual cause is that the host is out of memory)"
+        in caplog.text
+    )
 
 
-def test_all_workers_killed_between_batches(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_workers_killed_between_batches(
+    image_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=3) as loader:
         for batch in loader.batches(0, 30):
@@ -432,7 +505,9 @@ def test_task_that_kills_two_workers_is_named(changeable: Path) -> None:
     assert str(error.value).endswith(str(trap.path))
 
 
-def test_task_queued_behind_a_deadly_one_is_not_blamed(changeable: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_task_queued_behind_a_deadly_one_is_not_blamed(
+    changeable: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=1) as loader:  # it has two tasks
         traps = [Trap(dataset.name(int(loader.samples(step)[0, 1]))) for step in (1, 2)]
@@ -467,7 +542,10 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
         assert not any(is_running(pid) for pid in orphans)
     for batch in taken:
         check(batch, dataset, loader.samples(batch.step))
-    assert [f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans] == [True, True]
+    assert [f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans] == [
+        True,
+        True,
+    ]
 
 
 def test_worker_without_its_forkserver_is_killed(changeable: Path) -> None:
@@ -496,7 +574,8 @@ def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 def descendants(pid):
-    own = [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
+    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    own = [int(child) for child in " ".join(children).split()]
     return own + [grandchild for child in own for grandchild in descendants(child)]
 
 def send_all():
@@ -509,7 +588,8 @@ received, finished = set(), threading.Event()
 numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
 for number in numbers:
     signal.signal(number, lambda number, frame: received.add(number))
-source = start_source(FakeDataset(num_samples=100, num_classes=2, size=64), batch_size=64, size=64, slots=3)
+dataset = FakeDataset(num_samples=100, num_classes=2, size=64)
+source = start_source(dataset, batch_size=64, size=64, slots=3)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
 with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
@@ -519,7 +599,8 @@ with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
     finished.set()
     sender.join()
     assert received == set(numbers), received
-    assert [pid for pid in started if state(pid) in "ZX"] == [], [(pid, state(pid)) for pid in started]
+    dead = [(pid, state(pid)) for pid in started if state(pid) in "ZX"]
+    assert dead == []
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
 
@@ -531,7 +612,14 @@ def test_workers_ignore_signals_to_the_process_group(start_method: str) -> None:
     Signals come by the hundred from before the first worker is started.
     """
     command = [sys.executable, "-c", GROUP, start_method]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS, process_group=0)
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        process_group=0,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -550,7 +638,9 @@ def test_unreadable_file_ends_the_run_and_is_named(changeable: Path, workers: in
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest.LogCaptureFixture, workers: int) -> None:
+def test_unreadable_file_is_skipped_and_counted(
+    changeable: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
     dataset = open_dataset(changeable)
     bad = {20, 21, 35}  # two neighbours, and the last, whose successor is the first
     for index in bad:
@@ -558,7 +648,10 @@ def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest
     with open_loader(dataset, workers=workers, skip=True) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
-            replaced = [(epoch, {20: 22, 21: 22, 35: 0}.get(index, index)) for epoch, index in samples.tolist()]
+            replaced = [
+                (epoch, {20: 22, 21: 22, 35: 0}.get(index, index))
+                for epoch, index in samples.tolist()
+            ]
             check(batch, dataset, np.array(replaced))
             batch.release(None)
         skipped = [line for reply in loader.pool.recent[loader.source] for line in reply.skipped]
@@ -572,7 +665,10 @@ def test_nothing_readable_is_an_error_even_when_skipping(changeable: Path) -> No
     dataset = open_dataset(changeable)
     for index in range(len(dataset)):
         Path(dataset.name(index)).write_bytes(b"")
-    with open_loader(dataset, skip=True) as loader, pytest.raises(LoaderError, match=r"35 images before it: none can be read"):
+    with (
+        open_loader(dataset, skip=True) as loader,
+        pytest.raises(LoaderError, match=r"35 images before it: none can be read"),
+    ):
         next(loader.batches(0, 1))
 
 
@@ -580,7 +676,9 @@ def test_images_of_another_size_than_the_buffer_are_named(image_root: Path) -> N
     dataset = open_dataset(image_root / "train", side=30)
     with open_loader(dataset) as loader:
         path = dataset.name(int(loader.samples(0)[0, 1]))
-        with pytest.raises(LoaderError, match=f"^{path}: the transforms made 30x30 pixels, the batch holds 24x24"):
+        with pytest.raises(
+            LoaderError, match=f"^{path}: the transforms made 30x30 pixels, the batch holds 24x24"
+        ):
             next(loader.batches(0, 1))
 
 
@@ -593,7 +691,9 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
         batches = loader.batches(0, 12)
         next(batches).release(None)
         loader.pool.timeout_seconds = 0.5
-        with pytest.raises(LoaderError, match=r"^loader.timeout_seconds=0.5: no image for that long; still reading") as error:
+        with pytest.raises(
+            LoaderError, match=r"^loader.timeout_seconds=0.5: no image for that long; still reading"
+        ) as error:
             drain(batches)
         assert f"{trap.path} (worker " in str(error.value)
         pids = [w.process.pid for w in loader.pool.workers]
@@ -601,7 +701,7 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
 
 
 def test_slow_consumer_does_not_time_out(changeable: Path) -> None:
-    """A validation or a checkpoint may take longer than the timeout, and a worker may die meanwhile."""
+    """A validation may take longer than the timeout, and a worker may die meanwhile."""
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=1) as loader:
         trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
@@ -620,7 +720,9 @@ def test_slow_consumer_does_not_time_out(changeable: Path) -> None:
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_resized_pool_makes_equal_batches_and_leaves_no_process(image_root: Path, start_method: str) -> None:
+def test_resized_pool_makes_equal_batches_and_leaves_no_process(
+    image_root: Path, start_method: str
+) -> None:
     dataset = open_dataset(image_root / "train")
     numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; at least one stays
     seen = set()
@@ -668,7 +770,9 @@ def test_worker_finishes_its_tasks_before_it_ends(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=3, slots=9) as loader, ThreadPoolExecutor(1) as thread:
         leaving = [w.process.pid for w in loader.pool.workers[1:]]
-        trap = Trap(dataset.name(1))  # the second worker has another task, and two tasks wait for any worker
+        trap = Trap(
+            dataset.name(1)
+        )  # the second worker has another task, and two tasks wait for any worker
         numbers = submit_by_turns(loader.pool, 9)
         assert trap.catch(loader.pool) == leaving[0]
         trap.remove()
@@ -733,7 +837,10 @@ def test_worker_that_is_stuck_while_leaving_is_named(changeable: Path) -> None:
         submit_by_turns(loader.pool, 6)
         pid = trap.catch(loader.pool)
         loader.pool.timeout_seconds = 0.5
-        with hangs_no_longer(5), pytest.raises(LoaderError, match=f"{trap.path} \\(worker {pid}\\)"):
+        with (
+            hangs_no_longer(5),
+            pytest.raises(LoaderError, match=f"{trap.path} \\(worker {pid}\\)"),
+        ):
             loader.pool.resize(1)
 
 
@@ -815,7 +922,9 @@ def test_pool_with_a_stuck_worker_can_be_abandoned(changeable: Path) -> None:
 class Sleeping(FakeDataset):
     """Waits for storage; the first worker to load a sample waits longer."""
 
-    def __init__(self, *, seconds: float, first: Path | None = None, first_seconds: float = 0) -> None:
+    def __init__(
+        self, *, seconds: float, first: Path | None = None, first_seconds: float = 0
+    ) -> None:
         super().__init__(num_samples=100, num_classes=2, size=SIZE)
         self.first, self.first_seconds, self.seconds = first, first_seconds, seconds
 
@@ -861,20 +970,28 @@ def test_replies_tell_waiting_from_computing(workers: int) -> None:
         assert reply.seconds >= 4 * 0.002
         assert reply.cpu_seconds < reply.seconds / 2
     for reply in replies(Computing(num_samples=100, num_classes=2, size=SIZE)):
-        assert 4 * 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds  # other processes had the core in the rest
+        assert (
+            4 * 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds
+        )  # other processes had the core in the rest
 
 
 def test_pool_remembers_its_newest_replies() -> None:
-    source = start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
+    source = start_source(
+        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1
+    )
     with WorkerPool([source], workers=0) as pool:
         do_tasks(pool, 300, rows=1)
         assert [reply.number for reply in pool.recent[0]] == list(range(300 - 256, 300))
 
 
 def test_each_source_has_its_own_newest_replies() -> None:
-    """Validation has more replies than are kept, and the diagnosis after it needs those of training."""
-    sources = [start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
-               for _ in range(2)]  # fmt: skip
+    """Validation has more replies than are kept; the diagnosis after it needs those of training."""
+    sources = [
+        start_source(
+            FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1
+        )
+        for _ in range(2)
+    ]
     with WorkerPool(sources, workers=0) as pool:
         pool.wait([pool.submit(0, 0, 0, np.zeros((1, 2), np.int64)) for _ in range(5)])
         pool.wait([pool.submit(1, 0, 0, np.zeros((1, 2), np.int64)) for _ in range(300)])
@@ -884,7 +1001,10 @@ def test_each_source_has_its_own_newest_replies() -> None:
 def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As on a core that another process uses."""
     source = start_source(
-        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05),
+        batch_size=4,
+        size=SIZE,
+        slots=1,
     )
     with WorkerPool([source], workers=4, start_method="fork") as pool:
         pool.warn_about_slow_workers()  # no replies yet
@@ -901,7 +1021,10 @@ def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_of_two_workers_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Either could be the slow one."""
     source = start_source(
-        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05),
+        batch_size=4,
+        size=SIZE,
+        slots=1,
     )
     with WorkerPool([source], workers=2, start_method="fork") as pool:
         until_all_are_known(pool)
@@ -950,8 +1073,16 @@ def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_interpreter_can_end_without_closing_the_pool(changeable: Path, start_method: str) -> None:
-    command = [sys.executable, "-c", SCRIPT.replace("pool.wait([0])", ""), str(changeable), start_method]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT.replace("pool.wait([0])", ""),
+        str(changeable),
+        start_method,
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -960,7 +1091,10 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=3)
     WorkerPool([source], workers=1, start_method=start_method).close()  # starts the forkserver
     before = descendants(os.getpid())
-    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
+    limits, used = (
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+        set(map(int, os.listdir("/proc/self/fd"))),
+    )
     free = [number for number in range(1000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more
     try:
@@ -984,7 +1118,9 @@ def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPat
             locked.remove(pointer)
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    source = start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4)
+    source = start_source(
+        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
+    )
     with Pinned([source.pixels, source.labels]) as pinned:
         assert sorted(pinned.locked) == sorted(locked) and len(locked) == 2
         pinned.release()

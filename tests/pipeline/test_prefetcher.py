@@ -30,7 +30,10 @@ from pipeline.worker import EMPTY_ROW
 from tests.conftest import Clock
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-UNCHANGED: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # images are the integer pixels, exact in bf16
+UNCHANGED: dict[str, Any] = {
+    "mean": (0.0,) * 3,
+    "std": (1 / 255,) * 3,
+}  # images are the integer pixels, exact in bf16
 SIZE, BATCH, CLASSES = 32, 16, 3
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
@@ -59,8 +62,12 @@ def open_prefetcher(
     hybrid: bool = False,
 ) -> Iterator[Prefetcher]:
     """`engines` is a GpuDecoder, or stands in for one."""
-    slots = slots or slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=2, prefetch_batches=depth)
-    source = start_source(dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes)
+    slots = slots or slots_needed(
+        batch_size=batch_size, workers=workers, prefetch_factor=2, prefetch_batches=depth
+    )
+    source = start_source(
+        dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes
+    )
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
@@ -83,13 +90,17 @@ def open_prefetcher(
 
 @pytest.fixture(scope="module")
 def dataset(image_root: Path) -> FolderDataset:
-    transform = Compose(build([{"random_resized_crop": {"size": SIZE}}], TRANSFORMS, key="augment.train"))
+    transform = Compose(
+        build([{"random_resized_crop": {"size": SIZE}}], TRANSFORMS, key="augment.train")
+    )
     return FolderDataset(load_index(image_root / "train", key="data.train"), transform, seed=7)
 
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
     """uint8 [B, 3, S, S] and int64 [B] without any buffer."""
-    pixels, labels = zip(*(dataset.load(epoch, index) for epoch, index in samples.tolist()), strict=True)
+    pixels, labels = zip(
+        *(dataset.load(epoch, index) for epoch, index in samples.tolist()), strict=True
+    )
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels)
 
 
@@ -117,16 +128,24 @@ def test_images_are_normalised(dataset: FolderDataset, workers: int, channels_la
 
 
 def test_bf16_is_the_rounded_float32(dataset: FolderDataset) -> None:
-    with open_prefetcher(dataset) as exact, open_prefetcher(dataset, dtype=torch.bfloat16) as rounded:
+    with (
+        open_prefetcher(dataset) as exact,
+        open_prefetcher(dataset, dtype=torch.bfloat16) as rounded,
+    ):
         for one, other in zip(exact.batches(0, 3), rounded.batches(0, 3), strict=True):
             assert other.images.dtype == torch.bfloat16
             assert torch.equal(other.images, one.images.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_batch_transforms_run_in_order_with_their_random_numbers(dataset: FolderDataset, rank: int) -> None:
+def test_batch_transforms_run_in_order_with_their_random_numbers(
+    dataset: FolderDataset, rank: int
+) -> None:
     names = ["mixup", {"cutmix": {"p": 0.5}}, "random_erasing"]
-    with open_prefetcher(dataset) as plain, open_prefetcher(dataset, transforms=names, rank=rank) as mixing:
+    with (
+        open_prefetcher(dataset) as plain,
+        open_prefetcher(dataset, transforms=names, rank=rank) as mixing,
+    ):
         for before, after in zip(plain.batches(4, 7), mixing.batches(4, 7), strict=True):
             images, targets = before.images, torch.eye(CLASSES)[before.labels]
             rng = batch_rng(11, before.step, rank)
@@ -144,7 +163,13 @@ class FakeEngines:
     seconds_per_image = 0.0
 
     def make_batch(
-        self, files: np.ndarray, geometry: Tensor, pixels: Tensor, out: Tensor, scale: Tensor, shift: Tensor
+        self,
+        files: np.ndarray,
+        geometry: Tensor,
+        pixels: Tensor,
+        out: Tensor,
+        scale: Tensor,
+        shift: Tensor,
     ) -> None:
         out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
 
@@ -155,14 +180,18 @@ class NotedDtype:
     def __init__(self) -> None:
         self.seen: list[torch.dtype] = []
 
-    def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, images: Tensor, targets: Tensor, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
         self.seen.append(images.dtype)
         return images, targets
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset, name: str, dtype: torch.dtype) -> None:
+def test_batch_transforms_get_float32_with_every_decoder(
+    dataset: FolderDataset, name: str, dtype: torch.dtype
+) -> None:
     """CPU decoders and engines give the same images; one rounding to the training dtype is last."""
     entries, made = [{name: {"p": 1.0}}], []
     for engines, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
@@ -182,22 +211,40 @@ def test_batch_transforms_get_float32_with_every_decoder(dataset: FolderDataset,
 
 
 def test_short_validation_batch_marks_its_empty_rows(image_root: Path) -> None:
-    transform = Compose(build([{"resize": {"size": 40}}, {"center_crop": {"size": SIZE}}], TRANSFORMS, key="augment.val"))
+    transform = Compose(
+        build(
+            [{"resize": {"size": 40}}, {"center_crop": {"size": SIZE}}],
+            TRANSFORMS,
+            key="augment.val",
+        )
+    )
     dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform)
     with open_prefetcher(dataset, validation=True) as prefetcher:
         for _ in range(2):  # in a second validation the empty rows hold other images
             batches = list(prefetcher.batches(0, 3))
-            assert [int((batch.labels == EMPTY_ROW).sum()) for batch in batches] == [0, 0, 3 * 16 - 36]
+            assert [int((batch.labels == EMPTY_ROW).sum()) for batch in batches] == [
+                0,
+                0,
+                3 * 16 - 36,
+            ]
             images, labels = normalised(dataset, np.array([[0, index] for index in range(36)]))
             kept = torch.cat([batch.images for batch in batches])[:36]
             torch.testing.assert_close(kept.double(), images, rtol=0, atol=1e-6)
             assert torch.equal(torch.cat([batch.labels for batch in batches])[:36], labels)
 
 
-@pytest.mark.parametrize(("workers", "depth", "slots"), [(0, 1, 3), (1, 1, 3), (2, 2, 5), (3, 2, 9), (2, 5, 7)])
-def test_reused_buffers_hold_the_right_samples(dataset: FolderDataset, workers: int, depth: int, slots: int) -> None:
-    with open_prefetcher(dataset, workers=workers, depth=depth, slots=slots, **UNCHANGED) as prefetcher:
-        batches = list(prefetcher.batches(0, 5 * slots + 1))  # five times around the ring before the first is checked
+@pytest.mark.parametrize(
+    ("workers", "depth", "slots"), [(0, 1, 3), (1, 1, 3), (2, 2, 5), (3, 2, 9), (2, 5, 7)]
+)
+def test_reused_buffers_hold_the_right_samples(
+    dataset: FolderDataset, workers: int, depth: int, slots: int
+) -> None:
+    with open_prefetcher(
+        dataset, workers=workers, depth=depth, slots=slots, **UNCHANGED
+    ) as prefetcher:
+        batches = list(
+            prefetcher.batches(0, 5 * slots + 1)
+        )  # five times around the ring before the first is checked
         for batch in batches:
             pixels, labels = loaded(dataset, prefetcher.loader.samples(batch.step))
             assert torch.equal(batch.images, pixels.float())
@@ -213,7 +260,9 @@ def test_iteration_can_end_early_and_start_again(dataset: FolderDataset, workers
         again = list(prefetcher.batches(50, 54))
         assert list(prefetcher.batches(7, 7)) == []
     for batch in again:
-        images, labels = normalised(dataset, TrainSampler(num_samples=36, batch_size=BATCH, seed=3).samples(batch.step))
+        images, labels = normalised(
+            dataset, TrainSampler(num_samples=36, batch_size=BATCH, seed=3).samples(batch.step)
+        )
         torch.testing.assert_close(batch.images.double(), images, rtol=0, atol=1e-6)
         assert torch.equal(batch.labels, labels)
 
@@ -253,7 +302,9 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
         assert found.batches == 4
         assert found.late_fraction == pytest.approx(0, abs=1e-9)
         assert found.copy_fraction == found.copy_ms == 0
-        assert found.step_ms == pytest.approx(1000 * step) == found.step_p95_ms == found.step_worst_ms
+        assert (
+            found.step_ms == pytest.approx(1000 * step) == found.step_p95_ms == found.step_worst_ms
+        )
         return found
 
     assert figures(decoding=0.3, step=0.1).wait_fraction == pytest.approx(0.75)
@@ -262,9 +313,12 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
 
 
 @pytest.mark.parametrize(
-    ("steps", "median", "p95"), [(1, 1, 1), (2, 1.5, 2), (20, 10.5, 19), (21, 11, 20), (40, 20.5, 38), (41, 21, 39)]
+    ("steps", "median", "p95"),
+    [(1, 1, 1), (2, 1.5, 2), (20, 10.5, 19), (21, 11, 20), (40, 20.5, 38), (41, 21, 39)],
 )
-def test_p95_is_the_step_that_95_percent_do_not_exceed(clock: Clock, steps: int, median: float, p95: int) -> None:
+def test_p95_is_the_step_that_95_percent_do_not_exceed(
+    clock: Clock, steps: int, median: float, p95: int
+) -> None:
     """Steps of 1, 2, 3, ... ms in another order."""
     lengths = np.random.default_rng(0).permutation(steps) + 1
     with open_prefetcher(FAKE, batch_size=1) as prefetcher:
@@ -272,7 +326,9 @@ def test_p95_is_the_step_that_95_percent_do_not_exceed(clock: Clock, steps: int,
             clock.now += lengths[batch.step] / 1000
         found = prefetcher.timing()
     assert found is not None
-    assert (found.step_ms, found.step_p95_ms, found.step_worst_ms) == pytest.approx((median, p95, steps))
+    assert (found.step_ms, found.step_p95_ms, found.step_worst_ms) == pytest.approx(
+        (median, p95, steps)
+    )
 
 
 class Stream:
@@ -292,7 +348,9 @@ class Stream:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
+def test_streams_wait_for_each_other_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
     """CUDA's rules without a GPU: a copy takes 1, the step's kernels take 10, the host takes 0."""
     main, side = Stream(), Stream()
     current = [main]
@@ -345,16 +403,24 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.Monk
                 if batch.step == begin + 30:
                     break  # with its kernels still waiting when the next iteration starts
     assert len({address for address, *_ in read}) == depth + 1
-    clashes = [(w, r) for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]]
+    clashes = [
+        (w, r) for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]
+    ]
     assert clashes == []
 
 
 # On a GPU. The consumer lags behind: its kernels are still queued when the host has continued, so
 # that memory written too early is read with the wrong content.
 
-LAG_CYCLES = 4_000_000  # 2 to 4 ms: many times a copy of one of these batches, and longer than the host needs for a step
-LARGE_BATCH = 64  # two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
-SELECTING = ["cutmix", {"random_erasing": {"p": 0.5}}]  # they select pixels and compute none: exact on any device
+# 2 to 4 ms: many times a copy of one of these batches, and longer than the host needs for a step
+LAG_CYCLES = 4_000_000
+LARGE_BATCH = (
+    64  # two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
+)
+SELECTING = [
+    "cutmix",
+    {"random_erasing": {"p": 0.5}},
+]  # they select pixels and compute none: exact on any device
 ALL = ["mixup", *SELECTING]
 
 
@@ -365,7 +431,9 @@ class Noise(FakeDataset):
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         start = epoch * self.num_samples + index
-        return self.noise[start : start + SIZE * SIZE * 3].reshape(SIZE, SIZE, 3), index % self.num_classes
+        return self.noise[start : start + SIZE * SIZE * 3].reshape(
+            SIZE, SIZE, 3
+        ), index % self.num_classes
 
 
 NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
@@ -374,12 +442,18 @@ NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
 def facts(batch: Batch) -> Tensor:
     """Checksums of each row's pixels, label and targets, int64 [B, 3], without synchronisation.
 
-    All are integers, in 1 / SIZE**2 for targets of cutmix. They are summed times their places: exact in any order of
-    summation, and no row passes for another or for parts of two.
+    All values are integers; those of cutmix's targets are multiples of 1 / SIZE**2. The sum is
+    weighted by the position: exact in any order, and different for rows with mixed-up parts.
     """
-    values = batch.images.flatten(1), batch.labels[:, None], batch.targets.reshape(len(batch.labels), -1) * SIZE**2
+    values = (
+        batch.images.flatten(1),
+        batch.labels[:, None],
+        batch.targets.reshape(len(batch.labels), -1) * SIZE**2,
+    )
     rows = [value.to(torch.int64) for value in values]
-    return torch.stack([(row * torch.arange(1, row.shape[1] + 1, device=row.device)).sum(1) for row in rows], dim=1)
+    return torch.stack(
+        [(row * torch.arange(1, row.shape[1] + 1, device=row.device)).sum(1) for row in rows], dim=1
+    )
 
 
 def facts_by_hand(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> Tensor:
@@ -393,7 +467,9 @@ def facts_by_hand(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> 
     return facts(Batch(images, labels, targets, step))
 
 
-def wrong_steps(found: dict[int, Tensor], prefetcher: Prefetcher, transforms: Sequence[Any] = ()) -> list[int]:
+def wrong_steps(
+    found: dict[int, Tensor], prefetcher: Prefetcher, transforms: Sequence[Any] = ()
+) -> list[int]:
     """The steps whose batches have a wrong row."""
     on_host = torch.stack(list(found.values())).cpu()  # the only synchronisation
     return [
@@ -404,13 +480,20 @@ def wrong_steps(found: dict[int, Tensor], prefetcher: Prefetcher, transforms: Se
 
 
 def follow(
-    kind: type[Prefetcher], *, steps: int, lag_cycles: int, transforms: Sequence[Any] = (), **options: Any
+    kind: type[Prefetcher],
+    *,
+    steps: int,
+    lag_cycles: int,
+    transforms: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[list[int], float]:
     """Check batches late; return the wrong steps, and by how many the host was ahead (median)."""
     found: dict[int, Tensor] = {}
     unread: deque[torch.cuda.Event] = deque()
     ahead = []
-    options = dict(device=CUDA, batch_size=LARGE_BATCH, transforms=transforms, **UNCHANGED) | options
+    options = (
+        dict(device=CUDA, batch_size=LARGE_BATCH, transforms=transforms, **UNCHANGED) | options
+    )
     with open_prefetcher(NOISE, kind=kind, **options) as prefetcher:
         for batch in prefetcher.batches(0, steps):
             torch.cuda._sleep(lag_cycles)
@@ -480,7 +563,11 @@ class HandsOutEarly(LateCopies):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("broken", "lag_cycles"),
-    [(IgnoresReaders, 10 * LAG_CYCLES), (GivesSlotsBackEarly, LAG_CYCLES), (HandsOutEarly, LAG_CYCLES)],
+    [
+        (IgnoresReaders, 10 * LAG_CYCLES),
+        (GivesSlotsBackEarly, LAG_CYCLES),
+        (HandsOutEarly, LAG_CYCLES),
+    ],
 )
 def test_broken_prefetchers_are_detected(broken: type[Prefetcher], lag_cycles: int) -> None:
     wrong, _ = follow(broken, steps=100, lag_cycles=lag_cycles, workers=2)
@@ -578,7 +665,11 @@ def test_every_batch_transform_with_every_decoder_and_precision(
     engines = decoder in ("gpu", "hybrid")
     if not engines:
         dataset = FolderDataset(dataset.index, dataset.transform, decoder=decoder, seed=7)
-    options: dict[str, Any] = {"device": CUDA, "file_bytes": (1 << 16) * engines, "hybrid": decoder == "hybrid"}
+    options: dict[str, Any] = {
+        "device": CUDA,
+        "file_bytes": (1 << 16) * engines,
+        "hybrid": decoder == "hybrid",
+    }
     entries = [{name: {"p": 1.0}}]
 
     def first_batch(**more: Any) -> Batch:
@@ -602,14 +693,22 @@ def test_every_batch_transform_with_every_decoder_and_precision(
 @pytest.mark.gpu
 def test_loop_never_waits_for_the_device() -> None:
     weight = torch.randn(8, 3, 3, 3, device="cuda")
-    with open_prefetcher(FAKE, device=CUDA, workers=2, transforms=ALL, dtype=torch.bfloat16) as prefetcher:
+    with open_prefetcher(
+        FAKE, device=CUDA, workers=2, transforms=ALL, dtype=torch.bfloat16
+    ) as prefetcher:
         total = torch.zeros((), device="cuda")
         for batch in prefetcher.batches(0, 3):  # first uses of a kernel may load it
-            total += torch.nn.functional.conv2d(batch.images.float(), weight).mean() + batch.targets.sum()
+            total += (
+                torch.nn.functional.conv2d(batch.images.float(), weight).mean()
+                + batch.targets.sum()
+            )
         torch.cuda.set_sync_debug_mode("error")
         try:
             for batch in prefetcher.batches(3, 60):
-                total += torch.nn.functional.conv2d(batch.images.float(), weight).mean() + batch.targets.sum()
+                total += (
+                    torch.nn.functional.conv2d(batch.images.float(), weight).mean()
+                    + batch.targets.sum()
+                )
                 prefetcher.timing()
         finally:
             torch.cuda.set_sync_debug_mode("default")
@@ -628,16 +727,23 @@ def sync_in_debug_mode(value: Tensor) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoding", [False, True])
-def test_device_memory_is_constant_from_the_second_epoch(dataset: FolderDataset, decoding: bool) -> None:
+def test_device_memory_is_constant_from_the_second_epoch(
+    dataset: FolderDataset, decoding: bool
+) -> None:
     synthetic = Noise(num_samples=len(dataset), num_classes=CLASSES, size=SIZE)
     steps = len(dataset) // 4  # a whole number, and more than the prefetcher has memory for
     conv, head = torch.nn.Conv2d(3, 16, 3), torch.nn.Linear(16, CLASSES)
-    model = torch.nn.Sequential(conv, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head).to(CUDA)
+    model = torch.nn.Sequential(
+        conv, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head
+    ).to(CUDA)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     used = []
     gc.collect()  # memory of earlier tests would be freed in the middle,
     torch.cuda.empty_cache()  # or hide a new allocation
-    with open_prefetcher(dataset if decoding else synthetic, device=CUDA, workers=2, batch_size=4, transforms=ALL) as prefetcher:
+    chosen = dataset if decoding else synthetic
+    with open_prefetcher(
+        chosen, device=CUDA, workers=2, batch_size=4, transforms=ALL
+    ) as prefetcher:
         for epoch in range(40):
             for batch in prefetcher.batches(epoch * steps, (epoch + 1) * steps):
                 torch.cuda._sleep(LAG_CYCLES // 10)

@@ -283,7 +283,7 @@ def test_batches_agree_with_the_cpu_path(
                     if abs(ours[row] - dataset.load(0, index)[0]).max() < 0.01:
                         by_workers += 1
                         continue
-                    # From the whole image: the CPU path may scale while decoding, which is tested elsewhere.
+                    # From the whole image: the CPU path may scale while decoding.
                     whole = decode.Picture(
                         decode.open_picture(
                             Path(dataset.name(index)).read_bytes(), "pillow"
@@ -300,7 +300,9 @@ def test_batches_agree_with_the_cpu_path(
 
 
 @pytest.mark.gpu
-def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(image_root: Path, tmp_path: Path) -> None:
+def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
+    image_root: Path, tmp_path: Path
+) -> None:
     """A valid header before damaged data: the batch is complete, or an error names the file."""
     from pipeline.gpu_decode.decoder import GpuDecoder
     from pipeline.loader import LoaderError

@@ -31,9 +31,15 @@ def write_groups(folder: Path, lines: str, files: dict[str, str | int]) -> tuple
 def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[float]:
     """Run Python in another process with these limits of open files; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
-        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files)) if open_files else None,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files))
+        if open_files
+        else None,
+    )
     return [float(word) for word in done.stdout.split()]
 
 
@@ -46,8 +52,18 @@ def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[f
         ({}, math.inf),
         ({"cpu.max": "max 100000"}, math.inf),
         ({"a/b/cpu.max": "150000 100000"}, 1.5),
-        ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),  # a parent's quota holds for its children
-        ({"cpu.max": "200000 100000", "a/cpu.max": "800000 100000", "a/b/cpu.max": "50000 10000"}, 2),  # the smallest applies
+        (
+            {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"},
+            4,
+        ),  # a parent's quota holds for its children
+        (
+            {
+                "cpu.max": "200000 100000",
+                "a/cpu.max": "800000 100000",
+                "a/b/cpu.max": "50000 10000",
+            },
+            2,
+        ),  # the smallest applies
         ({"cpu.max": "800000 100000", "a/b/cpu.max": "250000 100000"}, 2.5),
         ({"a/b/cpu.max": "not a quota at all"}, math.inf),
         ({"a/cpu.max": "", "cpu.max": "300000 100000"}, 3),
@@ -91,15 +107,23 @@ def test_quota_of_version_1(tmp_path: Path, quota: str | int, parents: int, core
 
 def test_quota_of_version_1_in_a_container_which_is_told_its_outer_name(tmp_path: Path) -> None:
     """Docker without a cgroup namespace: a path of the host, a mount of the container."""
-    files: dict[str, str | int] = {"cpu/cpu.cfs_quota_us": 200_000, "cpu/cpu.cfs_period_us": 100_000}
+    files: dict[str, str | int] = {
+        "cpu/cpu.cfs_quota_us": 200_000,
+        "cpu/cpu.cfs_period_us": 100_000,
+    }
     assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/docker/0123abcd\n", files)) == 2
 
 
 def test_quota_without_its_period_is_none(tmp_path: Path) -> None:
-    assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/\n", {"cpu/cpu.cfs_quota_us": 200_000})) == math.inf
+    assert (
+        machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/\n", {"cpu/cpu.cfs_quota_us": 200_000}))
+        == math.inf
+    )
 
 
-@pytest.mark.parametrize(("new", "old", "cores"), [(100_000, 300_000, 1), (300_000, 100_000, 1), (200_000, -1, 2)])
+@pytest.mark.parametrize(
+    ("new", "old", "cores"), [(100_000, 300_000, 1), (300_000, 100_000, 1), (200_000, -1, 2)]
+)
 def test_both_versions_at_once(tmp_path: Path, new: int, old: int, cores: float) -> None:
     files: dict[str, str | int] = {
         "b/cpu.max": f"{new} 100000",
@@ -115,9 +139,12 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("siblings", "threads"), [("0", 1), ("0,4", 2), ("0-1", 2), ("0-3", 4), ("0-1,8-9", 4), ("", 1), (None, 1)]
+    ("siblings", "threads"),
+    [("0", 1), ("0,4", 2), ("0-1", 2), ("0-3", 4), ("0-1,8-9", 4), ("", 1), (None, 1)],
 )
-def test_threads_per_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int) -> None:
+def test_threads_per_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     if siblings is not None:
         topology = tmp_path / "cpu0" / "topology"
@@ -140,14 +167,23 @@ def test_threads_of_a_core_that_the_affinity_mask_leaves_out_do_not_count(
 # Version, folder of the tree, names of limit and usage.
 VERSIONS = [
     pytest.param("0::/a/b\n", "", "memory.max", "memory.current", id="version 2"),
-    pytest.param("7:memory:/a/b\n", "memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", id="version 1"),
+    pytest.param(
+        "7:memory:/a/b\n",
+        "memory/",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        id="version 1",
+    ),
 ]
 AVAILABLE = 1000 * MIB
 
 
 def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
     meminfo = folder / "meminfo"
-    meminfo.write_text(f"MemTotal:  9999999 kB\nMemFree:  1 kB\nMemAvailable:  {AVAILABLE // 1024} kB\nHugePages_Total:  0\n")
+    meminfo.write_text(
+        "MemTotal:  9999999 kB\nMemFree:  1 kB\n"
+        f"MemAvailable:  {AVAILABLE // 1024} kB\nHugePages_Total:  0\n"
+    )
     return machine.free_memory(*write_groups(folder, lines, files), meminfo)
 
 
@@ -164,13 +200,21 @@ def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
     ],
 )
 def test_limit_of_the_own_group(
-    tmp_path: Path, lines: str, tree: str, limit: str, used: str, bytes_allowed: str | int, free: int
+    tmp_path: Path,
+    lines: str,
+    tree: str,
+    limit: str,
+    used: str,
+    bytes_allowed: str | int,
+    free: int,
 ) -> None:
     total = "total_" if "limit_in_bytes" in limit else ""
     files = {
         f"{tree}a/b/{limit}": bytes_allowed,
         f"{tree}a/b/{used}": 200 * MIB,
-        f"{tree}a/b/memory.stat": f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}",
+        f"{tree}a/b/memory.stat": (
+            f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}"
+        ),
     }
     assert free_memory(tmp_path, lines, files) == free
 
@@ -179,9 +223,13 @@ def test_limit_of_a_parent_in_version_2(tmp_path: Path) -> None:
     """In version 2, memory.stat of a group includes its children."""
     stat = f"inactive_file {100 * MIB}\nactive_file {50 * MIB}"
     files: dict[str, str | int] = {
-        "a/memory.max": 600 * MIB, "a/memory.current": 400 * MIB, "a/memory.stat": stat,
-        "a/b/memory.max": "max", "a/b/memory.current": 390 * MIB, "a/b/memory.stat": stat,
-    }  # fmt: skip
+        "a/memory.max": 600 * MIB,
+        "a/memory.current": 400 * MIB,
+        "a/memory.stat": stat,
+        "a/b/memory.max": "max",
+        "a/b/memory.current": 390 * MIB,
+        "a/b/memory.stat": stat,
+    }
     assert free_memory(tmp_path, "0::/a/b\n", files) == 350 * MIB
 
 
@@ -296,7 +344,9 @@ def test_memory_of_a_real_group(make_group: MakeGroup, tmp_path: Path, limited: 
     """Page cache of the process counts as free with a limit of either group; its heap does not."""
     parent = make_group("memory", "memory.limit_in_bytes")
     group = make_group("memory", "memory.limit_in_bytes", within=parent)
-    ((parent if limited == "parent" else group) / "memory.limit_in_bytes").write_text(str(256 * MIB))
+    ((parent if limited == "parent" else group) / "memory.limit_in_bytes").write_text(
+        str(256 * MIB)
+    )
     code = f"""
 import os
 from pathlib import Path

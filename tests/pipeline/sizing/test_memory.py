@@ -27,8 +27,15 @@ Planned = Callable[..., MemoryPlan]
 
 def small(*overrides: str) -> Config:
     """Images of 24 px for training, of 32 px for validation."""
-    return cli.load(["augment=demo", "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]", "data.image_size=24",
-                     "loader.batch_size=8", *overrides])  # fmt: skip
+    return cli.load(
+        [
+            "augment=demo",
+            "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]",
+            "data.image_size=24",
+            "loader.batch_size=8",
+            *overrides,
+        ]
+    )
 
 
 def plan(
@@ -85,9 +92,14 @@ def allocated(source: Source) -> int:
     ],
 )
 def test_planned_bytes_are_those_that_open_feed_allocates(
-    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, batch_size: int, workers: int, world_size: int,
+    monkeypatch: pytest.MonkeyPatch,
+    image_root: Path,
+    decoder: str,
+    batch_size: int,
+    workers: int,
+    world_size: int,
     overrides: list[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", lambda device, batch_size: None)  # no engines
     config = small(
         f"data.root={image_root}",
@@ -117,7 +129,8 @@ def test_planned_bytes_of_a_known_case() -> None:
     assert planned.slots == 4 + 1 + 2
     assert planned.buffers == 2 * 7 * 256 * (224 * 224 * 3 + 8)
     assert planned.line().startswith(
-        "0.50 GiB of batch buffers (7 slots for each split, not page-locked), workers about 0.00 GiB; "
+        "0.50 GiB of batch buffers (7 slots for each split, not page-locked), "
+        "workers about 0.00 GiB; "
     )
 
 
@@ -186,8 +199,18 @@ def test_too_little_memory_is_an_error(free: Callable[[int], None], ranks: int) 
 
 
 def test_run_prints_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train.train(small("data=fake", "data.fake_images=40", "data.fake_classes=2", "model=resnet_tiny", "loader.workers=1",
-                      "train.device=cpu", "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))  # fmt: skip
+    train.train(
+        small(
+            "data=fake",
+            "data.fake_images=40",
+            "data.fake_classes=2",
+            "model=resnet_tiny",
+            "loader.workers=1",
+            "train.device=cpu",
+            "train.max_steps=1",
+            f"run.dir={tmp_path / 'run'}",
+        )
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
     assert line.startswith("memory   0.00 GiB of batch buffers (")
     assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith(

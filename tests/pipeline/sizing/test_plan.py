@@ -35,8 +35,16 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def small(*overrides: str) -> Config:
     """Images of 24 px."""
-    return cli.load(["data=fake", "data.image_size=24", "data.val_size=24", "loader.batch_size=8",
-                     "data.root=/x", *overrides])  # fmt: skip
+    return cli.load(
+        [
+            "data=fake",
+            "data.image_size=24",
+            "data.val_size=24",
+            "loader.batch_size=8",
+            "data.root=/x",
+            *overrides,
+        ]
+    )
 
 
 def planned(config: Config, *, device: torch.device = CUDA, ranks: int = 1) -> LoaderPlan:
