@@ -28,7 +28,9 @@ def _refuse_missing_packages() -> None:
     if (environment / "bin" / "activate").exists() and Path(sys.prefix) != environment:
         remedy = f"run `source {os.path.relpath(environment)}/bin/activate` first"
     else:
-        remedy = "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
+        remedy = (
+            "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
+        )
     names = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"{Path(sys.argv[0]).name}: {names} {'are' if len(missing) > 1 else 'is'} not installed for {sys.executable}; "

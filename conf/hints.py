@@ -56,7 +56,12 @@ _SENTENCES = {
     "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU": "gpu gpu-id",
     "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",
 }
-REMEDIES = {name: remedy for table in (_OVERRIDES, _SENTENCES) for remedy, names in table.items() for name in names.split()}
+REMEDIES = {
+    name: remedy
+    for table in (_OVERRIDES, _SENTENCES)
+    for remedy, names in table.items()
+    for name in names.split()
+}
 
 # The beginning of an override whose value other programs take -> what to do.
 VALUES = {

@@ -6,15 +6,13 @@ Checkpoints hold the keys as these libraries name them, so weights go both ways.
 import hashlib
 import importlib.util
 import logging
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean
 from models.resnet import resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
@@ -68,27 +66,6 @@ OURS: dict[str, Callable[[int, int], nn.Module]] = {
     "resnet18_cifar": resnet18_cifar,
     "vit_s16": vit_s16,
 }
-
-
-def import_torchvision() -> ModuleType:
-    """Import torchvision, also when its compiled detection operators do not fit the installed torch.
-
-    A torchvision built for CUDA beside a CPU torch cannot load them, and then fails to import because it describes their
-    shapes. Classifiers use none of them, so a declaration without an implementation is enough.
-    """
-    for _ in range(4):
-        try:
-            import torchvision
-
-            return torchvision
-        except RuntimeError as error:
-            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
-            if missing is None:
-                raise
-            torch.library.define(f"torchvision::{missing[1]}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-    raise RuntimeError("torchvision cannot be imported: it does not fit the installed torch")
 
 
 def _torchvision_names() -> list[str]:

@@ -71,13 +71,13 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     train_source = start_source(
         datasets.train,
         batch_size=share,
-        size=datasets.train_side,
+        size=datasets.train_size,
         slots=memory.slots,
         file_bytes=memory.file_bytes,
         skip_unreadable=config.data.on_error == "skip",
     )
     val_source = start_source(
-        datasets.val, batch_size=share, size=datasets.val_side, slots=memory.slots
+        datasets.val, batch_size=share, size=datasets.val_size, slots=memory.slots
     )
     train_sampler = TrainSampler(
         num_samples=len(datasets.train),

@@ -15,6 +15,7 @@ from PIL import Image, ImageDraw, ImageFont
 from yaml import YAMLError
 
 from conf import cli
+from conf.overrides import FIELDS, nearest
 from conf.schema import Loader, UserError, did_you_mean, show
 
 AXES: dict[str, tuple[type, str]] = {
@@ -96,7 +97,7 @@ def read(overrides: Sequence[str]) -> dict[str, list[Any]] | None:
     for text in overrides:
         key, _, typed = text.partition("=")
         if key not in KEYS:
-            raise UserError(f"{text}: there is no key {key}{cli.nearest(key, KEYS) or '; there are ' + ', '.join(KEYS)}")
+            raise UserError(f"{text}: there is no key {key}{nearest(key, KEYS) or '; there are ' + ', '.join(KEYS)}")
         value = _value(typed)
         if key == "sweep":
             if type(value) is not bool:
@@ -105,7 +106,7 @@ def read(overrides: Sequence[str]) -> dict[str, list[Any]] | None:
             continue
         axis = key.removeprefix("sweep.")
         kind, allowed = AXES[axis]
-        check = cli.FIELDS[f"loader.{axis}"].metadata["check"]
+        check = FIELDS[f"loader.{axis}"].metadata["check"]
         values = value if isinstance(value, list) else [value]
         if not values or any(type(v) is not kind or check(v) for v in values):
             raise UserError(f"{text}: not allowed; give {allowed}")

@@ -20,11 +20,11 @@ def main(folder: Path, overrides: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     settle = autotune.settle
 
-    def noted(feed: Any, *arguments: Any, **options: Any) -> Any:
+    def noted(tuner: autotune.Tuner, *arguments: Any, **options: Any) -> Any:
         (folder / f"measuring-{rank}").touch()
-        answer, lines = settle(feed, *arguments, **options)
+        answer, lines = settle(tuner, *arguments, **options)
         assert answer is not None, lines
-        found = {"workers": len(feed.train.loader.pool.workers), "most": feed.plan.ceiling, "answer": asdict(answer)}
+        found = {"workers": len(tuner.pool.workers), "most": tuner.feed.plan.ceiling, "answer": asdict(answer)}
         (folder / f"found-{rank}.json").write_text(json.dumps(found))
         return answer, lines
 

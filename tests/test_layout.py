@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from conf.cli import KEYS
+from conf.overrides import KEYS
 
 ROOT = Path(__file__).parents[1]
 # package -> what of this project it may import, besides itself
 ALLOWED = {
     "conf": [],
-    "pipeline": ["conf.schema"],
-    "models": ["conf.schema"],
-    "engine": ["conf.schema", "pipeline"],
+    "pipeline": ["conf.schema", "conf.packages"],
+    "models": ["conf.schema", "conf.packages"],
+    "engine": ["conf.schema", "pipeline", "models"],
     "train": ["conf", "pipeline", "models", "engine"],
     "scripts": ["conf", "pipeline", "models", "engine", "train"],
     "tests": ["conf", "pipeline", "models", "engine", "train", "scripts"],
@@ -138,8 +138,8 @@ def test_environment_variables() -> None:
 
 
 def test_the_keys() -> None:
-    """Frozen: a new knob is a decision. Who adds one also writes it into docs and design, and says in CHANGELOG.md why."""
-    assert KEYS == [
+    """The list is fixed, so that each new key is a decision."""
+    known = [
         "data.source",
         "data.root",
         "data.train",
@@ -160,7 +160,6 @@ def test_the_keys() -> None:
         "loader.timeout_seconds",
         "loader.start_method",
         "autotune.refresh",
-        "autotune.online",
         "augment.train",
         "augment.val",
         "augment.batch",
@@ -201,3 +200,5 @@ def test_the_keys() -> None:
         "log.tensorboard",
         "profile.steps",
     ]
+    advice = "a new key is a decision: state what it affects, describe it in CHANGELOG.md, add it here"
+    assert known == KEYS, advice

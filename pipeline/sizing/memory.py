@@ -91,12 +91,12 @@ def plan_memory(
     file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in ON_GPU else 0
     sizes = [
         math.prod(shape) * np.dtype(kind).itemsize
-        for size, room in ((datasets.train_side, file_bytes), (datasets.val_side, 0))
+        for size, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0))
         for shape, kind in buffer_layout(
             batch_size=share, size=size, slots=1, file_bytes=room
         ).values()
     ]
-    pixels = 3 * (datasets.train_side**2 + datasets.val_side**2)
+    pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
     ready = (loader.prefetch_batches + 1) * share * pixels * (1 + dtype.itemsize)
     free = machine.free_memory() // world.local_size
     for ceiling in range(workers, fewest - 1, -1):

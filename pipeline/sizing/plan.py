@@ -7,6 +7,7 @@ import torch
 from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
+from pipeline.dataset import Dataset, FileDataset
 from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineError, GpuDecoder, has_engines
 from pipeline.sizing.budget import chosen_workers, worker_budget
@@ -94,7 +95,7 @@ def plan_loader(
     Raises:
         UserError: the decoder is not available, or files or memory are too few for the workers.
     """
-    decoder = choose_decoder(config, world.device, stored_pixels)
+    decoder = choose_decoder(config, datasets.train, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
     auto = config.loader.workers == "auto"
     not_measured = None
@@ -146,7 +147,9 @@ def pixels_of(decoder: str) -> str:
     return decoder if decoder in ON_GPU else "cpu"
 
 
-def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "cpu") -> str:
+def choose_decoder(
+    config: Config, dataset: Dataset, device: torch.device, stored_pixels: str = "cpu"
+) -> str:
     """Resolve loader.decoder on this machine.
 
     Args:
@@ -156,7 +159,7 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
         UserError: the decoder is not installed, or gpu and hybrid find no JPEG engines.
     """
     name = config.loader.decoder
-    if config.data.source == "fake":
+    if not isinstance(dataset, FileDataset):
         return "none"
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
     if name == "auto" and stored_pixels in ON_GPU and has_engines(device):

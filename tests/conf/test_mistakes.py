@@ -36,7 +36,10 @@ Refusal = Callable[..., str]
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Everything below a folder, with the content of its files."""
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.fixture
@@ -84,14 +87,18 @@ def images(image_root: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(image_root, tmp_path / "images"))
 
 
-def test_good_input_is_not_refused(image_root: Path, workplace: Path, logging_restored: None) -> None:
+def test_good_input_is_not_refused(
+    image_root: Path, workplace: Path, logging_restored: None
+) -> None:
     """What the tests below change one thing of."""
     assert train.main(cli.load([*SMALL, f"data.root={image_root}", "train.max_steps=1"])) == 0
     assert [p.name for p in workplace.iterdir()] == ["runs"]
 
 
 def test_missing_root(refusal: Refusal) -> None:
-    assert refusal("data.root=/no/such/place").startswith("data.root=/no/such/place: no such folder; it must hold train/")
+    assert refusal("data.root=/no/such/place").startswith(
+        "data.root=/no/such/place: no such folder; it must hold train/"
+    )
     assert refusal("data.root=nowhere").startswith("data.root=nowhere: no such folder")
 
 
@@ -111,7 +118,9 @@ def test_split_of_another_name(refusal: Refusal, images: Path) -> None:
     line = f"data.val={images / 'val'}: no such folder; "
     assert refusal(f"data.root={images}") == f"{line}did you mean data.val=validation?\n"
     (images / "test").mkdir()
-    assert refusal(f"data.root={images}") == f"{line}give data.val=FOLDER with one folder per class\n"
+    assert (
+        refusal(f"data.root={images}") == f"{line}give data.val=FOLDER with one folder per class\n"
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -184,7 +193,10 @@ def test_no_images_at_all(refusal: Refusal, images: Path) -> None:
     for path in images.rglob("*.jpg"):
         path.unlink()
     line = refusal(f"data.root={images}")
-    assert f"data.train={images / 'train'}: class folder checks and 2 more" in line and "holds no images" in line
+    assert (
+        f"data.train={images / 'train'}: class folder checks and 2 more" in line
+        and "holds no images" in line
+    )
 
 
 def test_batch_larger_than_the_data(refusal: Refusal, image_root: Path) -> None:
@@ -212,6 +224,8 @@ TRANSFORMS = {
     "augment.train=[{horizontal_flip: {p: 2}}]": "p=2: give a number from 0 to 1",
     "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
     "augment.batch=[{random_erasing: {scale: [0.5, inf]}}]": "scale=[0.5, inf]: give",
+    "augment.train=[{v2.RandAugment: {count: 2}}]": "v2.RandAugment has no parameter count; it has num_ops, magnitude",
+    "augment.train=[{v2.RandomErasing: {p: 3}}]": "v2.RandomErasing: ",
     "augment.train=[{a: 1, b: 2}]": "is not a transform",
     "augment.train=[[resize]]": "is not a transform",
     "augment.train=[{resize: 5}]": "is not a transform",
@@ -231,7 +245,9 @@ def test_transform_that_cannot_be(refusal: Refusal, image_root: Path, override: 
 def test_unknown_model(refusal: Refusal, image_root: Path) -> None:
     line = refusal(f"data.root={image_root}", "model.name=resnet51")
     assert line.startswith("model.name=resnet51: no such model; did you mean resnet")
-    assert refusal(f"data.root={image_root}", "model.name=os.system").startswith("model.name=os.system: no such model")
+    assert refusal(f"data.root={image_root}", "model.name=os.system").startswith(
+        "model.name=os.system: no such model"
+    )
 
 
 def test_image_too_small_for_the_model(refusal: Refusal, image_root: Path) -> None:
@@ -240,17 +256,23 @@ def test_image_too_small_for_the_model(refusal: Refusal, image_root: Path) -> No
 
 
 def test_image_size_that_the_patches_do_not_divide(refusal: Refusal, image_root: Path) -> None:
-    assert refusal(f"data.root={image_root}", "model=vit_s16", "data.image_size=40").startswith("data.image_size=40: ")
+    assert refusal(f"data.root={image_root}", "model=vit_s16", "data.image_size=40").startswith(
+        "data.image_size=40: "
+    )
 
 
 def test_validation_size_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
     """Else it is found out after the first epoch."""
-    line = refusal(f"data.root={image_root}", "model=vit_s16", "augment.val=[{center_crop: {size: 40}}]")
+    line = refusal(
+        f"data.root={image_root}", "model=vit_s16", "augment.val=[{center_crop: {size: 40}}]"
+    )
     assert "augment.val" in line and "40" in line
 
 
 def test_weights_that_are_not_there(refusal: Refusal, image_root: Path) -> None:
-    assert refusal(f"data.root={image_root}", "model.weights=gone.pt").startswith("model.weights=gone.pt: no such file")
+    assert refusal(f"data.root={image_root}", "model.weights=gone.pt").startswith(
+        "model.weights=gone.pt: no such file"
+    )
 
 
 def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workplace: Path) -> None:
@@ -260,7 +282,9 @@ def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workp
         assert line.startswith("checkpoint.resume=gone.pt: no such file")
 
 
-def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(refusal: Refusal, workplace: Path) -> None:
+def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(
+    refusal: Refusal, workplace: Path
+) -> None:
     (workplace / "photos").mkdir()
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     for override, line in {
@@ -277,21 +301,29 @@ def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(refusal: Refusal
         assert refusal("data=demo", "train.device=cpu", *overrides, override).startswith(line)
 
 
-def test_too_little_memory_is_refused_before_the_demo_is_drawn(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_refused_before_the_demo_is_drawn(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 10)
     assert refusal("data=demo", "train.device=cpu").startswith("loader: needs ")
 
 
-def test_line_break_in_a_path(refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_line_break_in_a_path(
+    refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It is still one line that is said, whether the user is to blame or the file."""
-    assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith("data.root=two lines: no such folder")
+    assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith(
+        "data.root=two lines: no such folder"
+    )
     (images / "train" / "dots" / "0\n0.jpg").write_bytes(b"")
     assert train.main(cli.load([*SMALL, f"data.root={images}", "loader.batch_size=37"])) == 1
     error = capsys.readouterr().err
     assert "dots/0 0.jpg: " in error and error.count("\n") == 1
 
 
-def test_run_directory_that_holds_other_things(refusal: Refusal, image_root: Path, workplace: Path) -> None:
+def test_run_directory_that_holds_other_things(
+    refusal: Refusal, image_root: Path, workplace: Path
+) -> None:
     (workplace / "photos").mkdir()
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     for resume in ("auto", "never"):
@@ -301,8 +333,12 @@ def test_run_directory_that_holds_other_things(refusal: Refusal, image_root: Pat
 
 def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workplace: Path) -> None:
     (workplace / "notes").write_text("mine")
-    assert refusal(f"data.root={image_root}", "run.dir=notes").startswith("run.dir=notes: is a file")
-    assert refusal(f"data.root={image_root}", "run.dir=notes/run").startswith("run.dir=notes/run: cannot be used")
+    assert refusal(f"data.root={image_root}", "run.dir=notes").startswith(
+        "run.dir=notes: is a file"
+    )
+    assert refusal(f"data.root={image_root}", "run.dir=notes/run").startswith(
+        "run.dir=notes/run: cannot be used"
+    )
     long = "x" * 300
     assert refusal(f"data.root={image_root}", f"run.dir={long}").startswith(f"run.dir={long}: ")
 
@@ -310,13 +346,18 @@ def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workpl
 def test_other_data_in_the_same_run_directory(
     refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(cli.load([*SMALL, f"data.root={images}", "run.name=one", "train.max_steps=1"])) == 0
+    assert (
+        train.main(cli.load([*SMALL, f"data.root={images}", "run.name=one", "train.max_steps=1"]))
+        == 0
+    )
     capsys.readouterr()
     next((images / "train" / "dots").iterdir()).unlink()
     os.utime(images / "train" / "dots")
     line = refusal(f"data.root={images}", "run.name=one", "train.max_steps=2", "optim=adamw")
     assert "cannot resume" in line and "optim.name was sgd, is adamw" in line
-    assert re.search(r"data\.train was 36 images, SHA-256 (\w{16}), is 35 images, SHA-256 (?!\1)\w{16}; ", line)
+    assert re.search(
+        r"data\.train was 36 images, SHA-256 (\w{16}), is 35 images, SHA-256 (?!\1)\w{16}; ", line
+    )
 
 
 # What runs train.py itself on each of several command lines; torch is imported once.
@@ -340,7 +381,9 @@ def test_what_the_machine_does_not_have(image_root: Path, workplace: Path) -> No
         "loader: needs ": [*fake, "loader.batch_size=1000000000", "data.fake_images=1000000000"],
         "loader.workers=40: open files allow ": [*fake, "loader.workers=40"],
     }
-    given = json.dumps([str(ROOT / "train.py"), *([*SMALL, *overrides] for overrides in mistakes.values())])
+    given = json.dumps(
+        [str(ROOT / "train.py"), *([*SMALL, *overrides] for overrides in mistakes.values())]
+    )
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, given], cwd=workplace,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)),

@@ -24,7 +24,9 @@ def run(program: str, packages: Path, *, folder: Path = ROOT) -> subprocess.Comp
 
 
 def test_every_program_is_tested() -> None:
-    found = [p for p in (ROOT / "scripts").glob("*.py") if '__name__ == "__main__"' in p.read_text()]
+    found = [
+        p for p in (ROOT / "scripts").glob("*.py") if '__name__ == "__main__"' in p.read_text()
+    ]
     assert {f"scripts/{p.name}" for p in found} == set(PROGRAMS[1:])
 
 
@@ -32,8 +34,14 @@ def test_every_program_is_tested() -> None:
 def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and ")
-    remedy = ".venv/bin/activate` first\n" if (ROOT / ".venv").exists() else "`pip install -r requirements.txt`\n"
+    assert done.stderr.startswith(
+        f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and "
+    )
+    remedy = (
+        ".venv/bin/activate` first\n"
+        if (ROOT / ".venv").exists()
+        else "`pip install -r requirements.txt`\n"
+    )
     assert done.stderr.count("\n") == 1 and done.stderr.endswith(remedy)
 
 
@@ -46,7 +54,9 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"train.py: torch is not installed for {sys.executable}; run ")
 
 
-def test_of_several_ranks_the_first_of_a_node_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_several_ranks_the_first_of_a_node_speaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     done = run("train.py", tmp_path)
     assert (done.returncode, done.stderr) == (2, "")
@@ -61,7 +71,9 @@ def test_environment_that_is_not_activated(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "bin" / "activate").touch()
     packages = tmp_path / "packages"
     packages.mkdir()
-    assert run("train.py", packages, folder=tmp_path).stderr.endswith("; run `source ../.venv/bin/activate` first\n")
+    assert run("train.py", packages, folder=tmp_path).stderr.endswith(
+        "; run `source ../.venv/bin/activate` first\n"
+    )
 
 
 def test_packages_are_the_required_ones() -> None:

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
+from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
 from pipeline.gpu_decode.decoder import GpuDecoder
 from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
-from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher, Timing
+from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW
 from tests.conftest import Clock
@@ -312,6 +313,35 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
     assert figures(decoding=0.1, step=0.1, pause=1.0).wait_fraction == pytest.approx(0.5)
 
 
+def test_timing_of_the_oldest_batches(clock: Clock) -> None:
+    """Steps of 1, 2, 3, ... s; a pause after the second."""
+    with open_prefetcher(FAKE, batch_size=1) as prefetcher:
+        for batch in prefetcher.batches(0, 5):
+            clock.now += batch.step + 1
+            if batch.step == 1:
+                with prefetcher.pause():
+                    clock.now += 60
+        found = [prefetcher.timing(batches) for batches in (0, 1, 3, 9, 1)]
+    assert [timing and (timing.batches, timing.seconds) for timing in found] == [
+        None,
+        (1, pytest.approx(1)),
+        (3, pytest.approx(2 + 3 + 4)),
+        (1, pytest.approx(5)),
+        None,
+    ]
+
+
+@pytest.mark.gpu
+def test_timing_of_given_batches_waits_for_the_device() -> None:
+    with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
+        for _ in prefetcher.batches(0, 8):
+            torch.cuda._sleep(LAG_CYCLES)
+        timing = prefetcher.timing(8)
+    assert timing is not None
+    assert timing.batches == 8
+    assert 1000 * timing.seconds >= timing.step_worst_ms > 0
+
+
 @pytest.mark.parametrize(
     ("steps", "median", "p95"),
     [(1, 1, 1), (2, 1.5, 2), (20, 10.5, 19), (21, 11, 20), (40, 20.5, 38), (41, 21, 39)],
@@ -380,6 +410,7 @@ def test_streams_wait_for_each_other_in_both_directions(
     written: list[tuple[int, int, int]] = []  # address, begin, end
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
+        prefetcher.clock = StepClock(cuda=True)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
         for slot in prefetcher.slots:
             slot.reused = True  # as on a GPU
@@ -555,7 +586,7 @@ class HandsOutEarly(LateCopies):
     """Broken: the consumer waits for an event before the copy."""
 
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
-        early = self._mark()
+        early = self.clock.now()
         batch, _, marks = super()._enqueue(host, slot, after)
         return batch, early, marks
 

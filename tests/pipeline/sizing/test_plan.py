@@ -9,6 +9,7 @@ import torch
 from conf import cli
 from conf.schema import Config, UserError
 from pipeline.build import build_datasets
+from pipeline.dataset import FakeDataset
 from pipeline.sizing import machine, plan
 from pipeline.sizing.budget import READERS
 from pipeline.sizing.plan import PROBE_WORKERS, LoaderPlan, plan_loader, why_not_measured
@@ -41,17 +42,22 @@ def small(*overrides: str) -> Config:
             "data.image_size=24",
             "data.val_size=24",
             "loader.batch_size=8",
-            "data.root=/x",
             *overrides,
         ]
     )
 
 
-def planned(config: Config, *, device: torch.device = CUDA, ranks: int = 1) -> LoaderPlan:
-    """The plan for JPEG files instead of synthetic images."""
-    datasets = build_datasets(config)
-    config = replace(config, data=replace(config.data, source="folder"))
-    world = world_of(device, ranks, ranks)
+class Files(FakeDataset):
+    """Stands in for a dataset of files."""
+
+    def time_decoding(self, index: int, data: bytes) -> float:
+        raise AssertionError("planning decodes nothing")
+
+
+def planned(config: Config, *, device: torch.device = CUDA) -> LoaderPlan:
+    files = Files(num_samples=100_000, num_classes=2, size=24)
+    datasets = replace(build_datasets(config), train=files)
+    world = world_of(device)
     return plan_loader(config, datasets, world, dtype=torch.float32, channels_last=False)
 
 
