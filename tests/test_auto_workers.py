@@ -129,7 +129,7 @@ def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd
     for kept, lines in zip(found, said, strict=True):
         assert kept["tried"] and kept["rate"] > 0
         assert 1 <= kept["workers"] <= MOST and kept["budget"] == BUDGET and kept["batch_size"] == 8
-        assert kept["supply"]["workers"] == autotune.PROBE_WORKERS
+        assert kept["supply"]["workers"] == plan.PROBE_WORKERS
         assert lines[0].startswith("the step takes ") and lines[1].startswith("one worker gives ")
         assert lines[2].startswith(f"workers={kept['workers']} ")
 

@@ -46,7 +46,7 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     supply_of,
 )
-from pipeline.sizing.memory import MOST_TASKS_IN_HAND
+from pipeline.sizing.memory import MAX_PREFETCH_FACTOR
 from pipeline.sizing.plan import FEWEST_BATCHES
 from pipeline.sizing.ranks import Ranks
 from pipeline.worker import EMPTY_ROW
@@ -307,7 +307,7 @@ class Tuner:
         """Tasks per worker: enough that a slow task does not hold up the batches."""
         factor = self.loader.prefetch_factor
         if factor == "auto":
-            factor = min(MOST_TASKS_IN_HAND, max(2, math.ceil(supply.spread) + 1))
+            factor = min(MAX_PREFETCH_FACTOR, max(2, math.ceil(supply.spread) + 1))
         self.pool.prefetch_factor = factor
         return int(factor)
 
