@@ -317,7 +317,7 @@ def tune_loader(
         train_step(state, network, objective, batch, lr=plan.curve.at(state.step), config=config, plan=plan)
 
     with untouched(state):
-        tuner = autotune.Tuner(feed, step, first_step=state.step, setup=setup_of(plan), loader=config.loader, ranks=world)
+        tuner = autotune.Tuner(feed, step, first_step=state.step, setup=setup_of(plan), choices=config.loader, ranks=world)
         answer, lines = autotune.settle(tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step)
     for name, line in zip(["autotune", *[""] * len(lines)], lines, strict=False):
         tracker.say(f"{name:<8} {line}")

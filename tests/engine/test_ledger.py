@@ -129,7 +129,7 @@ def test_slow_input_is_told_apart(image_root: Path, kind: type[FolderDataset], c
         found = verdict_of_workers(feed, ledger)
     assert found[0].startswith(f"input-bound by {cause}")
     computing, waiting = ("1.0", "5.0") if kind is SlowDisk else ("5.0", "1.0")
-    assert f"{computing} ms of CPU time per image and waits {waiting} ms for storage" in found[1]
+    assert f"{computing} ms of CPU time per image, and waits {waiting} ms for storage" in found[1]
     assert ("loader.workers=auto" in found[1]) == (workers == 0 and cause == "decode")
     assert ("try loader.workers=" in found[1]) == (cause == "storage")
 
@@ -354,7 +354,7 @@ def test_every_rank_says_what_all_have_found(image_root: Path) -> None:
             ledger.note(timed(feed, 4, seconds=30.0), step)
         now = replace(IDLE, supply=Supply(2.0, 0.1, 1.0, 0.0, 1))
         found = ledger.epoch_verdict(now, ranks)
-        assert found[0].startswith("input-bound by decode: the CPU waited 40 % of the time")
+        assert found[0].startswith("input-bound by decode: the CPU waited 40.0% of the time")
         assert found == ledger.run_verdict(now, ranks)
         assert ledger.run_verdict(now, lambda seen: [seen, None])[0].startswith("none: less than 3 s")
 

@@ -67,8 +67,7 @@ class SlowDecoder(FolderDataset):
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made slow here is so by far: seconds are not needed to see it."""
-    for name in ("SUPPLY_SECONDS", "DEMAND_SECONDS", "TRIAL_SECONDS"):
-        monkeypatch.setattr(autotune, name, 0.4)
+    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.4)
 
 
 @contextmanager
@@ -90,7 +89,7 @@ def tune(
     """Measure on a machine that has cores for `budget` workers."""
     setup = replace(SETUP, batch_size=32, on_gpu=False, most_workers=budget)
     choices = schema.Loader(**loader)
-    return Tuner(feed, step, first_step=first_step, setup=setup, loader=choices, ranks=ranks).measure()
+    return Tuner(feed, step, first_step=first_step, setup=setup, choices=choices, ranks=ranks).measure()
 
 
 def cause(answer: Answer, **setup: Any) -> str:
@@ -424,8 +423,8 @@ def test_search_finds_the_knee_of_what_was_measured(name: str) -> None:
 
     found = best_of(search(attempt, first=min(15, math.ceil(MARGIN * demand / probed)), demand=demand, cap=15))
     best = max(columns[0])
-    knee = min(workers for workers in range(min(cells), 16) if attempt(workers).images_per_second >= 0.98 * best)
-    assert attempt(found).images_per_second >= 0.99 * best
+    knee = min(workers for workers in range(min(cells), 16) if attempt(workers).rate >= 0.98 * best)
+    assert attempt(found).rate >= 0.99 * best
     assert found <= knee + 1
 
 
@@ -458,32 +457,32 @@ def test_answer_for_a_reader() -> None:
     assert lines(ANSWER, shrink_gain=2.9, has_engines=True) == [
         "the step takes 6,690 img/s (256 x 38.3 ms, measured on a batch on the device)",
         "one worker gives 402 img/s (2.45 ms CPU, 0.04 ms waiting); there are cores for 14",
-        f"{SETTINGS}   with the step 5,600 img/s, 16.0 % waiting: input-bound by decode",
+        f"{SETTINGS}   with the step 5,600 img/s, 16.0% waiting: input-bound by decode",
         f"to go faster: set loader.decoder=hybrid to use the GPU's JPEG engines; {SHRINK} (x2.9 per core)",
     ]
     rows, limits = ANSWER.bars(SETUP)
     assert [round(value) for _, value, _ in rows] == [6690, 5628, 5600]
-    assert limits == ["14 workers"]
+    assert limits == ["workers=14"]
 
 
 def test_answer_that_other_things_limit() -> None:
     step = replace(ANSWER, rate=6500, wait_fraction=0.01)
     assert cause(step) == "compute" and step.bars(SETUP)[1] == ["the step alone"]
     assert lines(replace(step, tried=False))[2].endswith(
-        "prefetch_factor=3   expected 6,500 img/s, 1.0 % waiting: compute-bound"
+        "prefetch_factor=3   expected 6,500 img/s, 1.0% waiting: compute-bound"
     )
     assert cause(replace(ANSWER, each=560)) == "hand-off"
     engines = replace(ANSWER, each=8000)
     assert cause(engines, decoder="gpu") == "engines"
     seen = engines.observation(replace(SETUP, decoder="gpu", large_files=False))
     assert engines.lines(seen)[2:] == [
-        f"{SETTINGS}   with the step 5,600 img/s, 16.0 % waiting: input-bound by the GPU's JPEG engines",
+        f"{SETTINGS}   with the step 5,600 img/s, 16.0% waiting: input-bound by the GPU's JPEG engines",
         "to go faster: set loader.decoder=hybrid to share each batch with the CPU cores",
     ]
     slowed = replace(ANSWER, wait_fraction=0.01, drained_fraction=0.2)
     assert cause(slowed) == "cores" and slowed.bars(SETUP)[1] == ["both together"]
     assert lines(slowed, shrink_gain=2.9, has_engines=False)[2:] == [
-        f"{SETTINGS}   with the step 5,600 img/s, 1.0 % waiting: core-bound",
+        f"{SETTINGS}   with the step 5,600 img/s, 1.0% waiting: core-bound",
         f"to go faster: {SHRINK} (x2.9 per core)",
     ]
     disk = replace(ANSWER, supply=replace(ANSWER.supply, wait_ms=9.0))
