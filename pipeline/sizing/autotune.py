@@ -481,8 +481,7 @@ def best_of(tried: dict[int, Trial]) -> int:
     return min(
         workers
         for workers, trial in tried.items()
-        if trial.rate * PAYS >= top.rate
-        and trial.wait_fraction <= top.wait_fraction + TOLERANCE
+        if trial.rate * PAYS >= top.rate and trial.wait_fraction <= top.wait_fraction + TOLERANCE
     )
 
 
