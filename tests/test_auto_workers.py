@@ -50,8 +50,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
-    for name in ("SUPPLY_SECONDS", "DEMAND_SECONDS", "TRIAL_SECONDS"):
-        monkeypatch.setattr(autotune, name, 0.4)
+    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.4)
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
