@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Flag, auto
 from itertools import pairwise
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 Check = Callable[[Any], str | None]
@@ -124,14 +125,14 @@ def path_hash(path: str | None) -> str | None:
 COUNT = number(1)
 EPOCHS = 1e6  # more is a slip, and steps would no longer count exactly
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
+SOURCES = sorted(path.stem for path in (Path(__file__).parent / "data").glob("*.yaml"))
 DATA_FOLDERS = ("data.root", "data.train", "data.val")  # which samples these hold is what counts, not where they are
 FAKE, SGD, ADAMW = {"data.source": ("fake",)}, {"optim.name": ("sgd",)}, {"optim.name": ("adamw",)}
 
 
 @dataclass
 class Data:
-    source: str = key("folder", RESULT | SPEED, "where images come from; set by the group: data=folder, demo or fake",
-                      one_of("folder", "demo", "fake"))  # fmt: skip
+    source: str = key("folder", RESULT | SPEED, "where images come from; set by the group data", one_of(*SOURCES))
     root: str | None = key(None, RESULT | SPEED, "folder that holds train/<class>/* and val/<class>/*", alike=path_hash)
     train: str = key("train", RESULT | SPEED, "training split: a folder under data.root, or an absolute path",
                      alike=split_name)  # fmt: skip
