@@ -1,8 +1,8 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
-Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a function
-of (images, targets, rng): float32 [B, 3, S, S] and float32 [B, classes], for every decoder and
-training dtype. The prefetcher rounds to the training dtype once, after the last transform.
+Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a
+function of (images, targets, rng): float32 [B, 3, S, S] and float32 [B, classes], for every decoder
+and training dtype. The prefetcher rounds to the training dtype once, after the last transform.
 
 Parameters are drawn on the host, one set per image, from a generator that is a pure function of
 (seed, step, rank), so GPU and CPU see the same draws. For random numbers per pixel, use
@@ -32,7 +32,7 @@ class Mixup:
     """Blend each image and its target with the next one in the batch (arXiv 1710.09412).
 
     Args:
-        alpha: the weight is drawn from Beta(alpha, alpha): mostly near 0 or 1 for 0.2, uniform for 1.
+        alpha: the weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
         p: probability for an image to be blended.
     """
 

@@ -60,7 +60,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        """Return the pixels, uint8 [S, S, 3], and the label of a sample as epoch `epoch` sees it."""
+        """Return the pixels, uint8 [S, S, 3], and the label of a sample in epoch `epoch`."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -68,13 +68,13 @@ class Dataset(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Describe which samples these are, wherever they are stored; a run resumes only with these."""
+        """Identify the samples, wherever they are stored; a run resumes only with the same."""
 
     def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Return the sample for the GPU's JPEG engines; None if they or the transforms cannot take it."""
+        """Return the sample for the GPU's JPEG engines; None if a CPU must decode it."""
         return None
 
     def mean_bytes(self) -> float:
@@ -127,7 +127,9 @@ class FolderDataset(Dataset):
         UserError: the decoder is not installed.
     """
 
-    def __init__(self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0) -> None:
+    def __init__(
+        self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0
+    ) -> None:
         super().__init__()
         self.index = index
         self.transform = transform
@@ -149,7 +151,7 @@ class FolderDataset(Dataset):
         return pixels, int(self.index.labels.array[index])
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Read a sample and run its transforms, with the draws of `load`, on a picture without pixels.
+        """Read a sample and record what its transforms do, with the same draws as in `load`.
 
         Raises:
             BadImageError: the file cannot be read.
@@ -167,7 +169,7 @@ class FolderDataset(Dataset):
         return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
 
     def time_decoding(self, index: int, data: bytes) -> float:
-        """Return the CPU seconds that sample `index` of epoch 0 would take if `data` were its file."""
+        """Measure the CPU seconds of sample `index` in epoch 0 with `data` in place of its file."""
         began = time.thread_time()
         picture = decode.open_picture(data, self.decoder)
         self.transform(picture, sample_rng(self.seed, 0, index)).pixels()

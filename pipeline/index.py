@@ -2,9 +2,9 @@
 
 Journey of a batch: a sample's number is a row of this table.
 
-A list of 1.28 million Python strings would be copied page by page into every worker, because reading
-a Python object writes its reference count (pytorch#13246). Here all paths are one bytes array and one
-offsets array in shared memory.
+A list of 1.28 million Python strings would be copied page by page into every worker, because
+reading a Python object writes its reference count (pytorch#13246). Here all paths are one bytes
+array and one offsets array in shared memory.
 """
 
 import errno
@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
 CACHE_FORMAT = 2  # 1 counted images below links to a parent folder
-# A folder that changed this shortly before the scan could change again with the same mtime: its scan
-# is not cached.
+# A folder that changed this shortly before the scan could change again with the same mtime, so the
+# scan is not cached.
 SETTLED_SECONDS = 2.0
 
 
@@ -79,8 +79,8 @@ class Index:
 def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
     """Scan a split, or read its cached scan if no folder below it has changed since.
 
-    Links to folders are followed, except to a parent folder; a class counts each folder once. A link
-    to a file is a separate sample, like a copy: the same file may have two labels.
+    Links to folders are followed, except to a parent folder; a class counts each folder once. A
+    link to a file is a separate sample, like a copy: the same file may have two labels.
 
     Args:
         folder: holds one folder per class.
@@ -105,7 +105,9 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
         _write_cache(cache, root, scan)
-    return Index(root, scan.classes, *map(SharedArray.copy_of, (scan.paths, scan.offsets, scan.labels)))
+    return Index(
+        root, scan.classes, *map(SharedArray.copy_of, (scan.paths, scan.offsets, scan.labels))
+    )
 
 
 def default_cache_dir() -> Path:
@@ -147,7 +149,7 @@ def _scan(root: str, key: str) -> _Scan:
     if not names:
         raise UserError(f"{key}={root}: no class folders in it; it must hold one folder per class")
     parents = _parents(base)
-    # Threads hide the latency of a network file system, where 1,000 folders one by one take minutes.
+    # Threads hide the latency of a network file system: 1,000 folders in sequence take minutes.
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda name: _scan_class(base, name, parents), names))
     _refuse_two_labels(root, key, [folders for _, folders in found])
@@ -189,13 +191,17 @@ _Identity = tuple[int, int]
 def _scan_class(
     base: bytes, name: bytes, parents: frozenset[_Identity]
 ) -> tuple[list[bytes], dict[_Identity, bytes]]:
-    """Return the sorted images below a class folder, and the scanned folders, relative to `base`."""
+    """Return the sorted images below a class folder and the scanned folders, relative to `base`."""
     files: list[bytes] = []
     folders: dict[_Identity, bytes] = {}
     for folder in _walk(base, name, parents, folders):
         with os.scandir(os.path.join(base, folder)) as entries:
             # is_file follows links: a dangling link, a FIFO or a socket is not an image.
-            names = [e.name for e in entries if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)]
+            names = [
+                e.name
+                for e in entries
+                if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)
+            ]
         files += [os.path.join(folder, name) for name in names]
     return sorted(files), folders
 
@@ -247,8 +253,8 @@ def _refuse_two_labels(root: str, key: str, classes: Sequence[dict[_Identity, by
             if identity in first:
                 one, other = os.fsdecode(first[identity]), os.fsdecode(folder)
                 raise UserError(
-                    f"{key}={root}: {one} and {other} are the same folder, so its images would have "
-                    "two labels; remove the link that is wrong"
+                    f"{key}={root}: {one} and {other} are the same folder, so its images would "
+                    "have two labels; remove the link that is wrong"
                 )
         first |= folders
 

@@ -74,7 +74,11 @@ def test_own_dataset_has_the_epoch_that_is_set(config: Config) -> None:
     assert dataset[3][0].max() == 203
 
 
-def test_dataset_without_an_entry_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dataset_without_an_entry_is_refused(
+    config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delitem(build.DATASETS, "fake")
-    with pytest.raises(UserError, match=r"^data.source=fake: there is no such dataset; choose from "):
+    with pytest.raises(
+        UserError, match=r"^data.source=fake: there is no such dataset; choose from "
+    ):
         build_datasets(config)
