@@ -202,14 +202,6 @@ def _affine(image: Image.Image, *matrix: float) -> Image.Image:
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
 
 
-def _translate_x(image: Image.Image, pixels: float) -> Image.Image:
-    return _affine(image, 1, 0, -int(pixels), 0, 1, 0)
-
-
-def _translate_y(image: Image.Image, pixels: float) -> Image.Image:
-    return _affine(image, 1, 0, 0, 0, 1, -int(pixels))
-
-
 def _solarize(image: Image.Image, strength: float) -> Image.Image:
     # The threshold is a multiple of 0.5; rounding restores the last bit that a product may lose.
     threshold = round(255 * (1 - abs(strength)), 6)
@@ -224,8 +216,16 @@ OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
     "shear_x": (lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), 0.3, 0.99),
     "shear_y": (lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), 0.3, 0.99),
-    "translate_x": (_translate_x, lambda image: 150 / 331 * image.width, 32),
-    "translate_y": (_translate_y, lambda image: 150 / 331 * image.height, 32),
+    "translate_x": (
+        lambda image, v: _affine(image, 1, 0, -int(v), 0, 1, 0),
+        lambda image: 150 / 331 * image.width,
+        32,
+    ),
+    "translate_y": (
+        lambda image, v: _affine(image, 1, 0, 0, 0, 1, -int(v)),
+        lambda image: 150 / 331 * image.height,
+        32,
+    ),
     "rotate": (lambda image, v: image.rotate(v), 30, 135),
     "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
     "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),

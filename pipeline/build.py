@@ -13,7 +13,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU
 from pipeline.index import check_splits, load_index
-from pipeline.synthetic.demo import SPLITS, UndrawnDataset, is_drawn
+from pipeline.synthetic.demo import CLASSES, SPLITS, UndrawnDataset, is_drawn
 
 
 @dataclass(frozen=True)
@@ -93,29 +93,21 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     root = _root(data)
-
-    def split(name: str, key: str, transform: Compose) -> FolderDataset:
-        if is_drawn(root) or (name := os.path.relpath(root / name, root)) not in SPLITS:
-            index = load_index(root / name, key=key)
-            return FolderDataset(index, transform, decoder=decoder, seed=seed)
-        return UndrawnDataset(root, name, transform, decoder=decoder, seed=seed)
-
-    train_files = split(data.train, "data.train", train)
-    val_files = split(data.val, "data.val", val)
-    check_splits(train_files.index, val_files.index)
-    return train_files, val_files, train_files.index.classes
+    if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
+        return folder(data, train, val, decoder, seed)
+    return (
+        UndrawnDataset(root, data.train, train, decoder=decoder, seed=seed),
+        UndrawnDataset(root, data.val, val, decoder=decoder, seed=seed),
+        tuple(sorted(CLASSES)),
+    )
 
 
 def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    count = data.fake_classes
-
-    def split(images: int, size: int) -> FakeDataset:
-        return FakeDataset(num_samples=images, num_classes=count, size=size)
-
+    images, classes = data.fake_images, data.fake_classes
     return (
-        split(data.fake_images, _image_size(train, "augment.train")),
-        split(data.fake_images // 10, _image_size(val, "augment.val")),
-        tuple(f"fake{i:04d}" for i in range(count)),
+        FakeDataset(images, classes, _image_size(train, "augment.train")),
+        FakeDataset(images // 10, classes, _image_size(val, "augment.val")),
+        tuple(f"fake{i:04d}" for i in range(classes)),
     )
 
 

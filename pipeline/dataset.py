@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -94,14 +93,12 @@ class Dataset(ABC):
         self._epoch.array[0] = epoch
 
 
-@runtime_checkable
-class FileDataset(Protocol):
+class FileDataset(Dataset):
     """A dataset that decodes files; `name` is the path of a file."""
 
-    def __len__(self) -> int: ...
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]: ...
-    def name(self, index: int) -> str: ...
-    def time_decoding(self, index: int, data: bytes) -> float: ...
+    @abstractmethod
+    def time_decoding(self, index: int, data: bytes) -> float:
+        """Measure the CPU seconds of sample `index` in epoch 0 with `data` in place of its file."""
 
 
 # Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
@@ -114,7 +111,7 @@ class BadImageError(RuntimeError):
     """A file that cannot become a sample: names the path and the reason."""
 
 
-class FolderDataset(Dataset):
+class FolderDataset(FileDataset):
     """JPEG and other image files in class folders.
 
     Args:
@@ -169,7 +166,6 @@ class FolderDataset(Dataset):
         return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
 
     def time_decoding(self, index: int, data: bytes) -> float:
-        """Measure the CPU seconds of sample `index` in epoch 0 with `data` in place of its file."""
         began = time.thread_time()
         picture = decode.open_picture(data, self.decoder)
         self.transform(picture, sample_rng(self.seed, 0, index)).pixels()
@@ -230,7 +226,7 @@ class FakeDataset(Dataset):
         size: side of the image in pixels.
     """
 
-    def __init__(self, *, num_samples: int, num_classes: int, size: int) -> None:
+    def __init__(self, num_samples: int, num_classes: int, size: int) -> None:
         super().__init__()
         self.num_samples = num_samples
         self.num_classes = num_classes

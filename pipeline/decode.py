@@ -309,12 +309,12 @@ ON_GPU = ("gpu", "hybrid")
 
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
-    missing = set()
-    if _turbo() is None:
-        missing.add("turbojpeg")
-    if importlib.util.find_spec("simplejpeg") is None:
-        missing.add("simplejpeg")
-    return [name for name in DECODERS if name not in missing]
+    usable = {
+        "turbojpeg": _turbo() is not None,
+        "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
+        "pillow": True,
+    }
+    return [name for name in DECODERS if usable[name]]
 
 
 def resolve(name: str) -> str:
