@@ -6,7 +6,7 @@ from types import ModuleType
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, also when its compiled detection operators do not fit the installed torch.
+    """Import torchvision, even if its compiled detection operators do not fit the installed torch.
 
     A torchvision built for CUDA cannot load them with a CPU-only torch, and then fails to import
     because it describes their shapes. Classifiers and transforms use none of them, so a declaration
@@ -24,7 +24,9 @@ def import_torchvision() -> ModuleType:
             if missing is None:
                 raise
             schema = f"torchvision::{missing[1]}"
-            torch.library.define(schema, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+            torch.library.define(
+                schema, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
             for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
                 del sys.modules[name]
     raise RuntimeError("torchvision cannot be imported: it does not fit the installed torch")

@@ -163,8 +163,8 @@ class Data:
     source: str = key(
         "folder",
         RESULT | SPEED,
-        "source of the images; set by the group: data=folder, demo or fake",
-        one_of("folder", "demo", "fake"),
+        "source of the images; set by the group data",
+        one_of(*group_names("data")),
     )
     root: str | None = key(
         None,
