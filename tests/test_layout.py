@@ -202,4 +202,4 @@ def test_the_keys() -> None:
         "profile.steps",
     ]
     advice = "a new key is a decision: state what it affects, describe it in CHANGELOG.md, add it here"
-    assert KEYS == known, advice
+    assert known == KEYS, advice
