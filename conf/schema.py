@@ -163,7 +163,7 @@ class Data:
     source: str = key(
         "folder",
         RESULT | SPEED,
-        "source of the images; set by the group: data=folder, demo or fake",
+        "source of the images; set by data=NAME",
         one_of("folder", "demo", "fake"),
     )
     root: str | None = key(
@@ -301,12 +301,6 @@ class Loader:
 class Autotune:
     refresh: bool = key(
         False, NOTHING, "loader.workers=auto: measure again instead of using the cached result"
-    )
-    online: bool = key(
-        False,
-        NOTHING,
-        "loader.workers=auto: after each epoch, add workers if the GPU waited for images, or "
-        "remove one if there are far too many",
     )
 
 

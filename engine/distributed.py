@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from conf.schema import UserError
+from conf.schema import UserError, show
 
 T = TypeVar("T")
 
@@ -121,6 +121,25 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     return torch.device("cuda", local_rank)
 
 
+def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
+    """Refuse ranks that would train different things, or wait for each other.
+
+    Args:
+        values: the values that must be equal, by name: a dictionary of each rank, in rank order.
+
+    Raises:
+        UserError: names the first difference; every rank raises it.
+    """
+    for rank, own in enumerate(values):
+        for name, value in own.items():
+            first = values[0].get(name)
+            if value != first:
+                raise UserError(
+                    f"{name}: is {show(value)} on rank {rank} and {show(first)} on rank 0; "
+                    "give every rank the same command and the same data"
+                )
+
+
 @contextmanager
 def join_world(device_choice: str) -> Iterator[World]:
     """Join the ranks torchrun started (its environment variables), or be a world of one; leave on exit."""
@@ -149,10 +168,15 @@ def join_world(device_choice: str) -> Iterator[World]:
 
 
 class StopSignal:
-    """Notes SIGINT, SIGTERM and SIGUSR1 so that the loop can save and leave; a second Ctrl-C interrupts at once.
+    """Notes SIGINT, SIGTERM and SIGUSR1, so that the loop can save and leave.
 
-    With several ranks, a signal to one stops all at the same step: the highest flag of all ranks is found
-    while a step runs, and read when the next one has been launched.
+    A second Ctrl-C interrupts at once. With several ranks, a signal to one of them stops all at the
+    same step: while a step runs, the highest signal of all ranks is found, and the next call of
+    `poll` reads it.
+
+    Attributes:
+        received: the signal that this process received; 0 for none.
+        number: the signal that all ranks stop for, as of the last `poll`; 0 for none.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -160,6 +184,7 @@ class StopSignal:
     def __init__(self, world: World) -> None:
         self.world = world
         self.received = 0
+        self.number = 0
         self._highest: Tensor | None = None
         self._work: Any = None
 
@@ -172,22 +197,25 @@ class StopSignal:
             signal.signal(number, handler)
         work, self._work = self._work, None
         if work is not None and kind is None:
-            work.wait()  # gloo aborts now and then when its group is destroyed around an exchange under way
+            work.wait()  # gloo can abort if its group is destroyed during an exchange
+
+    def __bool__(self) -> bool:
+        """Return whether training stops now: the same answer on every rank."""
+        return self.number != 0
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number
 
-    def agreed(self) -> int:
-        """The signal to stop for now, 0 for none. Called once a step by every rank; all get the same answer."""
+    def poll(self) -> None:
+        """Update `number`. Every rank calls this once per step."""
         if self.world.size == 1:
-            return self.received
-        answer = 0
+            self.number = self.received
+            return
         if self._work is not None and self._highest is not None:
             self._work.wait()
-            answer = int(self._highest)
-        if answer == 0:
+            self.number = int(self._highest)
+        if self.number == 0:
             self._highest = torch.tensor(self.received)
             self._work = dist.all_reduce(self._highest, op=dist.ReduceOp.MAX, async_op=True)
-        return answer

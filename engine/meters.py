@@ -1,149 +1,91 @@
-"""Loss and accuracy, summed on the device and read a step late, so that the loop never waits for the GPU."""
+"""Named values of the training steps, averaged on the device and read one step late.
 
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+The training loop never waits for the GPU to log a value.
+"""
+
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from engine.distributed import World
 
 
 @dataclass(frozen=True)
-class Metrics:
-    """Means over `images` images; top1 and top5 in percent."""
-
-    loss: float
-    top1: float
-    top5: float
-    images: int
-
-
-@dataclass(frozen=True)
 class Interval:
-    """What the meter found between two log steps; `step` is the last of them, `images` and `seconds` are those of training."""
+    """The steps between two log rows.
 
-    metrics: Metrics
+    Attributes:
+        step: the last of these steps.
+        steps: how many there are.
+        lr: learning rate of the last step.
+        values: the mean of each named value over the steps and the ranks.
+    """
+
     step: int
+    steps: int
     lr: float
-    images: int
-    seconds: float
-
-    @property
-    def images_per_second(self) -> float:
-        return self.images / self.seconds
-
-
-def objective(
-    network: nn.Module, images: Tensor, targets: Tensor, labels: Tensor, label_smoothing: float
-) -> tuple[Tensor, Tensor]:
-    """Forward pass, loss and hits: the part that is compiled as one region.
-
-    Args:
-        images: float [B, 3, S, S].
-        targets: int64 [B] or float [B, classes].
-        labels: int64 [B], what top1 is counted against.
-
-    Returns:
-        The mean loss, and float32 [4]: summed loss, top-1 hits, top-5 hits, images.
-    """
-    logits = network(images).float()
-    loss = nn.functional.cross_entropy(logits, targets, label_smoothing=label_smoothing)
-    return loss, sums(logits, labels, loss.detach() * len(labels))
-
-
-def measure(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Validation's counterpart of `objective`, compiled as one region too. Rows labelled below 0 do not count.
-
-    Returns:
-        float32 [4] sums; and of each row, [B], its loss (float32, 0 where it does not count) and its predicted class
-        (int64; the first of equal logits).
-    """
-    logits = model(images).float()
-    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none")
-    return sums(logits, labels, losses.sum()), losses, logits.argmax(1)
-
-
-def sums(logits: Tensor, labels: Tensor, loss_sum: Tensor) -> Tensor:
-    """float32 [4]: summed loss, top-1 hits, top-5 hits, images; rows labelled below 0 do not count.
-
-    A hit is counted by the place of the label's logit among all, which fuses with the loss where a top-k does not. Equal
-    logits rank in the order of their classes, and NaN is no hit.
-    """
-    valid = labels >= 0
-    own = logits.gather(1, labels.clamp(min=0)[:, None])  # [B, 1]
-    earlier = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]
-    place = ((logits > own) | ((logits == own) & earlier)).sum(1)
-    good = valid & ~own[:, 0].isnan()
-    return torch.stack([loss_sum, ((place < 1) & good).sum(), ((place < 5) & good).sum(), valid.sum()]).float()
-
-
-def metrics_of(total: Tensor) -> Metrics:
-    """Read float [4] sums; waits for the device that holds them."""
-    loss, top1, top5, images = total.tolist()
-    many = max(images, 1)
-    return Metrics(loss / many, 100 * top1 / many, 100 * top5 / many, int(images))
+    values: dict[str, float]
 
 
 class Meter:
-    """Adds up sums over steps and gives means and a rate for every interval, one step late.
+    """Averages what `train_step` returns over the steps between two log rows.
 
     Args:
-        world: sums are taken over its ranks.
-        batch_size: the global batch.
-        step: where counting starts.
+        world: values are averaged over its ranks, which all hold the same number of images.
     """
 
-    def __init__(self, world: World, batch_size: int, step: int) -> None:
-        self.world, self.batch_size = world, batch_size
-        self.total = torch.zeros(4, dtype=torch.float64, device=world.device)
-        self._host = torch.zeros(4, dtype=torch.float64, pin_memory=world.device.type == "cuda")
-        self._sent: tuple[int, float, Any] | None = None
-        self._last = (step, self._now())
-        self._left_out: list[tuple[Any, Any]] = []
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._names: list[str] = []
+        self._steps = 0
+        self._sent: tuple[int, int, float, Any] | None = None  # step, steps, lr, event of the copy
 
-    def add(self, values: Tensor) -> None:
-        self.total += values
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one step.
+
+        Args:
+            values: name -> float [] on the device, the mean over this rank's images.
+
+        Raises:
+            ValueError: the names differ from those of the steps before.
+        """
+        if not self._names:
+            device = self.world.device
+            shape = len(values)
+            self._names = list(values)
+            self._total = torch.zeros(shape, dtype=torch.float64, device=device)
+            self._host = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+        if list(values) != self._names:
+            raise ValueError(
+                f"train_step returned {', '.join(values)}; earlier steps returned "
+                f"{', '.join(self._names)}: return the same names at every step"
+            )
+        self._total += torch.stack([value.detach() for value in values.values()])
+        self._steps += 1
 
     def send(self, step: int, lr: float) -> None:
-        """End an interval with step `step`: start bringing its sums over all ranks to the host, and begin the next."""
-        self._host.copy_(self.world.sum(self.total), non_blocking=True)
-        self.total.zero_()
-        self._sent = (step, lr, self._now())
+        """End an interval with step `step`: start the copy of its sums to the host."""
+        self._host.copy_(self.world.sum(self._total), non_blocking=True)
+        self._total.zero_()
+        copied = None
+        if self.world.device.type == "cuda":
+            copied = torch.cuda.Event()
+            copied.record()
+        self._sent = (step, self._steps, lr, copied)
+        self._steps = 0
 
     def read(self) -> Interval | None:
-        """The interval that was sent and not read yet, if any. Called a step later, its copy is done and nothing waits."""
+        """Return the interval that was sent and not yet read, if any.
+
+        Called one step after `send`, it does not wait: the copy is complete by then.
+        """
         if self._sent is None:
             return None
-        (step, lr, now), self._sent = self._sent, None
-        if isinstance(now, torch.cuda.Event):
-            now.synchronize()  # waits only when the host is more than the logged steps ahead
-        (begin, began), self._last = self._last, (step, now)
-        seconds = _seconds(began, now) - sum(_seconds(*pause) for pause in self._left_out)
-        self._left_out.clear()
-        return Interval(metrics_of(self._host), step, lr, (step - begin) * self.batch_size, max(seconds, 1e-9))
-
-    @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """What happens inside is not training (validation, a checkpoint): it does not count in the rate.
-
-        Both ends are marked on the device's clock, behind the steps that are still running when it begins.
-        """
-        began = self._now()
-        yield
-        self._left_out.append((began, self._now()))
-
-    def _now(self) -> Any:
-        """A point in time on the device's clock: an event, or on a CPU host seconds."""
-        if self.world.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _seconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) / 1000 if isinstance(begin, torch.cuda.Event) else end - begin
+        (step, steps, lr, copied), self._sent = self._sent, None
+        if copied is not None:
+            copied.synchronize()
+        means = (self._host / (steps * self.world.size)).tolist()
+        return Interval(step, steps, lr, dict(zip(self._names, means, strict=True)))

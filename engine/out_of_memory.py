@@ -3,16 +3,49 @@
 import os
 import re
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from engine.state import TrainState
+from engine.distributed import World
+from engine.state import TrainingError, TrainState
 
 GIB = 2**30
 USABLE = 0.9  # of what the allocator can have: blocks do not pack without gaps, and libraries want some memory, too
+
+
+@contextmanager
+def explain_out_of_memory(
+    state: TrainState, world: World, *, folder: Path, batch_size: int, image_bytes: int
+) -> Iterator[None]:
+    """Replace the GPU's out-of-memory error by one line that names the batch that should fit.
+
+    Args:
+        folder: gets a snapshot of the allocator.
+        batch_size: the global batch.
+        image_bytes: memory that one image takes in the model, see `activation_bytes`.
+
+    Raises:
+        TrainingError: the memory of the GPU is full.
+    """
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        message = explain_oom(
+            error,
+            device=world.device,
+            folder=folder,
+            batch_size=batch_size,
+            world_size=world.size,
+            static_bytes=fixed_bytes(state),
+            image_bytes=image_bytes,
+            rank=world.rank,
+        )
+        raise TrainingError(message) from error
 
 
 def fixed_bytes(state: TrainState) -> int:

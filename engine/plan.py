@@ -1,57 +1,74 @@
-"""Everything that follows from the config, the data and the machine: computed once, printed once, never changed."""
+"""What one run will do, derived from the config, the data and the machine: computed once, printed once, never changed."""
 
 import math
+import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from conf.schema import Config, UserError
+import models
+from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
+from engine.distributed import World
 from engine.optim import Curve
+from engine.out_of_memory import activation_bytes
+from pipeline.build import Datasets
+from pipeline.dataset import LARGE_FILE
+from pipeline.sizing import autotune
+from pipeline.sizing.diagnosis import Setup
+from pipeline.sizing.plan import LoaderPlan, plan_loader
 
-FEW_STEPS = 10  # optimiser steps per epoch; for fewer, a smaller batch is advised
-GOOD_STEPS = 16  # steps per epoch that the advised batch gives at least
-SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images for its statistics
+FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
+GOOD_STEPS = 16  # optimiser steps per epoch that the advised batch gives at least
+SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images
+
+
+@dataclass(frozen=True)
+class Due:
+    """What is due after an optimiser step.
+
+    Attributes:
+        log: a log row.
+        epoch: an epoch has ended.
+        validate: a validation; a checkpoint always follows it.
+        save: a checkpoint.
+    """
+
+    log: bool
+    epoch: bool
+    validate: bool
+    save: bool
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What one run will do. Steps are optimiser steps over the global batch.
+    """What one run will do. A step is an optimiser step over the global batch.
 
     Attributes:
-        schedule_steps: the length the learning-rate curve is drawn over.
-        stop_step: where this run ends: `schedule_steps`, or train.max_steps when that is earlier.
-        activation_bytes: of one image on its way through the model, for the backward pass.
-        measures_workers: loader.workers=auto, and `workers` is the budget to choose within.
-        workers_unmeasured: why loader.workers=auto takes the whole budget instead.
-        most_workers: what the cores are enough for, whatever is configured.
+        config: the user's choices, from which everything here is derived.
+        schedule_steps: the length of the learning-rate schedule.
+        stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
+        loader: how this rank's data loading runs.
         large_files: whether scripts/shrink.py would make the training files much smaller.
-        notes: what the user should know about the choices made, a line each.
+        device: name of the device.
+        activation_bytes: memory that one image takes in the model for the backward pass.
+        notes: what the user should know about these choices, one line each.
     """
 
+    config: Config
+    world_size: int
     train_images: int
     val_images: int
-    num_classes: int
+    classes: tuple[str, ...]
     image_size: int
     val_size: int
-    batch_size: int
-    batch_per_rank: int
-    world_size: int
-    epochs: float
     schedule_steps: int
     stop_step: int
     curve: Curve
-    validate_every_epochs: int
-    log_every_steps: int
-    save_every_steps: int
-    workers: int
-    workers_reason: str
-    measures_workers: bool
-    workers_unmeasured: str | None
-    most_workers: int
+    loader: LoaderPlan
     large_files: bool
-    decoder: str
     device: str
     device_type: str
     precision: str
@@ -63,125 +80,279 @@ class Plan:
     notes: tuple[str, ...] = ()
 
     @property
+    def batch_size(self) -> int:
+        """The global batch: the images of one optimiser step, over all ranks."""
+        return self.config.loader.batch_size
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.classes)
+
+    @property
     def steps_per_epoch(self) -> float:
-        """Not whole in general: the batch at an epoch's end takes its last rows from the next epoch."""
+        """Not an integer in general: the last batch of an epoch is filled from the next epoch."""
         return self.train_images / self.batch_size
 
     def epoch(self, step: int) -> float:
-        """Epochs done after `step` steps; what the last batch takes from the epoch after the planned ones does not count."""
-        return min(step / self.steps_per_epoch, self.epochs)
+        """Return the epochs done after `step` steps, at most train.epochs."""
+        return min(step / self.steps_per_epoch, self.config.train.epochs)
 
     def epochs_ended(self, step: int) -> int:
-        """Whole epochs done after `step` steps."""
+        """Return the number of whole epochs done after `step` steps."""
         return step * self.batch_size // self.train_images
 
-    def validates(self, step: int) -> bool:
-        """Whether step number `step` (from 1) ends an epoch that is validated, or the run."""
-        ended, before = self.epochs_ended(step), self.epochs_ended(step - 1)
-        every = self.validate_every_epochs
-        return step > 0 and (step == self.stop_step or ended // every > before // every)
+    def due(self, step: int) -> Due:
+        """Return what is due after `step` optimiser steps."""
+        last = step == self.stop_step
+        ended = self.epochs_ended(step)
+        before = self.epochs_ended(step - 1)
+        every = self.config.train.validate_every_epochs
+        validate = step > 0 and (last or ended // every > before // every)
+        return Due(
+            log=last or step % self.config.log.every_steps == 0,
+            epoch=ended > before,
+            validate=validate,
+            save=validate or step % self.config.checkpoint.every_steps == 0,
+        )
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Of the images on the device: bf16 halves what the first layer reads."""
-        return torch.bfloat16 if self.precision == "bf16" else torch.float32
+        """Type of the images on the device: bf16 halves what the first layer reads."""
+        return input_dtype(self.precision)
 
     @property
     def rewrites_layers(self) -> bool:
-        """Whether models.gpu_layers pays: its forms are for the compiler, bf16 and channels_last on a GPU."""
+        """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
         return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16" and self.channels_last
 
+    @property
+    def setup(self) -> Setup:
+        """The part of the plan that a diagnosis of the speed needs."""
+        return Setup(
+            batch_size=self.batch_size,
+            ranks=self.world_size,
+            on_gpu=self.device_type == "cuda",
+            most_workers=self.loader.cores,
+            large_files=self.large_files,
+            decoder=self.loader.decoder,
+            compile=self.compile,
+        )
+
     def autocast(self) -> torch.autocast:
-        """The context of every forward pass: bf16 where the precision says so. bf16 needs no gradient scaler."""
+        """Return the context of every forward pass. bf16 needs no gradient scaler."""
         return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
 
-    def logs(self, step: int) -> bool:
-        """Whether step number `step` (from 1) ends an interval that is reported."""
-        return step % self.log_every_steps == 0 or step == self.stop_step
-
-    def saves(self, step: int) -> bool:
-        """Whether a checkpoint follows step number `step` (from 1)."""
-        return step % self.save_every_steps == 0 or self.validates(step)
-
     def lines(self) -> list[str]:
-        """The plan for a reader."""
+        """Return the plan as lines for the console."""
+        train = self.config.train
+        steps = f"{self.stop_step:,} of {self.batch_size} images"
+        if self.world_size > 1:
+            share = self.batch_size // self.world_size
+            steps += f" ({share} on each of {self.world_size} ranks)"
+        steps += f", {self.steps_per_epoch:,.1f} per epoch"
+        if self.stop_step < self.schedule_steps:
+            steps += f"; stops early: {train.epochs:g} epochs are {self.schedule_steps:,} steps"
+        else:
+            steps += f", {train.epochs:g} epochs"
+        layout = ", channels_last" if self.channels_last else ""
         rows = [
-            ("data", f"{self.train_images:,} training and {self.val_images:,} validation images, {self.num_classes} classes"),
-            ("steps", f"{self.stop_step:,} of {self.batch_size} images"
-             + (f" ({self.batch_per_rank} on each of {self.world_size} ranks)" if self.world_size > 1 else "")
-             + f", {self.steps_per_epoch:,.1f} an epoch"
-             + (f"; stops early, {self.epochs:g} epochs are {self.schedule_steps:,}" if self.stop_step < self.schedule_steps
-                else f", {self.epochs:g} epochs")),
-            ("model", f"{self.parameters / 1e6:.2f} M parameters, {self.flops_per_image / 1e9:.2f} GFLOP forward per "
-             f"{self.image_size} px image; validated at {self.val_size} px"),
-            ("device", f"{self.device}, {self.precision}{', channels_last' if self.channels_last else ''}, "
-             f"compile {self.compile}"),
-            ("loader", f"{'up to ' if self.measures_workers else ''}{self.workers} worker{'s' * (self.workers != 1)} per rank "
-             f"({self.workers_reason}), decoder {self.decoder}"),
-            *(("note", note) for note in self.notes),
-        ]  # fmt: skip
-        return [f"{name:<8} {text}" for name, text in rows]
+            (
+                "data",
+                f"{self.train_images:,} training and {self.val_images:,} validation images, {self.num_classes} classes",
+            ),
+            ("steps", steps),
+            (
+                "model",
+                f"{self.parameters / 1e6:.2f} M parameters, "
+                f"{self.flops_per_image / 1e9:.2f} GFLOP forward per {self.image_size} px image; "
+                f"validated at {self.val_size} px",
+            ),
+            ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}"),
+        ]
+        lines = [f"{name:<8} {text}" for name, text in rows]
+        return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
+
+
+def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu") -> Plan:
+    """Derive what the run will do on this rank.
+
+    Args:
+        stored_pixels: `pixels` in the identity of the checkpoint to resume.
+
+    Raises:
+        UserError: the batch, the model, the image size or the data loading is impossible.
+    """
+    images = len(datasets.train)
+    size = config.loader.batch_size
+    check_batch(size, images, world.size)
+    steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
+    stop_step = min(steps, config.train.max_steps or steps)
+    check_profile(config.profile.steps, stop_step)
+
+    train_size = datasets.train_size
+    with torch.device("meta"):
+        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=train_size)
+    flops = count_flops(model, train_size)
+    count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
+    precision = choose_precision(config.train.precision, world.device)
+    channels_last = config.model.channels_last
+    if channels_last == "auto":
+        channels_last = world.device.type == "cuda" and models.is_convnet(model)
+    dtype = input_dtype(precision)
+    loader = plan_loader(
+        config,
+        datasets,
+        world,
+        dtype=dtype,
+        channels_last=channels_last,
+        stored_pixels=stored_pixels,
+    )
+    warmup_steps = round(config.schedule.warmup_epochs * images / size)
+    return Plan(
+        config=config,
+        world_size=world.size,
+        train_images=images,
+        val_images=len(datasets.val),
+        classes=datasets.classes,
+        image_size=train_size,
+        val_size=datasets.val_size,
+        schedule_steps=steps,
+        stop_step=stop_step,
+        curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
+        loader=loader,
+        large_files=datasets.train.mean_bytes() > LARGE_FILE,
+        device=device_name(world.device),
+        device_type=world.device.type,
+        precision=precision,
+        channels_last=channels_last,
+        compile=choose_compile(config.model.compile, world.device),
+        parameters=models.parameter_count(model),
+        flops_per_image=flops,
+        activation_bytes=activation_bytes(model, train_size, dtype),
+        notes=(
+            *config.notes,
+            *precision_note(config.train.precision, world.device),
+            *few_steps(size, config.optim.lr, images, world.size),
+            *same_images(datasets),
+            *literal_sizes(config, datasets),
+        ),
+    )
+
+
+def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[str, Any]:
+    """Return everything on which the answer of loader.workers=auto depends.
+
+    An answer is remembered for exactly these values.
+    """
+    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
+    decoder, workers = plan.loader.decoder, plan.loader.workers
+    return {
+        "keys": keys,
+        "data": [train_fingerprint, plan.num_classes],
+        "plan": [plan.precision, plan.compile, decoder, plan.channels_last],
+        "machine": [plan.device, platform.node(), workers, world.size, world.local_size],
+        "versions": [torch.__version__, autotune.VERSION],
+    }
 
 
 def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
-    """Optimiser steps in which every image is seen `epochs` times; the last batch is filled from the next epoch's order."""
+    """Return the optimiser steps in which every image is seen `epochs` times.
+
+    The last batch is filled from the next epoch.
+    """
     return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
 
 
 def check_profile(steps: list[int], stop_step: int) -> None:
-    """Refuse steps to profile that a run of `stop_step` steps does not reach.
+    """Refuse steps to profile that the run does not reach.
 
     Raises:
-        UserError: it reaches none of them.
+        UserError: the run reaches none of them.
     """
     if steps and steps[0] >= stop_step:
-        raise UserError(f"profile.steps=[{steps[0]},{steps[1]}]: the run ends after {stop_step:,} steps, the last is number "
-                        f"{stop_step - 1:,}; give earlier ones")  # fmt: skip
+        raise UserError(
+            f"profile.steps=[{steps[0]},{steps[1]}]: the run ends after {stop_step:,} steps, "
+            f"numbered 0 to {stop_step - 1:,}; give earlier ones"
+        )
 
 
-def check_batch(config: Config, train_images: int, world_size: int) -> None:
-    """Refuse a batch that the data or the ranks cannot make.
+def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
+    """Refuse a batch that does not fit the data or the ranks.
 
     Raises:
-        UserError: larger than the training split, or not divisible by the number of ranks.
+        UserError: it is larger than the training split, or not divisible by the number of ranks.
     """
-    size = config.loader.batch_size
-    if size > train_images:
-        raise UserError(f"loader.batch_size={size}: larger than the training split ({train_images} images); give at most that")
-    if size % world_size:
-        raise UserError(f"loader.batch_size={size}: the global batch must be a multiple of the {world_size} ranks")
+    if batch_size > train_images:
+        raise UserError(
+            f"loader.batch_size={batch_size}: larger than the training split ({train_images} images); give at most that"
+        )
+    if batch_size % world_size:
+        raise UserError(f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks")
 
 
-def few_steps(config: Config, train_images: int, world_size: int) -> list[str]:
-    """Advice for a dataset that the batch is too large for: nothing for others.
+def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
+    """Return advice for a dataset that is too small for the batch; nothing for other datasets.
 
-    With the batch and the learning rate of an ImageNet recipe, 280 images are one step an epoch, and ResNet-50 ended with a
-    validation loss of 168,212. The learning rate is scaled with the batch (arXiv 1706.02677).
+    With the batch and the learning rate of an ImageNet recipe, 280 images are one step per epoch,
+    and ResNet-50 ended with a validation loss of 168,212. The advised learning rate is scaled with
+    the batch (arXiv 1706.02677).
     """
-    size, lr = config.loader.batch_size, config.optim.lr
     better = SMALL_BATCH
     while 2 * better * GOOD_STEPS <= train_images:
         better *= 2
     better = -(-better // world_size) * world_size
-    steps = train_images / size
-    if steps >= FEW_STEPS or better >= size:
+    steps = train_images / batch_size
+    if steps >= FEW_STEPS or better >= batch_size:
         return []
-    return [f"{steps:.1f} optimiser steps per epoch are too few to train well; for {train_images:,} images, "
-            f"try loader.batch_size={better} optim.lr={lr * better / size:.3g}"]  # fmt: skip
+    return [
+        f"{steps:.1f} optimiser steps per epoch are too few to train well; for {train_images:,} "
+        f"images, try loader.batch_size={better} optim.lr={lr * better / batch_size:.3g}"
+    ]
+
+
+def same_images(datasets: Datasets) -> list[str]:
+    """Return a note if both splits hold the same images."""
+    if datasets.train_fingerprint != datasets.val_fingerprint:
+        return []
+    return ["data.val holds the training images, so its accuracy says nothing about new images; give another split"]
+
+
+def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
+    """Return a note for each list of transforms that ignores the key for the image size."""
+    sizes = [
+        ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
+        ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
+    ]
+    return [
+        f"{transforms} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"
+        for transforms, made, key, size in sizes
+        if made != size
+    ]
+
+
+def device_name(device: torch.device) -> str:
+    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
 
 
 def has_bf16(device: torch.device) -> bool:
-    """Whether the device is a GPU with bf16 hardware: compute capability 8.0 and newer, so not T4 or V100."""
+    """Return whether the device is a GPU with bf16 hardware.
+
+    Compute capability 8.0 and newer has it, so T4 and V100 do not.
+    """
     return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def choose_precision(choice: str, device: torch.device) -> str:
-    """What train.precision=auto stands for: bf16 on a GPU with bf16 hardware, else fp32."""
+    """Resolve train.precision=auto: bf16 on a GPU with bf16 hardware, else fp32."""
     return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
 
 
+def input_dtype(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32
+
+
 def precision_note(choice: str, device: torch.device) -> list[str]:
-    """What to say about train.precision on a GPU without bf16 hardware; nothing on another device."""
+    """Return a note about train.precision on a GPU without bf16 hardware."""
     if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
         return []
     if choice == "auto":
@@ -190,27 +361,27 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
 
 
 def choose_compile(choice: str, device: torch.device) -> str:
-    """What model.compile=auto stands for: default on a GPU, off on a CPU, where compiling costs more than a small run."""
+    """Resolve model.compile=auto: default on a GPU, off on a CPU, where compiling does not pay."""
     return ("default" if device.type == "cuda" else "off") if choice == "auto" else choice
 
 
 def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_size") -> int:
-    """Operations of one image's forward pass (a multiply-add counts as two), on a model on the meta device.
+    """Count the operations of one image's forward pass (a multiply-add counts as two).
 
     Args:
-        model: left in the mode it was in.
+        model: on the meta device; left in the mode it was in.
         image_size: side of the image, pixels.
-        key: what to change if the model does not take such images.
+        key: key to name if the model does not take such images.
 
     Raises:
-        UserError: it does not.
+        UserError: the model does not take images of this size.
     """
     mode = model.training
     model.eval()
     try:
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             model(torch.empty(1, 3, image_size, image_size, device="meta"))
-    except (RuntimeError, AssertionError, ValueError) as error:  # whatever its layers say of a shape
+    except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
         raise UserError(f"{key}: the model does not take images of {image_size} px ({reason}); give another size") from None
     model.train(mode)

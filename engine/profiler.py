@@ -1,4 +1,4 @@
-"""A profile of some steps: a Chrome trace (open it in ui.perfetto.dev) and the ten costliest operators."""
+"""A profile of some steps: a Chrome trace for ui.perfetto.dev, and the ten costliest operators."""
 
 import logging
 from collections.abc import Callable
@@ -12,19 +12,26 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles steps first ... last, 0-based as the sampler counts them; costs nothing outside of them.
+    """Profiles the steps first ... last, numbered from 0 as by the sampler. Other steps cost nothing.
 
-    What an error ends is not written.
+    A profile that an error interrupts is not written.
 
     Args:
         steps: [first, last], or [] for none.
-        folder: where trace and table go; None for a rank that keeps silent.
-        device: its kernels are in the profile too.
+        folder: where trace and table go; None for a rank that profiles nothing.
+        device: its kernels are in the profile as well.
         say: prints a line.
     """
 
-    def __init__(self, steps: list[int], folder: Path | None, device: torch.device, say: Callable[[str], None]) -> None:
-        self.steps, self.folder, self.device, self.say = (steps if folder is not None else []), folder, device, say
+    def __init__(
+        self,
+        steps: list[int],
+        folder: Path | None,
+        device: torch.device,
+        say: Callable[[str], None],
+    ) -> None:
+        self.steps = steps if folder is not None else []
+        self.folder, self.device, self.say = folder, device, say
         self._profile: Any = None
         self._first = 0
 
@@ -32,32 +39,39 @@ class StepProfiler:
     def running(self) -> bool:
         return self._profile is not None
 
-    def turns(self, step: int) -> bool:
-        """Whether `turn` has something to do before this step."""
-        if not self.steps:
-            return False
-        first, last = self.steps
-        return step > last if self.running else first <= step <= last
+    def starts(self, step: int) -> bool:
+        """Return whether the profile starts with this step: the first one, or after a resume a later one."""
+        return bool(self.steps) and not self.running and self.steps[0] <= step <= self.steps[1]
 
-    def turn(self, step: int) -> None:
-        """Begin what is profiled with this step, or end it with the step before; waits for the device."""
-        self._finish()
-        if self.running:
-            self._write(step - 1)
-            return
-        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
-        self._profile, self._first = profile(activities=activities, acc_events=True), step
+    def ends(self, steps: int) -> bool:
+        """Return whether the profile ends after this number of steps."""
+        return self.running and steps > self.steps[1]
+
+    def start(self, step: int) -> None:
+        """Start the profile with this step; waits for the device."""
+        self._wait_for_device()
+        activities = [ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(ProfilerActivity.CUDA)
+        self._profile = profile(activities=activities, acc_events=True)
+        self._first = step
         self._profile.start()
 
+    def stop(self, steps: int) -> None:
+        """End the profile after this number of steps and write it; waits for the device."""
+        self._wait_for_device()
+        self._write(steps - 1)
+
     def close(self) -> None:
-        """Drop what is being profiled: a profile that still runs when Python ends is a crash."""
+        """Drop a running profile: one that still runs when Python exits crashes the process."""
         if self.running:
             self._profile.stop()
             self._profile = None
 
     def _write(self, last: int) -> None:
         self._profile.stop()
-        found, self._profile, self.steps = self._profile, None, []
+        found = self._profile
+        self._profile, self.steps = None, []
         assert self.folder is not None
         stem = self.folder / f"steps-{self._first}-{last}"
         column = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
@@ -67,10 +81,10 @@ class StepProfiler:
             found.export_chrome_trace(f"{stem}.json.gz")
             stem.with_suffix(".txt").write_text(table)
         except (OSError, RuntimeError) as error:
-            logger.warning("the profile cannot be written (%s); training goes on", error)
+            logger.warning("the profile cannot be written (%s); training continues", error)
             return
         self.say(f"profile  {stem}.json.gz (open in ui.perfetto.dev) and {stem.name}.txt")
 
-    def _finish(self) -> None:
+    def _wait_for_device(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()

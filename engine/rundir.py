@@ -1,4 +1,4 @@
-"""The directory of one run: its lock, its files and its checkpoints. One process at a time trains in it."""
+"""The directory of one run: its lock, files and checkpoints. One process trains in it at a time."""
 
 import fcntl
 import json
@@ -10,18 +10,70 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from conf.schema import UserError
+import models
+from conf.schema import (
+    DATA_FOLDERS,
+    RESULT,
+    Config,
+    UserError,
+    affecting,
+    config_values,
+    differences,
+)
 from engine import checkpoint
+from engine.distributed import World
+from engine.plan import Plan
+from engine.state import TrainState, diverged
+from pipeline.build import Datasets
+from pipeline.sizing.plan import pixels_of
 
 logger = logging.getLogger(__name__)
 
 # What Tracker.outcome shows of a finished run.
-SUMMARY = {"status", "step", "epoch", "seconds", "top1", "top5", "best_top1", "best_epoch", "images_per_second"}
+SUMMARY = {
+    "status",
+    "step",
+    "epoch",
+    "seconds",
+    "top1",
+    "top5",
+    "best_top1",
+    "best_epoch",
+    "images_per_second",
+}
+# Keys that decide what a validation measures: with other values, the best checkpoint is incomparable.
+VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
+
+
+def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
+    """Return everything that affects the result, name -> value.
+
+    A checkpoint with another identity is of another training. Derived values replace their keys:
+    a fingerprint of the samples stands for their folders, which may move.
+    """
+    replaced = (*DATA_FOLDERS, "loader.decoder")
+    keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
+    weights = config.model.weights
+    if weights not in (None, "pretrained"):
+        keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
+    return {
+        "data.train": datasets.train_fingerprint,
+        "data.val": datasets.val_fingerprint,
+        **keys,
+        "classes": plan.num_classes,
+        "parameters": plan.parameters,
+        "train.precision": plan.precision,
+        "pixels": pixels_of(plan.loader.decoder),
+    }
 
 
 @dataclass(frozen=True)
 class _Found:
-    """A checkpoint to go on from. `origin` is the checkpoint of another run that its own run began with."""
+    """A checkpoint to resume.
+
+    Attributes:
+        origin: the checkpoint of another run with which its own run began, if any.
+    """
 
     path: Path
     step: int
@@ -34,20 +86,31 @@ class _Found:
 
 
 class RunDirectory:
-    """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and at the end summary.json, below one folder.
+    """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
+
+    Rank 0 alone reads and writes the folder; every rank raises the error that rank 0 meets.
 
     Args:
-        path: created by `open`, not before.
+        config: of the run. Its folder, run.dir, is created by `open`, not before.
+        world: all ranks call the collective methods `open` and `save`.
+
+    Attributes:
+        resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
+        accepted: the accepted changes, key -> sentence. Set by `open`.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.checkpoints = path / "checkpoints"
+    def __init__(self, config: Config, world: World) -> None:
+        self.config, self.world = config, world
+        self.path = Path(config.run.dir)
+        self.checkpoints = self.path / "checkpoints"
+        self.resumed: Path | None = None
+        self.accepted: dict[str, str] = {}
+        self._identity: dict[str, Any] = {}
         self._lock: int | None = None
         self._found: tuple[object, _Found | None] | None = None
 
     def check(self) -> None:
-        """Refuse, as `open` does, what shows before the data is known. Nothing is created.
+        """Refuse a folder that `open` would refuse whatever the data. Nothing is created.
 
         Raises:
             UserError: the folder holds something else.
@@ -56,51 +119,47 @@ class RunDirectory:
             if self.path.exists():
                 self._refuse_foreign()
 
-    def stored_identity(self, resume: str) -> dict[str, Any]:
-        """The identity in the checkpoint that `open` would go on from; empty where there is none. Changes nothing.
+    def stored_identity(self) -> dict[str, Any]:
+        """Return the identity in the checkpoint that `open` would resume, or nothing.
 
         Raises:
             UserError, CheckpointError: as `open` does.
         """
         self.check()
-        found = self._find(resume)
+        found = self._find()
         return found.identity if found is not None else {}
 
-    def open(
-        self, resume: str, identity: dict[str, Any], *, accept_changes: bool = False, stop_step: int | None = None
-    ) -> tuple[Path | None, dict[str, str]]:
-        """Claim the folder and find the checkpoint to go on from. Rank 0 calls this; nothing is created when it raises.
+    def open(self, identity: dict[str, Any], *, stop_step: int | None = None) -> None:
+        """Claim the folder and find the checkpoint to resume. Collective.
+
+        Nothing is created if this raises.
 
         Args:
-            resume: `auto`, `never`, or a checkpoint's path.
-            identity: what affects the result, by the name a person knows it by.
-            accept_changes: go on although some of it was different when the checkpoint was written.
-            stop_step: where training ends. Changes are not accepted for a checkpoint that has got there.
-
-        Returns:
-            The checkpoint, or None to start from step 0; and the changes that were accepted, each key with a sentence.
+            identity: everything that affects the result, by the name that a message gives it.
+            stop_step: where training ends. Changes are not accepted for a checkpoint that has
+                reached it.
 
         Raises:
-            UserError: the folder holds something else or is in use, or the checkpoint is missing or of another training.
-            CheckpointError: there are checkpoints, and none of them is whole.
+            UserError: the folder holds something else or is in use, or the checkpoint is missing
+                or of another training.
+            CheckpointError: there are checkpoints, and each of them is damaged.
         """
+        self._identity = identity
+        self.resumed, self.accepted = self.world.agree(lambda: self._open(stop_step))
+
+    def _open(self, stop_step: int | None) -> tuple[Path | None, dict[str, str]]:
         self.check()
         with self._usable():
             while True:
                 before = self._listing()
-                found, changes = self._find(resume), dict[str, str]()
-                if found is not None:
-                    changes = checkpoint.compare(found.identity, identity, found.path, accept_changes=accept_changes)
-                    if changes and stop_step is not None and found.step >= stop_step:
-                        named = "; ".join(changes.values())
-                        raise UserError(f"cannot resume {found.path}: training has ended at step {found.step:,}, so these "
-                                        f"changes would have no effect: {named}; give run.name=NAME, or start over with "
-                                        "checkpoint.resume=never")  # fmt: skip
+                found = self._find()
+                changes = self._changes(found, stop_step) if found is not None else {}
                 if self.path.exists() and self._lock is None:
                     self._claim()
-                if self._listing() == before:  # else another process has trained here since we looked
+                if self._listing() == before:  # else another process has trained here meanwhile
                     break
             if self._lock is not None:
+                resume = self.config.checkpoint.resume
                 given = None if resume in ("auto", "never") else Path(resume)
                 checkpoint.remove_leftovers(self.checkpoints, keep=given)
                 if resume == "never":
@@ -110,14 +169,86 @@ class RunDirectory:
                 self._claim()
         return (found.path if found is not None else None), changes
 
-    def _find(self, resume: str) -> "_Found | None":
-        """The checkpoint to go on from."""
-        key = (resume, self._listing())
-        if self._found is None or self._found[0] != key:  # reading gigabytes twice would double the start
-            self._found = key, self._look_for(resume)
+    def _changes(self, found: _Found, stop_step: int | None) -> dict[str, str]:
+        """Return the accepted changes since a checkpoint was written.
+
+        Raises:
+            UserError: a change is not accepted, or would have no effect.
+        """
+        changes = checkpoint.compare(
+            found.identity,
+            self._identity,
+            found.path,
+            accept_changes=self.config.checkpoint.accept_changes,
+        )
+        if changes and stop_step is not None and found.step >= stop_step:
+            raise UserError(
+                f"cannot resume {found.path}: training has ended at step {found.step:,}, so these "
+                f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
+                "or start over with checkpoint.resume=never"
+            )
+        return changes
+
+    @property
+    def begins(self) -> bool:
+        """Whether this is the first start in this folder, perhaps from another run's checkpoint."""
+        return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
+
+    def restore(self, state: TrainState) -> list[str]:
+        """Load the checkpoint to resume, if there is one, and extend the state's history.
+
+        Returns:
+            The keys that differ from the config with which the checkpoint was written, each as a
+            sentence.
+        """
+        if self.resumed is None:
+            return []
+        stored = checkpoint.load(self.resumed)
+        state.load_state_dict(stored["state"])
+        if self.begins or self.accepted.keys() & VALIDATED_ON:
+            # The best checkpoint is in another folder, or was validated on other images.
+            state.best, state.last = {}, {}
+        if self.begins:
+            state.spent.clear()
+            state.origin = str(self.resumed.resolve())
+            state.history.append(f"began at step {state.step:,} with {self.resumed}")
+        accepted = self.accepted.values()
+        state.history += [f"accepted at step {state.step:,}: {change}" for change in accepted]
+        return differences(stored["config"], self._values())
+
+    def _values(self) -> dict[str, Any]:
+        return {**config_values(self.config), "ranks": self.world.size}
+
+    def save(self, state: TrainState) -> None:
+        """Write a checkpoint. Collective.
+
+        Raises:
+            TrainingError: the weights are not finite: no later start could continue from them.
+            CheckpointError: the checkpoint cannot be written.
+        """
+        self.world.share_buffers(state.model)
+        tensors = state.model.state_dict().values()
+        if not all(bool(tensor.isfinite().all()) for tensor in tensors):  # waits for the device
+            raise diverged(f"the weights are not finite at step {state.step}")
+        content = {
+            "step": state.step,
+            "state": state.state_dict(),
+            "identity": self._identity,
+            "config": self._values(),
+            "made_by": checkpoint.provenance(),
+        }
+        keep = self.config.checkpoint.keep
+        best = int(state.best["step"]) if state.best else None
+        self.world.agree(lambda: checkpoint.save(self.checkpoints, content, keep=keep, best_step=best))
+
+    def _find(self) -> _Found | None:
+        """Return the checkpoint to resume. Its gigabytes are read once."""
+        listing = self._listing()
+        if self._found is None or self._found[0] != listing:
+            self._found = listing, self._look_for(self.config.checkpoint.resume)
         return self._found[1]
 
-    def _look_for(self, resume: str) -> "_Found | None":
+    def _look_for(self, resume: str) -> _Found | None:
         if resume == "never":
             return None
         newest = checkpoint.load_newest(self.checkpoints)
@@ -125,34 +256,39 @@ class RunDirectory:
         if resume == "auto":
             return own
         if own is not None and own.origin == str(Path(resume).resolve()):
-            return own  # the same command again; the checkpoint that this run began with may be gone
+            return own  # the same command again; the checkpoint it began with may be gone
         if not os.path.isfile(resume):
-            what = "is a folder" if os.path.isdir(resume) else "no such file"
-            raise UserError(f"checkpoint.resume={resume}: {what}; give a checkpoint's path (step-*.pt), auto or never")
+            reason = "is a folder" if os.path.isdir(resume) else "no such file"
+            raise UserError(f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), auto or never")
         try:
             given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
         except checkpoint.CheckpointError as error:
             raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
         if own is None:
             return given
-        if given.path.parent.samefile(self.checkpoints):
-            if given.step < own.step:
-                raise UserError(f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; leave the key "
-                                "out to continue from that, or give another run.name to branch off")  # fmt: skip
-            return given
-        raise UserError(f"checkpoint.resume={resume}: {self.path} holds a run that did not start from this checkpoint; "
-                        f"leave the key out to continue from {own.path.name}, or give another run.name")  # fmt: skip
+        if not given.path.parent.samefile(self.checkpoints):
+            raise UserError(
+                f"checkpoint.resume={resume}: {self.path} holds a run that did not start from this "
+                f"checkpoint; leave the key out to continue from {own.path.name}, "
+                "or give another run.name"
+            )
+        if given.step < own.step:
+            raise UserError(
+                f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; "
+                "leave the key out to continue from that one, or give another run.name to branch off"
+            )
+        return given
 
     def _listing(self) -> list[tuple[str, int]]:
-        """Names and times of the checkpoints' manifests."""
+        """Return names and times of the checkpoints' manifests."""
         found = []
         for path in sorted(self.checkpoints.glob("step-*.json")):
-            with suppress(FileNotFoundError):  # removed by a process that trains here; the lock will tell
+            with suppress(FileNotFoundError):  # removed by a process that trains here
                 found.append((path.name, path.stat().st_mtime_ns))
         return found
 
     def begin(self, files: dict[str, str]) -> None:
-        """Write config.yaml and the like, and remove the summary of an earlier start: this one has not ended.
+        """Write config.yaml and other files, and remove the summary of an earlier start. Collective.
 
         Args:
             files: content by name.
@@ -161,6 +297,9 @@ class RunDirectory:
             CheckpointError: a file cannot be written.
             UserError: the summary cannot be removed.
         """
+        self.world.agree(lambda: self._begin(files))
+
+    def _begin(self, files: dict[str, str]) -> None:
         for name, content in files.items():
             self.write(name, content)
         with self._usable():
@@ -170,24 +309,28 @@ class RunDirectory:
         """Replace a file of the folder.
 
         Raises:
-            CheckpointError: it cannot be written; the one before is untouched.
+            CheckpointError: it cannot be written; the earlier file is untouched.
         """
         try:
             checkpoint.replace_file(self.path / name, content)
         except OSError as error:
-            whole = "the checkpoints are whole, and the same command goes on from them"
-            kept = whole if any(self.checkpoints.glob("step-*.pt")) else "nothing has been trained yet"
-            reason = error.strerror or error
-            raise checkpoint.CheckpointError(f"{self.path / name}: cannot be written: {reason}; {kept}") from error
+            kept = "nothing has been trained yet"
+            if any(self.checkpoints.glob("step-*.pt")):
+                kept = "the checkpoints are intact: run the same command again to resume"
+            raise checkpoint.CheckpointError(
+                f"{self.path / name}: cannot be written: {error.strerror or error}; {kept}"
+            ) from error
 
     def finished_summary(self, step: int) -> dict[str, Any] | None:
-        """The summary that an earlier start left, if it finished at `step`."""
+        """Return the summary of an earlier start that finished at `step`, or None."""
         try:
             summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        whole = isinstance(summary, dict) and summary.keys() >= SUMMARY
-        return summary if whole and summary["status"] == "finished" and summary["step"] == step else None
+        if not isinstance(summary, dict) or not summary.keys() >= SUMMARY:
+            return None
+        finished = summary["status"] == "finished" and summary["step"] == step
+        return summary if finished else None
 
     def close(self) -> None:
         if self._lock is not None:
@@ -205,17 +348,17 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            raise UserError(f"run.dir={self.path}: cannot be used: {error.strerror}; give a folder to write in") from None
+            raise UserError(f"run.dir={self.path}: cannot be used: {error.strerror}; give a writable folder") from None
 
     def _refuse_foreign(self) -> None:
         if not self.path.is_dir():
             raise UserError(f"run.dir={self.path}: is a file; give a folder")
         content = {p.name for p in self.path.iterdir()}
         if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-            raise UserError(f"run.dir={self.path}: holds other things than a run; give a folder of its own")
+            raise UserError(f"run.dir={self.path}: holds files that are not of a run; give a folder of its own")
 
     def _claim(self) -> None:
-        """Lock the folder; the kernel lets go when the process ends, however it ends."""
+        """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
         lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -227,7 +370,8 @@ class RunDirectory:
         self._lock = lock
 
     def _move_aside(self) -> None:
-        number, folder = 1, self.path.resolve()  # the path may be a link to another disk
+        number = 1
+        folder = self.path.resolve()  # the path may be a link to another disk
         while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
             number += 1
         os.rename(folder, aside)

@@ -11,6 +11,18 @@ import torch
 from torch import Tensor, nn
 
 
+class TrainingError(RuntimeError):
+    """Training cannot continue: says at which step and what to try."""
+
+
+def diverged(reason: str) -> TrainingError:
+    return TrainingError(
+        f"{reason}; these weights were not saved: lower optim.lr, lengthen schedule.warmup_epochs "
+        "or set optim.clip_norm, and start over with checkpoint.resume=never or continue from the "
+        "newest checkpoint with checkpoint.resume=PATH checkpoint.accept_changes=true"
+    )
+
+
 class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, BatchNorm's statistics among them.
 

@@ -1,6 +1,6 @@
-"""What the GPU, the allocator and the host's memory do while training runs.
+"""Metrics of the GPU, the CUDA caching allocator and host memory during training.
 
-Telemetry never stops training: a missing NVML or a figure that fails is one warning.
+Telemetry never stops training: a missing NVML or a failing query is logged once as a warning.
 """
 
 import itertools
@@ -20,80 +20,96 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-NOT_THERE = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
-# What holds the clocks down: bit in NVML's mask, kind, words. Idling and clocks somebody has set are no slowdown.
+NOT_SUPPORTED = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
+# Reasons for reduced clocks: bit in NVML's mask, kind, description. An idle GPU and clocks set by a
+# user are not slowdowns.
 SLOWDOWNS = [
     (0x004, "power", "power limit"),
-    (0x080, "power", "power brake from outside"),
+    (0x080, "power", "external power brake"),
     (0x200, "power", "board limit"),
-    (0x020, "thermal", "too hot, says the driver"),
-    (0x040, "thermal", "too hot, says the hardware"),
+    (0x020, "thermal", "thermal throttling by the driver"),
+    (0x040, "thermal", "thermal throttling by the hardware"),
     (0x008, "other", "hardware slowdown"),
-    (0x010, "other", "tied to slower GPUs by sync boost"),
+    (0x010, "other", "sync boost with slower GPUs"),
     (0x400, "other", "reliability limit"),
 ]
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVML and its handles: of the GPU, and of the part that is ours: a MIG instance, or the same."""
+    """NVML, the handle of the whole GPU, and the handle of the MIG instance in use, if any."""
 
     nvml: Any
     whole: Any
-    ours: Any
+    used: Any
 
 
 def find_gpu(nvml: Any, device: torch.device) -> Gpu:
-    """By identity, not number: NVML numbers all GPUs of the machine, torch those CUDA_VISIBLE_DEVICES leaves, in its order.
+    """Find a torch device in NVML by its UUID.
 
-    Of a MIG instance NVML knows the memory alone; clocks, power and the rest are the whole GPU's.
+    The indices differ: NVML counts all GPUs of the machine, torch counts those listed in
+    CUDA_VISIBLE_DEVICES, in that order. For a MIG instance NVML reports only the memory; clocks,
+    power and the other metrics belong to the whole GPU.
     """
-    seen = torch.cuda.get_device_properties(device)
+    uuid = torch.cuda.get_device_properties(device).uuid
     try:
-        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{seen.uuid}".encode())
+        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         return Gpu(nvml, whole, whole)
     except Exception as error:
-        unknown = error
+        no_gpu = error
     try:
-        ours = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{seen.uuid}".encode())
-        return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(ours), ours)
+        instance = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
+        return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance), instance)
     except Exception:
-        raise unknown from None
+        raise no_gpu from None
 
 
 def _throttling(gpu: Gpu) -> dict[str, float]:
-    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)  # the name that drivers old and new know
-    active = [(kind, words) for bit, kind, words in SLOWDOWNS if mask & bit]
+    # This name exists in old and new drivers.
+    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)
+    active = [(kind, reason) for bit, kind, reason in SLOWDOWNS if mask & bit]
     kinds = {f"gpu/throttled_{kind}_fraction": 0.0 for _, kind, _ in SLOWDOWNS}
     kinds |= {f"gpu/throttled_{kind}_fraction": 1.0 for kind, _ in active}
-    return {"gpu/throttled_fraction": float(bool(active)), **kinds, **{words: 1.0 for _, words in active}}
+    reasons = {reason: 1.0 for _, reason in active}
+    return {"gpu/throttled_fraction": float(bool(active)), **kinds, **reasons}
 
 
-# What is asked, by the name a warning gives it. Each fails on its own.
+# Queries by the name used in warnings. Each one can fail without the others.
 QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
     "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.whole).gpu},
-    "memory": lambda g: {"gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.ours).used / GIB},
+    "memory": lambda g: {"gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.used).used / GIB},
     "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.whole) / 1000},
-    "temperature": lambda g: {"gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)},
+    "temperature": lambda g: {
+        "gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)
+    },
     "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 1)},
     "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 2)},
     "throttling": _throttling,
-    "JPEG engines": lambda g: {"gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]},
-    "video decoders": lambda g: {"gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]},
-    # kB/s over the 20 ms that the driver watches the bus, and blocks this thread
-    "PCIe transmit": lambda g: {"gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000},
-    "PCIe receive": lambda g: {"gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000},
+    "JPEG engines": lambda g: {
+        "gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]
+    },
+    "video decoders": lambda g: {
+        "gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]
+    },
+    # in kB/s; the driver measures for 20 ms and blocks this thread meanwhile
+    "PCIe transmit": lambda g: {
+        "gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000
+    },
+    "PCIe receive": lambda g: {
+        "gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000
+    },
 }
 EVERY_SECOND_TIME = {"PCIe transmit", "PCIe receive"}
 
 
 class GpuMonitor:
-    """Samples one GPU through NVML (nvidia-ml-py) in a thread; without NVML it reports nothing."""
+    """Samples one GPU in a thread through NVML (nvidia-ml-py); reports nothing without NVML."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums: dict[str, float] = defaultdict(float)  # since the start, over `_counts` samples
+        self._sums: dict[str, float] = defaultdict(float)  # of all samples since the start
         self._counts: Counter[str] = Counter()
-        self._read: dict[str, tuple[dict[str, float], Counter[str]]] = {}  # the two as each reader last found them
+        # Sums and counts at each reader's last call.
+        self._read: dict[str, tuple[dict[str, float], Counter[str]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -108,45 +124,51 @@ class GpuMonitor:
             gpu = find_gpu(pynvml, device)
         except Exception as error:
             remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
-            logger.warning("no GPU utilisation, power and the like: NVML is not available (%s)%s", error, remedy)
+            logger.warning("no GPU metrics: NVML is not available (%s)%s", error, remedy)
             return
-        self._thread = threading.Thread(target=self._sample, args=(gpu,), daemon=True, name="telemetry")
+        self._thread = threading.Thread(
+            target=self._sample, args=(gpu,), daemon=True, name="telemetry"
+        )
         self._thread.start()
 
     def _sample(self, gpu: Gpu) -> None:
-        """Ask everything, twice a second. The driver's answers are waited for without the interpreter lock (ctypes)."""
-        missing: set[str] = set()  # what this GPU, driver or nvidia-ml-py does not have
+        """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""
+        missing: set[str] = set()  # queries that this GPU, driver or nvidia-ml-py does not support
         warned: set[str] = set()
         for turn in itertools.count():
             if self._stop.wait(SAMPLE_SECONDS):
                 return
             failed: dict[tuple[int, str], list[str]] = defaultdict(list)
-            for name, ask in QUERIES.items():
+            for name, query in QUERIES.items():
                 if name in missing or (turn % 2 and name in EVERY_SECOND_TIME):
                     continue
                 if self._stop.is_set():
                     return
                 try:
-                    self._note(ask(gpu))
-                except Exception as error:  # asked again next time: a driver may be back then
-                    absent = isinstance(error, AttributeError) or getattr(error, "value", None) in NOT_THERE
-                    if absent:
+                    self._add(query(gpu))
+                except Exception as error:  # retried next time: the driver may recover
+                    unsupported = isinstance(error, AttributeError) or (
+                        getattr(error, "value", None) in NOT_SUPPORTED
+                    )
+                    if unsupported:
                         missing.add(name)
                     if name not in warned:
                         warned.add(name)
-                        failed[logging.INFO if absent else logging.WARNING, str(error)].append(name)
-            for (level, error_text), names in failed.items():
-                logger.log(level, "NVML gives no figures of this GPU's %s: %s", ", ".join(names), error_text)
+                        level = logging.INFO if unsupported else logging.WARNING
+                        failed[level, str(error)].append(name)
+            for (level, reason), names in failed.items():
+                logger.log(level, "no GPU metrics for %s: NVML: %s", ", ".join(names), reason)
 
-    def _note(self, sample: dict[str, float]) -> None:
-        values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}  # raises for what is no number
+    def _add(self, sample: dict[str, float]) -> None:
+        # Raises TypeError for a value that is not a number.
+        values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}
         with self._lock:
             self._counts.update(values.keys())
             for name, value in values.items():
                 self._sums[name] += value
 
     def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:
-        """Sums and counts of samples since this reader's last call."""
+        """Return the sums and counts of the samples since this reader's last call."""
         with self._lock:
             sums, counts = dict(self._sums), self._counts.copy()
         sums_before, counts_before = self._read.get(reader, ({}, Counter()))
@@ -155,19 +177,26 @@ class GpuMonitor:
         return {name: sums[name] - sums_before.get(name, 0.0) for name in new}, new
 
     def read(self, reader: str = "log") -> dict[str, float]:
-        """Means since this reader's last call (an interval and an epoch are two readers), by TensorBoard tag.
+        """Return the means since this reader's last call, by TensorBoard tag.
 
-        Percent, GiB, watts, degrees Celsius, MHz, MB/s as the tags say; `_fraction`: share of the samples.
+        Log interval and epoch are two readers. Units are in the tags: percent, GiB, watts, degrees
+        Celsius, MHz, MB/s; a `_fraction` is a fraction of the samples.
         """
         sums, counts = self._since(reader)
         return {name: sums[name] / counts[name] for name in sums if name.startswith("gpu/")}
 
     def slowdowns(self) -> list[str]:
-        """What held the clocks down since the last call, the most frequent first: "power limit, 83 % of the time"."""
+        """Return why clocks were reduced since the last call, the most frequent reason first.
+
+        For example: "power limit, 83 % of the time".
+        """
         _, counts = self._since("slowdowns")
         samples = counts["gpu/throttled_fraction"]
-        return [f"{words}, {100 * count / samples:.0f} % of the time"
-                for words, count in counts.most_common() if not words.startswith("gpu/")]  # fmt: skip
+        return [
+            f"{reason}, {100 * count / samples:.0f} % of the time"
+            for reason, count in counts.most_common()
+            if not reason.startswith("gpu/")
+        ]
 
     def close(self) -> None:
         self._stop.set()
@@ -193,7 +222,7 @@ SPREAD = (
 
 
 def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -> dict[str, float]:
-    """Lowest and highest of every rank's figures, as `<tag>_min` and `<tag>_max`; of the ranks that have the figure."""
+    """Return `<tag>_min` and `<tag>_max` over the ranks that report the tag."""
     found: dict[str, float] = {}
     for tag in tags:
         values = [figures[tag] for figures in ranks if math.isfinite(figures.get(tag, math.nan))]
@@ -203,11 +232,13 @@ def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -
 
 
 def allocator_figures(device: torch.device) -> dict[str, float]:
-    """The CUDA caching allocator's state, peaks since the last call. Host-side counters: no synchronisation.
+    """Return the state of the CUDA caching allocator, with peaks since the last call.
 
-    `fragmentation` is the share of the reserved memory that lies in free pieces of blocks partly in use (inactive splits):
-    it can be neither given back nor joined for a large tensor. Blocks wholly free are cache, and do not count. What is active
-    beyond what is allocated has been freed, and waits for a stream that still uses it.
+    These are host-side counters: reading them does not synchronise. `fragmentation` is the fraction
+    of the reserved memory in inactive splits, the free parts of blocks that are partly in use. They
+    can neither be returned to the driver nor be merged for a large tensor. Blocks that are entirely
+    free are cache and do not count. Active memory beyond the allocated memory has been freed but
+    waits for a stream that still uses it.
     """
     if device.type != "cuda":
         return {}
@@ -228,16 +259,19 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
 
 
 def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, float]:
-    """Memory of this process and of its loader workers; what the system does not tell is left out.
+    """Return the memory of this process and of its loader workers, as far as the system reports it.
 
-    The trainer's is all it has resident, shared and page-locked batch buffers included. The workers' is what they have for
-    themselves, so that the buffers all of them map count once, in the trainer's; and what they share with the forkserver
-    they were forked from counts once, too. With loader.start_method=fork, what is still the trainer's counts in each.
+    The trainer's value is its resident memory, including shared and page-locked batch buffers. The
+    workers' value is their private memory: the buffers that all of them map count once, in the
+    trainer's value, and pages shared with the fork server count once, too. With
+    loader.start_method=fork, pages still shared with the trainer count in every worker.
     """
     figures = {"host/pinned_gib": pinned_bytes / GIB}
     page = os.sysconf("SC_PAGE_SIZE")
     try:
-        figures["host/trainer_rss_gib"] = int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
+        figures["host/trainer_rss_gib"] = (
+            int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
+        )
         figures["host/workers_rss_gib"] = _private_pages(worker_pids) * page / GIB
     except (OSError, ValueError, IndexError):
         pass  # no /proc
@@ -250,8 +284,12 @@ def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, flo
 
 
 def _private_pages(pids: Iterable[int]) -> int:
-    """From statm, 20 microseconds a process. smaps_rollup knows what is still shared after a fork, but walks the page
-    tables: 2 to 8 ms a worker, and the worker cannot map memory meanwhile."""
+    """Count the private pages of processes.
+
+    Reading statm takes 20 microseconds per process. smaps_rollup also knows which pages are still
+    shared after a fork, but it walks the page tables: 2 to 8 ms per worker, during which the worker
+    cannot map memory.
+    """
 
     def anonymous(pid: int) -> int:
         _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
@@ -266,5 +304,5 @@ def _private_pages(pids: Iterable[int]) -> int:
                 forked_from[parent] = 0 if parent == os.getpid() else anonymous(parent)
             own[parent] += max(0, anonymous(pid) - forked_from[parent])
         except (OSError, ValueError, IndexError):
-            continue  # it has died
+            continue  # the process has ended
     return sum(own.values()) + sum(forked_from.values())

@@ -30,8 +30,6 @@ from engine.pictures import grid
 
 logger = logging.getLogger(__name__)
 
-# metrics.jsonl keys whose TensorBoard tag is train/<key> or val/<key>; those of the raw model only beside a moving average
-METRICS = ("loss", "top1", "top5", "loss_raw", "top1_raw", "top5_raw")
 # metrics.jsonl key -> TensorBoard tag
 SCALARS = {
     "lr": "lr",
@@ -48,6 +46,9 @@ SCALARS = {
     "step_p95_ms": "time/step_p95_ms",
     "step_worst_ms": "time/step_worst_ms",
 }
+# metrics.jsonl keys that have no curve. Every other key has the TensorBoard tag <split>/<key>.
+NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
+IN_TABLE = {"loss", "top1", "top5"}  # the console's table shows these; it appends other values
 # TensorBoard's custom layout: group -> chart -> tags, as a regular expression that begins at the tag's first letter. A chart
 # has one unit, which the tag's ending says; the first of a group takes what ends otherwise, so that no new tag is left out.
 LAYOUT = {
@@ -55,6 +56,7 @@ LAYOUT = {
         "loss": r"(train|val)/loss(_raw)?$",
         "top-1 and top-5, %": r"(train|val)/top[15](_raw)?$|final/best_top1$",
         "learning rate": r"lr$",
+        "other values": r"(train|val)/(?!(loss|top[15])(_raw)?$).*",
     },
     "throughput": {"images/s": r"(throughput/(?!mfu)|final/images_per).*", "model FLOPs utilisation": r"throughput/mfu"},
     "time": {"shares of the time": r"time/(?!.*_ms$).*", "milliseconds": r"time/.*_ms$"},
@@ -158,8 +160,12 @@ class Tracker:
             return
         self._write(row, figures)
         waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
-        self._table_line(row, f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} "
-                              f"{duration(row['seconds_left']):>8}")  # fmt: skip
+        others = row.keys() - SCALARS.keys() - NO_CURVE - IN_TABLE
+        more = "".join(f"  {key} {row[key]:.4g}" for key in row if key in others)
+        self._table_line(
+            row,
+            f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} {duration(row['seconds_left']):>8}{more}",
+        )
 
     def figures(self, values: dict[str, float], step: int) -> None:
         """Add to curves that no log row holds: tag -> value."""
@@ -246,14 +252,14 @@ class Tracker:
             for tag, image in (drawn or {}).items():
                 self.picture(tag, image, step, photos=tag == "val/worst")
 
-    def graph(self, build: Callable[[], nn.Module], *, side: int, parameters: int) -> None:
+    def graph(self, build: Callable[[], nn.Module], *, image_size: int, parameters: int) -> None:
         """Write the model's graph, if the model can be traced; otherwise write nothing.
 
         A second model is built on the CPU for this and thrown away; the random state stays as it was. On a slow core this takes
         0.4 s for ResNet-50 and 1.1 s for maxvit_t. Models of more than GRAPH_PARAMETERS are left out.
 
         Args:
-            side: side of the image it is traced with, in pixels.
+            image_size: side of the image for tracing, pixels.
         """
         if self._board is None or parameters > GRAPH_PARAMETERS:
             return
@@ -261,7 +267,7 @@ class Tracker:
             with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # add_graph prints what it cannot do
                 warnings.simplefilter("ignore")
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    image = torch.zeros(1, 3, side, side)
+                    image = torch.zeros(1, 3, image_size, image_size)
                     traced = torch.jit.trace(build().eval(), image, check_trace=False)
                     self._board.add_graph(traced, image)
         except Exception as error:
@@ -342,7 +348,8 @@ class Tracker:
             self._guard("metrics.jsonl", self._rows.write, json.dumps({**_rounded(row), **_rounded(plain)}) + "\n")
         self._write_drawn()
         if self._board is not None:
-            tags = {SCALARS.get(k) or f"{row['split']}/{k}": row[k] for k in (*SCALARS, *METRICS) if k in row}
+            curves = {key: value for key, value in row.items() if key not in NO_CURVE}
+            tags = {SCALARS.get(k, f"{row['split']}/{k}"): value for k, value in curves.items()}
             self._guard("TensorBoard", self._scalars, {**tags, **figures}, row["step"])
 
     def _scalars(self, values: dict[str, float], step: int) -> None:

@@ -6,15 +6,13 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 import hashlib
 import importlib.util
 import logging
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean
 from models.resnet import resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
@@ -71,29 +69,6 @@ OURS: dict[str, Callable[[int, int], nn.Module]] = {
     "resnet18_cifar": resnet18_cifar,
     "vit_s16": vit_s16,
 }
-
-
-def import_torchvision() -> ModuleType:
-    """Import torchvision, even if its compiled operators do not match the installed torch.
-
-    With a CPU build of torch, a torchvision built for CUDA cannot load its detection operators. The
-    import then fails when it registers their shapes. Classifiers do not use these operators, so a
-    declaration without an implementation is enough.
-    """
-    for _ in range(4):
-        try:
-            import torchvision
-
-            return torchvision
-        except RuntimeError as error:
-            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
-            if missing is None:
-                raise
-            schema = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-            torch.library.define(f"torchvision::{missing[1]}", schema)
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-    raise RuntimeError("torchvision cannot be imported: it does not match the installed torch")
 
 
 def _torchvision_names() -> list[str]:

@@ -12,9 +12,10 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -47,6 +48,16 @@ class Index:
     paths: SharedArray
     offsets: SharedArray
     labels: SharedArray
+
+    @classmethod
+    def of_files(cls, root: str, files: Mapping[str, Sequence[bytes]]) -> "Index":
+        """Make the table of known files.
+
+        Args:
+            root: the split's folder.
+            files: class name -> sorted paths below `root`; the classes are sorted too.
+        """
+        return cls(root, tuple(files), *map(SharedArray.copy_of, _packed(list(files.values()))))
 
     def __len__(self) -> int:
         return len(self.labels.array)
@@ -139,20 +150,27 @@ def _scan(root: str, key: str) -> _Scan:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise UserError(f"{key}={root}: class folder {empty[0]}{more} holds no images "
                         f"({', '.join(e.decode() for e in EXTENSIONS[:4])}, ...); fill it or remove it")  # fmt: skip
-    files = [f for files, _ in found for f in files]
     folders = [b"."] + [folder for _, looked in found for folder in looked.values()]
     mtimes = _mtimes(base, folders)
     if mtimes is None:
         raise UserError(f"{key}={root}: changed while it was read; start again when it is complete")
-    lengths = np.fromiter((len(f) for f in files), np.int64, len(files))
     return _Scan(
-        classes=tuple(os.fsdecode(name) for name in names),
-        paths=np.frombuffer(b"".join(files), np.uint8),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=np.repeat(np.arange(len(names)), [len(files) for files, _ in found]).astype(np.int64),
+        tuple(os.fsdecode(name) for name in names),
+        *_packed([files for files, _ in found]),
         folders=folders,
         mtimes=mtimes,
         settled=bool(mtimes.max() < (started - SETTLED_SECONDS) * 1e9),
+    )
+
+
+def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack the paths of each class into the paths, offsets and labels of an Index."""
+    files = list(chain.from_iterable(classes))
+    lengths = np.fromiter(map(len, files), np.int64, len(files))
+    return (
+        np.frombuffer(b"".join(files), np.uint8),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.repeat(np.arange(len(classes)), list(map(len, classes))).astype(np.int64),
     )
 
 

@@ -2,9 +2,10 @@
 
 Journey of a batch, 4: rows of uint8 [B, 3, S, S] and int64 [B]. Runs in the training process.
 
-There is no tensor per sample, no memory segment per batch, no collate copy and no pin-memory thread: a batch is one slot of a
-ring that the workers write into. A batch is cut into tasks of TASK_ROWS images, so that all workers work on the batch that is
-needed next. A slot is given out again only when the CUDA event of the copy out of it has completed.
+There is no tensor per sample, no memory segment per batch, no collate copy and no pin-memory
+thread: a batch is one slot of a ring that the workers write into. A batch is split into tasks of
+TASK_ROWS images, so that all workers work on the batch that is needed next. A slot is reused only
+after the CUDA event of the copy out of it has completed.
 """
 
 import atexit
@@ -18,94 +19,109 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.dataset import Dataset
-from pipeline.gpu_decode.geometry import COLUMNS, identity
+from pipeline.gpu_decode.encoded import EncodedRows, encoded_layout
 from pipeline.shared import SharedArray
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
 logger = logging.getLogger(__name__)
 
-# Small enough to spread a batch over the workers, large enough that messages cost nothing: at 17,000 images/s the training
-# process handles 530 replies a second.
+# Small enough to spread a batch over the workers, large enough for a negligible cost of messages:
+# at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
-# A task that ended two workers will end a third.
-LIVES_PER_TASK = 2
+DEATHS_PER_TASK = 2  # a task that killed two workers would kill a third
 STOP_SECONDS = 1.0
-SLOW_SAMPLE_SECONDS, SLOW_PAUSE_SECONDS = 2.0, 10.0
-FEW_SAMPLES = 3  # so many may be bad files
+SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is reported
+SLOW_PAUSE_SECONDS = 10.0  # between two such reports
+FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 
 
 class LoaderError(RuntimeError):
-    """The input failed: an unreadable image, a dead or a stuck worker. One line that names it."""
+    """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One slot, complete. Valid until `release` has been called and its event has completed.
+    """One complete slot. Valid until `release` has been called and its event has completed.
 
     Attributes:
-        images: uint8 [B, 3, S, S], channels_last.
+        images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded.
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
         step: the sampler's step.
-        files, geometry: for rows that the GPU's engines are to decode: uint8 [bytes], float64 [B, COLUMNS].
-        decode_here: decodes these rows in this process instead, when the engines refuse one.
-        release: call with the CUDA event of the copy out of the slot, or None when it was read on the host.
+        slot: position in the ring.
+        release: call with the CUDA event of the copy out of the slot, or None if the host read it.
     """
 
     images: torch.Tensor
     labels: torch.Tensor
     step: int
+    slot: int
     release: Callable[[Any], None]
-    files: np.ndarray | None = None
-    geometry: torch.Tensor | None = None
-    decode_here: Callable[[], None] = lambda: None
 
 
-def buffer_layout(*, batch_size: int, size: int, slots: int, file_bytes: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and type of each buffer of a source: `slots` batches of `batch_size` images of side `size`.
+def buffer_layout(
+    *, batch_size: int, size: int, slots: int, file_bytes: int = 0
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of each buffer of a ring: `slots` batches of square images.
 
-    With `file_bytes` per row there is room for files that the GPU will decode.
+    Args:
+        batch_size: rows of a batch.
+        size: side of the images, in pixels.
+        slots: batches in the ring.
+        file_bytes: bytes per row for files that the GPU decodes; 0 for none.
     """
     layout: dict[str, tuple[tuple[int, ...], Any]] = {
         "pixels": ((slots, batch_size, size, size, 3), np.uint8),
         "labels": ((slots, batch_size), np.int64),
     }
     if file_bytes:
-        layout["files"] = (slots, batch_size * file_bytes), np.uint8
-        layout["geometry"] = (slots, batch_size, COLUMNS), np.float64
+        layout |= encoded_layout(batch_size=batch_size, slots=slots, file_bytes=file_bytes)
     return layout
 
 
 def start_source(
-    dataset: Dataset, *, batch_size: int, size: int, slots: int, file_bytes: int = 0, skip_unreadable: bool = False
+    dataset: Dataset,
+    *,
+    batch_size: int,
+    size: int,
+    slots: int,
+    file_bytes: int = 0,
+    skip_unreadable: bool = False,
 ) -> Source:
-    """Allocate the ring of buffers for one dataset, as `buffer_layout` says."""
+    """Allocate the ring of buffers of a dataset; arguments as for `buffer_layout`."""
     layout = buffer_layout(batch_size=batch_size, size=size, slots=slots, file_bytes=file_bytes)
-    buffers = {name: SharedArray(shape, kind) for name, (shape, kind) in layout.items()}
-    return Source(dataset, **buffers, skip_unreadable=skip_unreadable)
+    buffers = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
+    encoded = None
+    if file_bytes:
+        encoded = EncodedRows(buffers["files"], buffers["geometry"], size)
+    return Source(dataset, buffers["pixels"], buffers["labels"], encoded, skip_unreadable)
 
 
-def slots_needed(*, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
+def slots_needed(
+    *, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int
+) -> int:
     """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
-    in_hand = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
-    return max(1, in_hand) + 1 + prefetch_batches + 1
+    in_progress = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
+    return max(1, in_progress) + 1 + prefetch_batches + 1
 
 
 class Pinned:
-    """Page-locks arrays for the time of a `with` block, so that copies to a GPU run asynchronously at full speed.
+    """Page-locks arrays during a `with` block: copies to a GPU run asynchronously at full speed.
 
-    Locking the pages of the shared buffers themselves saves the copy into pinned memory that torch's DataLoader makes.
+    Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
+
+    Attributes:
+        locked: addresses of the arrays that are page-locked.
     """
 
     def __init__(self, arrays: Sequence[SharedArray]) -> None:
@@ -116,8 +132,12 @@ class Pinned:
         for tensor in self.tensors:
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             if int(error) != 0:
-                logger.warning("loader.pin_memory: %.1f MiB cannot be page-locked (%s); copies will be slower; see ulimit -l",
-                               tensor.nbytes / 2**20, error)  # fmt: skip
+                logger.warning(
+                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), "
+                    "copies will be slower; raise ulimit -l",
+                    tensor.nbytes / 2**20,
+                    error,
+                )
                 break
             self.locked.append(tensor.data_ptr())
         return self
@@ -126,14 +146,14 @@ class Pinned:
         self.release()
 
     def release(self) -> None:
-        """Make it ordinary memory again; nothing may be copying from it."""
+        """Unlock the arrays. No copy from them may be in progress."""
         for pointer in self.locked:
             torch.cuda.cudart().cudaHostUnregister(pointer)
         self.locked.clear()
 
 
-def heed(reply: Reply) -> None:
-    """Raise what went wrong with a task, say what was skipped.
+def raise_or_warn(reply: Reply) -> None:
+    """Log the samples that a task skipped.
 
     Raises:
         LoaderError: the task failed.
@@ -145,42 +165,59 @@ def heed(reply: Reply) -> None:
 
 
 @dataclass
+class RunningMean:
+    """The mean of the first `window` values; later values move it exponentially.
+
+    Attributes:
+        value: the mean; 0 before the first value.
+        count: number of values so far.
+    """
+
+    window: int
+    value: float = 0.0
+    count: int = 0
+
+    def add(self, value: float) -> None:
+        # The value first: a thread that reads the two never sees a count without a value.
+        self.value += (value - self.value) / min(self.window, self.count + 1)
+        self.count += 1
+
+
+@dataclass
 class _Worker:
-    """Attributes:
-    leaving: is given no more tasks.
-    seconds: wall time of an image, a running mean.
-    replies: how many tasks that is of.
-    named: as slower than the others.
+    """A worker process.
+
+    Attributes:
+        tasks: number -> task, for the tasks it has received and not replied to.
+        leaving: receives no more tasks.
+        seconds: wall time per image.
+        reported: as slower than the others.
     """
 
     process: BaseProcess
     pipe: Connection
-    tasks: dict[int, Task]
+    tasks: dict[int, Task] = field(default_factory=dict)
     leaving: bool = False
-    seconds: float = 0.0
-    replies: int = 0
-    named: bool = False
-
-    def note(self, reply: Reply) -> None:
-        self.replies += 1
-        self.seconds += (reply.seconds / max(1, reply.rows) - self.seconds) / min(20, self.replies)
+    seconds: RunningMean = field(default_factory=lambda: RunningMean(window=20))
+    reported: bool = False
 
 
 class WorkerPool:
-    """Processes that run tasks for several sources (training and validation share them), kept for the whole run.
+    """Processes that run tasks for several sources (training and validation), for the whole run.
 
-    Single-threaded: everything happens inside `submit` and `wait`, so nothing competes with the training loop for the
-    interpreter lock. With `workers=0` tasks run in this process.
+    Single-threaded: everything happens inside `submit` and `wait`, so nothing competes with the
+    training loop for the GIL. With `workers=0` tasks run in this process.
 
     Args:
-        sources: tasks name one by its position.
+        sources: a task names its source by the position.
         workers: number of processes.
-        prefetch_factor: tasks a worker is given ahead of its replies.
-        timeout_seconds: no reply from any worker for this long, while a task is waited for, stops the run.
+        prefetch_factor: tasks sent to a worker ahead of its replies.
+        timeout_seconds: the run fails if a task is waited for and no worker replies for so long.
         start_method: fork, forkserver or spawn.
 
     Attributes:
-        recent: what the newest tasks of each source took.
+        recent: the newest replies of each source.
+        decode_seconds: of each source, wall time per image that a worker decoded.
     """
 
     def __init__(
@@ -193,23 +230,23 @@ class WorkerPool:
         start_method: str = "forkserver",
     ) -> None:
         self.sources = list(sources)
-        self.prefetch_factor, self.timeout_seconds = prefetch_factor, timeout_seconds
+        self.prefetch_factor = prefetch_factor
+        self.timeout_seconds = timeout_seconds
         self.waiting: deque[Task] = deque()
         self.open: set[int] = set()
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
-        self._seconds = [0.0 for _ in self.sources]  # of all tasks so far, and of those samples that took very long, by index
-        self._slow: list[dict[int, float]] = [{} for _ in self.sources]
-        # Per image that a worker decoded for a source it shares with the engines, a running mean, and of how many replies.
-        self.decode_seconds, self.replies = 0.0, 0
-        self._lives: dict[int, int] = {}
+        self.decode_seconds = [RunningMean(window=50) for _ in self.sources]
+        self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
+        self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
+        self._deaths: dict[int, int] = {}  # task number -> workers that died at it
         self._next_number = 0
-        self._slow_named = -math.inf
+        self._slow_reported = -math.inf
         self._last_reply = time.monotonic()
         self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
             self._context.set_forkserver_preload(["pipeline.worker"])
         self.workers: list[_Worker] = []
-        atexit.register(self.close)  # else multiprocessing would wait there for workers that nobody ends
+        atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
         try:
             for _ in range(workers):
                 self.workers.append(self._start())
@@ -219,11 +256,13 @@ class WorkerPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the workers."""
+        """Process IDs of the workers."""
         return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
 
-    def submit(self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0) -> int:
-        """Queue a task and return its number. Earlier tasks are begun first."""
+    def submit(
+        self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0
+    ) -> int:
+        """Queue a task and return its number. Tasks start in the order of the calls."""
         task = Task(self._next_number, source, slot, row, samples, encoded)
         self._next_number += 1
         self.open.add(task.number)
@@ -232,18 +271,18 @@ class WorkerPool:
         return task.number
 
     def done(self, numbers: Sequence[int]) -> bool:
-        """Whether all these tasks have been replied to; takes in what has arrived, does not wait."""
+        """Whether all these tasks are done; receives pending replies and does not wait."""
         if not self.open.isdisjoint(numbers):
             self._receive(timeout=0)
         return self.open.isdisjoint(numbers)
 
     def wait(self, numbers: Sequence[int]) -> None:
-        """Return when all these tasks are done.
+        """Wait until all these tasks are done.
 
         Raises:
-            LoaderError: a task failed, ended its worker twice, or gave no reply within the timeout.
+            LoaderError: a task failed, killed two workers, or got no reply within the timeout.
         """
-        self._last_reply = time.monotonic()  # replies that came while nobody waited say nothing about now
+        self._last_reply = time.monotonic()  # the timeout counts the time of waiting only
         while not self.open.isdisjoint(numbers):
             if self.workers:
                 self._receive(timeout=min(self.timeout_seconds, 5.0))
@@ -253,7 +292,7 @@ class WorkerPool:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
     def resize(self, workers: int) -> None:
-        """Start workers, or end some once they have done what they have in hand; at least one stays.
+        """Change the number of workers, to at least 1. They finish their tasks before they end.
 
         Raises:
             LoaderError: a task failed meanwhile, or is not done within the timeout.
@@ -263,7 +302,9 @@ class WorkerPool:
         for worker in self.workers[max(1, workers) :]:
             worker.leaving = True
         self._last_reply = time.monotonic()
-        while numbers := [number for worker in self.workers if worker.leaving for number in worker.tasks]:
+        while numbers := [
+            number for worker in self.workers if worker.leaving for number in worker.tasks
+        ]:
             self._receive(timeout=min(self.timeout_seconds, 1.0))
             if time.monotonic() - self._last_reply > self.timeout_seconds:
                 raise LoaderError(self._stuck(numbers))
@@ -273,7 +314,7 @@ class WorkerPool:
         self._dispatch()
 
     def abandon(self) -> None:
-        """Forget all tasks, for a caller that goes on after an error; others take the place of workers that are at one."""
+        """Drop all tasks, for a caller that continues after an error; busy workers are replaced."""
         self.waiting.clear()
         self.open.clear()
         for place, worker in enumerate(self.workers):
@@ -282,54 +323,63 @@ class WorkerPool:
                 self.workers[place] = self._start()
 
     def _note_slow(self, reply: Reply) -> None:
-        """Note a sample that took very long; say it once in a while, as one slow file after the other would fill the log."""
+        """Record a very slow sample. Logs at most one per SLOW_PAUSE_SECONDS."""
         seconds, index = reply.slowest
         if seconds <= SLOW_SAMPLE_SECONDS:
             return
         slow, now = self._slow[reply.source], time.monotonic()
         slow[index] = slow.get(index, 0.0) + seconds
-        if now - self._slow_named > SLOW_PAUSE_SECONDS:
-            self._slow_named = now
+        if now - self._slow_reported > SLOW_PAUSE_SECONDS:
+            self._slow_reported = now
             name = self.sources[reply.source].dataset.name(index)
             logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
 
     def slow_samples(self, source: int) -> tuple[float, list[str]]:
-        """Up to FEW_SAMPLES that took SLOW_SAMPLE_SECONDS and more: their share of the workers' time so far, and their names.
+        """Up to FEW_SAMPLES very slow samples: their share of the workers' time, and their names.
 
-        Nothing when there are more: storage that stops for a moment holds up a sample of every worker.
+        Empty if there are more: a short stall of the storage delays a sample of every worker.
         """
         slow = self._slow[source]
         floor = 0.1 * sum(slow.values())
-        most = [index for index, seconds in slow.items() if seconds > floor]
-        if not 0 < len(most) <= FEW_SAMPLES:
+        slowest = [index for index, seconds in slow.items() if seconds > floor]
+        if not 0 < len(slowest) <= FEW_SAMPLES:
             return 0.0, []
         name = self.sources[source].dataset.name
-        return sum(slow[index] for index in most) / self._seconds[source], [name(index) for index in most]
+        share = sum(slow[index] for index in slowest) / self._seconds[source]
+        return share, [name(index) for index in slowest]
 
-    def warn_of_laggards(self, factor: float = 3.0) -> None:
-        """Name each worker, once, that has come to take `factor` times as long as the others."""
-        timed = [w for w in self.workers if w.replies >= 20]
-        middle = sorted(w.seconds for w in timed)[len(timed) // 2] if len(timed) > 2 else math.inf
+    def warn_about_slow_workers(self, factor: float = 3.0) -> None:
+        """Log each worker, once, that is `factor` times slower than the median."""
+        timed = [w for w in self.workers if w.seconds.count >= 20]
+        if len(timed) < 3:  # of two, either may be the slow one
+            return
+        median = sorted(w.seconds.value for w in timed)[len(timed) // 2]
         for worker in timed:
-            if worker.seconds > factor * middle and not worker.named:
-                worker.named = True
-                logger.warning("loader worker %d takes %.1f times as long as the others", worker.process.pid,
-                               worker.seconds / middle)  # fmt: skip
+            if worker.seconds.value > factor * median and not worker.reported:
+                worker.reported = True
+                times = worker.seconds.value / median
+                logger.warning(
+                    "loader worker %d is %.1f times slower than the others",
+                    worker.process.pid,
+                    times,
+                )
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=worker_main, args=(theirs, self.sources), daemon=True, name="loader")
+        process = self._context.Process(
+            target=worker_main, args=(theirs, self.sources), daemon=True, name="loader"
+        )
         with _signals_blocked(), _main_module_hidden():
             if self._context.get_start_method() != "fork":
-                resource_tracker.ensure_running()  # process.start would start it, and unblock signals
+                resource_tracker.ensure_running()  # process.start() would unblock the signals
                 signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
             try:
                 process.start()
-            except (ConnectionError, EOFError):  # the forkserver has been killed, but still counts as running
+            except (ConnectionError, EOFError):  # the forkserver was killed a moment ago
                 time.sleep(0.5)
                 process.start()
         theirs.close()
-        return _Worker(process, ours, {})
+        return _Worker(process, ours)
 
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
@@ -341,60 +391,71 @@ class WorkerPool:
             try:
                 worker.pipe.send(task)
             except OSError:
-                self._replace(worker)  # the task has not reached it, and is not to blame
+                self._replace(worker)  # the task did not reach it and is not the cause
                 continue
             worker.tasks[task.number] = self.waiting.popleft()
 
     def _receive(self, timeout: float) -> None:
-        """Take in replies and deaths; wait up to `timeout` seconds for the first."""
-        ready = connection.wait([w.pipe for w in self.workers] + [w.process.sentinel for w in self.workers], timeout)
+        """Handle replies and deaths; wait up to `timeout` seconds for the first."""
         workers = list(self.workers)
+        pipes = [worker.pipe for worker in workers]
+        sentinels = [worker.process.sentinel for worker in workers]
+        ready = connection.wait([*pipes, *sentinels], timeout)
         for worker in workers:
             if worker.pipe in ready:
-                try:
-                    while worker.pipe.poll():  # all it has: the next call may be a step away
-                        reply = worker.pipe.recv()
-                        del worker.tasks[reply.number]
-                        worker.note(reply)
-                        self._finish(reply)
-                except (EOFError, OSError):
-                    self._replace(worker)
+                self._receive_from(worker)
         lost = [w for w in workers if w.process.sentinel in ready and w in self.workers]
-        while lost:  # a killed forkserver takes all its workers with it, one after the other: none must be given more
+        # A killed forkserver takes all its workers with it, one by one: send tasks to none of them.
+        while lost:
             for worker in lost:
                 self._replace(worker)
             ready = connection.wait([w.process.sentinel for w in self.workers], 0)
             lost = [w for w in self.workers if w.process.sentinel in ready]
         self._dispatch()
 
+    def _receive_from(self, worker: _Worker) -> None:
+        try:
+            while worker.pipe.poll():  # all replies: the next call may be a step away
+                reply = worker.pipe.recv()
+                del worker.tasks[reply.number]
+                worker.seconds.add(reply.seconds / max(1, reply.rows))
+                self._finish(reply)
+        except (EOFError, OSError):
+            self._replace(worker)
+
     def _finish(self, reply: Reply) -> None:
         self._last_reply = time.monotonic()
-        heed(reply)
+        raise_or_warn(reply)
         self.recent[reply.source].append(reply)
         self._seconds[reply.source] += reply.seconds
         self._note_slow(reply)
         self.open.discard(reply.number)
-        if reply.decoded and self.sources[reply.source].files is not None:
-            self.decode_seconds += (reply.seconds / reply.decoded - self.decode_seconds) / min(50, self.replies + 1)
-            self.replies += 1
-        self._lives.pop(reply.number, None)
+        if reply.decoded:
+            self.decode_seconds[reply.source].add(reply.seconds / reply.decoded)
+        self._deaths.pop(reply.number, None)
 
     def _replace(self, dead: _Worker) -> None:
-        """Start another worker for a dead one and give its tasks out again: they are functions of their samples."""
-        # It may live on with its pipe or its forkserver gone, and would write into rows that are given out again.
+        """Start a worker in place of a dead one and queue its tasks again.
+
+        The second run of a task writes the same bytes: a task is a function of its samples.
+        """
+        # It may outlive its pipe or its forkserver, and would write into rows that others fill now.
         with contextlib.suppress(ProcessLookupError):
             assert dead.process.pid, "started; 0 would be this whole process group"
             os.kill(dead.process.pid, signal.SIGKILL)
         dead.process.join(STOP_SECONDS)
-        code = dead.process.exitcode
-        how = f"exit status {code}" if code is None or code >= 0 else signal.Signals(-code).name
-        hint = "; SIGKILL is often the kernel out of memory" if code == -signal.SIGKILL else ""
-        for task in list(dead.tasks.values())[:1]:  # the one it was at; it had not begun those behind
-            self._lives[task.number] = self._lives.get(task.number, 0) + 1
-            if self._lives[task.number] >= LIVES_PER_TASK:
-                raise LoaderError(f"loader workers died twice ({how}{hint}) on the samples near {self._first_open(task)}")
+        cause = _cause_of_death(dead.process.exitcode)
+        for task in list(dead.tasks.values())[:1]:  # it had not started the tasks behind the first
+            self._deaths[task.number] = self._deaths.get(task.number, 0) + 1
+            if self._deaths[task.number] >= DEATHS_PER_TASK:
+                raise LoaderError(
+                    f"loader workers died twice ({cause}) on the samples near {self._current(task)}"
+                )
         logger.warning(
-            "loader worker %d died (%s%s); its %d tasks go to a new one", dead.process.pid, how, hint, len(dead.tasks)
+            "loader worker %d died (%s); a new worker takes over its %d tasks",
+            dead.process.pid,
+            cause,
+            len(dead.tasks),
         )
         dead.pipe.close()
         if dead.leaving:
@@ -404,19 +465,26 @@ class WorkerPool:
         self.waiting.extendleft(reversed(dead.tasks.values()))
 
     def _stuck(self, numbers: Sequence[int]) -> str:
-        late = [(w, task) for w in self.workers for task in w.tasks.values() if task.number in numbers]
-        names = ", ".join(f"{self._first_open(task)} (worker {w.process.pid})" for w, task in late[:4])
-        return f"no image for {self.timeout_seconds:g} s (loader.timeout_seconds); still reading {names or 'nothing'}"
+        late = [
+            f"{self._current(task)} (worker {worker.process.pid})"
+            for worker in self.workers
+            for task in worker.tasks.values()
+            if task.number in numbers
+        ]
+        return (
+            f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
+            f"still reading {', '.join(late[:4]) or 'nothing'}"
+        )
 
-    def _first_open(self, task: Task) -> str:
-        """Name the sample of a task that its worker was at."""
+    def _current(self, task: Task) -> str:
+        """Name of the sample that the worker of a task is reading."""
         source = self.sources[task.source]
         rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
-        place = int(np.argmax(rows == EMPTY_ROW))
-        return source.dataset.name(int(task.samples[place, 1]))
+        position = int(np.argmax(rows == EMPTY_ROW))
+        return source.dataset.name(int(task.samples[position, 1]))
 
     def close(self) -> None:
-        """End all workers: at once, whatever they are doing."""
+        """Kill all workers."""
         atexit.unregister(self.close)
         for worker in self.workers:
             worker.pipe.close()
@@ -435,7 +503,7 @@ class WorkerPool:
     def __enter__(self) -> "WorkerPool":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -446,27 +514,33 @@ class Loader:
         pool: runs the tasks.
         source: position of the source in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
-        hold: unreleased batches the consumer may have when it asks for another.
+        hold: unreleased batches that the consumer may have when it asks for another.
 
     Attributes:
-        encoded_share: share of a batch's rows that is left to the GPU's engines; the consumer may change it.
+        images: uint8 [slots, B, 3, S, S].
+        labels: int64 [slots, B].
+        encoded_share: share of the rows of later batches that may stay encoded.
     """
 
-    def __init__(self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int) -> None:
-        self.pool, self.source, self.samples = pool, source, samples
+    def __init__(
+        self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int
+    ) -> None:
+        self.pool = pool
+        self.source = source
+        self.samples = samples
         self.encoded_share = 0.0
-        self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)  # uint8 [slots, B, 3, S, S]
-        self.labels = torch.from_numpy(pool.sources[source].labels.array)  # int64 [slots, B]
+        self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)
+        self.labels = torch.from_numpy(pool.sources[source].labels.array)
         self.slots, self.batch_size = self.labels.shape
         self.ahead = self.slots - hold
         assert self.ahead >= 1, "the ring must hold one batch more than its consumer does"
         self._held: set[int] = set()  # slots yielded and not released
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
-        self._queue: deque[tuple[int, int, list[int]]] = deque()
+        self._queue: deque[tuple[int, int, list[int]]] = deque()  # step, slot, task numbers
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
-        """Yield the batches of steps start ... stop - 1; work on up to `ahead` of them goes on between calls."""
-        for _, _, numbers in self._queue:  # of an iteration that was left early: its slots must come to rest
+        """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
+        for _, _, numbers in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(numbers)
         self._queue.clear()
         self._held.clear()
@@ -478,7 +552,8 @@ class Loader:
             step, slot, numbers = self._queue.popleft()
             self.pool.wait(numbers)
             self._held.add(slot)
-            yield self._batch(step, slot)
+            release = partial(self._release, slot)
+            yield HostBatch(self.images[slot], self.labels[slot], step, slot, release)
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""
@@ -486,42 +561,35 @@ class Loader:
 
     def _submit(self, step: int) -> tuple[int, int, list[int]]:
         slot = step % self.slots
-        assert slot not in self._held, "a batch is still in use: release batches in order, hold no more than `hold`"
+        assert slot not in self._held, (
+            "a batch is still in use: release batches in order, hold no more than `hold`"
+        )
         event = self._copied.pop(slot, None)
         if event is not None:
-            event.synchronize()  # waits when the device is the limit: the host stays a few batches ahead, not more
+            event.synchronize()  # keeps the host only a few batches ahead of the device
         samples = self.samples(step)
         source = self.pool.sources[self.source]
         source.labels.array[slot] = EMPTY_ROW
-        if source.geometry is not None:
-            identity(source.geometry.array[slot, len(samples) :], source.pixels.array.shape[2])
-        share = self.encoded_share if source.files is not None else 0.0
+        share = 0.0
+        if source.encoded is not None:
+            source.encoded.mark_as_pixels(slot, slice(len(samples), None))  # rows without a sample
+            share = self.encoded_share
         numbers = []
         for row in range(0, len(samples), TASK_ROWS):
             part = samples[row : row + TASK_ROWS]
-            # The same share of every task: the rows that need decoding are spread over all workers.
-            numbers.append(self.pool.submit(self.source, slot, row, part, round(share * len(part))))
+            # The same share of every task: all workers decode equally many rows.
+            encoded = round(share * len(part))
+            numbers.append(self.pool.submit(self.source, slot, row, part, encoded))
         return step, slot, numbers
 
-    def _batch(self, step: int, slot: int) -> HostBatch:
-        source = self.pool.sources[self.source]
-        return HostBatch(
-            self.images[slot],
-            self.labels[slot],
-            step,
-            partial(self._release, slot),
-            files=None if source.files is None else source.files.array[slot],
-            geometry=None if source.geometry is None else torch.from_numpy(source.geometry.array[slot]),
-            decode_here=partial(self._decode_here, step, slot),
-        )
-
-    def _decode_here(self, step: int, slot: int) -> None:
-        """Decode a whole slot in this process.
+    def load_in_process(self, batch: HostBatch) -> None:
+        """Load a batch again into its slot, in this process, and leave no row encoded.
 
         Raises:
             LoaderError: an image cannot be read; names it.
         """
-        heed(run_task(Task(-1, self.source, slot, 0, self.samples(step)), self.pool.sources))
+        task = Task(-1, self.source, batch.slot, 0, self.samples(batch.step))
+        raise_or_warn(run_task(task, self.pool.sources))
 
     def _release(self, slot: int, event: Any) -> None:
         self._held.discard(slot)
@@ -529,9 +597,21 @@ class Loader:
             self._copied[slot] = event
 
 
+def _cause_of_death(code: int | None) -> str:
+    """Describe the exit code of a worker."""
+    if code is None or code >= 0:
+        return f"exit status {code}"
+    if code == -signal.SIGKILL:
+        return "SIGKILL; the usual cause is that the host is out of memory"
+    return signal.Signals(-code).name
+
+
 @contextlib.contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Children are born with the signals blocked that workers ignore; the forkserver and its helper keep them blocked."""
+    """Start children with the signals blocked that workers ignore.
+
+    The forkserver and the resource tracker keep them blocked.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         yield
@@ -541,7 +621,7 @@ def _signals_blocked() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _main_module_hidden() -> Iterator[None]:
-    """Keep spawned children from importing the main script again: they need pipeline.worker, not torchvision and Hydra."""
+    """Keep spawned children from importing the main script, and with it torchvision and Hydra."""
     main: Any = vars(sys.modules["__main__"])
     saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
     main["__spec__"] = None

@@ -1,38 +1,33 @@
 """Batches on the device, ahead of the step: copy, normalise and mix on a side stream.
 
-Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The step never waits for a
-copy that could have been made earlier, and the host waits for the device only so as not to run ahead of it without end.
+Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The
+step never waits for a copy that could have been made earlier. The host waits for the device only to
+limit how far it runs ahead.
 
-Safe in both directions: the step's stream waits for `ready` before it reads a batch, and the side stream waits for `consumed`
-before it writes into that batch's memory again. The memory is owned here and reused, so no allocator is involved.
+Safe in both directions: the step's stream waits for the event after the copy before it reads a
+batch, and the side stream waits for the event after the step before it overwrites the memory of
+that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
-import logging
-import math
-import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from statistics import median
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_rng
-from pipeline.gpu_decode.decoder import EngineError, GpuDecoder
+from pipeline.clock import Marks, StepClock, Timing
 from pipeline.loader import HostBatch, Loader
-
-logger = logging.getLogger(__name__)
-
-FIRST_SHARE = 0.6  # of a hybrid batch for the engines, until the rates are known
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as the step takes it. On a GPU its memory is reused `depth` batches later: clone what must last.
+    """A batch for the step. On a GPU its memory is reused `depth` batches later: clone to keep it.
 
     Attributes:
         images: [B, 3, S, S] in the training dtype, normalised.
@@ -47,114 +42,168 @@ class Batch:
     step: int
 
     def clone(self) -> "Batch":
-        """One that lasts. What was one tensor stays one: for targets that are not the labels a step is compiled anew."""
+        """A copy in memory of its own.
+
+        Targets that are the labels stay the same tensor: otherwise a compiled step recompiles.
+        """
         labels = self.labels.clone()
-        return Batch(self.images.clone(), labels, labels if self.targets is self.labels else self.targets.clone(), self.step)
+        targets = labels if self.targets is self.labels else self.targets.clone()
+        return Batch(self.images.clone(), labels, targets, self.step)
 
 
 @dataclass(frozen=True)
-class Timing:
-    """Where the time of the batches since the last reading went, by the device's clock; on a CPU by the host's.
+class ImageFormat:
+    """Format of the images on the device.
 
     Attributes:
-        batches: how many they are.
-        wait_fraction: share of the time the device stood idle because the next batch had not come.
-        late_fraction: likewise, because the host had not launched what comes next though the batch was there.
-        copy_fraction: share of the time in which copy, normalisation and batch transforms ran: beside the step on a GPU,
-            between the steps on a CPU.
-        drained_fraction: share of the batches at which the device had done all that was launched before: the host is not ahead.
-        copy_ms: median of copy, normalisation and batch transforms.
-        step_ms, step_p95_ms, step_worst_ms: of what the consumer did with a batch.
+        device: where they are.
+        mean: per channel, in [0, 1], to subtract.
+        std: per channel, in [0, 1], to divide by.
+        dtype: bf16 halves the bytes that the first layer reads.
+        channels_last: memory format.
+        scale, shift: float32 [3, 1, 1]; a pixel x in 0 ... 255 becomes scale * x + shift.
     """
 
-    batches: int
-    wait_fraction: float
-    late_fraction: float
-    copy_fraction: float
-    drained_fraction: float
-    copy_ms: float
-    step_ms: float
-    step_p95_ms: float
-    step_worst_ms: float
+    device: torch.device
+    mean: Sequence[float]
+    std: Sequence[float]
+    dtype: torch.dtype = torch.float32
+    channels_last: bool = False
+
+    @property
+    def memory_format(self) -> torch.memory_format:
+        return torch.channels_last if self.channels_last else torch.contiguous_format
+
+    # (x / 255 - mean) / std as one multiplication and one addition
+    @cached_property
+    def scale(self) -> Tensor:
+        return torch.tensor([1 / (255 * s) for s in self.std], device=self.device)[:, None, None]
+
+    @cached_property
+    def shift(self) -> Tensor:
+        shift = [-m / s for m, s in zip(self.mean, self.std, strict=True)]
+        return torch.tensor(shift, device=self.device)[:, None, None]
 
 
-@dataclass
-class _Marks:
-    """Points in time around one batch: CUDA events, or host seconds on a CPU."""
+class DeviceSlot:
+    """Memory on the device for one batch. On a GPU it is allocated once and reused."""
 
-    copy: list[Any] = field(default_factory=list)  # begin, end
-    use: list[Any] = field(default_factory=list)  # before waiting, batch at hand, consumer done
-    drained: bool = False
+    def __init__(self, format: ImageFormat) -> None:
+        self.format = format
+        self.reused = format.device.type == "cuda"
+        self._tensors: dict[str, Tensor] = {}
+
+    def copy(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        """Copy into this memory, converting dtype and layout; on a CPU into new memory."""
+        if not self.reused:
+            return value.to(dtype=dtype, memory_format=self._layout(value.shape), copy=True)
+        owned = self.memory(name, value.shape, dtype)
+        return owned if owned is value else owned.copy_(value, non_blocking=True)
+
+    def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """The tensor of this name; uninitialised when it is first asked for."""
+        if name not in self._tensors:
+            # "raw" has the layout of the host memory
+            layout = torch.channels_last if name == "raw" else self._layout(shape)
+            device = self.format.device
+            self._tensors[name] = torch.empty(
+                shape, dtype=dtype, device=device, memory_format=layout
+            )
+        return self._tensors[name]
+
+    def _layout(self, shape: Sequence[int]) -> torch.memory_format:
+        return self.format.memory_format if len(shape) == 4 else torch.contiguous_format
+
+
+Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
+"""Makes normalised images [B, 3, S, S] on the device from a batch on the host.
+
+The last argument tells whether batch transforms follow: then the images are float32 and not kept.
+"""
+
+
+def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
+    """Copy uint8 pixels to the device and normalise them there, in float32."""
+    raw = slot.copy("raw", host.images, torch.uint8)
+    return raw.to(torch.float32).mul_(slot.format.scale).add_(slot.format.shift)
+
+
+@dataclass(frozen=True)
+class Mixing:
+    """Batch transforms for training.
+
+    Attributes:
+        transforms: applied in this order.
+        num_classes: width of the targets.
+        seed: of the random numbers.
+        rank: ranks draw different random numbers.
+    """
+
+    transforms: list[BatchTransform]
+    num_classes: int
+    seed: int
+    rank: int = 0
+
+    def apply(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Transform float32 [B, 3, S, S] and the one-hot targets, float32 [B, classes]."""
+        targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
+        rng = batch_rng(self.seed, step, self.rank)
+        for transform in self.transforms:
+            images, targets = transform(images, targets, rng)
+        return images, targets
 
 
 class Prefetcher:
-    """Moves a loader's batches to a device, `depth` ahead; on a CPU it makes the same batches without running ahead.
+    """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead.
 
     Args:
         loader: created with `hold` >= `depth` + 1.
-        device: where batches go.
+        format: of the images on the device.
         depth: batches kept ready.
-        mean, std: per channel, in [0, 1].
-        dtype: of the images; bf16 halves what the first layer reads.
-        channels_last: memory format of the images.
-        transforms: batch transforms for training, none for validation.
-        num_classes: width of mixed targets.
-        seed, rank: of the batch transforms.
-        gpu_decoder: decodes what the workers left encoded; its calls run in a thread, where they wait without the interpreter
-            lock.
-        hybrid: share each batch between workers and engines by the rates that are seen.
+        mixing: batch transforms for training; None for validation.
+        upload: makes normalised images of a batch.
+        in_thread: for an upload that blocks on the host without the GIL: run it in a thread.
     """
 
     def __init__(
         self,
         loader: Loader,
+        format: ImageFormat,
         *,
-        device: torch.device,
         depth: int,
-        mean: Sequence[float],
-        std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        channels_last: bool = False,
-        transforms: Sequence[BatchTransform] = (),
-        num_classes: int = 0,
-        seed: int = 0,
-        rank: int = 0,
-        gpu_decoder: GpuDecoder | None = None,
-        hybrid: bool = False,
+        mixing: Mixing | None = None,
+        upload: Upload = upload_pixels,
+        in_thread: bool = False,
     ) -> None:
-        self.loader, self.device, self.depth, self.dtype = loader, device, depth, dtype
-        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
-        self.transforms, self.num_classes, self.seed, self.rank = list(transforms), num_classes, seed, rank
-        # (x / 255 - mean) / std as one multiplication and one addition
-        scale = [1 / (255 * s) for s in std]
-        shift = [-m / s for m, s in zip(mean, std, strict=True)]
-        self.scale = torch.tensor(scale, device=device)[:, None, None]
-        self.shift = torch.tensor(shift, device=device)[:, None, None]
-        self.cuda = device.type == "cuda"
-        # First in line for the multiprocessors: its kernels are small, and what they make is waited for.
-        self.side = torch.cuda.Stream(device, priority=-1) if self.cuda else None
-        self.slots: list[dict[str, Tensor]] = []
-        self._marks: deque[_Marks] = deque()
-        self._at: tuple[int, _Marks] | None = None  # slot and marks of the batch that the consumer is at
-        self._idle_from: Any = None  # when the device had nothing more to do with the batch before
+        self.loader = loader
+        self.depth = depth
+        self.mixing = mixing
+        self.upload = upload
+        self.device = format.device
+        self.dtype = format.dtype
+        self.scale, self.shift = format.scale, format.shift  # made here, before the side stream is
+        self.cuda = format.device.type == "cuda"
+        # High priority: its kernels are small, and the step waits for their result.
+        self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
+        self.slots = [DeviceSlot(format) for _ in range(depth + 1)]
+        self.clock = StepClock(self.cuda)
+        self._slot = 0  # of the consumer's batch
         self._consumed: dict[int, Any] = {}  # slot -> when its last reader was done
-        self.gpu_decoder, self.hybrid = gpu_decoder, hybrid
-        self._thread = ThreadPoolExecutor(1, "gpu decode") if gpu_decoder is not None else None
-        loader.encoded_share = 0.0 if gpu_decoder is None else FIRST_SHARE if hybrid else 1.0
+        self._thread = ThreadPoolExecutor(1, "upload") if in_thread else None
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
-        if self._thread is not None:  # an iteration that was left early may still be at a slot, which goes to others now
+        if self._thread is not None:  # it may still use a slot for an iteration that ended early
             self._thread.submit(lambda: None).result()
         host = self.loader.batches(start, stop)
-        ready: deque[tuple[int, Future[tuple[Batch, Any, _Marks]]]] = deque()
-        taken, self._at, self._idle_from = 0, None, self._mark()
+        ready: deque[tuple[int, Future[tuple[Batch, Any, Marks]]]] = deque()
+        taken = 0
+        self.clock.start()
         self._consumed.clear()
-        self._marks.clear()  # nobody asks for those of an earlier iteration
-        if self.side is not None:  # an iteration that was left early may still have readers
+        if self.side is not None:  # kernels of an iteration that ended early may still read a slot
             self.side.wait_stream(torch.cuda.current_stream(self.device))
         while True:
-            # Top up without waiting; wait only when the device would have nothing to do.
+            # Fill up without waiting; wait only if the device would become idle.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
                 batch = next(host, None)
                 if batch is None:
@@ -166,149 +215,68 @@ class Prefetcher:
                 return
             slot, future = ready.popleft()
             batch_ready, event, marks = future.result()
-            marks.use.append(self._idle_from)
             if self.cuda:
-                marks.drained = self._idle_from.query()
                 torch.cuda.current_stream(self.device).wait_event(event)
-            marks.use.append(self._mark())
-            self._at = slot, marks
+            self.clock.begin_step(marks)
+            self._slot = slot
             yield batch_ready
             self.end_step()
 
     @contextmanager
-    def left_out(self) -> Iterator[None]:
-        """What happens inside, a validation say, is neither a step nor waiting. The consumer is done with its batch."""
+    def pause(self) -> Iterator[None]:
+        """Keep the time in the `with` block, e.g. of a validation, out of the timing.
+
+        The consumer is done with its batch.
+        """
         self.end_step()
         yield
-        self._idle_from = self._mark()
+        self.clock.skip()
 
     def end_step(self) -> None:
-        """The consumer has launched all that reads its batch. Taking the next one says so too."""
-        if self._at is not None:
-            (slot, marks), self._at = self._at, None
-            self._idle_from = self._consumed[slot] = self._mark()
-            marks.use.append(self._idle_from)
-            self._marks.append(marks)
+        """Note that the consumer has launched all kernels that read its batch.
+
+        Taking the next batch does the same.
+        """
+        end = self.clock.end_step()
+        if end is not None:
+            self._consumed[self._slot] = end
 
     def close(self) -> None:
-        """Bring thread and stream to rest: after this the loader's memory may go."""
+        """Wait for the thread and the stream. After this the loader's memory may be freed."""
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)
         if self.side is not None:
             self.side.synchronize()
 
-    def timing(self) -> Timing | None:
-        """Figures of the batches that the device has finished since the last call; None when there are none."""
-        finished = []
-        while self._marks and (not self.cuda or self._marks[0].use[2].query()):
-            finished.append(self._marks.popleft())
-        if not finished:
-            return None
-        gaps = [_milliseconds(m.use[0], m.use[1]) for m in finished]
-        steps = sorted(_milliseconds(m.use[1], m.use[2]) for m in finished)
-        copies = [_milliseconds(*m.copy) for m in finished]
-        if self.cuda:  # until the batch was there; the rest of a gap is the host's
-            waits = [min(gap, max(0.0, _milliseconds(m.use[0], m.copy[1]))) for gap, m in zip(gaps, finished, strict=True)]
-        else:  # the copy is made between the steps, by who waits for it
-            waits = [max(0.0, gap - copy) for gap, copy in zip(gaps, copies, strict=True)]
-        total = max(sum(gaps) + sum(steps), 1e-9)
-        busy_between = 0.0 if self.cuda else sum(copies)
-        return Timing(
-            batches=len(finished),
-            wait_fraction=sum(waits) / total,
-            late_fraction=max(0.0, sum(gaps) - sum(waits) - busy_between) / total,
-            copy_fraction=sum(copies) / total,
-            drained_fraction=sum(m.drained for m in finished) / len(finished),
-            copy_ms=median(copies),
-            step_ms=median(steps),
-            step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
-            step_worst_ms=steps[-1],
-        )
+    def timing(self, batches: int | None = None) -> Timing | None:
+        """Read the figures of the oldest unread batches; see `StepClock.timing`."""
+        return self.clock.timing(batches)
 
-    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, _Marks]]":
-        """Enqueue a batch now, or in the thread when the engines decode."""
+    def _begin(
+        self, host: HostBatch, slot: int, after: Any
+    ) -> "Future[tuple[Batch, Any, Marks]]":
+        """Enqueue a batch now, or in the thread if there is one."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot, after)
-        done: Future[tuple[Batch, Any, _Marks]] = Future()
+        done: Future[tuple[Batch, Any, Marks]] = Future()
         done.set_result(self._enqueue(host, slot, after))
         return done
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, _Marks]:
-        """Start copy, normalisation and transforms of one batch into a slot, once `after` has completed."""
-        marks = _Marks()
+    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, Marks]:
+        """Launch upload and transforms of one batch into a slot, once `after` has completed."""
+        marks = Marks()
+        memory = self.slots[slot]
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
             if self.side is not None and after is not None:
                 self.side.wait_event(after)
-            marks.copy.append(self._mark())
-            images = self._normalised(host, slot)  # before the labels: it may replace an unreadable sample by another
-            labels = targets = self._own("labels", slot, host.labels, torch.int64)
-            host.release(self._mark() if self.cuda else None)
-            if self.transforms:
-                targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
-                rng = batch_rng(self.seed, host.step, self.rank)
-                for transform in self.transforms:
-                    images, targets = transform(images, targets, rng)
-                targets = self._own("targets", slot, targets, torch.float32)
-            images = self._own("images", slot, images, self.dtype)
-            marks.copy.append(self._mark())
-        return Batch(images, labels, targets, host.step), marks.copy[1], marks
-
-    def _normalised(self, host: HostBatch, slot: int) -> Tensor:
-        """[B, 3, S, S] on the device, from the slot's pixels or its files; float32 whenever batch transforms follow."""
-        if self.gpu_decoder is None:
-            raw = self._own("raw", slot, host.images, torch.uint8)
-            return raw.to(torch.float32).mul_(self.scale).add_(self.shift)
-        assert host.files is not None and host.geometry is not None
-        if self.transforms:  # they compute in float32, as after a CPU decoder, and make new images of these
-            out = torch.empty(host.images.shape, device=self.device, memory_format=self.memory_format)
-        else:  # the kernel writes what the step takes
-            out = self._memory("images", slot, host.images.shape, self.dtype)
-        pixels = host.images.permute(0, 2, 3, 1)
-        scale, shift = self.scale.flatten(), self.shift.flatten()
-        try:
-            self.gpu_decoder.make_batch(host.files, host.geometry, pixels, out, scale, shift)
-        except EngineError as error:
-            logger.warning("%s for a batch: a worker's decoder takes it over", error)
-            host.decode_here()
-            self.gpu_decoder.make_batch(host.files, host.geometry, pixels, out, scale, shift)
-        if self.hybrid:
-            self._share_out()
-        return out
-
-    def _share_out(self) -> None:
-        """Leave the engines the share of a batch that lets them and the workers finish together."""
-        assert self.gpu_decoder is not None
-        pool, engine_seconds = self.loader.pool, self.gpu_decoder.seconds_per_image
-        if pool.replies and engine_seconds:
-            engines, workers = 1 / engine_seconds, max(1, len(pool.workers)) / max(pool.decode_seconds, 1e-9)
-            self.loader.encoded_share = engines / (engines + workers)
-
-    def _own(self, name: str, slot: int, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy into this slot's own memory, converting type and layout on the way; on a CPU into new memory."""
-        if not self.cuda:
-            layout = self.memory_format if value.dim() == 4 else torch.contiguous_format
-            return value.to(dtype=dtype, memory_format=layout, copy=True)
-        owned = self._memory(name, slot, value.shape, dtype)
-        return owned if owned is value else owned.copy_(value, non_blocking=True)
-
-    def _memory(self, name: str, slot: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """This slot's own memory on the device."""
-        while len(self.slots) <= slot:
-            self.slots.append({})
-        if name not in self.slots[slot]:
-            layout = self.memory_format if len(shape) == 4 else torch.contiguous_format
-            layout = torch.channels_last if name == "raw" else layout  # as it lies in host memory
-            self.slots[slot][name] = torch.empty(shape, dtype=dtype, device=self.device, memory_format=layout)
-        return self.slots[slot][name]
-
-    def _mark(self) -> Any:
-        """Now, on the current stream's clock: an event to be read later, or host seconds on a CPU."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _milliseconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) if hasattr(begin, "elapsed_time") else (end - begin) * 1000
+            marks.copy_begin = self.clock.now()
+            # Before the labels: the upload may replace an unreadable sample by another.
+            images = self.upload(host, memory, self.mixing is not None)
+            labels = targets = memory.copy("labels", host.labels, torch.int64)
+            host.release(self.clock.now() if self.cuda else None)
+            if self.mixing is not None:
+                images, targets = self.mixing.apply(images, labels, host.step)
+                targets = memory.copy("targets", targets, torch.float32)
+            images = memory.copy("images", images, self.dtype)
+            marks.copy_end = self.clock.now()
+        return Batch(images, labels, targets, host.step), marks.copy_end, marks

@@ -24,7 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
-from conf.schema import Config, UserError
+from conf.schema import Config, Run, Schedule, UserError
 from scripts import sweep
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
@@ -70,7 +70,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle
 from statistics import median, quantiles
@@ -79,21 +79,22 @@ import torch
 from PIL import Image
 
 import train
-from engine import checkpoint, meters
+from engine import checkpoint
 from engine.distributed import World, join_world
-from engine.ledger import Ledger
+from engine.meters import Meter
+from engine.optim import Curve
 from engine.pictures import bars
-from engine.plan import Plan
-from engine.telemetry import GpuMonitor
-from engine.tracker import Tracker
+from engine.plan import Plan, make_plan
+from engine.rundir import RunDirectory
+from engine.runlog import RunLog
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FolderDataset
-from pipeline.feed import Feed, choose_decoder, open_feed
+from pipeline.dataset import FileDataset
+from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.sizing.budget import worker_budget
-from pipeline.sizing.memory import MemoryPlan, plan_memory
+from pipeline.sizing.plan import choose_decoder
 
 WINDOWS = 5
 TURN_SECONDS = 2.0  # with telemetry, and without: a log row or more, and short beside what drifts in a machine
@@ -132,26 +133,24 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     """
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        plan = train.make_plan(config, datasets, world)
-        memory = plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device,
-                             dtype=plan.input_dtype)  # fmt: skip
-        train.set_up_process(config, plan)
+        plan = plan_of(config, datasets, world)
+        train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         found: list[Rung] = []
-        if isinstance(datasets.train, FolderDataset):
+        if isinstance(datasets.train, FileDataset):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
             if "decode" in only:
                 found.append(measure_decode(datasets.train, seconds, plan))
         if "loader" in only:
-            with feed_of(config, datasets, plan, world) as feed:
+            with open_feed(config, datasets, plan.loader, world) as feed:
                 found.append(measure_loader(feed, plan, seconds))
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(plan, world.device))
         if "step" in only or "train" in only:
             found += [r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only]
         if "telemetry" in only:
-            with feed_of(config, datasets, plan, world) as feed:
-                found.append(Stepper(config, plan, world).watched(feed, seconds, memory))
+            with open_feed(config, datasets, plan.loader, world) as feed:
+                found.append(Stepper(plan, world).watched(feed, seconds))
     return found
 
 
@@ -166,13 +165,14 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
     """
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        budget = worker_budget(world.local_size, decoder=choose_decoder(config, world.device)).workers
+        datasets.prepare()
+        budget = worker_budget(world.local_size, decoder=choose_decoder(config, datasets.train, world.device)).workers
         settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
-        small = with_setting(config, sweep.Setting(1, False, 1))
-        plan = train.make_plan(small, datasets, world)
-        train.set_up_process(config, plan)
-        stepper = Stepper(config, plan, world)
-        with feed_of(small, datasets, plan, world) as feed:
+        small = with_setting(config, **asdict(sweep.Setting(1, False, 1)))
+        plan = plan_of(small, datasets, world)
+        train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
+        stepper = Stepper(plan, world)
+        with open_feed(small, datasets, plan.loader, world) as feed:
             alone = stepper.alone(feed, seconds)
         print(f"{len(settings)} cells, each visited {sweep.ROUNDS} times for 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
         cells = {setting: sweep.Cell(setting) for setting in settings}
@@ -189,19 +189,18 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
     return alone, list(cells.values())
 
 
-def with_setting(config: Config, setting: sweep.Setting) -> Config:
-    return replace(config, loader=replace(config.loader, **asdict(setting)))
+def with_setting(config: Config, **setting: Any) -> Config:
+    return replace(config, loader=replace(config.loader, **setting))
 
 
 def measure_cell(
     setting: sweep.Setting, datasets: Datasets, stepper: "Stepper", seconds: float, start: int
 ) -> tuple[sweep.Cell, int]:
     """One visit to a setting, with buffers and workers of its own, and how many batches it took from step `start` on."""
-    config, world = with_setting(stepper.config, setting), stepper.world
+    config, world = with_setting(stepper.config, **asdict(setting)), stepper.world
     try:
-        plan = train.make_plan(config, datasets, world)
-        plan_memory(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype)
-        with feed_of(config, datasets, plan, world) as feed:
+        plan = plan_of(config, datasets, world)
+        with open_feed(config, datasets, plan.loader, world) as feed:
             loader = measure_loader(feed, plan, seconds, start, count=1)
             fed = stepper.fed(feed, seconds, start + loader.batches, count=1)
     except (UserError, LoaderError, OSError, EOFError, MemoryError, RuntimeError) as error:  # RuntimeError: of CUDA
@@ -210,9 +209,10 @@ def measure_cell(
     return sweep.Cell(setting, loader.rates, fed.rates, waited), loader.batches + fed.batches
 
 
-def feed_of(config: Config, datasets: Datasets, plan: Plan, world: World) -> AbstractContextManager[Feed]:
-    return open_feed(config, datasets, workers=plan.workers, decoder=plan.decoder, device=world.device, dtype=plan.input_dtype,
-                     channels_last=plan.channels_last)  # fmt: skip
+def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
+    """Plan the training, with as many workers as the cores allow: nothing is measured here."""
+    plan = make_plan(config, datasets, world)
+    return replace(plan, loader=replace(plan.loader, measured=False))
 
 
 def windows(
@@ -230,7 +230,7 @@ def window(step: Callable[[], int], seconds: float, finish: Callable[[], None]) 
     return done / (time.perf_counter() - began)
 
 
-def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
+def measure_read(dataset: FileDataset, seconds: float) -> Rung:
     """Whole files, one after the other, spread over the dataset: as the page cache and the disk give them."""
     sizes: list[int] = []
     places = scattered(len(dataset))
@@ -245,7 +245,7 @@ def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
     return Rung("read", "images/s", rates, f"one process, {mean / 1e3:.0f} kB a file, {mean * median(rates) / 1e6:,.0f} MB/s")
 
 
-def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
+def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
     """Decode, crop, resize and flip in one process: what one worker can give."""
     places = scattered(len(dataset))
 
@@ -259,7 +259,7 @@ def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
         decode()
     rates = windows(decode, seconds)
     torch.set_num_threads(threads)
-    return Rung("decode", "images/s", rates, f"one core, decoder {plan.decoder}, to {plan.image_size} px")
+    return Rung("decode", "images/s", rates, f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px")
 
 
 def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
@@ -276,7 +276,7 @@ def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, co
 
     warm_up(take, feed)
     rates = windows(take, seconds, count=count)
-    return Rung("loader", "images/s", rates, f"{plan.workers} workers, batch {plan.batch_size}", batches=taken)
+    return Rung("loader", "images/s", rates, f"{plan.loader.workers} workers, batch {plan.batch_size}", batches=taken)
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
@@ -321,8 +321,8 @@ def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) ->
 
 def measure_steps(config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float) -> list[Rung]:
     """The optimiser step on batches that lie on the device, then the same step fed from the files."""
-    stepper = Stepper(config, plan, world)
-    with feed_of(config, datasets, plan, world) as feed:
+    stepper = Stepper(plan, world)
+    with open_feed(config, datasets, plan.loader, world) as feed:
         alone = stepper.alone(feed, seconds)
         fed = stepper.fed(feed, seconds)
     waits = "" if fed.waited is None else f"; the device waited {100 * fed.waited:.0f} % of the time"
@@ -332,21 +332,21 @@ def measure_steps(config: Config, datasets: Datasets, plan: Plan, world: World, 
 class Stepper:
     """train.py's optimiser step: built and compiled once, for any number of feeds."""
 
-    def __init__(self, config: Config, plan: Plan, world: World) -> None:
-        self.config, self.plan, self.world = config, plan, world
-        self.state = train.build_state(config, plan, world)
-        self.network = world.wrap(self.state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
-        self.objective = train.compiled(meters.objective, plan)
-        self.meter = meters.Meter(world, plan.batch_size, 0)
+    def __init__(self, plan: Plan, world: World) -> None:
+        curve = Curve(Schedule("constant"), 1e-3, 0, plan.schedule_steps, plan.steps_per_epoch)
+        self.plan, self.world = replace(plan, curve=curve), world
+        self.config = plan.config
+        self.state = train.build_state(plan, world)
+        self._train_step = train.build_step(self.plan, self.state, world)
+        self.meter = Meter(world)
 
     def step(self, batch: Batch) -> int:
-        values = train.train_step(self.state, self.network, self.objective, batch, lr=1e-3, config=self.config, plan=self.plan)
-        self.meter.add(values)
+        self.meter.add(self._train_step(batch))
         return len(batch.labels)
 
     def finish(self) -> None:
-        """Wait for the device."""
-        self.meter.total.sum().item()
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def alone(self, feed: Feed, seconds: float) -> Rung:
         """On four batches that stay on the device."""
@@ -375,44 +375,47 @@ class Stepper:
         timing = feed.train.timing()
         return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
 
-    def watched(self, feed: Feed, seconds: float, memory: MemoryPlan) -> Rung:
-        """Windows with the rows that train.py writes and with NVML's thread, and windows without, in turns.
+    def watched(self, feed: Feed, seconds: float) -> Rung:
+        """Windows with everything that train.py reports, and windows without, in turns.
 
         The events around every batch are in both.
         """
-        batches, taken, rows = feed.train.batches(0, FOREVER), 0, 0
-        monitor: GpuMonitor | None = None
-        pairs: list[tuple[float, float]] = []
+        batches = feed.train.batches(0, FOREVER)
+        rows = 0
+        log: RunLog | None = None
 
         def take() -> int:
-            nonlocal taken, rows
             batch = next(batches)
-            images = self.step(batch)
-            taken += 1
-            if monitor is not None:
-                if (interval := self.meter.read()) is not None:  # of an earlier step, as in train.py
-                    train.write_interval(interval, self.plan, tracker, feed, monitor, ledger, memory)
-                    rows += 1
-                if self.plan.logs(batch.step + 1):
-                    self.meter.send(batch.step + 1, lr=1e-3)
-            return images
+            values = self._train_step(batch)
+            self.state.step += 1
+            if log is not None:
+                log.end_step(values, send=self.plan.due(self.state.step).log)
+            return len(batch.labels)
 
         warm_up(take, feed)
         self.finish()
-        ledger = Ledger(self.plan, {})
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()), Tracker(Path(folder)) as tracker:
-            count = max(WINDOWS, round(seconds / TURN_SECONDS))
+        pairs: list[tuple[float, float]] = []
+        count = max(WINDOWS, round(seconds / TURN_SECONDS))
+        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+            run = RunDirectory(replace(self.config, run=Run(dir=folder)), self.world)
             for number in range(count):
                 found = {}
                 for watched in (number % 2 == 0, number % 2 == 1):
-                    with GpuMonitor(self.world.device) if watched else nullcontext() as monitor:
-                        found[watched] = window(take, seconds / count, self.finish)
                     feed.train.timing()
+                    with ExitStack() as stack:
+                        if watched:
+                            log = stack.enter_context(RunLog(self.plan, self.world, run, self.state, started=0.0))
+                            stack.enter_context(log.watch(feed))
+                        found[watched] = window(take, seconds / count, self.finish)
+                    log = None
                 pairs.append((found[True], found[False]))
+            rows = len((Path(folder) / "metrics.jsonl").read_text().splitlines())
         low, middle, high = quantiles((on / off for on, off in pairs), n=4)
-        note = (f"{middle:.3f} of the rate without it, in turns ({count} pairs, the middle half {low:.3f}-{high:.3f}, "
-                f"{taken} steps, {rows} rows)")  # fmt: skip
-        return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=taken)
+        note = (
+            f"{middle:.3f} of the rate without it, in turns ({count} pairs, middle half "
+            f"{low:.3f}-{high:.3f}, {self.state.step} steps, {rows} rows)"
+        )
+        return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=self.state.step)
 
 
 def table(rungs: list[Rung], earlier: dict[str, float]) -> str:

@@ -56,14 +56,13 @@ from typing import Any
 import numpy as np
 import torch
 
-import train
 from conf.schema import Config, UserError
 from engine import checkpoint
 from engine.distributed import World, resolve_device
-from engine.plan import Plan
-from engine.rundir import RunDirectory
+from engine.plan import Plan, make_plan
+from engine.rundir import RunDirectory, run_identity
 from pipeline import decode
-from pipeline.build import Datasets, build_datasets, stand_in
+from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
 from pipeline.sizing import machine
@@ -92,7 +91,7 @@ ODD = {
     "progressive": (0.1, "two to three times slower to decode, and not by a GPU's engines"),
     "very large": (0.01, f"over {survey.LARGE / 1e6:g} megapixels: slow, and takes memory in every worker"),
     "tiny": (0.01, f"a side under {survey.TINY} px: blown up"),
-    "turned by EXIF": (0.01, "trained on as stored, not as a viewer turns it"),
+    "EXIF rotation": (0.01, "training ignores it"),
 }
 
 
@@ -155,6 +154,9 @@ class Listed(FolderDataset):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> str:
+        return f"{id(self)}"
 
     def mean_bytes(self) -> float:
         return sum(size for _, size in self.files) / len(self.files)
@@ -354,8 +356,8 @@ def plan(case: Case) -> Iterator[Row]:
         datasets = build_datasets(replace(config, data=data))
         datasets = replace(datasets, train=Listed(train_split.files), val=Listed(val_split.files))
     else:
-        datasets = stand_in(config) or build_datasets(config)
-    made = train.make_plan(config, datasets, world)
+        datasets = build_datasets(config)
+    made = make_plan(config, datasets, world)
     case.plan = made, datasets, world
     yield from (warn(note, "training starts anyway") for note in made.notes if note not in config.notes)
     yield ok(f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; {made.stop_step:,} "
@@ -377,19 +379,21 @@ def cores(case: Case) -> Iterator[Row]:
 def workers(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     limit = worker_limit()
-    text = f"{made.workers} ({made.workers_reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
+    text = (
+        f"{made.loader.workers} ({made.loader.reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
+    )
     if limit < usable_cores() // case.ranks:
         yield warn(text, "raise ulimit -n: that is fewer than the cores")
-    elif made.workers > made.most_workers + 1:  # on a CPU one more may pay
-        yield warn(f"{text}; the cores are enough for {made.most_workers}", "leave loader.workers=auto, unless storage is slow")
+    elif made.loader.workers > made.loader.cores + 1:  # on a CPU one more may pay
+        yield warn(f"{text}; the cores are enough for {made.loader.cores}", "leave loader.workers=auto, unless storage is slow")
     else:
         yield ok(text)
 
 
 def memory(case: Case) -> Iterator[Row]:
-    made, datasets, world = case.planned()
-    room = train.make_room(case.config, datasets, made, world)
-    if room.buffers + room.workers > 0.8 * room.free:
+    made, _, _ = case.planned()
+    room = made.loader.memory
+    if room.host > 0.8 * room.free:
         yield warn(room.line(), "little is left for the page cache and the model: lower loader.batch_size or loader.workers")
     else:
         yield ok(room.line())
@@ -401,13 +405,14 @@ def shared_memory(case: Case) -> Iterator[Row]:
 
 
 def run_directory(case: Case) -> Iterator[Row]:
-    path, resume = Path(case.config.run.dir), case.config.checkpoint.resume
-    run = RunDirectory(path)
-    stored = run.stored_identity(resume)
+    resume = case.config.checkpoint.resume
+    run = RunDirectory(case.config, World(0, 1, 0, 1, torch.device("cpu")))
+    path = run.path
+    stored = run.stored_identity()
     kept = sorted(path.glob("checkpoints/step-*.pt"))
     if stored and case.plan is not None:  # the plan's datasets stand for the files: they have no fingerprint
         made, datasets, _ = case.plan
-        identity = train.run_identity(case.config, datasets, made)
+        identity = run_identity(case.config, datasets, made)
         before, now = ({key: value for key, value in values.items() if key not in ("data.train", "data.val", "pixels")}
                        for values in (stored, identity))  # fmt: skip
         checkpoint.compare(before, now, path, accept_changes=case.config.checkpoint.accept_changes)

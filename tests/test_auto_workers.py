@@ -23,12 +23,11 @@ from conf import cli
 from conf.schema import Config
 from engine import ledger
 from engine.distributed import World
-from engine.verdict import Account
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
-from pipeline.sizing import autotune, machine
-from pipeline.sizing.watch import Watch
+from pipeline.sizing import autotune, machine, plan
+from pipeline.sizing.diagnosis import Observation
 from tests.answers import ANSWER
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
@@ -46,7 +45,7 @@ BUDGET, MOST = 3, 6  # workers: of four cores one is left to the training proces
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """As on a GPU that has never seen this work."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(autotune, "why_not", lambda *_: None)
+    monkeypatch.setattr(plan, "why_not_measured", lambda *_: None)
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 0)
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
@@ -149,8 +148,8 @@ def test_the_verdict_is_of_all_ranks_and_knows_what_the_step_takes_alone(
         monkeypatch.setattr(ledger, name, 0.0)
     run(image_root, tmp_path / "run")
     demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]
-    accounts = [value for value in gathered if isinstance(value, Account)]
-    assert [account.alone for account in accounts] == [demand] * 3  # two epochs, and the run
+    seen = [value for value in gathered if isinstance(value, Observation)]
+    assert [one.step_alone for one in seen] == [demand] * 3  # two epochs, and the run
 
 
 def test_nothing_is_changed_by_measuring_when_resumed(
@@ -166,21 +165,6 @@ def test_nothing_is_changed_by_measuring_when_resumed(
     (state, validated), (expected_state, expected) = result(tmp_path / "parts"), result(tmp_path / "whole")
     assert same({**state, "best": 0}, {**expected_state, "best": 0})
     assert [row["step"] for row in validated] == [3, 5, 9] and validated[1:] == expected
-
-
-def test_workers_that_come_and_go_between_epochs(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    expected = run(image_root, tmp_path / "one", "train.epochs=4", "loader.workers=1")["params_sha256"]
-    processes = running(os.getpid())
-    monkeypatch.setattr(autotune, "recall", lambda _: answer(2))
-    monkeypatch.setattr(Watch, "WAITS", -1.0)  # it always waits
-    capfd.readouterr()
-    summary = run(image_root, tmp_path / "online", "train.epochs=4", "autotune.online=true")
-    changes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("autotune waited")]
-    assert changes[0].endswith(": 2 -> 3 workers")
-    assert summary["params_sha256"] == expected
-    assert running(os.getpid()) == processes
 
 
 def test_remembered_number_has_room(

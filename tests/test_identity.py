@@ -18,9 +18,12 @@ import train
 from conf import cli
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
-from engine.distributed import World
+from engine.distributed import World, same_on_all_ranks
+from engine.plan import make_plan
 from pipeline.build import build_datasets
-from pipeline.feed import choose_decoder, pixels_of
+from pipeline.dataset import Dataset
+from pipeline.sizing import plan as loader_plan
+from pipeline.sizing.plan import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
 from tests.results import stored
 
@@ -284,16 +287,18 @@ def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPat
 # Pixels.
 
 
-def test_whose_pixels_is_part_of_the_identity_and_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whose_pixels_is_part_of_the_identity_and_kept(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")] == (
         ["cpu"] * 4 + ["gpu", "hybrid"]
     )
-    monkeypatch.setattr("pipeline.build.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
-    monkeypatch.setattr("pipeline.build.has_engines", lambda device: device.type == "cuda")
+    monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
+    monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
+    dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
 
     def chosen(name: str, device: torch.device, stored: str) -> str:
-        return choose_decoder(cli.load(["data.root=/x", f"loader.decoder={name}"]), device, stored)
+        config = cli.load(["data.root=/x", f"loader.decoder={name}"])
+        return choose_decoder(config, dataset, device, stored)
 
     assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
     for kind in ("gpu", "hybrid"):
@@ -318,13 +323,13 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monke
     read = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
     checkpoint.save(path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2)
     asked: list[str] = []
-    choose = train.choose_decoder
+    choose = loader_plan.choose_decoder
 
-    def noted(config: Config, device: torch.device, stored_pixels: str) -> str:
+    def noted(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str) -> str:
         asked.append(stored_pixels)
-        return choose(config, device, stored_pixels)
+        return choose(config, dataset, device, stored_pixels)
 
-    monkeypatch.setattr(train, "choose_decoder", noted)
+    monkeypatch.setattr(loader_plan, "choose_decoder", noted)
     program("train.max_steps=4")
     program("run.name=two", "train.max_steps=1")
     assert asked == ["hybrid", "cpu"]
@@ -334,9 +339,9 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monke
 
 
 def test_ranks_agree_on_what_they_train() -> None:
-    train.same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
+    same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
     with pytest.raises(UserError, match=r"optim\.lr: is 0\.4 on rank 2 and 0\.1 on rank 0; give every rank the same command"):
-        train.same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
+        same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
 
 
 def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
@@ -386,7 +391,7 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
     """So that a fork's new key cannot be forgotten, it follows from the schema."""
     config = cli.load([*BASE, f"data.root={image_root}"])
     datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
-    plan = train.make_plan(config, datasets, world)
+    plan = make_plan(config, datasets, world)
     question = train.tuning_question(config, plan, datasets, world, 4)
     assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds
     changed = set()

@@ -37,8 +37,12 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint, tracker
+from engine import checkpoint, tracker, validator
+from engine.ledger import Ledger
 from engine.state import TrainState
+from engine.validator import Validator
+from models import build
+from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
 from tests.processes import HANGS_SECONDS, is_running, wait_until
 from tests.results import check_not_trained, rows, same, stored
@@ -255,7 +259,7 @@ def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> 
     assert (summary["top1"], summary["top5"]) == (pytest.approx(val[-1]["top1"]), pytest.approx(val[-1]["top5"]))
     assert summary["images_per_second"] > 0
     state = stored(folder)
-    model = train.models.build("resnet_tiny", num_classes=3, image_size=32)
+    model = build("resnet_tiny", num_classes=3, image_size=32)
     model.load_state_dict(state["model"])
     assert summary["params_sha256"] == train.params_sha256(model)
 
@@ -335,25 +339,20 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
 def test_validation_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """Nor is one at a life's beginning, which an earlier one was stopped before."""
-    validate = train.validate
-
-    def slowly(*arguments: Any) -> bool:
-        jump()
-        return validate(*arguments)
-
-    monkeypatch.setattr(train, "validate", slowly)
+    """Nor is one at the beginning of a start, for which the start before was stopped too early."""
+    evaluate = validator.evaluate
+    monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
     for name in ("checkpoints/step-00000009.pt", "checkpoints/step-00000009.json", "summary.json"):
         (tmp_path / "run" / name).unlink()
     summary = run(image_root, tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run", "val")] == [5, 9]
     assert 2000 < summary["seconds_lost"]["validation"] < 2900 and summary["seconds_lost"]["start"] < 900
-    assert summary["seconds_of_all_lives"] < 2900
+    assert summary["total_seconds"] < 2900
     check_not_trained(tmp_path / "run")
 
 
-def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
+def test_a_start_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
     """Its start counts, although no step was left to take."""
     first = run(image_root, tmp_path / "run", "train.epochs=1", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
@@ -362,7 +361,7 @@ def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: 
     checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3)
     (tmp_path / "run" / "summary.json").unlink()
     second = run(image_root, tmp_path / "run", "train.epochs=1")
-    assert (second["step"], second["lives"], second["status"]) == (5, 2, "finished")
+    assert (second["step"], second["starts"], second["status"]) == (5, 2, "finished")
     assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
 
 
@@ -370,7 +369,7 @@ def test_the_end_of_an_epoch_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
     """What is said there, and workers that start."""
-    monkeypatch.setattr(train.Ledger, "epoch_verdict", lambda *_: jump() or [])
+    monkeypatch.setattr(Ledger, "epoch_verdict", lambda *_: jump() or [])
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
     check_not_trained(tmp_path / "run")
 
@@ -447,13 +446,13 @@ def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path)
     """Each validation row is what the average in the checkpoint of that step gives, image by image."""
     config = compose(image_root, tmp_path / "run", "train.ema_decay=0.9")
     train.train(config)
-    val = train.build_datasets(config).val
+    val = build_datasets(config).val
     images = torch.stack([torch.from_numpy(val[index][0]) for index in range(15)])  # uint8 [15, 32, 32, 3]
     images = images.float().div(255).sub(torch.tensor([0.485, 0.456, 0.406])).div(torch.tensor([0.229, 0.224, 0.225]))
     labels = torch.arange(3).repeat_interleave(5)
 
     def evaluated(weights: dict[str, torch.Tensor]) -> list[Any]:
-        model = train.models.build("resnet_tiny", num_classes=3, image_size=32).eval()
+        model = build("resnet_tiny", num_classes=3, image_size=32).eval()
         model.load_state_dict(weights)
         with torch.no_grad():
             logits = model(images.permute(0, 3, 1, 2)).double()
@@ -602,7 +601,7 @@ def test_signal_while_validating(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A validation that a signal ends is not recorded: the next life makes up for it, also when nothing else is left to do."""
-    measure = train.meters.measure
+    measure = train.validation_loss
 
     def interrupted(*arguments: Any) -> torch.Tensor:
         signal.raise_signal(signal.SIGTERM)
@@ -611,15 +610,15 @@ def test_signal_while_validating(
     folder = tmp_path / "run"
     at_the_end = "train.validate_every_epochs=5"
     with monkeypatch.context() as patch:
-        patch.setattr(train.meters, "measure", interrupted)
+        patch.setattr(train, "validation_loss", interrupted)
         first = run(image_root, folder)
         assert (first["status"], first["step"], first["signal"]) == ("interrupted", 5, signal.SIGTERM)
-        assert "resume    the same command continues from step 5\n" in capsys.readouterr().out
+        assert "resume    run the same command again to resume at step 5\n" in capsys.readouterr().out
     second = run(image_root, folder, "train.max_steps=8")
     assert "compilation" not in capsys.readouterr().out  # on a CPU nothing compiles
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     with monkeypatch.context() as patch:
-        patch.setattr(train.meters, "measure", interrupted)
+        patch.setattr(train, "validation_loss", interrupted)
         for _ in range(2):
             third = run(image_root, folder, at_the_end)
             assert (third["status"], third["step"], third["signal"]) == ("interrupted", 9, signal.SIGTERM)
@@ -634,18 +633,18 @@ def test_signal_in_the_last_step_of_an_epoch(
 ) -> None:
     """Saved at once: a cluster may kill the job before a validation is done. The next start validates."""
     folder = tmp_path / "run"
-    step, validate, validated = train.train_step, train.validate, list[int]()
+    step, validate, validated = train.train_step, Validator.__call__, list[int]()
 
     def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
         if state.step == 4:
             signal.raise_signal(signal.SIGTERM)
         return step(state, *arguments, **options)
 
-    def noted(state: TrainState, *arguments: Any) -> bool:
+    def noted(self: Validator, state: TrainState) -> None:
         validated.append(state.step)
-        return validate(state, *arguments)
+        validate(self, state)
 
-    monkeypatch.setattr(train, "validate", noted)
+    monkeypatch.setattr(Validator, "__call__", noted)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
@@ -871,9 +870,9 @@ def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path,
 
 
 def test_a_choice_without_effect_is_told(image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.online=true", "train.max_steps=1")
+    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.refresh=true", "train.max_steps=1")
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("autotune")]
-    assert "runs on the CPU" in line and line.endswith("; no effect of autotune.online")
+    assert "runs on the CPU" in line and line.endswith("; autotune.refresh has no effect")
 
 
 def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

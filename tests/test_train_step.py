@@ -10,13 +10,11 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import meters
-from engine.distributed import World
 from engine.optim import build_optimizer
-from engine.plan import Plan
 from engine.state import MovingAverage, TrainState
-from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
+from pipeline.worker import EMPTY_ROW
+from tests.engine.test_evaluate import counted
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
@@ -41,16 +39,13 @@ def batch_of(step: int, mixed: bool) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def config_and_plan(image_root: Path) -> tuple[Config, Plan]:
-    config = cli.load([*OPTIONS, f"data.root={image_root}", "model.name=resnet_tiny"])
-    world = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-    return config, train.make_plan(config, build_datasets(config), world)
+def config(image_root: Path) -> Config:
+    return cli.load([*OPTIONS, f"data.root={image_root}", "model.name=resnet_tiny"])
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
-def test_five_steps_by_hand(mixed: bool, config_and_plan: tuple[Config, Plan]) -> None:
+def test_five_steps_by_hand(mixed: bool, config: Config) -> None:
     """Label smoothing, clipping, weight decay, Nesterov momentum and the average, each in its place."""
-    config, plan = config_and_plan
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, build_optimizer(model, config.optim), MovingAverage(model, EMA_DECAY))
@@ -85,13 +80,65 @@ def test_five_steps_by_hand(mixed: bool, config_and_plan: tuple[Config, Plan]) -
         decay = ema_decay(step)
         averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
 
-        values = train.train_step(state, model, meters.objective, batch, lr=lr, config=config, plan=plan)
+        values = train.train_step(
+            state, model, train.training_loss, batch, lr=lr, label_smoothing=SMOOTHING, clip_norm=CLIP_NORM
+        )
 
         hits = (logits.argmax(1) == labels).sum()
-        assert values.tolist() == pytest.approx([loss_sum, hits, BATCH, BATCH], rel=1e-5)
+        expected = {"loss": loss_sum / BATCH, "top1": 100 * hits / BATCH, "top5": 100.0}
+        assert {name: value.item() for name, value in values.items()} == pytest.approx(expected, rel=1e-5)
         assert state.ema is not None
         for network, expected in ((model, weights), (state.ema.module, averages)):
             for found, value in zip(network.parameters(), expected, strict=True):
                 np.testing.assert_allclose(found.detach().numpy(), value, rtol=1e-4, atol=1e-6, err_msg=f"step {step}")
         assert all(parameter.grad is None for parameter in model.parameters())
     assert len(set(clipped)) == 2, "clipping must act in some steps and not in others"
+
+
+def test_training_loss() -> None:
+    torch.manual_seed(0)
+    network = nn.Linear(8, 5)
+    images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
+    loss, values = train.training_loss(network, images, labels, labels, 0.1)
+    logs = network(images).log_softmax(1)
+    expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()  # a tenth is spread over all classes
+    torch.testing.assert_close(loss, expected)
+    hits1, hits5, _ = counted(network(images), labels)
+    found = {name: value.item() for name, value in values.items()}
+    assert found == pytest.approx({"top1": 100 * hits1 / 6, "top5": 100 * hits5 / 6})
+    assert not any(value.requires_grad for value in values.values())
+    loss.backward()
+    assert network.weight.grad is not None and network.weight.grad.abs().sum() > 0
+
+
+def test_training_loss_with_mixed_targets() -> None:
+    network = nn.Linear(8, 5)
+    images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
+    onehot = nn.functional.one_hot(labels, 5).float()
+    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
+    loss, values = train.training_loss(network, images, targets, labels, 0.0)
+    logs = network(images).log_softmax(1)
+    torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
+    hits1, hits5, _ = counted(network(images), labels)  # against the image's own label
+    assert [value.item() for value in values.values()] == pytest.approx([100 * hits1 / 6, 100 * hits5 / 6])
+
+
+def test_loss_is_taken_in_float32() -> None:
+    network = nn.Linear(8, 5).bfloat16()
+    loss, values = train.training_loss(network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long(), 0.0)
+    assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}
+
+
+def test_validation_loss_leaves_out_rows_that_fill_up() -> None:
+    torch.manual_seed(0)
+    network = nn.Linear(8, 7)
+    images, labels = torch.randn(9, 8), torch.randint(0, 7, (9,))
+    padded = torch.cat([images, torch.full((3, 8), 1e9)])
+    found, losses, predictions = train.validation_loss(network, padded, torch.cat([labels, torch.full((3,), EMPTY_ROW)]))
+    torch.testing.assert_close(found, train.validation_loss(network, images, labels)[0])
+    each = nn.functional.cross_entropy(network(images), labels, reduction="none")
+    torch.testing.assert_close(losses, torch.cat([each, torch.zeros(3)]))
+    assert found[0].item() == pytest.approx(each.sum().item())
+    assert torch.equal(predictions[:9], network(images).argmax(1))
+    assert found[1] == (predictions[:9] == labels).sum()
+    assert train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))[0].tolist() == [0, 0, 0, 0]

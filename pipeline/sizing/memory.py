@@ -1,4 +1,4 @@
-"""What the loader's buffers and workers take of the machine: computed from the config, before anything is allocated."""
+"""Memory of the loader's buffers and workers: computed from the config, before the allocation."""
 
 import math
 from dataclasses import dataclass
@@ -9,12 +9,17 @@ import torch
 from conf.schema import Config, UserError
 from pipeline.build import Datasets
 from pipeline.decode import ON_GPU
-from pipeline.feed import file_room, ring_slots
-from pipeline.loader import buffer_layout
+from pipeline.gpu_decode.encoded import file_bytes_per_row
+from pipeline.loader import buffer_layout, slots_needed
 from pipeline.sizing import machine
+from pipeline.sizing.ranks import Ranks
 
-# What a worker holds for itself, measured while it decodes full-size photographs: 15 MiB on top of what it shares with the
-# forkserver, 150 MiB when it imports everything itself, and a picture of 50 megapixels (150 MiB) now and then in one of them.
+# Tasks in progress per worker: measured on an H200 (docs/benchmarks.md). loader.workers=auto
+# raises it up to MOST_TASKS_IN_HAND.
+TASKS_IN_HAND, MOST_TASKS_IN_HAND = 3, 4
+# Private memory of a worker, measured while it decodes photographs of full size: 15 MiB on top of
+# what it shares with the forkserver, 150 MiB when it imports everything itself, and from time to
+# time a picture of 50 megapixels (150 MiB) in one of the workers.
 WORKER_BYTES = {"fork": 48 << 20, "forkserver": 48 << 20, "spawn": 192 << 20}
 GIB = 1 << 30
 
@@ -24,73 +29,108 @@ class MemoryPlan:
     """Bytes on the host for one rank, and on its GPU.
 
     Attributes:
-        most_workers: what there is room for.
+        ceiling: most workers that it is enough for.
         slots: batches in each of the two rings of buffers.
-        buffers: both rings, in memory that the workers share.
-        pinned: how much of that is page-locked.
-        workers: what the worker processes hold for themselves, about.
+        file_bytes: per row of the training ring, for files that the GPU decodes; 0 for none.
+        buffers: both rings, in memory shared with the workers.
+        pinned: page-locked part of `buffers`.
+        worker_bytes: estimated private memory of the worker processes.
         device: batches kept ready on the GPU.
-        free: what the machine can still give to this rank.
+        free: free memory of the machine for this rank.
     """
 
-    most_workers: int
+    ceiling: int
     slots: int
+    file_bytes: int
     buffers: int
     pinned: int
-    workers: int
+    worker_bytes: int
     device: int
     free: int
+
+    @property
+    def host(self) -> int:
+        """Bytes needed on the host."""
+        return self.buffers + self.worker_bytes
 
     def line(self) -> str:
         pinned = "page-locked" if self.pinned else "not page-locked"
         device = f"; {self.device / GIB:.1f} GiB on the GPU" if self.device else ""
-        return (f"{self.buffers / GIB:.2f} GiB of batch buffers ({self.slots} slots for each split, {pinned}), workers about "
-                f"{self.workers / GIB:.2f} GiB; {self.free / GIB:.1f} GiB are free, /dev/shm is not used{device}")  # fmt: skip
+        return (
+            f"{self.buffers / GIB:.2f} GiB of batch buffers ({self.slots} slots for each split, "
+            f"{pinned}), workers about {self.worker_bytes / GIB:.2f} GiB; "
+            f"{self.free / GIB:.1f} GiB are free, /dev/shm is not used{device}"
+        )
 
 
 def plan_memory(
-    config: Config, datasets: Datasets, *, workers: int, decoder: str, device: torch.device, dtype: torch.dtype,
-    world_size: int = 1, ranks_here: int = 1, fewest: int | None = None,
-) -> MemoryPlan:  # fmt: skip
-    """Sum up what `open_feed` will allocate: for `workers`, or the most from `fewest` on for which it fits.
+    config: Config,
+    datasets: Datasets,
+    world: Ranks,
+    *,
+    workers: int,
+    fewest: int,
+    decoder: str,
+    dtype: torch.dtype,
+) -> MemoryPlan:
+    """Compute the memory that `open_feed` allocates, for the most workers for which it is free.
+
+    Args:
+        workers: upper bound of the number of workers.
+        fewest: lower bound.
+        decoder: gpu and hybrid need buffers for files.
+        dtype: of the images on the device.
 
     Raises:
-        UserError: it does not fit into what is free, or is more than a process may have in a piece.
+        UserError: not enough memory is free, or a buffer is larger than `ulimit -f`.
     """
-    loader, cuda = config.loader, device.type == "cuda"
-    share = loader.batch_size // world_size
-    slot_bytes, widest, ready = 0, 0, 0
-    file_bytes = file_room(datasets.train) if decoder in ON_GPU else 0
-    for side, room in ((datasets.train_side, file_bytes), (datasets.val_side, 0)):
-        layout = buffer_layout(batch_size=share, size=side, slots=1, file_bytes=room)
-        sizes = [math.prod(shape) * np.dtype(kind).itemsize for shape, kind in layout.values()]
-        slot_bytes, widest = slot_bytes + sum(sizes), max(widest, *sizes)
-        ready += (loader.prefetch_batches + 1) * share * 3 * side * side * (1 + dtype.itemsize)
-    free = machine.free_memory() // ranks_here
-
-    def plan(count: int) -> MemoryPlan:
-        slots = ring_slots(config, share, count)
-        return MemoryPlan(
-            most_workers=count,
+    loader, cuda = config.loader, world.device.type == "cuda"
+    share = loader.batch_size // world.size
+    file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in ON_GPU else 0
+    sizes = [
+        math.prod(shape) * np.dtype(kind).itemsize
+        for size, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0))
+        for shape, kind in buffer_layout(
+            batch_size=share, size=size, slots=1, file_bytes=room
+        ).values()
+    ]
+    pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
+    ready = (loader.prefetch_batches + 1) * share * pixels * (1 + dtype.itemsize)
+    free = machine.free_memory() // world.local_size
+    for ceiling in range(workers, fewest - 1, -1):
+        slots = ring_slots(config, share, ceiling)
+        plan = MemoryPlan(
+            ceiling=ceiling,
             slots=slots,
-            buffers=slots * slot_bytes,
-            pinned=slots * slot_bytes if cuda and loader.pin_memory else 0,
-            workers=count * WORKER_BYTES[loader.start_method],
+            file_bytes=file_bytes,
+            buffers=slots * sum(sizes),
+            pinned=slots * sum(sizes) if cuda and loader.pin_memory else 0,
+            worker_bytes=ceiling * WORKER_BYTES[loader.start_method],
             device=ready if cuda else 0,
             free=free,
         )
-
-    fewest = workers if fewest is None else min(fewest, workers)
-    plans = map(plan, range(workers, fewest - 1, -1))
-    fitting = next((found for found in plans if found.buffers + found.workers <= free), None)
-    if fitting is None:
-        least = plan(fewest)
-        each = f" for each of {ranks_here} ranks" if ranks_here > 1 else ""
+        if plan.host <= plan.free:
+            break
+    else:
+        each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
         raise UserError(
-            f"loader: needs {(least.buffers + least.workers) / GIB:.1f} GiB{each} ({least.line()}); "
-            "lower loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
+            f"loader: needs {plan.host / GIB:.1f} GiB{each} ({plan.line()}); lower "
+            "loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
         )
-    if fitting.slots * widest > machine.largest_buffer():
-        raise UserError(f"loader: needs a buffer of {fitting.slots * widest / 2**20:.1f} MiB, and ulimit -f allows "
-                        f"{machine.largest_buffer() / 2**20:.1f}: raise it")  # fmt: skip
-    return fitting
+    if plan.slots * max(sizes) > machine.largest_buffer():
+        raise UserError(
+            f"loader: needs a buffer of {plan.slots * max(sizes) / 2**20:.1f} MiB, ulimit -f "
+            f"allows {machine.largest_buffer() / 2**20:.1f}; raise it"
+        )
+    return plan
+
+
+def ring_slots(config: Config, batch_size: int, workers: int) -> int:
+    """Batches in each ring of buffers, for the most tasks that the workers may have in progress."""
+    factor = config.loader.prefetch_factor
+    return slots_needed(
+        batch_size=batch_size,
+        workers=workers,
+        prefetch_factor=MOST_TASKS_IN_HAND if factor == "auto" else factor,
+        prefetch_batches=config.loader.prefetch_batches,
+    )

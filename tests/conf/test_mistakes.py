@@ -224,6 +224,8 @@ TRANSFORMS = {
     "augment.train=[{horizontal_flip: {p: 2}}]": "p=2: give a number from 0 to 1",
     "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
     "augment.batch=[{random_erasing: {scale: [0.5, inf]}}]": "scale=[0.5, inf]: give",
+    "augment.train=[{v2.RandAugment: {count: 2}}]": "v2.RandAugment has no parameter count; it has num_ops, magnitude",
+    "augment.train=[{v2.RandomErasing: {p: 3}}]": "v2.RandomErasing: ",
     "augment.train=[{a: 1, b: 2}]": "is not a transform",
     "augment.train=[[resize]]": "is not a transform",
     "augment.train=[{resize: 5}]": "is not a transform",

@@ -39,10 +39,10 @@ def test_recipe_builds(recipe: str) -> None:
     config = cli.load([f"recipe={recipe}", DATA])
     assert config.run.name.split(",")[0] == recipe
     train, val = transforms(config)
-    assert train.side == config.data.image_size and val.side is not None
+    assert train.image_size == config.data.image_size and val.image_size is not None
     with torch.device("meta"):
-        model = models.build(config.model.name, num_classes=10, image_size=train.side)
-    for side in (train.side, val.side):
+        model = models.build(config.model.name, num_classes=10, image_size=train.image_size)
+    for side in (train.image_size, val.image_size):
         assert count_flops(model, side) > 0
     build_optimizer(model, config.optim)
     images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
@@ -74,11 +74,11 @@ def test_recipe_starts_with_its_command_and_the_expected_accuracy(recipe: str) -
 def test_every_augment_choice_builds(choice: str) -> None:
     """Training uses data.image_size, validation data.val_size (by default the same)."""
     train, val = transforms(cli.load([f"augment={choice}", "data.image_size=32", DATA]))
-    assert (train.side, val.side) == (32, 32)
+    assert (train.image_size, val.image_size) == (32, 32)
     train, val = transforms(
         cli.load([f"augment={choice}", "data.image_size=32", "data.val_size=64", DATA])
     )
-    assert (train.side, val.side) == (32, 64)
+    assert (train.image_size, val.image_size) == (32, 64)
 
 
 @pytest.mark.parametrize(("size", "short_side"), [(224, 256), (176, 201), (64, 73)])
@@ -87,7 +87,7 @@ def test_validation_crops_seven_eighths_of_the_short_side(size: int, short_side:
     _, val = transforms(cli.load([f"data.val_size={size}", DATA]))
     resize, crop = val.transforms
     assert isinstance(resize, augment.Resize) and resize.size == short_side
-    assert isinstance(crop, augment.CenterCrop) and crop.side == size
+    assert isinstance(crop, augment.CenterCrop) and crop.image_size == size
 
 
 @pytest.mark.parametrize("choice", group_names("model"))

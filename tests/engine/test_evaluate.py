@@ -1,6 +1,7 @@
-"""Validation counts every image once, however it is cut into batches."""
+"""Validation counts every image once for any batch size; hits are counted as by torch.topk."""
 
 import copy
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -9,9 +10,10 @@ from torch import Tensor, nn
 
 from engine import evaluate as module
 from engine.distributed import World
-from engine.evaluate import Mistakes, evaluate
-from engine.meters import measure
+from engine.evaluate import Metrics, Mistakes, evaluate, metrics_of, sums
 from models.resnet import resnet_tiny
+from pipeline.worker import EMPTY_ROW
+from train import validation_loss as measure
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 IMAGES = 37
@@ -184,3 +186,58 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
             torch.use_deterministic_algorithms(False)
         assert torch.equal(found.table, whole.table) and found.table.sum() == IMAGES
         assert torch.equal(found.worst_images()[0], whole.worst_images()[0])
+
+
+def counted(logits: Tensor, labels: Tensor) -> tuple[int, int, int]:
+    """Top-1 hits, top-5 hits and images by torch.topk, one row after the other."""
+    hits1 = hits5 = images = 0
+    for row, label in zip(logits, labels.tolist(), strict=True):
+        if label >= 0:
+            best = row.topk(min(5, len(row))).indices.tolist()
+            hits1, hits5, images = hits1 + (label == best[0]), hits5 + (label in best), images + 1
+    return hits1, hits5, images
+
+
+@pytest.mark.parametrize("classes", [2, 3, 5, 6, 10, 1000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(classes)
+    logits = torch.stack([torch.randperm(classes, generator=generator) for _ in range(500)]).to(dtype) - classes / 2  # no ties
+    labels = torch.randint(0, classes, (500,), generator=generator)
+    labels[torch.rand(500, generator=generator) < 0.1] = EMPTY_ROW
+    found = sums(logits, labels, torch.tensor(2.5))
+    assert found.dtype == torch.float32
+    assert found.tolist() == [2.5, *counted(logits, labels)]
+    assert 0 < found[1] < found[3] < 500
+
+
+def test_rows_that_fill_up_do_not_count() -> None:
+    logits = torch.eye(6)[[0, 1, 2, 3]]
+    assert sums(logits, torch.tensor([0, 1, EMPTY_ROW, EMPTY_ROW]), torch.tensor(0.0)).tolist() == [0, 2, 2, 2]
+    assert sums(logits, torch.tensor([EMPTY_ROW] * 4), torch.tensor(0.0)).tolist() == [0, 0, 0, 0]
+    assert sums(logits, torch.tensor([0, 1, 5, 4]), torch.tensor(0.0)).tolist() == [0, 2, 3, 4]
+
+
+def test_not_a_number_is_no_hit() -> None:
+    logits = torch.zeros(3, 10)
+    logits[:, 4] = 1
+    labels = torch.tensor([4, 4, 4])
+    logits[1] = math.nan
+    logits[2, 4] = math.nan
+    assert sums(logits, labels, torch.tensor(0.0)).tolist() == [0, 1, 1, 3]
+
+
+def test_infinite_logits() -> None:
+    logits = torch.tensor([[-math.inf] * 10, [math.inf] * 10])
+    assert sums(logits, torch.tensor([0, 5]), torch.tensor(0.0)).tolist() == [0, 1, 1, 2]
+
+
+def test_equal_logits_rank_in_the_order_of_their_classes() -> None:
+    """A network that says the same for everything is right once in `classes`, not always."""
+    logits = torch.zeros(10, 10)
+    assert sums(logits, torch.arange(10), torch.tensor(0.0)).tolist() == [0, 1, 5, 10]
+
+
+def test_metrics_of() -> None:
+    assert metrics_of(torch.tensor([10.0, 1, 3, 4])) == Metrics(loss=2.5, top1=25, top5=75, images=4)
+    assert metrics_of(torch.zeros(4)) == Metrics(0, 0, 0, 0)

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import models
-from conf import cli
-from conf.schema import Config, Schedule, UserError
+from conf.schema import Checkpoint, Config, Loader, Log, Schedule, Train, UserError
 from engine.optim import Curve
 from engine.plan import (
     Plan,
@@ -21,49 +20,61 @@ from engine.plan import (
     has_bf16,
     precision_note,
 )
+from pipeline.sizing.memory import MemoryPlan
+from pipeline.sizing.plan import LoaderPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+LOADER = LoaderPlan(
+    workers=3,
+    cores=4,
+    reason="as configured",
+    decoder="pillow",
+    memory=MemoryPlan(4, slots=8, file_bytes=0, buffers=0, pinned=0, worker_bytes=0, device=0, free=0),
+    measured=False,
+    not_measured=None,
+    dtype=torch.float32,
+    channels_last=False,
+)
+
+
+def config(batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1) -> Config:
+    return Config(
+        loader=Loader(batch_size=batch),
+        train=Train(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
+        log=Log(every_steps=5),
+        checkpoint=Checkpoint(every_steps=4),
+    )
 
 
 def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int | None = None, **changes) -> Plan:
     steps = count_steps(epochs=epochs, train_images=images, batch_size=batch)
     given = Plan(
+        config=config(batch, epochs, max_steps),
+        world_size=1,
         train_images=images,
         val_images=20,
-        num_classes=10,
+        classes=tuple("abcdefghij"),
         image_size=224,
         val_size=256,
-        batch_size=batch,
-        batch_per_rank=batch,
-        world_size=1,
-        epochs=epochs,
         schedule_steps=steps,
         stop_step=min(steps, max_steps or steps),
         curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
-        validate_every_epochs=1,
-        log_every_steps=5,
-        save_every_steps=4,
-        workers=3,
-        workers_reason="as configured",
-        measures_workers=False,
-        workers_unmeasured=None,
-        most_workers=4,
+        loader=LOADER,
         large_files=True,
-        decoder="pillow",
         device="cpu",
         device_type="cpu",
         precision="fp32",
         channels_last=False,
         compile="off",
         parameters=25_557_032,
-        activation_bytes=0,
         flops_per_image=8_178_000_000,
+        activation_bytes=0,
     )
     return dataclasses.replace(given, **changes)
 
 
 def steps_where(plan: Plan, test: str) -> list[int]:
-    return [step for step in range(plan.stop_step + 1) if getattr(plan, test)(step)]
+    return [step for step in range(plan.stop_step + 1) if getattr(plan.due(step), test)]
 
 
 @pytest.mark.parametrize(
@@ -84,23 +95,23 @@ def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None
 @pytest.mark.parametrize(("images", "batch"), [(100, 30), (100, 100), (100, 1), (36, 8), (1_281_167, 1024)])
 def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
     """After the first step at which it has ended: (step - 1) * batch < epoch * images <= step * batch."""
-    found = steps_where(plan(images, batch, epochs=4), "validates")
+    found = steps_where(plan(images, batch, epochs=4), "validate")
     assert found == [math.ceil(epoch * images / batch) for epoch in (1, 2, 3, 4)]
 
 
 def test_every_second_epoch_and_the_end_are_validated() -> None:
-    assert steps_where(plan(100, 10, epochs=5, validate_every_epochs=2), "validates") == [20, 40, 50]
-    assert steps_where(plan(100, 10, epochs=1.5), "validates") == [10, 15]
-    assert steps_where(plan(100, 10, epochs=5, max_steps=33), "validates") == [10, 20, 30, 33]
-    assert steps_where(plan(100, 10, epochs=2, validate_every_epochs=50), "validates") == [20]
+    assert steps_where(plan(100, 10, epochs=5, config=config(10, 5, validate_every=2)), "validate") == [20, 40, 50]
+    assert steps_where(plan(100, 10, epochs=1.5), "validate") == [10, 15]
+    assert steps_where(plan(100, 10, epochs=5, max_steps=33), "validate") == [10, 20, 30, 33]
+    assert steps_where(plan(100, 10, epochs=2, config=config(10, 2, validate_every=50)), "validate") == [20]
 
 
 def test_logs() -> None:
-    assert steps_where(plan(100, 10, epochs=1.2), "logs")[1:] == [5, 10, 12]
+    assert steps_where(plan(100, 10, epochs=1.2), "log")[1:] == [5, 10, 12]
 
 
 def test_saves_every_so_often_and_whenever_it_validates() -> None:
-    assert steps_where(plan(100, 10, epochs=1.5), "saves")[1:] == [4, 8, 10, 12, 15]
+    assert steps_where(plan(100, 10, epochs=1.5), "save")[1:] == [4, 8, 10, 12, 15]
 
 
 def test_epochs_of_a_step() -> None:
@@ -150,27 +161,25 @@ def test_compile() -> None:
 
 
 def test_batches_that_cannot_be() -> None:
-    config = Config()
-    config.loader.batch_size = 12
-    check_batch(config, 12, 4)
+    check_batch(12, 12, 4)
     with pytest.raises(UserError, match=r"^loader\.batch_size=12: larger than the training split \(11 images\)"):
-        check_batch(config, 11, 1)
+        check_batch(12, 11, 1)
     with pytest.raises(UserError, match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks"):
-        check_batch(config, 100, 5)
+        check_batch(12, 100, 5)
 
 
 def test_lines_say_what_was_derived() -> None:
     text = "\n".join(plan(1_281_167, 256, epochs=90).lines())
     for part in (
         "1,281,167 training and 20 validation images, 10 classes",
-        "450,411 of 256 images, 5,004.6 an epoch, 90 epochs",
+        "450,411 of 256 images, 5,004.6 per epoch, 90 epochs",
         "25.56 M parameters, 8.18 GFLOP forward per 224 px image; validated at 256 px",
         "cpu, fp32, compile off",
         "3 workers per rank (as configured), decoder pillow",
     ):
         assert part in text
-    early = "\n".join(plan(100, 10, epochs=5, max_steps=33, world_size=2, batch_per_rank=5, channels_last=True).lines())
-    assert "33 of 10 images (5 on each of 2 ranks), 10.0 an epoch; stops early, 5 epochs are 50" in early
+    early = "\n".join(plan(100, 10, epochs=5, max_steps=33, world_size=2, channels_last=True).lines())
+    assert "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch; stops early: 5 epochs are 50 steps" in early
     assert "cpu, fp32, channels_last, compile off" in early
 
 
@@ -206,5 +215,5 @@ def test_size_that_the_model_does_not_take() -> None:
     ],
 )
 def test_a_batch_too_large_for_the_data(images: int, batch: int, ranks: int, advice: str | None) -> None:
-    found = few_steps(cli.load(["data.root=/x", f"loader.batch_size={batch}"]), images, ranks)
+    found = few_steps(batch, 0.1, images, ranks)
     assert [line.split("images, ")[-1] for line in found] == ([f"try {advice}"] if advice else [])

@@ -15,6 +15,7 @@ import torch
 import train
 from conf import cli
 from conf.schema import UserError
+from engine import validator
 from engine.profiler import StepProfiler
 from tests.results import check_not_trained
 
@@ -32,11 +33,13 @@ def run(root: Path, folder: Path, *more: str) -> dict[str, Any]:
 
 def steps(profiler: StepProfiler, count: int) -> None:
     for step in range(count):
-        if profiler.turns(step):
-            profiler.turn(step)
+        if profiler.starts(step):
+            profiler.start(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
+        if profiler.ends(step + 1):
+            profiler.stop(step + 1)
     if profiler.running:
-        profiler.turn(count)
+        profiler.stop(count)
 
 
 @pytest.mark.parametrize(
@@ -99,14 +102,14 @@ def test_validation_is_not_in_the_profile(
     chosen: str, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """36 images in batches of 8: step 5 ends an epoch, and here the run."""
-    validate, validated = train.validate, []
+    evaluate, validated = validator.evaluate, []
 
-    def marked(*arguments: Any) -> bool:
+    def marked(*arguments: Any) -> Any:
         validated.append(True)
         with torch.profiler.record_function("a validation"):
-            return validate(*arguments)
+            return evaluate(*arguments)
 
-    monkeypatch.setattr(train, "validate", marked)
+    monkeypatch.setattr(validator, "evaluate", marked)
     run(image_root, tmp_path / "run", "train.max_steps=5", f"profile.steps={chosen}")
     trace = gzip.decompress((tmp_path / "run" / "profile" / "steps-3-4.json.gz").read_bytes())
     assert validated and b"convolution_backward" in trace and b"a validation" not in trace

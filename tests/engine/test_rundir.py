@@ -11,21 +11,30 @@ from typing import Any
 import pytest
 import torch
 
-from conf.schema import UserError
+from conf.schema import Checkpoint, Config, Run, UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
+from engine.distributed import World
 from engine.rundir import SUMMARY, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
 
 
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+
+
+def directory(path: Path, resume: str = "auto", accept_changes: bool = False) -> RunDirectory:
+    checkpoints = Checkpoint(resume=resume, accept_changes=accept_changes)
+    return RunDirectory(Config(run=Run(dir=str(path)), checkpoint=checkpoints), ALONE)
+
+
 def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY) -> Path | None:
     """Open and close."""
-    with RunDirectory(path) as run:
-        found, changes = run.open(resume, identity)
-    assert changes == {}
-    return found
+    with directory(path, resume) as run:
+        run.open(identity)
+    assert run.accepted == {}
+    return run.resumed
 
 
 def add_checkpoint(path: Path, step: int, identity: dict[str, Any] = IDENTITY, origin: str | None = None) -> Path:
@@ -54,7 +63,7 @@ def test_new_folder_with_its_parents(tmp_path: Path) -> None:
 
 
 def test_nothing_is_created_before_open(tmp_path: Path) -> None:
-    with RunDirectory(tmp_path / "run"):
+    with directory(tmp_path / "run"):
         assert tree(tmp_path) == {}
 
 
@@ -147,11 +156,11 @@ def test_never_does_not_look_at_the_checkpoints(run: Path) -> None:
 
 
 REFUSALS = {
-    "foreign folder": (r"run\.dir=.*/run: holds other things than a run", "auto"),
+    "foreign folder": (r"run\.dir=.*/run: holds files that are not of a run", "auto"),
     "file": (r"run\.dir=.*/run: is a file", "auto"),
     "below a file": (r"run\.dir=.*/run/below: cannot be used", "auto"),
     "path that is not there": (r"checkpoint\.resume=gone\.pt: no such file", "gone.pt"),
-    "path that is a folder": (r"checkpoint\.resume=\.: is a folder; give a checkpoint's path \(step-\*\.pt\)", "."),
+    "path that is a folder": (r"checkpoint\.resume=\.: is a folder; give the path of a checkpoint \(step-\*\.pt\)", "."),
     "too long": (r"run\.dir=.*: cannot be used: File name too long", "auto"),
 }
 
@@ -191,9 +200,10 @@ def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str)
 
 
 def test_accepted_changes_are_returned(run: Path) -> None:
-    with RunDirectory(run) as opened:
-        found = opened.open("auto", {**IDENTITY, "dataset": "def"}, accept_changes=True)
-    assert found == (run / "checkpoints" / "step-00000020.pt", {"dataset": "dataset was abc, is def"})
+    with directory(run, accept_changes=True) as opened:
+        opened.open({**IDENTITY, "dataset": "def"})
+    assert opened.resumed == run / "checkpoints" / "step-00000020.pt"
+    assert opened.accepted == {"dataset": "dataset was abc, is def"}
 
 
 def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path: Path) -> None:
@@ -205,16 +215,17 @@ def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path
         (tmp_path / "new", "auto", {}),
         (tmp_path / "new", str(other), {"pixels": "gpu"}),
     ):
-        assert RunDirectory(path).stored_identity(resume) == identity
+        assert directory(path, resume).stored_identity() == identity
     assert tree(tmp_path) == before
 
 
 def test_a_run_that_went_on_since_it_was_looked_at(run: Path) -> None:
     """Another process may train and end between the first look and the lock."""
-    with RunDirectory(run) as opened:
-        assert opened.stored_identity("auto") == IDENTITY
+    with directory(run) as opened:
+        assert opened.stored_identity() == IDENTITY
         thirty = add_checkpoint(run, 30)
-        assert opened.open("auto", IDENTITY)[0] == thirty
+        opened.open(IDENTITY)
+        assert opened.resumed == thirty
 
 
 def test_another_training_named_by_path_leaves_an_empty_folder_empty(run: Path, tmp_path: Path) -> None:
@@ -233,8 +244,8 @@ def test_lock_that_cannot_be_taken_is_one_line(run: Path) -> None:
 
 def test_second_user_in_the_same_process_is_refused(run: Path) -> None:
     before = tree(run)
-    with RunDirectory(run) as first:
-        first.open("auto", IDENTITY)
+    with directory(run) as first:
+        first.open(IDENTITY)
         for resume in ("auto", "never"):
             with pytest.raises(UserError, match=r"run\.dir=.*: another process is training in it"):
                 open_run(run, resume)
@@ -245,9 +256,9 @@ def test_second_user_in_the_same_process_is_refused(run: Path) -> None:
 HOLDER = """
 import sys
 from pathlib import Path
-from engine.rundir import SUMMARY, RunDirectory
-run = RunDirectory(Path(sys.argv[1]))
-run.open("auto", {})
+from tests.engine.test_rundir import directory
+run = directory(Path(sys.argv[1]))
+run.open({})
 print("open", flush=True)
 sys.stdin.read()
 """
@@ -271,8 +282,8 @@ def test_second_process_is_refused_and_a_killed_one_lets_go(tmp_path: Path) -> N
 
 def test_lock_is_not_inherited(run: Path) -> None:
     """A compiler or a viewer that outlives the trainer must not keep the folder locked."""
-    with RunDirectory(run) as first:
-        first.open("auto", IDENTITY)
+    with directory(run) as first:
+        first.open(IDENTITY)
         with start("import sys; print('ready', flush=True); sys.stdin.read()", close_fds=False) as child:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
             first.close()
@@ -280,7 +291,7 @@ def test_lock_is_not_inherited(run: Path) -> None:
 
 
 def test_write(run: Path) -> None:
-    RunDirectory(run).write("config.yaml", "b: 2\n")
+    directory(run).write("config.yaml", "b: 2\n")
     assert (run / "config.yaml").read_text() == "b: 2\n"
     assert not list(run.glob("*.tmp"))
 
@@ -306,7 +317,7 @@ WHOLE = dict.fromkeys(SUMMARY, 5) | {"status": "finished", "step": 20}
 def test_finished_summary(run: Path, text: str | None, found: dict[str, Any] | None) -> None:
     if text is not None:
         (run / "summary.json").write_text(text)
-    assert RunDirectory(run).finished_summary(20) == found
+    assert directory(run).finished_summary(20) == found
 
 
 def test_a_file_that_is_no_checkpoint_is_the_users_mistake(run: Path, tmp_path: Path) -> None:

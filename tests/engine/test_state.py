@@ -3,7 +3,6 @@
 import copy
 import hashlib
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,12 +11,12 @@ from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.schema import Config, Optim
+from conf.schema import Optim
 from engine import checkpoint
 from engine.distributed import join_world
-from engine.meters import Meter, objective
+from engine.meters import Meter
 from engine.optim import build_optimizer
-from engine.plan import Plan
+from engine.plan import make_plan
 from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
@@ -43,22 +42,13 @@ def advance(state: TrainState, steps: int) -> None:
         state.step += 1
 
 
-@cache
-def setting() -> tuple[Config, Plan]:
-    """What train_step is told: a run on the CPU, with label smoothing and clipping."""
-    config = cli.load(["data=fake", "data.fake_images=16", "data.fake_classes=5", "data.image_size=16", "model=resnet_tiny",
-                       "loader.batch_size=8", "train.device=cpu", "train.label_smoothing=0.1", "optim.clip_norm=5",
-                       ])  # fmt: skip
-    with join_world("cpu") as world:
-        return config, train.make_plan(config, build_datasets(config), world)
-
-
 def take_step(state: TrainState) -> None:
-    config, plan = setting()
     generator = torch.Generator().manual_seed(state.step)
     images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
-    train.train_step(state, nn.Sequential(nn.Dropout(0.2), state.model), objective, Batch(images, labels, labels, state.step),
-                     lr=state.optimizer.defaults["lr"], config=config, plan=plan)  # fmt: skip
+    network = nn.Sequential(nn.Dropout(0.2), state.model)
+    batch = Batch(images, labels, labels, state.step)
+    lr = state.optimizer.defaults["lr"]
+    train.train_step(state, network, train.training_loss, batch, lr=lr, label_smoothing=0.1, clip_norm=5.0)
 
 
 def equal(a: object, b: object) -> bool:
@@ -189,15 +179,17 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
                        "train.label_smoothing=0.1", f"optim={name}", "loader.batch_size=16", "data.image_size=32",
                        "model.compile=off"])  # fmt: skip
     with join_world("cuda") as world:
-        plan = train.make_plan(config, build_datasets(config), world)
-        state = train.build_state(config, plan, world)
+        plan = make_plan(config, build_datasets(config), world)
+        state = train.build_state(plan, world)
         batch = Batch(torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.input_dtype),
                       torch.zeros(16, dtype=torch.int64, device="cuda"),
                       torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"), 0)  # fmt: skip
-        meter = Meter(world, 16, 0)
+        meter = Meter(world)
+        loss = plan.autocast()(train.training_loss)
         try:
             for _ in range(4):
-                meter.add(train.train_step(state, state.model, objective, batch, lr=0.1, config=config, plan=plan))
+                values = train.train_step(state, state.model, loss, batch, lr=0.1, label_smoothing=0.1, clip_norm=1.0)
+                meter.add(values)
                 torch.cuda.set_sync_debug_mode("error")  # from the second on: the first makes the optimiser's state
         finally:
             torch.cuda.set_sync_debug_mode("default")

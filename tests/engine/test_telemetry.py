@@ -311,7 +311,7 @@ def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
             "gpu/memory_used_gib": 3.0,
         }
     (record,) = caplog.records
-    assert record.levelname == "INFO" and "utilisation, JPEG engines, video decoders: Not Supported" in record.getMessage()
+    assert record.levelname == "INFO" and "utilisation, JPEG engines, video decoders: NVML: Not Supported" in record.getMessage()
 
 
 def test_why_the_clocks_are_low(install) -> None:
@@ -333,8 +333,8 @@ def test_why_the_clocks_are_low(install) -> None:
         assert set(found) == set(EVERYTHING)  # no words among the tags
         assert monitor.slowdowns() == [
             "power limit, 38 % of the time",
-            "too hot, says the driver, 12 % of the time",
-            "too hot, says the hardware, 12 % of the time",
+            "thermal throttling by the driver, 12 % of the time",
+            "thermal throttling by the hardware, 12 % of the time",
             "hardware slowdown, 12 % of the time",
         ]
         release.set()

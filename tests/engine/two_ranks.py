@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from conf.schema import UserError
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
-from engine.meters import Meter, measure
+from engine.meters import Meter
+from train import validation_loss
 
 
 def agreement(world: World) -> dict[str, Any]:
@@ -116,17 +117,17 @@ def validation(world: World) -> dict[str, Any]:
             yield torch.cat([images[part], torch.zeros(fill, 6)]), torch.cat([labels[part], torch.full((fill,), -1)])
 
     mistakes = Mistakes(8, world.device)
-    (found,) = evaluate([model], measure, batches(), world, mistakes)
+    (found,) = evaluate([model], validation_loss, batches(), world, mistakes)
     return {"metrics": [found.loss, found.top1, found.top5, found.images], "table": mistakes.table.tolist()}
 
 
 def metering(world: World) -> list[float]:
     meter = Meter(world, batch_size=8, step=0)
-    meter.add(torch.tensor([4.0, 1, 2, 4]) * (world.rank + 1))
+    meter.add({"loss": torch.tensor(4.0) * (world.rank + 1), "top1": torch.tensor(25.0)})
     meter.send(1, lr=0.1)
     interval = meter.read()
     assert interval is not None
-    return [interval.metrics.loss, interval.metrics.top1, interval.metrics.top5, interval.metrics.images]
+    return [*interval.values.values()]
 
 
 def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> list[int]:
@@ -137,9 +138,11 @@ def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> li
                 os.kill(os.getpid(), signals[world.rank][1])
             if world.rank == 1:
                 time.sleep(0.001)  # ranks are not in lockstep
-            number = stop.agreed()
-            if number:
-                return [step, number, stop.agreed()]
+            stop.poll()
+            if stop:
+                number = stop.number
+                stop.poll()
+                return [step, number, stop.number]
     return []
 
 
@@ -149,9 +152,9 @@ def from_outside(world: World, ready: Path) -> list[int]:
         ready.write_text(str(os.getpid()))
         for step in range(100_000):
             time.sleep(0.001)
-            number = stop.agreed()
-            if number:
-                return [step, number]
+            stop.poll()
+            if stop:
+                return [step, stop.number]
     return []
 
 

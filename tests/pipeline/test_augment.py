@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conf.packages import import_torchvision
 from conf.schema import UserError
-from models.zoo import import_torchvision
 from pipeline import augment
 from pipeline.augment import (
     NAMES,
@@ -201,11 +201,18 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "resize": {"size": 40},
     "center_crop": {"size": 40},
     "random_crop": {"size": 40},
+    "v2.ColorJitter": {"brightness": 0.4, "hue": 0.1},
+    "v2.GaussianBlur": {"kernel_size": 5},
+    "v2.RandomAdjustSharpness": {"sharpness_factor": 2},
+    "v2.RandomAffine": {"degrees": 20, "translate": [0.1, 0.1]},
+    "v2.RandomPosterize": {"bits": 3},
+    "v2.RandomRotation": {"degrees": 20},
+    "v2.RandomSolarize": {"threshold": 100},
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_every_transform_runs_and_makes_the_side_it_declares(photo: Image.Image, name: str) -> None:
+def test_every_transform_makes_the_size_it_declares(photo: Image.Image, name: str) -> None:
     transform = one({name: PARAMETERS.get(name, {})})
     for seed, image in itertools.product(range(10), (photo, photo.resize((41, 200)), photo.resize((40, 40)))):
         before = image.tobytes()
@@ -214,25 +221,25 @@ def test_every_transform_runs_and_makes_the_side_it_declares(photo: Image.Image,
         again = transform(Picture.of_pillow(image), random.Random(seed)).pixels()
         np.testing.assert_array_equal(pixels, again)
         assert image.tobytes() == before
-        side = getattr(transform, "side", "kept")
-        if side == "kept":
+        size = getattr(transform, "image_size", "kept")
+        if size == "kept":
             assert pixels.shape[1::-1] == image.size
-        elif side is not None:
-            assert pixels.shape[:2] == (side, side) == (40, 40)
+        elif size is not None:
+            assert pixels.shape[:2] == (size, size) == (40, 40)
         else:
             assert min(pixels.shape[:2]) == 40
 
 
-def test_side_of_a_list_is_that_of_its_last_crop() -> None:
-    def side(*entries: Any) -> int | None:
-        return Compose(build(entries, TRANSFORMS, key="augment.train")).side
+def test_image_size_of_a_list_is_that_of_its_last_crop() -> None:
+    def image_size(*entries: Any) -> int | None:
+        return Compose(build(entries, TRANSFORMS, key="augment.train")).image_size
 
     crop, resize = {"random_resized_crop": {"size": 40}}, {"resize": {"size": 50}}
-    assert side(crop, "horizontal_flip", "rand_augment") == 40
-    assert side(resize, {"center_crop": {"size": 30}}) == 30
-    assert side(crop, resize) is None
-    assert side("horizontal_flip") is None
-    assert side() is None
+    assert image_size(crop, "horizontal_flip", "rand_augment") == 40
+    assert image_size(resize, {"center_crop": {"size": 30}}) == 30
+    assert image_size(crop, resize) is None
+    assert image_size("horizontal_flip") is None
+    assert image_size() is None
 
 
 # Strong augmentation.

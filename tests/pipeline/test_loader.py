@@ -395,7 +395,7 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
         assert len([w for w in loader.pool.workers if is_running(w.process.pid)]) == 2
         assert not is_running(pid)
     assert len(caplog.records) == 1
-    assert f"loader worker {pid} died (SIGKILL; SIGKILL is often the kernel out of memory)" in caplog.text
+    assert f"loader worker {pid} died (SIGKILL; the usual cause is that the host is out of memory)" in caplog.text
 
 
 def test_all_workers_killed_between_batches(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -593,7 +593,7 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
         batches = loader.batches(0, 12)
         next(batches).release(None)
         loader.pool.timeout_seconds = 0.5
-        with pytest.raises(LoaderError, match=r"no image for 0.5 s \(loader.timeout_seconds\); still reading") as error:
+        with pytest.raises(LoaderError, match=r"^loader.timeout_seconds=0.5: no image for that long; still reading") as error:
             drain(batches)
         assert f"{trap.path} (worker " in str(error.value)
         pids = [w.process.pid for w in loader.pool.workers]
@@ -649,7 +649,7 @@ def test_pool_without_workers_gets_some(image_root: Path) -> None:
             if batch.step == 1:
                 loader.pool.resize(2)
                 assert [len(worker.tasks) for worker in loader.pool.workers] == [1, 1]
-        assert all(worker.replies for worker in loader.pool.workers)
+        assert all(worker.seconds.count for worker in loader.pool.workers)
 
 
 def submit_by_turns(pool: WorkerPool, slots: int) -> list[int]:
@@ -844,7 +844,7 @@ def do_tasks(pool: WorkerPool, tasks: int, rows: int) -> None:
 
 
 def until_all_are_known(pool: WorkerPool) -> None:
-    while not all(worker.replies >= 20 for worker in pool.workers):
+    while not all(worker.seconds.count >= 20 for worker in pool.workers):
         do_tasks(pool, 40, rows=1)
 
 
@@ -887,15 +887,15 @@ def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
         Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
     )
     with WorkerPool([source], workers=4, start_method="fork") as pool:
-        pool.warn_of_laggards()  # nothing is known yet
+        pool.warn_about_slow_workers()  # nothing is known yet
         until_all_are_known(pool)
-        pool.warn_of_laggards()
+        pool.warn_about_slow_workers()
         do_tasks(pool, 40, rows=1)
-        pool.warn_of_laggards()
+        pool.warn_about_slow_workers()
         slow = int((tmp_path / "first").read_text())
         assert slow in {w.process.pid for w in pool.workers}
         (record,) = caplog.records
-        assert record.message.startswith(f"loader worker {slow} takes ")
+        assert record.message.startswith(f"loader worker {slow} is ")
 
 
 def test_of_two_workers_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -905,7 +905,7 @@ def test_of_two_workers_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureF
     )
     with WorkerPool([source], workers=2, start_method="fork") as pool:
         until_all_are_known(pool)
-        pool.warn_of_laggards()
+        pool.warn_about_slow_workers()
     assert caplog.records == []
 
 

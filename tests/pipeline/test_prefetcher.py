@@ -18,12 +18,14 @@ from torch import Tensor
 
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
+from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
 from pipeline.gpu_decode.decoder import GpuDecoder
+from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
-from pipeline.prefetcher import Batch, Prefetcher, Timing
+from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW
 from tests.conftest import Clock
@@ -50,9 +52,14 @@ def open_prefetcher(
     validation: bool = False,
     mean: Sequence[float] = MEAN,
     std: Sequence[float] = STD,
+    dtype: torch.dtype = torch.float32,
+    channels_last: bool = False,
     transforms: Sequence[Any] = (),
-    **options: Any,
+    rank: int = 0,
+    engines: Any = None,
+    hybrid: bool = False,
 ) -> Iterator[Prefetcher]:
+    """`engines` is a GpuDecoder, or stands in for one."""
     slots = slots or slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=2, prefetch_batches=depth)
     source = start_source(dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes)
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
@@ -60,20 +67,17 @@ def open_prefetcher(
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
     with ExitStack() as stack:
         if pinned and device.type == "cuda":
-            buffers = (source.pixels, source.labels, source.files, source.geometry)
-            stack.enter_context(Pinned([shared for shared in buffers if shared is not None]))
+            stack.enter_context(Pinned(source.buffers))
         pool = stack.enter_context(WorkerPool([source], workers=workers))
-        prefetcher = kind(
-            Loader(pool, 0, sampler.samples, hold=depth + 1),
-            device=device,
-            depth=depth,
-            mean=mean,
-            std=std,
-            transforms=build(transforms, BATCH_TRANSFORMS, key="augment.batch"),
-            num_classes=CLASSES,
-            seed=11,
-            **options,
-        )
+        loader = Loader(pool, 0, sampler.samples, hold=depth + 1)
+        options: dict[str, Any] = {}
+        if engines is not None:
+            options = dict(upload=EngineUpload(loader, engines, hybrid=hybrid), in_thread=True)
+        if transforms:
+            built = build(transforms, BATCH_TRANSFORMS, key="augment.batch")
+            options["mixing"] = Mixing(list(built), CLASSES, seed=11, rank=rank)
+        image = ImageFormat(device, mean, std, dtype, channels_last)
+        prefetcher = kind(loader, image, depth=depth, **options)
         stack.callback(prefetcher.close)
         yield prefetcher
 
@@ -162,19 +166,18 @@ class NotedDtype:
 def test_batch_transforms_get_float32_whoever_decodes(dataset: FolderDataset, name: str, dtype: torch.dtype) -> None:
     """The CPU decoders and the engines hand the same images over, and one rounding to the training dtype comes last."""
     entries, made = [{name: {"p": 1.0}}], []
-    for gpu_decoder, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
-        with open_prefetcher(
-            dataset, transforms=entries, dtype=dtype, gpu_decoder=gpu_decoder, file_bytes=file_bytes
-        ) as prefetcher:
+    for engines, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
+        with open_prefetcher(dataset, transforms=entries, dtype=dtype, engines=engines, file_bytes=file_bytes) as prefetcher:
             prefetcher.loader.encoded_share = 0.0  # there are no engines here
             noted = NotedDtype()
-            prefetcher.transforms.insert(0, noted)
+            assert prefetcher.mixing is not None
+            prefetcher.mixing.transforms.insert(0, noted)
             made.append(list(prefetcher.batches(0, 2)))
             assert noted.seen == [torch.float32] * 2
-    for cpu, engines in zip(*made, strict=True):
-        assert engines.images.dtype == dtype
-        assert torch.equal(engines.images, cpu.images)
-        assert torch.equal(engines.targets, cpu.targets)
+    for cpu, gpu in zip(*made, strict=True):
+        assert gpu.images.dtype == dtype
+        assert torch.equal(gpu.images, cpu.images)
+        assert torch.equal(gpu.targets, cpu.targets)
 
 
 def test_short_validation_batch_marks_its_empty_rows(image_root: Path) -> None:
@@ -231,7 +234,7 @@ def test_timing_covers_what_has_finished_since_the_last_reading(dataset: FolderD
         assert prefetcher.timing() is not None
 
 
-def test_timing_tells_waiting_from_stepping_and_from_what_is_left_out(clock: Clock) -> None:
+def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
     def figures(*, decoding: float, step: float, pause: float = 0.0) -> Timing:
         class Slow(FakeDataset):
             def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
@@ -242,7 +245,7 @@ def test_timing_tells_waiting_from_stepping_and_from_what_is_left_out(clock: Clo
             for batch in prefetcher.batches(0, 4):
                 clock.now += step
                 if batch.step == 1:
-                    with prefetcher.left_out():
+                    with prefetcher.pause():
                         clock.now += pause
             found = prefetcher.timing()
         assert found is not None
@@ -255,6 +258,31 @@ def test_timing_tells_waiting_from_stepping_and_from_what_is_left_out(clock: Clo
     assert figures(decoding=0.3, step=0.1).wait_fraction == pytest.approx(0.75)
     assert figures(decoding=0.0, step=0.1).wait_fraction == 0
     assert figures(decoding=0.1, step=0.1, pause=1.0).wait_fraction == pytest.approx(0.5)
+
+
+def test_timing_of_the_oldest_batches(clock: Clock) -> None:
+    """Steps of 1, 2, 3, ... s; a pause after the second."""
+    with open_prefetcher(FAKE, batch_size=1) as prefetcher:
+        for batch in prefetcher.batches(0, 5):
+            clock.now += batch.step + 1
+            if batch.step == 1:
+                with prefetcher.pause():
+                    clock.now += 60
+        found = [prefetcher.timing(batches) for batches in (0, 1, 3, 9, 1)]
+    assert [timing and (timing.batches, timing.seconds) for timing in found] == [
+        None, (1, pytest.approx(1)), (3, pytest.approx(2 + 3 + 4)), (1, pytest.approx(5)), None,
+    ]  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_timing_of_given_batches_waits_for_the_device() -> None:
+    with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
+        for _ in prefetcher.batches(0, 8):
+            torch.cuda._sleep(LAG_CYCLES)
+        timing = prefetcher.timing(8)
+    assert timing is not None
+    assert timing.batches == 8
+    assert 1000 * timing.seconds >= timing.step_worst_ms > 0
 
 
 @pytest.mark.parametrize(
@@ -318,17 +346,20 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.Monk
     written: list[tuple[int, int, int]] = []  # address, begin, end
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
+        prefetcher.clock = StepClock(cuda=True)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
-        own = prefetcher._own
+        for slot in prefetcher.slots:
+            slot.reused = True  # as on a GPU
+        plain_copy = DeviceSlot.copy
 
-        def copy(name: str, slot: int, value: Tensor, dtype: torch.dtype) -> Tensor:
+        def copy(slot: DeviceSlot, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
             assert current[-1] is side
-            result = own(name, slot, value, dtype)
+            result = plain_copy(slot, name, value, dtype)
             written.append((result.data_ptr(), side.now, side.now + 1))
             side.now += 1
             return result
 
-        monkeypatch.setattr(prefetcher, "_own", copy)
+        monkeypatch.setattr(DeviceSlot, "copy", copy)
         read: list[tuple[int, int, int]] = []
         for begin in (0, 100, 200):
             for batch in prefetcher.batches(begin, begin + 50):
@@ -466,7 +497,7 @@ class HandsOutEarly(LateCopies):
     """Broken: what the consumer waits for lies before the copy."""
 
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
-        early = self._mark()
+        early = self.clock.now()
         batch, _, marks = super()._enqueue(host, slot, after)
         return batch, early, marks
 
@@ -578,7 +609,7 @@ def test_every_batch_transform_with_every_decoder_and_precision(
     def first_batch(**more: Any) -> Batch:
         """One batch only: the shares of a hybrid's later batches follow from measured rates."""
         gpu_decoder = GpuDecoder(CUDA, BATCH) if engines else None
-        with open_prefetcher(dataset, gpu_decoder=gpu_decoder, **options, **more) as prefetcher:
+        with open_prefetcher(dataset, engines=gpu_decoder, **options, **more) as prefetcher:
             (batch,) = prefetcher.batches(4, 5)
             torch.cuda.synchronize()
             return batch.clone()

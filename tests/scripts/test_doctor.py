@@ -36,7 +36,7 @@ from pipeline import decode
 from pipeline.index import load_index
 from pipeline.sizing import budget, machine
 from pipeline.synthetic.demo import draw_image
-from scripts import doctor, gpus, survey
+from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
 from tests.processes import descendants, is_running
 
@@ -176,7 +176,7 @@ def test_much_is_wrong_at_once(root: Path, tmp_path: Path) -> None:
         "train: 3 of all 37 cannot be read",
         f"{folder}/dots/00.jpg: PermissionError",
         f"{folder}/dots/01.jpg: OSError: image file is truncated",
-        f"{folder}/dots/not utf-8 \\udcff.jpg: not a picture, begins with b'<html>404'",
+        f"{folder}/dots/not utf-8 \\udcff.jpg: not an image, begins with b'<html>404'",
         f"1 of {os.cpu_count()} hardware threads by affinity (1 physical cores)",
         "70 open files (up to 70) allow 0",
         f"{tmp_path}: cannot be written: Permission denied",
@@ -380,10 +380,10 @@ def test_a_fifo_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "content", "reason"), [
     ("half.jpg", JPEG[: len(JPEG) // 2], "image file is truncated"),
     ("half.png", encoded(drawn(), "PNG")[:3000], "truncated|broken|Truncated"),
-    ("page.jpg", b"<!DOCTYPE html><html>", re.escape("not a picture, begins with b'<!DOCTYPE html><'")),
+    ("page.jpg", b"<!DOCTYPE html><html>", re.escape("not an image, begins with b'<!DOCTYPE html><'")),
     ("empty.jpg", b"", "empty, 0 bytes"),
-    ("._00.jpg", b"\0\5\26\7" + bytes(4000), "not a picture"),
-    ("noise.jpg", bytes(range(256)) * 40, "not a picture"),
+    ("._00.jpg", b"\0\5\26\7" + bytes(4000), "not an image"),
+    ("noise.jpg", bytes(range(256)) * 40, "not an image"),
 ])  # fmt: skip
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_file_that_cannot_be_read(root: Path, split: str, name: str, content: bytes, reason: str) -> None:
@@ -411,7 +411,7 @@ def test_training_may_skip_unreadable_files_but_validation_may_not(root: Path) -
 
 def odd(kind: str) -> tuple[str, bytes]:
     """Name and content of a file of that kind."""
-    if kind == "turned by EXIF":
+    if kind == "EXIF rotation":
         exif = Image.Exif()
         exif[0x0112] = 6
         return "a.jpg", encoded(drawn(), exif=exif)
@@ -567,18 +567,19 @@ def test_class_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ordered([f"{i:02d}" for i in range(12)]).status == ordered(["cat", "dog"]).status == "ok"
 
 
-def hanging_worker(pipe: Connection, decoder: str) -> None:
-    """As survey's own, but it never answers for some files and dies of others."""
-    pipe.send(None)
-    while path := pipe.recv():
-        if path.startswith("/hang"):
-            time.sleep(60)
-        if path.startswith("/die"):
-            os.kill(os.getpid(), signal.SIGKILL)
-        pipe.send(survey.examine(path, decoder))
+def examine_or_fail(path: str, decoder: str) -> survey.Opened:
+    """Like survey.examine, except that it never returns for some files and dies of others."""
+    if path.startswith("/hang"):
+        time.sleep(60)
+    if path.startswith("/die"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return EXAMINE(path, decoder)
 
 
-def dead_worker(pipe: Connection, decoder: str) -> None:
+EXAMINE = survey.examine
+
+
+def dead_worker(pipe: Connection, function: Callable[[str], survey.Opened]) -> None:
     os._exit(3)
 
 
@@ -586,19 +587,19 @@ def test_a_file_that_hangs_or_kills_costs_only_itself(root: Path, monkeypatch: p
     good = [str(p) for p in sorted((root / "train").rglob("*.jpg"))]
     bad = ["/hang1.jpg", "/die1.jpg", "/die2.jpg", "/hang2.jpg"]
     told: list[str] = []
-    monkeypatch.setattr(survey, "_work", hanging_worker)
+    monkeypatch.setattr(survey, "examine", examine_or_fail)
     found = survey.examine_all([*bad[:2], *good, *bad[2:]], decoder="pillow", workers=2, tell=told.append, seconds=3)
     problems = {opened.path: opened.problem for opened in found}
     assert len(found) == len(problems) == 40 and {path for path, problem in problems.items() if problem} == set(bad)
-    assert all(problems[path] == "not read and decoded within 3 s" for path in bad if "hang" in path)
+    assert all(problems[path] == "took more than 3 s" for path in bad if "hang" in path)
     assert all("died (exit status -9" in problems[path] for path in bad if "die" in path)
     assert told[-1] == "opening files: 40 of 40"
-    monkeypatch.setattr(survey, "MOST_LOST", 1)
-    with pytest.raises(RuntimeError, match=r"^2 decoding processes died or did not answer, the last on /die2\.jpg$"):
+    monkeypatch.setattr(survey, "MAX_LOST", 1)
+    with pytest.raises(RuntimeError, match=r"^2 worker processes were lost, the last one with /die2\.jpg$"):
         survey.examine_all([*good, "/die1.jpg", "/die2.jpg"], decoder="pillow", workers=1, tell=told.append)
-    monkeypatch.setattr(survey, "_work", dead_worker)
+    monkeypatch.setattr(pool, "_work", dead_worker)
     rows = look(root)
-    assert only(rows["readable"]).found == "could not be checked: RuntimeError: decoding processes cannot be started"
+    assert only(rows["readable"]).found == "could not be checked: RuntimeError: worker processes cannot be started"
     assert only(rows["duplicates"]).found == "not checked: no file was opened, see readable"
 
 
@@ -832,15 +833,15 @@ def test_two_healthy_gpus(see: See) -> None:
     assert {name: [row.found for row in rows] for name, rows in found.items()} == {
         "GPU": [
             "2 NVIDIA H200, 2 used; driver 580.159, torch for CUDA 13.0",
-            "GPU 0, 1: 140 of 141 GiB free, nobody on it",
+            "GPU 0, 1: 140 of 141 GiB free, no other processes",
         ],
-        "PCIe": ["GPU 0, 1: generation 1 of 5 (an idle GPU lowers it), x16 of x16"],
-        "NVLink": ["GPU 0, 1: 18 of 18 links are up"],
+        "PCIe": ["GPU 0, 1: generation 1 of 5 (reduced while idle), x16 of x16"],
+        "NVLink": ["GPU 0, 1: 18 of 18 links are active"],
         "GPU health": [
-            "GPU 0, 1: 0 uncorrected memory errors since the driver was loaded, 0 rows remapped, persistence mode on"
+            "GPU 0, 1: 0 uncorrected ECC errors since the driver was loaded, 0 rows remapped, persistence mode on"
         ],
-        "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 C, power limit 700 of 700 W"],
-        "JPEG engines": ["GPU 0: found", "GPU 1: none that nvJPEG can use: the workers decode"],
+        "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 °C, power limit 700 of 700 W"],
+        "JPEG engines": ["GPU 0: available", "GPU 1: not available to nvJPEG: the workers decode"],
     }
 
 
@@ -851,16 +852,16 @@ def second(ill: Any, healthy: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize(("check", "change", "status", "text"), [
     ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=30 * GIB)], [])}, "warn",
-     "1 processes on it hold 30.0 GiB: 77"),
-    ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=None)], [])}, "warn", "hold 0.0 GiB: 77"),
+     "1 other processes use 30.0 GiB: 77"),
+    ("GPU", {"ComputeRunningProcesses": second([SimpleNamespace(pid=77, usedGpuMemory=None)], [])}, "warn", "use 0.0 GiB: 77"),
     ("GPU", {"MemoryInfo": lambda handle: SimpleNamespace(free=(120 if handle else 140) * GIB, total=141 * GIB)}, "warn",
-     "120 of 141 GiB free; somebody holds the rest"),
+     "120 of 141 GiB free; an unknown process uses the rest"),
     ("PCIe", {"CurrPcieLinkWidth": second(4, 16)}, "warn", "x4 of x16"),
-    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn", "17 of 18 links are up"),
-    ("GPU health", {"TotalEccErrors": second(2, 0)}, "warn", "2 uncorrected memory errors"),
-    ("GPU health", {"RemappedRows": second((0, 1, True, False), (0, 0, False, False))}, "warn", "waits for a reset"),
-    ("GPU health", {"RemappedRows": second((0, 9, False, True), (0, 0, False, False))}, "fail", "a remapping failed"),
-    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn", "slowed now by heat, power brake"),
+    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn", "17 of 18 links are active"),
+    ("GPU health", {"TotalEccErrors": second(2, 0)}, "warn", "2 uncorrected ECC errors"),
+    ("GPU health", {"RemappedRows": second((0, 1, True, False), (0, 0, False, False))}, "warn", "pending until a reset"),
+    ("GPU health", {"RemappedRows": second((0, 9, False, True), (0, 0, False, False))}, "fail", "row remapping failed"),
+    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn", "clocks reduced by external power brake, thermal throttling by the driver"),
     ("GPU clocks", {"EnforcedPowerLimit": second(400_000, 700_000)}, "warn", "power limit 400 of 700 W"),
 ])  # fmt: skip
 def test_an_ill_gpu(see: See, check: str, change: dict[str, Any], status: str, text: str) -> None:
@@ -874,9 +875,9 @@ def test_an_old_card_tells_little(see: See) -> None:
     nvml = FakeNvml()
     nvml.answers = {"CurrentClocksThrottleReasons": 0x8}
     found = see(nvml=nvml)
-    assert found["GPU"][1].found == "GPU 0, 1: memory unknown, nobody on it"
+    assert found["GPU"][1].found == "GPU 0, 1: memory unknown, no other processes"
     assert not found["PCIe"] and not found["NVLink"] and not found["GPU health"]
-    assert only(found["GPU clocks"]).found == "GPU 0, 1: slowed now by hardware slowdown"
+    assert only(found["GPU clocks"]).found == "GPU 0, 1: clocks reduced by hardware slowdown"
 
 
 def test_without_nvml_little_is_known(see: See) -> None:

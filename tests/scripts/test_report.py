@@ -189,7 +189,7 @@ def test_an_interrupted_run(runs: Path) -> None:
 def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     folders = [runs / name for name in ("first", "second", "stopped")]
     page = made(*folders, out=tmp_path / "all.html")
-    head, *rows = page.rows("What differs in the config")
+    head, *rows = page.rows("Config differences")
     assert head == ["", "first", "second", "stopped"]
     assert rows == [
         ["optim.lr", "0.2", "0.05", "0.2"],
@@ -197,7 +197,7 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
         ["train.epochs", "2", "3", "2000"],
         ["log.every_steps", "1", "3", "1"],
     ]
-    figures = {row[0]: row[1:] for row in page.rows("Final figures")}
+    figures = {row[0]: row[1:] for row in page.rows("Final values")}
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     assert figures["status"] == ["finished", "finished", "interrupted by SIGTERM"]
     assert figures["steps"] == [f"{summary['step']:,}" for summary in summaries]
@@ -217,8 +217,8 @@ def test_the_default_place_for_several_is_here(runs: Path, tmp_path: Path, monke
 
 def test_runs_that_do_not_differ(runs: Path, copied: Path, tmp_path: Path) -> None:
     page = made(runs / "first", copied, out=tmp_path / "page.html")
-    assert "Nothing but the runs' names and folders." in page.said
-    names = page.rows("Final figures")[0][1:]
+    assert "Only the names and folders of the runs differ." in page.said
+    names = page.rows("Final values")[0][1:]
     assert names[0].startswith("runs") and names[1].startswith("test_runs_that_do_not_differ")  # told apart by their places
 
 
@@ -228,9 +228,9 @@ def test_a_killed_run(copied: Path) -> None:
     (copied / "metrics.jsonl").write_text(whole[:-30])
     page = made(copied)
     assert "not finished" in page.said
-    assert "No verdict: a run writes it after epochs of 20 s and more, and at its end." in page.said
-    assert "there is no summary.json" in page.said
-    assert "metrics.jsonl: a line could not be read (a kill cuts the last one off)" in page.said
+    assert "No verdict: a run writes it at its end, and after epochs of at least 20 s." in page.said
+    assert "summary.json does not exist" in page.said
+    assert "metrics.jsonl: a line cannot be read (the last one is cut off after a kill)" in page.said
     assert page.after("steps") == "9"  # the row cut off is the validation after it
 
 
@@ -269,7 +269,7 @@ def test_files_may_be_missing(runs: Path, copied: Path, tmp_path: Path, names: t
             path.unlink()
     page = made(copied)
     assert page.said[0] == "first"
-    assert {f"there is no {name}" for name in report.FILES} - set(page.said) == {f"there is no {name}" for name in names}
+    assert {f"{name} does not exist" for name in report.FILES} - set(page.said) == {f"{name} does not exist" for name in names}
     assert ("Loss" in page.titles()) == ("metrics.jsonl" in names)
     made(runs / "first", copied, out=tmp_path / "both.html")
 
@@ -356,10 +356,27 @@ def test_a_gap_is_a_gap(tmp_path: Path) -> None:
     assert line.count("M") == 2 and line.count("L") == 6
 
 
-def test_what_is_unknown_is_listed(tmp_path: Path) -> None:
-    rows = [step_row(step, grad_norm=step / 100, memory_ooms=0) for step in (50, 100, 150)]
-    page = made(synthetic(tmp_path / "run", rows))
-    assert page.after("grad_norm") == "1.5 (0.5 to 1.5)" and page.after("memory_ooms") == "0 (0 to 0)"
+def test_a_metric_of_a_fork_gets_its_own_chart(tmp_path: Path) -> None:
+    """In the rows of either split or of both, with a minimum and a maximum, and under any name."""
+    forked = {"grad_norm": 1.0, "gap": 2.0, "gap_min": 1.0, "gap_max": 3.0, "a[0]*": 4.0}
+    rows: list[dict[str, Any]] = [step_row(step, **forked, memory_ooms=0) for step in (50, 100)]
+    rows += [{"step": 100, "epoch": 0.02, "split": "val", "gap": 5.0, "ece": 0.1, "note": "text"}]
+    folder = synthetic(tmp_path / "run", rows)
+    page = made(folder)
+    others = page.titles()[page.titles().index("Allocator retries and OOMs") + 1 :]
+    assert others == ["grad_norm", "gap", "a[0]*", "ece"]
+    assert [len(lines_of(page.chart(title))) for title in others] == [1, 2, 1, 1]
+    assert any(path.attrib["class"].startswith("band") for path in page.chart("gap"))
+    page = made(folder, synthetic(tmp_path / "other", rows), out=tmp_path / "both.html")
+    for title in ("grad_norm", "gap, training", "gap, validation", "a[0]*", "ece"):
+        assert len(lines_of(page.chart(title))) == 2
+
+
+@pytest.mark.parametrize("names", [("starts", "total_seconds"), ("lives", "seconds_of_all_lives")])
+def test_the_summary_of_an_older_version(tmp_path: Path, names: tuple[str, str]) -> None:
+    summary = dict(zip(names, (3, 500.0), strict=True))
+    page = made(synthetic(tmp_path / "run", [step_row(50)], seconds=100.0, **summary))
+    assert page.after("starts") == "3" and page.after("duration") == "8 min 20 s"
 
 
 # Where the time went.
@@ -425,7 +442,7 @@ def test_each_column_holds_its_share_of_a_validation(tmp_path: Path) -> None:
         rows += [step_row(step, late_fraction=1e-9)] if step % 50 == 0 else []
         rows += [{"step": step, "epoch": step / 5000, "split": "val", "seconds": 1.0}] if step % 125 == 0 else []
     page = made(synthetic(tmp_path / "run", rows))
-    *_, area = page.chart("Not computing, % of the time")
+    *_, area = page.chart("Time lost, %")
     columns = re.findall(r"M\d+ (\d+)H\d+V(\d+)", area.attrib["d"])
     assert len(columns) == 8
     heights = {int(bottom) - int(top) for bottom, top in columns}
@@ -476,7 +493,7 @@ def test_a_long_run_is_a_small_page(long: Path) -> None:
     assert len(page.text) < 300_000
     for path in itertools.chain.from_iterable(page.charts):
         assert len(re.findall(r"[ML]", path.attrib["d"])) <= 2 * report_page.BUCKETS
-    assert page.after("step, worst") == "9,000 ms" and page.after("epochs") == "90"
+    assert page.after("step, maximum") == "9,000 ms" and page.after("epochs") == "90"
     assert {"Host memory, GiB", "GPU power, W", "GPU temperature, °C", "Step, ms"} <= set(page.titles())
 
 
@@ -542,8 +559,8 @@ def test_axes(low: float, high: float, texts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "message"), [
-    ("empty", r"is not a run \(no config.yaml, metrics.jsonl or summary.json\); give a run directory, such as runs/demo"),
-    ("", r"is not a run .*; give a run directory, such as .*/inner"),
+    ("empty", r"is not a run directory \(no config.yaml, metrics.jsonl or summary.json\); "),
+    ("", r"is not a run directory .*; give a run directory, for example .*/inner"),
     ("file", "is a file; "),
     ("nowhere", "no such folder; "),
     ("n" * 300, "no such folder; "),

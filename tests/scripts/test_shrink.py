@@ -300,10 +300,10 @@ def test_odd_file_is_listed_whenever_the_run_is_killed(
 
     monkeypatch.setattr(shrink, "write_whole", kill)
     with pytest.raises(KeyboardInterrupt):
-        shrink.shrink_file(job, ODD[0], shrink.Tally())
+        shrink.shrink_file(job, ODD[0])
     monkeypatch.undo()
     assert (tmp_path / ODD[0]).exists() == (killed == "after")
-    shrink.shrink_file(job, ODD[0], shrink.Tally())  # the same command again
+    shrink.shrink_file(job, ODD[0])  # the same command again
     shrink.write_report(job, shrink.Tally(), seconds=1, workers=1, command="")
     assert [line.split("\t")[0] for line in (tmp_path / "odd.txt").read_text().splitlines()] == ODD[:1]
 
@@ -371,7 +371,7 @@ def test_ctrl_c_ends_promptly(large: Path, tmp_path: Path, start: Start) -> None
     output, errors = process.communicate(timeout=10)
     assert time.monotonic() - began < 3
     assert (process.returncode, output) == (130, "")
-    assert errors.splitlines()[-1] == "shrink.py: interrupted; the same command goes on from here" and "Trace" not in errors
+    assert errors.splitlines()[-1] == "shrink.py: interrupted; run the same command again to resume" and "Trace" not in errors
     await_gone(family)
     assert not list((tmp_path / "to").rglob(".shrink*"))
     assert all(opened(data).size == (352 * 1200 // 900, 352) for name, data in images(tmp_path / "to").items())
@@ -384,7 +384,7 @@ def test_a_dead_worker_ends_it_in_one_line(large: Path, tmp_path: Path, start: S
     os.kill(min(workers), signal.SIGKILL)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("shrink.py: a worker died (exit status -9") and "Trace" not in errors
+    assert errors.splitlines()[-1].startswith("shrink.py: worker died (exit status -9") and "Trace" not in errors
     await_gone(family)
 
 
@@ -393,7 +393,7 @@ def test_what_cannot_be_written_ends_it_in_one_line(large: Path, tmp_path: Path)
     process = run(large, tmp_path / "to", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     assert process.returncode == 1
     last = process.stderr.splitlines()[-1]
-    assert last == "shrink.py: OSError: [Errno 27] File too large; the same command goes on from here"
+    assert last == "shrink.py: OSError: [Errno 27] File too large; run the same command again to resume"
     assert not images(tmp_path / "to")
 
 
@@ -401,13 +401,14 @@ def test_what_cannot_be_written_ends_it_in_one_line(large: Path, tmp_path: Path)
 
 
 def planned(root: Path, to: Path, *overrides: str, side: int = 256) -> shrink.Job:
-    return shrink.plan(cli.load([f"data.root={root}", *overrides]), to, side=side, quality=90)
+    config = cli.load([f"data.root={root}", *overrides])
+    return shrink.plan(config.data, config.loader.decoder, to, side=side, quality=90)
 
 
 def test_a_full_disk_is_told_with_figures(image_root: Path, tmp_path: Path) -> None:
     job = planned(image_root, tmp_path)
     half = shrink.Tally(encoded=20, copied=5, bytes_after=25_000_000)
-    line = shrink.cannot_write(OSError(errno.ENOSPC, "No space left on device"), job, half, 51)
+    line = shrink.cannot_write(OSError(errno.ENOSPC, "No space left on device"), job, half)
     assert line.startswith(f"{tmp_path}: No space left on device: about 0.026 GB needed, ") and "GB free" in line
 
 
@@ -415,7 +416,7 @@ def test_a_full_disk_is_told_with_figures(image_root: Path, tmp_path: Path) -> N
 def test_a_folder_with_something_else_is_refused_and_not_touched(source: Path, tmp_path: Path, present: str) -> None:
     (tmp_path / present).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / present).write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"^--to .*: holds something else \(.*\); give a new or an empty folder$"):
+    with pytest.raises(UserError, match=r"^--to .*: contains other files \(.*\); give a new or an empty folder$"):
         shrink.open_destination(planned(source, tmp_path))
     assert files(tmp_path) == {present: b"mine"}
 
@@ -424,13 +425,13 @@ def test_other_settings_or_another_source_are_refused(source: Path, large: Path,
     shrink.open_destination(planned(source, tmp_path)).close()
     shrink.open_destination(planned(source, tmp_path)).close()
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"begun otherwise \(side 256, not 128\); give the same options or another folder$"):
+    with pytest.raises(UserError, match=r"started with other settings \(side 256, not 128\); give the same options or another folder$"):
         shrink.open_destination(planned(source, tmp_path, side=128))
-    with pytest.raises(UserError, match=f"begun otherwise \\(source {source}, not {large}\\)"):
+    with pytest.raises(UserError, match=f"started with other settings \\(source {source}, not {large}\\)"):
         shrink.open_destination(planned(large, tmp_path))
     assert files(tmp_path) == before
     (tmp_path / "shrink.json").write_text("{}")
-    with pytest.raises(UserError, match=r"shrink\.json cannot be read"):
+    with pytest.raises(UserError, match=r"cannot read shrink\.json"):
         shrink.open_destination(planned(source, tmp_path))
 
 
@@ -452,14 +453,14 @@ def test_a_destination_in_the_dataset_is_refused(source: Path, tmp_path: Path, p
     (tmp_path / "link").symlink_to(source / "val")
     to = tmp_path / place if place.startswith("link") else source / place
     before = files(source)
-    with pytest.raises(UserError, match=r"lies in the dataset itself .*; give another folder$"):
+    with pytest.raises(UserError, match=r"inside the dataset .*; give another folder$"):
         planned(source, to)
     assert files(source) == before
 
 
 @pytest.mark.parametrize(("overrides", "message"), [
     (["data.root=/nowhere"], "data.train=/nowhere/train: no such folder"),
-    (["data.val=/elsewhere"], "data.val=/elsewhere: is not under data.root="),
+    (["data.val=/elsewhere"], "data.val=/elsewhere: not under data.root="),
     (["data=fake"], "data=fake: has no folder to shrink"),
 ])  # fmt: skip
 def test_a_source_that_is_not_one(source: Path, tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -13,12 +13,14 @@ from PIL import Image
 
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.gpu_decode import geometry
+from pipeline.gpu_decode.decoder import EngineError
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
-from pipeline.prefetcher import Prefetcher
+from pipeline.prefetcher import ImageFormat, Prefetcher
 from pipeline.synthetic.demo import draw_image
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
@@ -50,8 +52,22 @@ def weights(start: float, scale: float, count: int, low: int, high: int, size: i
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
     """What the kernel makes of a row of the geometry, in float64: uint8 [side, side, 3]."""
     g, (height, width, _) = geometry, pixels.shape
-    across = weights(row[g.SOURCE_LEFT], row[g.SCALE_X], side, int(row[g.CLIP_LEFT]), int(row[g.CLIP_RIGHT]), width)
-    down = weights(row[g.SOURCE_TOP], row[g.SCALE_Y], side, int(row[g.CLIP_TOP]), int(row[g.CLIP_BOTTOM]), height)
+    across = weights(
+        row[g.SOURCE_LEFT],
+        row[g.SCALE_X],
+        side,
+        int(row[g.CLIP_LEFT]),
+        int(row[g.CLIP_RIGHT]),
+        width,
+    )
+    down = weights(
+        row[g.SOURCE_TOP],
+        row[g.SCALE_Y],
+        side,
+        int(row[g.CLIP_TOP]),
+        int(row[g.CLIP_BOTTOM]),
+        height,
+    )
     made = np.einsum("yh,hwc,xw->yxc", down, pixels.astype(float), across, optimize=True)
     return np.floor((made[:, ::-1] if row[g.MIRRORED] else made) + 0.5).astype(np.uint8)
 
@@ -117,37 +133,90 @@ def test_engines_get_only_what_they_take(data: Any, taken: bool) -> None:
 # Through workers, without a GPU: files and geometry arrive in the slot; what does not fit is decoded.
 
 
-def loader_of(dataset: FolderDataset, *, share: float, file_bytes: int, batch: int = 8) -> Iterator[Loader]:
+def loader_of(dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8) -> Iterator[Loader]:
     source = start_source(dataset, batch_size=batch, size=48, slots=4, file_bytes=file_bytes)
     with WorkerPool([source], workers=1) as pool:
-        loader = Loader(pool, 0, lambda step: np.stack([np.zeros(batch, int), np.arange(batch) + batch * step], 1), hold=1)
+        loader = Loader(
+            pool,
+            0,
+            lambda step: np.stack([np.zeros(batch, int), np.arange(batch) + batch * step], 1),
+            hold=1,
+        )
         loader.encoded_share = share
         yield loader
 
 
 @pytest.mark.parametrize(
-    ("share", "file_bytes", "files"), [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)]
+    ("share", "file_bytes", "files"),
+    [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)],
 )
 def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: float, file_bytes: int, files: int) -> None:
     dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3)
     for loader in loader_of(dataset, share=share, file_bytes=file_bytes):
         for batch in loader.batches(0, 3):
-            assert batch.files is not None and batch.geometry is not None
-            table = batch.geometry.numpy()
+            encoded = loader.pool.sources[0].encoded
+            assert encoded is not None
+            table = encoded.geometry.array[batch.slot]
             assert (table[:, geometry.LENGTH] > 0).sum() == files
             for row in range(8):
                 index = 8 * batch.step + row
-                path, length, offset = dataset.name(index), int(table[row, geometry.LENGTH]), int(table[row, geometry.OFFSET])
+                path, length, offset = (
+                    dataset.name(index),
+                    int(table[row, geometry.LENGTH]),
+                    int(table[row, geometry.OFFSET]),
+                )
                 if length:
-                    assert batch.files[offset : offset + length].tobytes() == Path(path).read_bytes()
+                    assert encoded.files.array[batch.slot][offset : offset + length].tobytes() == Path(path).read_bytes()
                     assert tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]]) == Image.open(path).size
                 else:
                     np.testing.assert_array_equal(batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0])
                 assert batch.labels[row] == dataset.load(0, index)[1]
-            batch.decode_here()
+            loader.load_in_process(batch)
             assert not table[:, geometry.LENGTH].any()
             np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0])
             batch.release(None)
+
+
+def test_worker_decodes_a_dataset_that_has_no_files() -> None:
+    """A dataset need not implement EncodedDataset."""
+    dataset = FakeDataset(num_samples=64, num_classes=2, size=48)
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 15):
+        for batch in loader.batches(0, 2):
+            encoded = loader.pool.sources[0].encoded
+            assert encoded is not None
+            assert not encoded.geometry.array[batch.slot, :, geometry.LENGTH].any()
+            pixels = dataset.load(0, 8 * batch.step)[0]
+            np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), pixels)
+            batch.release(None)
+
+
+class RefusingEngines:
+    """Stands in for GpuDecoder: refuses a batch with files, and copies the pixels of another."""
+
+    seconds_per_image = 0.0
+
+    def make_batch(self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any) -> None:
+        if (rows[:, geometry.LENGTH] > 0).any():
+            raise EngineError("nvjpegDecodeBatched returned status 2")
+        out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
+
+
+def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
+    image_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN))
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
+        upload = EngineUpload(loader, RefusingEngines())  # type: ignore[arg-type]
+        image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
+        prefetcher = Prefetcher(loader, image, depth=1, upload=upload, in_thread=True)
+        for batch in prefetcher.batches(0, 2):
+            for row in range(8):
+                expected = dataset.load(0, 8 * batch.step + row)[0]
+                found = batch.images[row].permute(1, 2, 0).numpy()
+                np.testing.assert_array_equal(found, expected)
+        prefetcher.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "status 2: the CPU decoder decodes this batch instead" in caplog.text
 
 
 # On a GPU.
@@ -163,7 +232,12 @@ def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entri
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
     images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)]
-    kinds: list[dict[str, Any]] = [{"quality": 95}, {"subsampling": 0}, {"progressive": True}, {"quality": 80}]
+    kinds: list[dict[str, Any]] = [
+        {"quality": 95},
+        {"subsampling": 0},
+        {"progressive": True},
+        {"quality": 80},
+    ]
     for i, image in enumerate(images):
         (root / "a" / f"{i:02d}.jpg").write_bytes(encoded(image, **kinds[i % 4]))
     (root / "a" / "24.jpg").write_bytes(encoded(images[0].convert("CMYK")))
@@ -171,12 +245,10 @@ def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entri
     dataset = FolderDataset(load_index(root, key="data.train"), transform(entries), seed=3)
     device = torch.device("cuda", 0)
     for loader in loader_of(dataset, share=share, file_bytes=1 << 17, batch=13):
-        source = loader.pool.sources[0]
-        assert source.files is not None and source.geometry is not None
-        with Pinned([source.pixels, source.labels, source.files, source.geometry]):
-            prefetcher = Prefetcher(
-                loader, device=device, depth=1, mean=[0, 0, 0], std=[1 / 255] * 3, gpu_decoder=GpuDecoder(device, 13)
-            )
+        with Pinned(loader.pool.sources[0].buffers):
+            upload = EngineUpload(loader, GpuDecoder(device, 13))
+            image = ImageFormat(device, mean=[0, 0, 0], std=[1 / 255] * 3)
+            prefetcher = Prefetcher(loader, image, depth=1, upload=upload, in_thread=True)
             loader.encoded_share = share
             by_workers = 0
             for batch in prefetcher.batches(0, 2):
@@ -212,12 +284,10 @@ def test_a_file_the_engines_refuse_is_decoded_by_a_worker(image_root: Path, tmp_
     dataset = FolderDataset(load_index(root, key="data.train"), transform(TRAIN), seed=3)
     device = torch.device("cuda", 0)
     for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
-        source = loader.pool.sources[0]
-        assert source.files is not None and source.geometry is not None
-        with Pinned([source.pixels, source.labels, source.files, source.geometry]):
-            prefetcher = Prefetcher(
-                loader, device=device, depth=1, mean=[0, 0, 0], std=[1, 1, 1], gpu_decoder=GpuDecoder(device, 8)
-            )
+        with Pinned(loader.pool.sources[0].buffers):
+            upload = EngineUpload(loader, GpuDecoder(device, 8))
+            image = ImageFormat(device, mean=[0, 0, 0], std=[1, 1, 1])
+            prefetcher = Prefetcher(loader, image, depth=1, upload=upload, in_thread=True)
             found = None
             try:
                 found = next(prefetcher.batches(0, 1)).images

@@ -15,7 +15,8 @@ import pytest
 import torch
 from PIL import Image
 
-from conf import cli
+from conf import cli, schema
+from engine.distributed import World
 from pipeline import worker
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
@@ -24,21 +25,25 @@ from pipeline.loader import WorkerPool
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
 from pipeline.sizing.autotune import (
-    ENOUGH,
     MARGIN,
     SLOWED,
+    TOLERANCE,
+    Answer,
     NotMeasuredError,
     Trial,
+    Tuner,
     best_of,
     search,
     shrink_gain,
-    tune,
 )
+from pipeline.sizing.diagnosis import diagnose, supply_of
 from pipeline.worker import Reply
-from tests.answers import ANSWER
+from tests.answers import ANSWER, SETUP
 from tests.conftest import Clock
+from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
 DISK_SECONDS, CORE_SECONDS = 0.004, 0.004
 
 
@@ -75,9 +80,27 @@ def open_slow(kind: type[FolderDataset], image_root: Path, *, most: int = 8, wor
     plain = datasets.train
     assert isinstance(plain, FolderDataset)
     slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
-    with open_feed(config, replace(datasets, train=slow), workers=workers, most_workers=most, decoder="pillow", device=CPU,
-                   dtype=torch.float32, channels_last=False) as feed:  # fmt: skip
+    datasets, world = replace(datasets, train=slow), world_of(CPU)
+    plan = loader_plan(config, datasets, world, workers=workers, ceiling=most)
+    with open_feed(config, datasets, plan, world) as feed:
         yield feed
+
+
+def tune(
+    feed: Feed, step: Callable[[Batch], object], *, budget: int, first_step: int = 0, ranks: World = ALONE, **loader: Any
+) -> Answer:
+    """Measure on a machine that has cores for `budget` workers."""
+    setup = replace(SETUP, batch_size=32, on_gpu=False, most_workers=budget)
+    choices = schema.Loader(**loader)
+    return Tuner(feed, step, first_step=first_step, setup=setup, loader=choices, ranks=ranks).measure()
+
+
+def cause(answer: Answer, **setup: Any) -> str:
+    return diagnose(answer.observation(replace(SETUP, **setup))).cause
+
+
+def lines(answer: Answer, **seen: Any) -> list[str]:
+    return answer.lines(replace(answer.observation(SETUP), **seen))
 
 
 def step_of(seconds: float) -> Callable[[Batch], None]:
@@ -104,37 +127,37 @@ def test_supply_counts_computing_storage_and_cores_apart() -> None:
     """32 images in 3.2 s, of which they computed for 0.64, waited for a core for 1.28, and else for storage."""
     replies = [Reply(0, rows=8, seconds=0.5, cpu_seconds=0.16, core_seconds=0.32),
                Reply(1, rows=24, seconds=2.7, cpu_seconds=0.48, core_seconds=0.96)]  # fmt: skip
-    found = autotune.supply_of(replies, 5000.0, 3)
+    found = supply_of(replies, 5000.0, 3)
     assert (found.cpu_ms, found.core_ms, found.wait_ms) == pytest.approx((20, 40, 40))
     assert found.images_per_second == pytest.approx(10)
     assert found.waits
     assert found.storage_bytes_per_second == pytest.approx(5000 * 10 * 3)
-    no_storage = autotune.supply_of([replace(reply, core_seconds=reply.seconds) for reply in replies], 5000.0, 3)
+    no_storage = supply_of([replace(reply, core_seconds=reply.seconds) for reply in replies], 5000.0, 3)
     assert no_storage.wait_ms == 0  # the two clocks may disagree a little
 
 
 def test_slow_disk_is_named_and_gets_more_workers_than_cores(image_root: Path) -> None:
     """Workers that wait leave their core to others: a budget of one core is no limit for them."""
     with open_slow(SlowDisk, image_root, most=4) as feed:
-        answer = tune(feed, step_of(0.001), first_step=0, budget=1)
+        answer = tune(feed, step_of(0.001), budget=1)
         assert len(feed.train.loader.pool.workers) == answer.workers
     assert answer.workers > 1
-    assert answer.stage == "storage"
-    text = "\n".join(answer.lines("loader.decoder=hybrid"))
-    assert "storage is the stage" in text
+    assert cause(answer) == "storage"
+    text = "\n".join(lines(answer))
+    assert "input-bound by storage" in text
     assert "MB/s" in text
     assert "decode" not in text
 
 
 def test_slow_decoder_is_named_and_stays_within_the_cores(image_root: Path) -> None:
     with open_slow(SlowDecoder, image_root) as feed:
-        answer = tune(feed, step_of(0.001), first_step=0, budget=1)
+        answer = tune(feed, step_of(0.001), budget=1)
     assert answer.workers == 1
-    assert answer.stage == "decode"
+    assert cause(answer) == "decode"
     assert 0 < answer.each < 1 / CORE_SECONDS
-    lines = answer.lines("scripts/shrink.py (x2.0 per core)")
-    assert "decode is the stage" in lines[2]
-    assert lines[-1] == "to go faster: scripts/shrink.py (x2.0 per core)"
+    said = lines(answer, shrink_gain=2.0, has_engines=False)
+    assert said[2].endswith("input-bound by decode")
+    assert said[-1] == "to go faster: re-encode the images once with scripts/shrink.py (x2.0 per core)"
 
 
 @pytest.fixture
@@ -157,7 +180,7 @@ def test_slow_step_needs_one_worker(clock: Clock, clocked: Feed) -> None:
     def step(batch: Batch) -> None:
         clock.now += 0.25
 
-    answer = tune(clocked, step, first_step=0, budget=2)
+    answer = tune(clocked, step, budget=2)
     assert answer.workers == 1
     assert answer.demand == pytest.approx(32 / 0.25)
     assert not answer.tried
@@ -181,7 +204,7 @@ WAITS = 32 * 1e-4 / (0.04 + 32 * 1e-4)
 
 
 def test_step_that_is_slower_beside_workers(clocked: Feed, slower_when_fed: Callable[[Batch], None]) -> None:
-    answer = tune(clocked, slower_when_fed, first_step=0, budget=1)
+    answer = tune(clocked, slower_when_fed, budget=1)
     assert answer.tried
     assert answer.slowed
     assert (answer.demand, answer.rate, answer.wait_fraction) == pytest.approx((ALONE, FED, WAITS), rel=0.01)
@@ -190,17 +213,19 @@ def test_step_that_is_slower_beside_workers(clocked: Feed, slower_when_fed: Call
 def test_step_that_waits_for_another_node_is_not_slowed_by_this_ones_workers(
     clocked: Feed, slower_when_fed: Callable[[Batch], None]
 ) -> None:
-    def gather(value: Any) -> list[Any]:
-        return [value, replace(value, wait_fraction=0.6)] if isinstance(value, Trial) else [value]
+    class TwoNodes(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value, replace(value, wait_fraction=0.6)] if isinstance(value, Trial) else [value]
 
-    answer = tune(clocked, slower_when_fed, first_step=0, budget=1, gather=gather, of_node=lambda values: values[:1])
+    ranks = TwoNodes(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
+    answer = tune(clocked, slower_when_fed, budget=1, ranks=ranks)
     assert not answer.slowed
     assert (answer.demand, answer.rate, answer.wait_fraction) == pytest.approx((ALONE, FED, WAITS), rel=0.01)
 
 
 def test_given_values_stay(image_root: Path) -> None:
     with open_slow(FolderDataset, image_root) as feed:
-        answer = tune(feed, step_of(0.05), first_step=0, budget=1, prefetch_factor=1, pin_memory=True)
+        answer = tune(feed, step_of(0.05), budget=1, prefetch_factor=1, pin_memory=True)
         assert feed.train.loader.pool.prefetch_factor == answer.prefetch_factor == 1
     assert not answer.pin_memory  # there is no GPU to lock pages for
 
@@ -229,7 +254,7 @@ def test_step_is_compiled_once(image_root: Path) -> None:
 
     step = torch.compile(loss, backend=backend, dynamic=False)
     with open_slow(FolderDataset, image_root) as feed:
-        tune(feed, lambda batch: step(batch.images, batch.targets, batch.labels), first_step=0, budget=1)
+        tune(feed, lambda batch: step(batch.images, batch.targets, batch.labels), budget=1)
     torch._dynamo.reset()
     assert len(compiled) == 1
 
@@ -243,7 +268,7 @@ def test_bad_file_in_the_probe_is_no_measurement_and_no_end(image_root: Path, tm
         bad = next(index for index in range(len(source)) if index not in first)
         Path(source.name(bad)).write_bytes(b"not a picture")
         with pytest.raises(NotMeasuredError, match=str(source.name(bad))):
-            tune(feed, step_of(0.001), first_step=0, budget=2)
+            tune(feed, step_of(0.001), budget=2)
         assert [batch.step for batch in feed.train.batches(0, 1)] == [0]
 
 
@@ -423,59 +448,54 @@ def test_search_of_ranks_that_differ_takes_the_same_number_of_trials() -> None:
         return run
 
     search(attempt(0, 0.5), first=2, demand=200, cap=50, more=lambda wants: True)
-    search(attempt(1, ENOUGH / 2), first=2, demand=200, cap=50, more=lambda wants: True)
+    search(attempt(1, TOLERANCE / 2), first=2, demand=200, cap=50, more=lambda wants: True)
     assert counts[0] == counts[1] == autotune.ROUNDS
 
 
+SETTINGS = "workers=14 pin_memory=on (0.7 ms per batch, 2.6 without) prefetch_factor=3"
+SHRINK = "re-encode the images once with scripts/shrink.py"
+
+
 def test_answer_for_a_reader() -> None:
-    assert ANSWER.lines("loader.decoder=hybrid, or scripts/shrink.py (x2.9 per core)") == [
-        "the step takes 6,690 img/s (256 x 38.3 ms, measured on a resident batch)",
-        "one worker gives 402 img/s (2.45 ms CPU, 0.04 ms waiting); cores are enough for 14",
-        "workers=14 pin_memory=on (0.7 ms a batch, 2.6 without) prefetch_factor=3   with the step 5,600 img/s, 16.0 % waiting: "
-        "input-bound, decode is the stage",
-        "to go faster: loader.decoder=hybrid, or scripts/shrink.py (x2.9 per core)",
+    assert lines(ANSWER, shrink_gain=2.9, has_engines=True) == [
+        "the step takes 6,690 img/s (256 x 38.3 ms, measured on a batch on the device)",
+        "one worker gives 402 img/s (2.45 ms CPU, 0.04 ms waiting); there are cores for 14",
+        f"{SETTINGS}   with the step 5,600 img/s, 16.0 % waiting: input-bound by decode",
+        f"to go faster: set loader.decoder=hybrid to use the GPU's JPEG engines; {SHRINK} (x2.9 per core)",
     ]
-    rows, limits = ANSWER.bars()
+    rows, limits = ANSWER.bars(SETUP)
     assert [round(value) for _, value, _ in rows] == [6690, 5628, 5600]
     assert limits == ["14 workers"]
 
 
 def test_answer_that_other_things_limit() -> None:
     step = replace(ANSWER, rate=6500, wait_fraction=0.01)
-    assert step.stage == "step" and step.bars()[1] == ["the step alone"]
-    assert replace(ANSWER, each=560).stage == "hand-off"
-    engines = replace(ANSWER, each=8000, engines=True)
-    assert engines.lines("loader.decoder=hybrid")[2:] == [
-        "workers=14 pin_memory=on (0.7 ms a batch, 2.6 without) prefetch_factor=3   with the step 5,600 img/s, 16.0 % waiting: "
-        "input-bound, the GPU's JPEG engines are the stage",
-        "to go faster: loader.decoder=hybrid",
-    ]
-    assert (
-        replace(step, tried=False)
-        .lines()[2]
-        .endswith("prefetch_factor=3   expected 6,500 img/s, 1.0 % waiting: the step limits")
+    assert cause(step) == "compute" and step.bars(SETUP)[1] == ["the step alone"]
+    assert lines(replace(step, tried=False))[2].endswith(
+        "prefetch_factor=3   expected 6,500 img/s, 1.0 % waiting: compute-bound"
     )
-    beside = replace(ANSWER, wait_fraction=0.01, slowed=True)
-    assert beside.stage == "cores" and beside.bars()[1] == ["both together"]
-    assert beside.lines("scripts/shrink.py (x2.9 per core)")[2:] == [
-        "workers=14 pin_memory=on (0.7 ms a batch, 2.6 without) prefetch_factor=3   with the step 5,600 img/s, 1.0 % waiting: "
-        "the step is slower beside the workers, cores are the stage",
-        "to go faster: scripts/shrink.py (x2.9 per core)",
+    assert cause(replace(ANSWER, each=560)) == "hand-off"
+    engines = replace(ANSWER, each=8000)
+    assert cause(engines, decoder="gpu") == "engines"
+    seen = engines.observation(replace(SETUP, decoder="gpu", large_files=False))
+    assert engines.lines(seen)[2:] == [
+        f"{SETTINGS}   with the step 5,600 img/s, 16.0 % waiting: input-bound by the GPU's JPEG engines",
+        "to go faster: set loader.decoder=hybrid to share each batch with the CPU cores",
     ]
-    for file_bytes, advice in (
-        (110e3, "or local storage, or scripts/shrink.py (fewer bytes a file)"),
-        (27e3, "or local storage"),
-    ):
-        disk = replace(ANSWER, supply=replace(ANSWER.supply, wait_ms=9.0, file_bytes=file_bytes))
-        assert disk.stage == "storage" and disk.lines()[-1].endswith(advice)
+    slowed = replace(ANSWER, wait_fraction=0.01, drained_fraction=0.2)
+    assert cause(slowed) == "cores" and slowed.bars(SETUP)[1] == ["both together"]
+    assert lines(slowed, shrink_gain=2.9, has_engines=False)[2:] == [
+        f"{SETTINGS}   with the step 5,600 img/s, 1.0 % waiting: core-bound",
+        f"to go faster: {SHRINK} (x2.9 per core)",
+    ]
+    disk = replace(ANSWER, supply=replace(ANSWER.supply, wait_ms=9.0))
+    for large, advice in ((True, ", or re-encode them once with scripts/shrink.py"), (False, "")):
+        assert cause(disk, large_files=large) == "storage"
+        seen = disk.observation(replace(SETUP, large_files=large))
+        assert disk.lines(seen)[-1] == f"to go faster: move the images to faster storage{advice}"
 
 
-@pytest.mark.parametrize(
-    ("device", "decoder", "batches", "reason"),
-    [("cpu", "pillow", 5000, "CPU"), ("cuda", "none", 5000, "made-up"), ("cuda", "hybrid", 5000, "hybrid"),
-     ("cuda", "pillow", 3.5, "3.5 batches"), ("cuda", "pillow", 5000, None), ("cuda", "gpu", 5000, None)],
-)  # fmt: skip
-def test_when_it_is_not_measured(device: str, decoder: str, batches: float, reason: str | None) -> None:
-    found = autotune.why_not(torch.device(device), decoder, batches, budget=4)
-    assert found is None if reason is None else reason in str(found)
-    assert "none can be started" in str(autotune.why_not(torch.device(device), decoder, batches, budget=0))
+def test_all_ranks_together_have_the_same_cause() -> None:
+    """The rates of an answer are those of one rank."""
+    for answer in (ANSWER, replace(ANSWER, each=560), replace(ANSWER, wait_fraction=0.01, drained_fraction=0.2)):
+        assert cause(answer) == cause(answer, ranks=4, batch_size=1024)

@@ -12,12 +12,13 @@ import torch
 import train
 from conf import cli
 from conf.schema import Config, UserError
-from pipeline import build
+from pipeline import feed as feed_module
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import Source
 from pipeline.sizing import machine
 from pipeline.sizing.memory import GIB, WORKER_BYTES, MemoryPlan, plan_memory
+from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
 
@@ -30,9 +31,19 @@ def small(*overrides: str) -> Config:
                      "loader.batch_size=8", *overrides])  # fmt: skip
 
 
-def plan(config: Config, *, datasets: Datasets | None = None, **options: Any) -> MemoryPlan:
-    standard: dict[str, Any] = dict(workers=2, decoder="none", device=CPU, dtype=torch.float32)
-    return plan_memory(config, datasets or build_datasets(config), **(standard | options))
+def plan(
+    config: Config,
+    *,
+    datasets: Datasets | None = None,
+    device: torch.device = CPU,
+    ranks: int = 1,
+    ranks_here: int = 1,
+    workers: int = 2,
+    **options: Any,
+) -> MemoryPlan:
+    standard: dict[str, Any] = dict(fewest=workers, decoder="none", dtype=torch.float32)
+    world = world_of(device, ranks, ranks_here)
+    return plan_memory(config, datasets or build_datasets(config), world, workers=workers, **(standard | options))
 
 
 @pytest.fixture
@@ -41,7 +52,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     return lambda number: monkeypatch.setattr(machine, "free_memory", lambda: number)
 
 
-def test_ulimit_on_files_counts_for_shared_memory(file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
+def test_ulimit_on_files_counts_for_shared_memory(
+    file_size_limit: Callable[[int], AbstractContextManager[None]],
+) -> None:
     """A batch of 8 takes at most 8 * 3 * 32 * 32 bytes in the larger of the two rings."""
     config = small("data=fake", "loader.prefetch_batches=1")
     largest = plan(config).slots * 8 * 3 * 32 * 32
@@ -49,14 +62,13 @@ def test_ulimit_on_files_counts_for_shared_memory(file_size_limit: Callable[[int
         plan(config)
     with (
         file_size_limit(largest - 1),
-        pytest.raises(UserError, match=r"a buffer of .* and ulimit -f allows .*: raise it"),
+        pytest.raises(UserError, match=r"a buffer of .*, ulimit -f allows .*; raise it"),
     ):
         plan(config)
 
 
 def allocated(source: Source) -> int:
-    buffers = (source.pixels, source.labels, source.files, source.geometry)
-    return sum(shared.array.nbytes for shared in buffers if shared is not None)
+    return sum(shared.array.nbytes for shared in source.buffers)
 
 
 @pytest.mark.parametrize("decoder", ["pillow", "gpu", "hybrid"])
@@ -74,14 +86,20 @@ def test_sum_is_what_the_feed_allocates(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, batch_size: int, workers: int, world_size: int,
     overrides: list[str],
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(build, "GpuDecoder", lambda device, batch_size: None)  # the engines themselves are not here
-    config = small(f"data.root={image_root}", f"loader.batch_size={batch_size}", "loader.start_method=fork", *overrides)
+    monkeypatch.setattr(feed_module, "GpuDecoder", lambda device, batch_size: None)  # no engines
+    config = small(
+        f"data.root={image_root}",
+        f"loader.batch_size={batch_size}",
+        "loader.start_method=fork",
+        *overrides,
+    )
     datasets = build_datasets(config)
-    planned = plan(config, datasets=datasets, workers=workers, decoder=decoder, world_size=world_size)
-    with open_feed(config, datasets, workers=workers, decoder=decoder, device=CPU, dtype=torch.float32, channels_last=False,
-                   world_size=world_size) as feed:  # fmt: skip
+    world = world_of(CPU, world_size)
+    loader = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
+    planned = loader.memory
+    with open_feed(config, datasets, loader, world) as feed:
         sources = sources_of(feed)
-        assert [source.files is not None for source in sources] == [decoder != "pillow", False]
+        assert [source.encoded is not None for source in sources] == [decoder != "pillow", False]
         assert planned.buffers == sum(map(allocated, sources))
         assert planned.slots == feed.train.loader.slots == feed.val.loader.slots
 
@@ -102,13 +120,18 @@ def test_sum_for_a_known_case() -> None:
 
 
 def test_workers_that_import_everything_themselves_cost_more() -> None:
-    costs = {method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).workers for method in WORKER_BYTES}
+    costs = {
+        method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).worker_bytes for method in WORKER_BYTES
+    }
     assert costs["spawn"] > 2 * costs["forkserver"] > 0
     assert costs["fork"] == costs["forkserver"] == 3 * WORKER_BYTES["forkserver"]
-    assert plan(small("data=fake", "loader.start_method=spawn"), workers=0).workers == 0
+    assert plan(small("data=fake", "loader.start_method=spawn"), workers=0).worker_bytes == 0
 
 
-@pytest.mark.parametrize(("device", "pin_memory", "pinned"), [(CPU, True, False), (CUDA, False, False), (CUDA, True, True)])
+@pytest.mark.parametrize(
+    ("device", "pin_memory", "pinned"),
+    [(CPU, True, False), (CUDA, False, False), (CUDA, True, True)],
+)
 def test_pages_are_locked_for_a_gpu_only(device: torch.device, pin_memory: bool, pinned: bool) -> None:
     planned = plan(small("data=fake", f"loader.pin_memory={pin_memory}"), device=device)
     assert planned.pinned == (planned.buffers if pinned else 0)
@@ -129,7 +152,7 @@ def test_ranks_share_what_is_free_and_the_batch(free: Callable[[int], None]) -> 
     """Two nodes of four ranks: a rank has an eighth of the batch, and a quarter of its node's memory."""
     free(8 * GIB)
     config = small("data=fake", "loader.batch_size=512")
-    alone, shared = plan(config, workers=0), plan(config, workers=0, world_size=8, ranks_here=4)
+    alone, shared = plan(config, workers=0), plan(config, workers=0, ranks=8, ranks_here=4)
     assert alone.buffers == 8 * shared.buffers
     assert (alone.free, shared.free) == (8 * GIB, 2 * GIB)
 
@@ -139,7 +162,7 @@ def test_too_little_memory_is_refused(free: Callable[[int], None], ranks: int) -
     config = small("data=fake")
     free(16 * GIB)
     enough = plan(config, ranks_here=ranks)
-    need = enough.buffers + enough.workers
+    need = enough.host
     free(ranks * need)
     assert plan(config, ranks_here=ranks) == replace(enough, free=need)
     free(ranks * need - 1)
@@ -148,7 +171,12 @@ def test_too_little_memory_is_refused(free: Callable[[int], None], ranks: int) -
     line = str(error.value)
     assert "\n" not in line
     assert ("for each of 4 ranks" in line) == (ranks == 4)
-    for key in ("loader.batch_size", "loader.workers", "loader.prefetch_factor", "loader.prefetch_batches"):
+    for key in (
+        "loader.batch_size",
+        "loader.workers",
+        "loader.prefetch_factor",
+        "loader.prefetch_batches",
+    ):
         assert key in line
 
 

@@ -142,7 +142,7 @@ def test_cache_that_cannot_be_written(part: str, cache: Path, caplog: pytest.Log
     blocked.write_text("in the way")
     remember(QUESTION, ANSWER)
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"the answer of loader.workers=auto cannot be kept in {cache / 'autotune'} (")
+    assert warning.startswith(f"cannot store the answer of loader.workers=auto in {cache / 'autotune'} (")
     assert recall(QUESTION) is None
     assert blocked.read_text() == "in the way"
 

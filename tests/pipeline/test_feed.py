@@ -1,4 +1,4 @@
-"""What open_feed puts together: which pixels each split gets, and how many workers make them."""
+"""open_feed: the pixels of each split, and the number of workers that make them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,23 +10,31 @@ import torch
 from torch import Tensor
 
 from conf import cli
-from pipeline import build
+from pipeline import feed as feed_module
 from pipeline.build import build_datasets
 from pipeline.decode import installed
 from pipeline.feed import Feed, open_feed
+from pipeline.gpu_decode.upload import EngineUpload
+from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")
 
 
 @contextmanager
 def opened(
-    image_root: Path, decoder: str, *, device: torch.device = CPU, workers: int = 1, most_workers: int = 0,
+    image_root: Path,
+    decoder: str,
+    *,
+    device: torch.device = CPU,
+    workers: int = 1,
+    ceiling: int = 0,
     dtype: torch.dtype = torch.float32,
-) -> Iterator[Feed]:  # fmt: skip
+) -> Iterator[Feed]:
     config = cli.load([f"data.root={image_root}", "augment=demo", "loader.batch_size=6", "loader.start_method=fork",
                        f"loader.decoder={decoder}"])  # fmt: skip
-    with open_feed(config, build_datasets(config), workers=workers, most_workers=most_workers, decoder=decoder, device=device,
-                   dtype=dtype, channels_last=False) as feed:  # fmt: skip
+    datasets, world = build_datasets(config), world_of(device)
+    plan = loader_plan(config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype)
+    with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
 
@@ -53,19 +61,21 @@ class NoEngines:
 
 @pytest.mark.parametrize("decoder", ["gpu", "hybrid"])
 def test_engines_have_no_part_in_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str) -> None:
-    monkeypatch.setattr(build, "GpuDecoder", NoEngines)
+    monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
     with opened(image_root, installed()[0]) as plain, opened(image_root, decoder) as engines:
-        assert engines.train.gpu_decoder is not None
+        assert isinstance(engines.train.upload, EngineUpload)
         assert_equal(validation(engines), validation(plain))
-        assert engines.train.loader.pool.replies == 0  # hybrid shares batches by the workers' rate on training images alone
+        # hybrid balances by the rate of the workers on training images only
+        train, val = engines.train.loader.pool.decode_seconds
+        assert train.count == 0 and val.count > 0
 
 
 @pytest.mark.parametrize(("decoder", "during"), [("gpu", 3), ("hybrid", 3), ("pillow", 1)])
 def test_workers_that_only_read_get_help_for_a_validation(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, during: int
 ) -> None:
-    monkeypatch.setattr(build, "GpuDecoder", NoEngines)
-    with opened(image_root, decoder, workers=1, most_workers=3) as feed:
+    monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
+    with opened(image_root, decoder, workers=1, ceiling=3) as feed:
         pool = feed.train.loader.pool
         reader = pool.pids
         for _ in range(2):
@@ -75,11 +85,14 @@ def test_workers_that_only_read_get_help_for_a_validation(
             assert pool.pids == reader
 
 
-@pytest.mark.parametrize("most_workers", [0, 2])
-def test_workers_are_never_fewer_for_a_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, most_workers: int) -> None:
-    monkeypatch.setattr(build, "GpuDecoder", NoEngines)
+@pytest.mark.parametrize("ceiling", [0, 2])
+def test_workers_are_never_fewer_for_a_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int) -> None:
+    monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
     for workers in (0, 3):
-        with opened(image_root, "gpu", workers=workers, most_workers=workers and most_workers) as feed, feed.for_validation():
+        with (
+            opened(image_root, "gpu", workers=workers, ceiling=workers and ceiling) as feed,
+            feed.for_validation(),
+        ):
             assert len(feed.train.loader.pool.workers) == workers
 
 
@@ -90,10 +103,10 @@ def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: tor
     device = torch.device("cuda", 0)
     found = {}
     for decoder in [*installed(), "gpu", "hybrid"]:
-        with opened(image_root, decoder, device=device, workers=2, most_workers=4, dtype=dtype) as feed:
+        with opened(image_root, decoder, device=device, workers=2, ceiling=4, dtype=dtype) as feed:
             training = feed.train.batches(0, 20)
             next(training)
-            with feed.train.left_out(), feed.for_validation():
+            with feed.train.pause(), feed.for_validation():
                 found[decoder] = validation(feed)
             assert len(list(training)) == 19
     for batches in found.values():

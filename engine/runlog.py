@@ -1,0 +1,343 @@
+"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, step times, verdict and profiler.
+
+It never steps, validates or saves: the loop in train.py does, and tells it.
+"""
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+from torch import Tensor
+
+import models
+from conf.schema import config_values
+from engine.distributed import World
+from engine.evaluate import Mistakes
+from engine.ledger import Ledger, peak_rate
+from engine.meters import Meter
+from engine.pictures import bars
+from engine.plan import Plan
+from engine.profiler import StepProfiler
+from engine.rundir import RunDirectory
+from engine.state import TrainState, diverged, params_sha256
+from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
+from engine.tracker import Tracker, duration
+from pipeline.feed import Feed
+from pipeline.prefetcher import Batch
+from pipeline.sizing.autotune import Answer
+from pipeline.sizing.diagnosis import describe_loader
+
+
+class RunLog:
+    """Reports a run while the loop trains.
+
+    Args:
+        plan, world, run: of this run.
+        state: read for every report; only its balance of time, `spent`, is written.
+        started: time.monotonic() when the program began.
+
+    Attributes:
+        finished: summary.json of an earlier start that finished this run; None while there are steps
+            left to train.
+    """
+
+    def __init__(self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float) -> None:
+        self.plan, self.world, self.run, self.state = plan, world, run, state
+        self._started = started
+        self.finished = None
+        if state.step >= plan.stop_step:
+            self.finished = run.finished_summary(state.step)
+        config = plan.config
+        self.tracker = Tracker(
+            run.path if world.leads else None,
+            start_step=state.step,
+            total_steps=plan.stop_step,
+            epochs=config.train.epochs,
+            records=self.finished is None,
+            tensorboard=config.log.tensorboard,
+        )
+        self.say = self.tracker.say
+        self.meter = Meter(world)
+        folder = run.path / "profile" if world.leads else None
+        self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
+        self._first_step = state.step
+        self._wants_images = run.begins
+        self._step_alone = 0.0
+
+    def __enter__(self) -> "RunLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.tracker.close()
+
+    @property
+    def draws(self) -> bool:
+        """Whether pictures are written."""
+        return self.tracker.draws
+
+    # Before the first step
+
+    def introduce(self, changes: Sequence[str], config_text: str) -> None:
+        """Say what the run will do.
+
+        Args:
+            changes: keys that differ from the resumed checkpoint's config, each as a sentence.
+            config_text: the config as YAML, for TensorBoard.
+        """
+        for line in self.plan.lines():
+            self.say(line)
+        resumed = ""
+        if self.run.resumed is not None:
+            of_another = self.run.resumed.parent != self.run.checkpoints
+            name = str(self.run.resumed) if of_another else self.run.resumed.name
+            resumed = f", resumed from {name}"
+        self.say(f"run      {self.run.path}{resumed}")
+        for line in self.state.history:
+            self.say(f"history  {line}")
+        for change in changes:
+            self.say(f"changed  {change}")
+        if self.run.begins and self.finished is None:
+            plan = self.plan
+            self.tracker.text("config", config_text)
+            self.tracker.graph(
+                lambda: models.build(
+                    plan.config.model.name,
+                    num_classes=plan.num_classes,
+                    image_size=plan.image_size,
+                ),
+                image_size=plan.image_size,
+                parameters=plan.parameters,
+            )
+
+    def already_finished(self) -> dict[str, Any]:
+        """Say that an earlier start finished this run; return its summary."""
+        assert self.finished is not None
+        more = ""
+        if self.state.step < self.plan.schedule_steps:
+            more = "a larger train.max_steps to continue, "
+        self.say(
+            f"this run is finished after {self.state.step:,} steps: give {more}another run.name to "
+            "train again, or checkpoint.resume=never to start over in this directory"
+        )
+        self.tracker.outcome(self.finished, compiles=self.plan.compile != "off")
+        return self.finished
+
+    def tuned(self, answer: Answer | None, lines: Sequence[str]) -> None:
+        """Report what loader.workers=auto has measured, and keep the rate of the step alone."""
+        for number, line in enumerate(lines):
+            self.say(f"{'' if number else 'autotune':<8} {line}")
+        if answer is None:
+            return
+        self._step_alone = answer.demand * self.world.size
+        self.tracker.record("autotune.json", asdict(answer))
+        self.tracker.text("autotune", "\n".join(lines))
+        rows, limits = answer.bars(self.plan.setup)
+        chart = bars(f"{self.plan.config.model.name}, images/s", rows, marked=limits)
+        self.tracker.picture("autotune/supply and demand", chart)
+
+    @contextmanager
+    def watch(self, feed: Feed) -> Iterator[None]:
+        """Observe the training steps of the `with` block, which take their batches from `feed`."""
+        self.feed = feed
+        plan = self.plan
+        self.ledger = Ledger(
+            plan.setup,
+            self.state.spent,
+            train_images=plan.train_images,
+            step=self.state.step,
+            step_alone=self._step_alone,
+            peak_rate=peak_rate(
+                plan.device,
+                precision=plan.precision,
+                flops_per_image=plan.flops_per_image,
+                ranks=plan.world_size,
+            ),
+        )
+        with GpuMonitor(self.world.device) as self.monitor:
+            try:
+                yield
+            finally:
+                self.profiler.close()
+                self.tracker.flush()  # before the feed is closed: after a crash, that may hang
+
+    # In the loop
+
+    def begin_step(self, batch: Batch) -> None:
+        """Start the profiler or write the images of the batch, where one is due."""
+        if self.profiler.starts(batch.step):
+            with self.ledger.lost("profile"):
+                self.profiler.start(batch.step)
+            self.feed.train.clock.restart_step()
+        if self._wants_images:
+            self._wants_images = False
+            train = self.feed.train
+            self.tracker.images(
+                "train/images",
+                batch.images,
+                scale=train.scale,
+                shift=train.shift,
+                step=batch.step + 1,
+            )
+
+    def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
+        """Add the values of a step. Nothing here waits for the GPU.
+
+        Args:
+            values: named means of the step, float [] on the device.
+            send: this step is the last one of a log row.
+        """
+        step = self.state.step
+        self._report()  # of an earlier step: its values have arrived while this one was launched
+        self.meter.add(values)
+        if send:
+            self.meter.send(step, self.plan.curve.at(step - 1))
+        self.tracker.progress(step)
+        if step == self._first_step + 1:
+            self.ledger.started(time.monotonic() - self._started)  # includes compilation
+        if self.profiler.ends(step) or (self.profiler.running and step == self.plan.stop_step):
+            with self.pause("profile"):
+                self.profiler.stop(step)
+
+    def end_epoch(self) -> None:
+        """Report the verdict of the epoch and the GPU's slowdowns."""
+        step = self.state.step
+        self._wants_images = True
+        with self._paused():
+            lines = self.ledger.epoch_verdict(describe_loader(self.feed), self.world.gather)
+            for line in lines:
+                self.say(f"verdict  {line}")
+            if lines:  # a killed run leaves this file instead of the verdict in summary.json
+                epoch = round(self.plan.epoch(step), 4)
+                self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
+            if self.world.size > 1:
+                figures = spread(self.world.gather(self.monitor.read("epoch")))
+                self.tracker.figures(figures, step)
+            # At full load, the power limit is normal.
+            slow = [line for line in self.monitor.slowdowns() if "power limit" not in line]
+            if slow:
+                self.say(f"gpu      runs below its maximum clock: {', '.join(slow)}")
+
+    @contextmanager
+    def pause(self, kind: str) -> Iterator[None]:
+        """Count the `with` block as `kind` ("validation", "checkpoint" or "profile"), not as training.
+
+        It counts neither in images/s nor in the time of a step.
+        """
+        with self._paused():
+            self.tracker.flush()  # a kill after a checkpoint leaves no gap in the curves before it
+            self.ledger.settle()
+            with self.ledger.lost(kind):
+                yield
+
+    @contextmanager
+    def _paused(self) -> Iterator[None]:
+        self.feed.train.end_step()
+        self._report()  # waits for this step
+        with self.feed.train.pause():
+            yield
+
+    def validated(self, row: dict[str, Any], mistakes: Mistakes, *, best: bool) -> None:
+        """Report a validation."""
+        val = self.feed.val
+        self.tracker.val_row(row, best=best)
+        self.tracker.mistakes(mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step)
+
+    def _report(self) -> None:
+        """Write a log row if an interval of steps was sent and not yet reported.
+
+        Raises:
+            TrainingError: the loss is not finite.
+        """
+        interval = self.meter.read()
+        if interval is None:
+            return
+        step = interval.step
+        loss = interval.values["loss"]
+        if not math.isfinite(loss):
+            raise diverged(f"the loss is {loss} at step {step} (lr {interval.lr:g})")
+        timing = self.feed.train.timing(interval.steps)
+        assert timing is not None, "every step of an interval has been ended"
+        times = self.ledger.note(timing, step)
+        images_left = (self.plan.stop_step - step) * self.plan.batch_size
+        row = {
+            "step": step,
+            "epoch": self.plan.epoch(step),
+            "split": "train",
+            **interval.values,
+            "lr": interval.lr,
+            **times,
+            "seconds_left": images_left / times["images_per_second"],
+        }
+        pool = self.feed.train.loader.pool
+        host = host_figures(pool.pids, self.plan.loader.memory.pinned)
+        gpu = {**self.monitor.read(), **allocator_figures(self.world.device)}
+        self.tracker.train_row(row, {**gpu, **host})
+        pool.warn_about_slow_workers()
+
+    # At the end
+
+    def finish(self, signal_number: int) -> dict[str, Any]:
+        """Report the end of the run; return what summary.json holds.
+
+        Args:
+            signal_number: the signal that ends this start; 0 if the run is finished.
+        """
+        self._report()
+        if self.state.step == self._first_step:  # no step was left to train
+            self.ledger.started(time.monotonic() - self._started)
+        if self.profiler.running:
+            with self.ledger.lost("profile"):
+                self.profiler.stop(self.state.step)
+        summary = self._summary(signal_number)
+        if self.world.leads:
+            self.run.write("summary.json", json.dumps(summary, indent=2) + "\n")
+        config = self.plan.config
+        if not signal_number:
+            self.tracker.hyperparameters(config_values(config), summary, self.state.step)
+        self.tracker.outcome(summary, compiles=self.plan.compile != "off")
+        if signal_number and config.checkpoint.resume == "auto":
+            self.say(f"resume    run the same command again to resume at step {self.state.step:,}")
+        self._say_times(summary)
+        for line in summary["verdict"]:
+            self.say(f"verdict   {line}")
+        return summary
+
+    def _say_times(self, summary: dict[str, Any]) -> None:
+        lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
+        starts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
+        self.say(
+            f"time      {100 * summary['effective_time']:.0f} % of "
+            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}"
+        )
+
+    def _summary(self, signal_number: int) -> dict[str, Any]:
+        """Return what summary.json holds. The exit status follows from the signal's number."""
+        state, epoch = self.state, self.plan.epoch
+        last, best_step = state.last, int(state.best.get("step", 0))
+        raw: dict[str, Any] = {key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last}
+        speed = self.ledger.speed()
+        return {
+            "status": "interrupted" if signal_number else "finished",
+            "signal": signal_number,
+            "step": state.step,
+            "epoch": round(epoch(state.step), 4),
+            "loss": last.get("loss"),
+            "top1": last.get("top1"),
+            "top5": last.get("top5"),
+            **raw,
+            "best_top1": state.best.get("top1"),
+            "best_epoch": round(epoch(best_step), 4) if best_step else None,
+            "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,
+            "seconds": time.monotonic() - self._started,
+            "history": state.history,
+            "params_sha256": params_sha256(state.model),
+            **speed,
+            **self.ledger.balance(),
+            "mfu": self.ledger.mfu(speed["images_per_second"]),
+            "workers": len(self.feed.train.loader.pool.workers),
+            "verdict": self.ledger.run_verdict(describe_loader(self.feed), self.world.gather),
+        }

@@ -1,0 +1,133 @@
+"""Samples that stay encoded: a worker copies a JPEG file into the batch, and the GPU decodes it.
+
+Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes import this module.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from pipeline.gpu_decode.geometry import (
+    COLUMNS,
+    HEIGHT,
+    LENGTH,
+    OFFSET,
+    WIDTH,
+    NotedPicture,
+    identity,
+)
+from pipeline.shared import SharedArray
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A sample for the GPU's JPEG engines.
+
+    Attributes:
+        data: the file.
+        image_size: (width, height) of the image in the file, in pixels.
+        picture: the transforms that were drawn for this sample.
+        label: index of the class.
+    """
+
+    data: bytes
+    image_size: tuple[int, int]
+    picture: NotedPicture
+    label: int
+
+
+@runtime_checkable
+class EncodedDataset(Protocol):
+    """A dataset that can leave decoding to the GPU. Workers decode the samples of all others."""
+
+    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
+        """The sample that `load` returns, still encoded.
+
+        Returns None if the JPEG engines do not support the file or the transforms need pixels.
+        """
+
+
+@dataclass(frozen=True)
+class EncodedRows:
+    """The buffers of a ring that hold encoded rows.
+
+    Attributes:
+        files: uint8 [slots, bytes]; each row has an equal share; the rows of a task pool theirs.
+        geometry: float64 [slots, B, COLUMNS]: the crop and the file or the pixels of each row.
+        size: side of the images of the batch, in pixels.
+    """
+
+    files: SharedArray
+    geometry: SharedArray
+    size: int
+
+    def mark_as_pixels(self, slot: int, rows: int | slice) -> None:
+        """Note that rows of a slot hold pixels and need no decoding."""
+        identity(self.geometry.array[slot, rows], self.size)
+
+
+class FileWriter:
+    """Copies files into the rows of one task.
+
+    Args:
+        buffers: where to.
+        dataset: none of its samples is copied if it is no `EncodedDataset`.
+        slot: slot of the ring.
+        rows: the rows of the task.
+
+    Attributes:
+        count: rows that hold a file.
+    """
+
+    def __init__(self, buffers: EncodedRows, dataset: object, slot: int, rows: range) -> None:
+        self.buffers = buffers
+        self.dataset = dataset if isinstance(dataset, EncodedDataset) else None
+        self.slot = slot
+        self.count = 0
+        row_bytes = buffers.files.array.shape[1] // buffers.geometry.array.shape[1]
+        self._offset = rows.start * row_bytes
+        self._end = rows.stop * row_bytes
+
+    def write(self, row: int, epoch: int, index: int) -> int | None:
+        """Copy a sample's file into the batch.
+
+        Returns:
+            The label, or None if the file has to be decoded by the worker: it is not supported, or
+            the rows of the task have no bytes left.
+        """
+        sample = None if self.dataset is None else self.dataset.load_encoded(epoch, index)
+        if sample is None or self._offset + len(sample.data) > self._end:
+            return None
+        if sample.picture.size != (self.buffers.size, self.buffers.size):
+            return None  # decoding it raises an error that names the file
+        note = self.buffers.geometry.array[self.slot, row]
+        sample.picture.write(note)
+        note[LENGTH] = len(sample.data)
+        note[OFFSET] = self._offset
+        note[WIDTH], note[HEIGHT] = sample.image_size
+        end = self._offset + len(sample.data)
+        self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(
+            sample.data, np.uint8
+        )
+        self._offset = end
+        self.count += 1
+        return sample.label
+
+
+def encoded_layout(
+    *, batch_size: int, slots: int, file_bytes: int
+) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shape and dtype of the buffers of `EncodedRows`, for `file_bytes` per row."""
+    return {
+        "files": ((slots, batch_size * file_bytes), np.uint8),
+        "geometry": ((slots, batch_size, COLUMNS), np.float64),
+    }
+
+
+def file_bytes_per_row(mean_bytes: float) -> int:
+    """Bytes to reserve for the file of a row.
+
+    The rows of a task pool theirs: 1.5 times the mean size of the files is nearly always enough.
+    """
+    return max(1 << 15, int(1.5 * mean_bytes))

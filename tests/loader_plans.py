@@ -1,0 +1,40 @@
+"""Plans of the loader that a test writes down instead of asking the machine."""
+
+import torch
+
+from conf.schema import Config
+from engine.distributed import World
+from pipeline.build import Datasets
+from pipeline.sizing.memory import plan_memory
+from pipeline.sizing.plan import LoaderPlan
+
+
+def world_of(device: torch.device, ranks: int = 1, ranks_here: int = 1) -> World:
+    """Rank 0 of a run."""
+    return World(rank=0, size=ranks, local_rank=0, local_size=ranks_here, device=device)
+
+
+def loader_plan(
+    config: Config,
+    datasets: Datasets,
+    world: World,
+    *,
+    workers: int,
+    ceiling: int = 0,
+    decoder: str = "pillow",
+    dtype: torch.dtype = torch.float32,
+) -> LoaderPlan:
+    """A plan for so many workers, with buffers for `ceiling` of them."""
+    most = max(workers, ceiling)
+    memory = plan_memory(config, datasets, world, workers=most, fewest=most, decoder=decoder, dtype=dtype)
+    return LoaderPlan(
+        workers=workers,
+        cores=workers,
+        reason="as configured",
+        decoder=decoder,
+        memory=memory,
+        measured=False,
+        not_measured=None,
+        dtype=dtype,
+        channels_last=False,
+    )

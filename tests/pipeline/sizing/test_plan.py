@@ -1,0 +1,126 @@
+"""The plan of the loader: which workers are started, measured and have room."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from conf import cli
+from conf.schema import Config, UserError
+from pipeline.build import build_datasets
+from pipeline.sizing import machine, plan
+from pipeline.sizing.budget import READERS
+from pipeline.sizing.plan import PROBE_WORKERS, LoaderPlan, plan_loader, why_not_measured
+from tests.loader_plans import loader_plan, world_of
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
+Machine = Callable[..., None]
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    """Pretend to be a host with 16 cores and JPEG engines."""
+
+    def pretend(*, cores: int = 16, free: int = 1 << 40) -> None:
+        monkeypatch.setattr(plan, "GpuDecoder", lambda device, batch_size: None)
+        monkeypatch.setattr(machine, "cores", lambda: cores)
+        monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
+        monkeypatch.setattr(machine, "cpu_quota", lambda: float("inf"))
+        monkeypatch.setattr(machine, "spare_files", lambda: 100_000)
+        monkeypatch.setattr(machine, "free_memory", lambda: free)
+
+    return pretend
+
+
+def small(*overrides: str) -> Config:
+    """Images of 24 px."""
+    return cli.load(["data=fake", "data.image_size=24", "data.val_size=24", "loader.batch_size=8",
+                     "data.root=/x", *overrides])  # fmt: skip
+
+
+def planned(config: Config, *, device: torch.device = CUDA, ranks: int = 1) -> LoaderPlan:
+    """The plan for JPEG files instead of synthetic images."""
+    datasets = build_datasets(config)
+    config = replace(config, data=replace(config.data, source="folder"))
+    world = world_of(device, ranks, ranks)
+    return plan_loader(config, datasets, world, dtype=torch.float32, channels_last=False)
+
+
+@pytest.mark.parametrize(
+    ("workers", "decoder", "device", "expected"),
+    [
+        # workers, ceiling, cores, measured, start_workers
+        ("auto", "pillow", CUDA, (15, 30, 15, True, PROBE_WORKERS)),
+        ("auto", "pillow", CPU, (15, 15, 15, False, 15)),
+        ("auto", "hybrid", CUDA, (14, 14, 14, False, 14)),
+        ("auto", "gpu", CUDA, (READERS, 15, READERS, True, PROBE_WORKERS)),  # all cores validate
+        ("3", "pillow", CUDA, (3, 3, 15, False, 3)),
+        ("40", "pillow", CUDA, (40, 40, 15, False, 40)),
+        ("0", "gpu", CUDA, (0, 0, READERS, False, 0)),
+    ],
+)
+def test_workers(host: Machine, workers: str, decoder: str, device: torch.device, expected: tuple[int, ...]) -> None:
+    host()
+    found = planned(small(f"loader.workers={workers}", f"loader.decoder={decoder}"), device=device)
+    counts = found.workers, found.ceiling, found.cores, found.measured, found.start_workers
+    assert counts == expected
+    assert (found.not_measured is not None) == (workers == "auto" and not found.measured)
+    assert found.uses_engines == (decoder != "pillow")
+
+
+def test_one_core_is_probed_with_one_worker(host: Machine) -> None:
+    host(cores=2)
+    found = planned(small("loader.workers=auto", "loader.decoder=pillow"))
+    assert (found.measured, found.workers, found.start_workers) == (True, 1, 1)
+
+
+def test_auto_takes_as_many_workers_as_memory_allows(host: Machine) -> None:
+    config = small("loader.workers=auto", "loader.decoder=pillow")
+    host()
+    need = loader_plan(config, build_datasets(config), world_of(CUDA), workers=7).memory.host
+    host(free=need)
+    found = planned(config)
+    assert (found.workers, found.ceiling, found.cores) == (7, 7, 15)
+    assert found.reason == "free memory allows no more"
+    with pytest.raises(UserError, match=r"^loader: needs"):
+        planned(small("loader.workers=8", "loader.decoder=pillow"))
+
+
+def test_the_ranks_of_a_node_take_the_smallest_memory(host: Machine) -> None:
+    host()
+    config = small("loader.workers=auto", "loader.decoder=pillow")
+    found, datasets = planned(config), build_datasets(config)
+    for workers in (20, 4):
+        memory = loader_plan(config, datasets, world_of(CUDA), workers=workers).memory
+        limited = found.limited_to(memory)
+        assert (limited.workers, limited.ceiling) == (min(15, workers), workers)
+        assert limited.memory == memory
+
+
+def test_lines(host: Machine) -> None:
+    host()
+    config = small("loader.workers=auto", "loader.decoder=pillow")
+    loader, memory = planned(config).lines()
+    reason = "16 cores, 1 left to the training process"
+    assert loader == f"loader   up to 15 workers per rank ({reason}), decoder pillow"
+    assert memory.startswith("memory   0.00 GiB of batch buffers (")
+    (loader, _) = planned(small("loader.workers=1", "loader.decoder=pillow")).lines()
+    assert loader == "loader   1 worker per rank (as configured), decoder pillow"
+
+
+@pytest.mark.parametrize(
+    ("device", "decoder", "batches", "reason"),
+    [
+        (CPU, "pillow", 5000, "CPU"),
+        (CUDA, "none", 5000, "synthetic"),
+        (CUDA, "hybrid", 5000, "hybrid"),
+        (CUDA, "pillow", 3.5, "3.5 batches"),
+        (CUDA, "pillow", 5000, None),
+        (CUDA, "gpu", 5000, None),
+    ],
+)
+def test_when_it_is_not_measured(device: torch.device, decoder: str, batches: float, reason: str | None) -> None:
+    found = why_not_measured(device, decoder, batches, 4)
+    assert found is None if reason is None else reason in str(found)
+    assert "none can be started" in str(why_not_measured(device, decoder, batches, 0))
