@@ -1,4 +1,4 @@
-"""Import of a package that may not fit the installed torch."""
+"""Import of torchvision when its build does not match the installed torch."""
 
 import re
 import sys
@@ -6,13 +6,13 @@ from types import ModuleType
 
 
 def import_torchvision() -> ModuleType:
-    """Import torchvision, even if its compiled detection operators do not fit the installed torch.
+    """Import torchvision, even if its compiled operators do not match the installed torch.
 
-    A torchvision built for CUDA cannot load them with a CPU-only torch, and then fails to import
-    because it describes their shapes. Classifiers and transforms use none of them, so a declaration
-    without an implementation is enough.
+    With a CPU build of torch, a torchvision built for CUDA cannot load its detection operators. The
+    import then fails when it registers their shapes. Classifiers and transforms do not use these
+    operators, so a declaration without an implementation is enough.
     """
-    import torch  # not at the top: conf must be quick to import
+    import torch  # here, because conf imports no torch
 
     for _ in range(4):
         try:
@@ -29,4 +29,4 @@ def import_torchvision() -> ModuleType:
             )
             for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
                 del sys.modules[name]
-    raise RuntimeError("torchvision cannot be imported: it does not fit the installed torch")
+    raise RuntimeError("torchvision cannot be imported: it does not match the installed torch")

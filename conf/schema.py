@@ -163,7 +163,7 @@ class Data:
     source: str = key(
         "folder",
         RESULT | SPEED,
-        "source of the images; set by the group data",
+        "source of the images; set by data=NAME",
         one_of(*group_names("data")),
     )
     root: str | None = key(

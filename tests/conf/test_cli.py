@@ -1,4 +1,4 @@
-"""The command line: what composes, what --help and --cfg job say, and how a mistake is answered."""
+"""The command line: composing, --help, --cfg job, and the messages for mistakes."""
 
 import re
 import shlex
@@ -41,20 +41,20 @@ def leaves(config: Config) -> dict[str, object]:
 
 
 def sections(config: Config) -> dict[str, object]:
-    """What a user can set, nested."""
+    """The keys as nested dictionaries."""
     return {name: value for name, value in asdict(config).items() if isinstance(value, dict)}
 
 
 def command(
     *arguments: str, cwd: Path, python: tuple[str, ...] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """Run train.py as a person does."""
+    """Run train.py in a subprocess."""
     line = [sys.executable, *python, str(ROOT / "train.py"), *arguments]
     return subprocess.run(line, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def refusal(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The line that `arguments` are refused with, without `train.py: `."""
+    """The error message for `arguments`, without `train.py: `."""
     with pytest.raises(SystemExit) as stop:
         cli.parse(arguments, script="train.py", purpose="")
     out, err = capsys.readouterr()
@@ -112,7 +112,7 @@ def test_defaults_are_those_of_pytorch_examples() -> None:
     assert config.augment.batch == []
 
 
-def test_help_tells_the_defaults_that_compose() -> None:
+def test_help_shows_the_composed_defaults() -> None:
     declared, composed = leaves(Config()), leaves(cli.load([DATA]))
     resolved = {"data.val_size", "run.name", "run.dir"}
     assert {k for k in declared if declared[k] != composed[k]} == {
@@ -124,7 +124,7 @@ def test_help_tells_the_defaults_that_compose() -> None:
     assert (composed["data.val_size"], composed["run.dir"]) == (224, f"runs/{composed['run.name']}")
 
 
-def test_the_more_particular_wins() -> None:
+def test_keys_override_groups_and_recipes() -> None:
     demo = cli.load(["recipe=demo"])
     assert (demo.model.name, demo.data.image_size, demo.optim.lr, demo.schedule.name) == (
         "resnet_tiny",
@@ -146,7 +146,7 @@ def test_the_more_particular_wins() -> None:
     assert other.augment.train[0]["random_resized_crop"]["size"] == 32
 
 
-def test_loading_leaves_nothing_behind() -> None:
+def test_loading_twice_gives_independent_configs() -> None:
     first = cli.load(["recipe=demo"])
     first.augment.train.clear()
     first.data.mean[0] = 9
@@ -186,7 +186,7 @@ def test_values_keep_their_types() -> None:
     assert config.data.train == "/elsewhere/train set"
 
 
-def test_yaml_says_the_same_as_the_config() -> None:
+def test_yaml_equals_the_config() -> None:
     for overrides in (
         ["recipe=demo", "model.compile=off"],
         ["recipe=imagenet_vit_s16", DATA, "run.name='yes'"],
@@ -207,7 +207,7 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
         assert line[:2] == ("* " if field.metadata["affects"] & RESULT else "  ")
         assert line.endswith(" " + field.metadata["sentence"])
     imported = {line.split("|")[-1].strip().split(".")[0] for line in done.stderr.splitlines()}
-    assert "hydra" in imported  # so the list does list imports
+    assert "hydra" in imported  # the list does contain imports
     assert imported.isdisjoint({"torch", "torchvision", "numpy", "tensorboard", "PIL"})
     assert list(tmp_path.iterdir()) == []
 
@@ -236,7 +236,7 @@ def test_a_typo_on_the_real_command_line(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# override -> what the one line must say besides the override itself
+# override -> a part of the error message
 MISTAKES = {
     # a typo in a key, also behind + and ++
     "optm.lr=1": "there is no key optm.lr; did you mean optim.lr?",
@@ -261,7 +261,7 @@ MISTAKES = {
     "+recipe=demo": "write recipe=demo",
     "~optim.lr": "cannot be removed",
     "~optim": f"choose one of {OPTIM}",
-    # a choice that is not there
+    # an unknown choice
     "recipe=imagenet_rn5": f"choose one of {RECIPE}",
     "optim=sdg": "did you mean sgd?",
     "model=resnet_tin": "did you mean resnet_tiny?",
@@ -338,7 +338,7 @@ MISTAKES = {
     "checkpoint.every_steps=0": "give a number >= 1",
     "checkpoint.keep=-1": "give a number >= 1",
     "log.every_steps=-5": "give a number >= 1",
-    # not one of the words
+    # not one of the allowed words
     "train.device=gpu": "give one of auto, cpu, cuda",
     "train.precision=fp16": "give one of auto, bf16, tf32, fp32",
     "model.compile=max": "give one of auto, off, default",
@@ -350,7 +350,7 @@ MISTAKES = {
     "run.name=a/b": "give a name without slashes",
     "run.name=..": "give a name without slashes",
     "run.dir=": "give a path",
-    # Hydra's word for a missing value
+    # Hydra's symbol for a missing value
     "optim.lr=???": "optim.lr=???: not allowed; give a number > 0",
     "++optim.lr=???": "not allowed; give a number > 0",
     "optim.name=???": f"give one of {OPTIM}",
@@ -417,7 +417,7 @@ def test_nesterov_without_momentum(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.momentum" in refusal([DATA, "optim.nesterov=true", "optim.momentum=0"], capsys)
 
 
-def test_missing_root_says_what_to_pass_and_offers_the_demo(
+def test_missing_root_recommends_data_root_or_the_demo(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for arguments in ([], ["data.root=null"], ["data.root="]):
@@ -426,7 +426,7 @@ def test_missing_root_says_what_to_pass_and_offers_the_demo(
         assert "recipe=demo" in line
 
 
-# what is typed instead of key=value -> the whole line
+# arguments that are not key=value -> the whole error message
 FLAGS = {
     "--lr 0.1": "--lr: not an option; write optim.lr=0.1",
     "--lr=0.1": "--lr: not an option; write optim.lr=0.1",
@@ -496,16 +496,18 @@ FLAGS = {
     "optim.betas=[0.9": "optim.betas=[0.9: a bracket is not closed",
     """'augment.batch={"mixup": 0.2}'""": """augment.batch={"mixup": 0.2}: cannot be read as key=value; """
     "write 'augment.batch={mixup: 0.2}'",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("typed", FLAGS)
-def test_what_is_not_key_equals_value(typed: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_not_key_equals_value(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert refusal(shlex.split(typed), capsys) == FLAGS[typed]
 
 
-def test_remedies_name_what_exists() -> None:
-    """Each override that is advised composes, and none hides a key or a flag of our own."""
+def test_advice_refers_to_existing_keys() -> None:
+    """Each override in the advice composes, and none hides a key."""
     overrides = {remedy for remedy in hints.REMEDIES.values() if re.match(r"[\w.]+=", remedy)}
     values = {
         "data.image_size": "64",
@@ -520,7 +522,7 @@ def test_remedies_name_what_exists() -> None:
     ]
     for remedy in overrides:
         override = remedy.replace("{}", values.get(remedy.partition("=")[0], "1"))
-        needed = ["schedule=linear"] if "final_lr" in override else []  # a step schedule has none
+        needed = ["schedule=linear"] if "final_lr" in override else []  # step does not use it
         cli.load([DATA, *needed, override])
     cli.load([DATA, *values_instead])
     assert len(overrides) > 20 and set(hints.MEANINGS) <= set(cli.KEYS)
@@ -535,12 +537,12 @@ def test_remedies_name_what_exists() -> None:
     }  # their values are paths and names, not choices
 
 
-def test_of_two_overrides_of_a_key_the_wrong_one_is_named(
+def test_if_a_key_is_given_twice_the_wrong_override_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for wrong in ("optim.lr=abc", "optim.lr=???", "optim.lr=${nope}"):
         assert refusal([DATA, "optim.lr=0.1", wrong], capsys).startswith(f"{wrong}: ")
-        if "$" not in wrong:  # the last one wins: what an earlier one refers to is never looked up
+        if "$" not in wrong:  # only the last one is resolved
             assert refusal([DATA, wrong, "optim.lr=0.1"], capsys).startswith(f"{wrong}: ")
     assert refusal([DATA, "optim.lr=0.1", "optim.lr=-2"], capsys).startswith("optim.lr=-2: ")
     assert cli.load([DATA, "optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
@@ -563,20 +565,37 @@ PATHS = [
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_path_is_taken_as_it_is(path: str) -> None:
+def test_a_path_is_taken_literally(path: str) -> None:
     config = cli.load([f"data.root={path}", f"run.dir={path}", f"data.train={path}"])
     assert (config.data.root, config.run.dir, config.data.train) == (path, path, path)
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [("model: {nam: resnet18}", "In 'recipe/mine': model.nam: Key 'nam' not in 'Model'"),
-     ("train: {epochs: six}", "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to Float"),
-     ("train: {epochs: 3", "conf/recipe/mine.yaml: line 3: is not YAML (expected ',' or '}', but got '<stream end>'); correct"),
-     ("train:\n  epochs: ???", "conf/recipe/mine.yaml: train.epochs=??? is not allowed; give it a value"),
-     ("optim: {betas: [0.9, '???']}", "conf/recipe/mine.yaml: optim.betas[1]=??? is not allowed"),
-     ("augment: {batch: [{mixup: {alpha: '???'}}]}", "mine.yaml: augment.batch[0].mixup.alpha=??? is not allowed")],
-)  # fmt: skip
+    [
+        ("model: {nam: resnet18}", "In 'recipe/mine': model.nam: Key 'nam' not in 'Model'"),
+        (
+            "train: {epochs: six}",
+            "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to Float",
+        ),
+        (
+            "train: {epochs: 3",
+            "conf/recipe/mine.yaml: line 3: is not YAML (expected ',' or '}', but got '<stream end>'); correct",
+        ),
+        (
+            "train:\n  epochs: ???",
+            "conf/recipe/mine.yaml: train.epochs=??? is not allowed; give it a value",
+        ),
+        (
+            "optim: {betas: [0.9, '???']}",
+            "conf/recipe/mine.yaml: optim.betas[1]=??? is not allowed",
+        ),
+        (
+            "augment: {batch: [{mixup: {alpha: '???'}}]}",
+            "mine.yaml: augment.batch[0].mixup.alpha=??? is not allowed",
+        ),
+    ],
+)
 def test_a_mistake_in_a_recipe_is_named(
     content: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -590,18 +609,18 @@ def test_a_mistake_in_a_recipe_is_named(
 
 
 @pytest.mark.parametrize("word", ["1.10", "1_2", "1e5", "007", "true", "2026_07_01", "nan"])
-def test_a_word_that_looks_like_a_number_is_a_word(word: str) -> None:
+def test_a_name_that_looks_like_a_number_is_a_string(word: str) -> None:
     assert cli.load([DATA, f"run.name={word}"]).run.name == word
 
 
-def test_of_several_ranks_the_first_of_a_node_speaks(
+def test_only_local_rank_0_prints_a_mistake(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as ended:
         cli.fail("optim.lrr=3: there is no key")
     assert (ended.value.code, capsys.readouterr().err) == (2, "")
-    cli.complain("a file cannot be read")  # a failure of its own is every rank's to tell
+    cli.complain("a file cannot be read")  # every rank prints its own failures
     assert capsys.readouterr().err == "train.py: a file cannot be read\n"
 
 
@@ -619,7 +638,7 @@ def test_first_mistake_is_found_among_good_overrides(capsys: pytest.CaptureFixtu
 
 
 def test_checks() -> None:
-    """Each says what is allowed, or nothing; None, bool and NaN are where such checks go wrong."""
+    """Each returns the allowed values, or None. Includes None, bool and NaN."""
     assert number(1)(1) is None and number(1, above=True)(1) == "a number > 1"
     assert number(0, 1)(1.01) == "a number >= 0 and <= 1"
     assert number(0)(float("nan")) and number(0)(float("inf")) and number(0)(None)
@@ -639,7 +658,7 @@ def test_key_defaults_are_not_shared() -> None:
     assert Config().optim.betas is not Config().optim.betas
 
 
-def test_show_writes_values_as_they_are_typed() -> None:
+def test_show_formats_values_as_typed() -> None:
     assert [show(v) for v in (None, True, False, 0.1, "auto")] == [
         "null",
         "true",

@@ -1,4 +1,4 @@
-"""What the user types wins; and two commands share a run directory if and only if they train the same thing."""
+"""Precedence of overrides; commands share a run directory if and only if they train the same."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def name(*overrides: str) -> str:
 # Precedence: schema < groups < recipe < typed groups < typed keys.
 
 
-def test_a_typed_group_wins_over_the_recipe() -> None:
+def test_a_typed_group_overrides_the_recipe() -> None:
     adamw = cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim=adamw"]).optim
     assert (adamw.name, adamw.lr, adamw.weight_decay, adamw.decay_norms, adamw.clip_norm) == (
         "adamw",
@@ -61,29 +61,29 @@ def test_a_typed_group_wins_over_the_recipe() -> None:
     assert cli.load([DATA, "recipe=imagenet_rn18", "model=vit_s16"]).model.name == "vit_s16"
 
 
-def test_the_order_of_typing_does_not_matter() -> None:
+def test_the_order_of_overrides_does_not_matter() -> None:
     typed = ["recipe=imagenet_rn50_tuned", "optim=adamw", "optim.lr=2", "train.epochs=3"]
     assert cli.load([DATA, *typed]) == cli.load([*reversed(typed), DATA])
 
 
-def test_a_typed_key_wins_over_a_typed_group() -> None:
+def test_a_typed_key_overrides_a_typed_group() -> None:
     optim = cli.load([DATA, "optim.lr=0.7", "optim=adamw", "recipe=imagenet_rn50_tuned"]).optim
     assert (optim.name, optim.lr, optim.weight_decay) == ("adamw", 0.7, 0.1)
 
 
-def test_the_recipe_wins_over_groups_that_were_not_typed() -> None:
+def test_the_recipe_overrides_groups_that_are_not_typed() -> None:
     vit = cli.load([DATA, "recipe=imagenet_vit_s16"])
     assert (vit.optim.name, vit.optim.clip_norm, vit.data.mean) == ("adamw", 1.0, [0.5, 0.5, 0.5])
 
 
-def test_other_groups_keep_what_they_do_not_set() -> None:
-    """data=fake says where images come from, loader=debug how they are loaded: size, colours and batch are the recipe's."""
+def test_groups_keep_values_that_they_do_not_set() -> None:
+    """Image size, normalisation and batch size are those of the recipe."""
     cifar = cli.load(["recipe=cifar10", "data=fake", "loader=debug"])
     assert (cifar.data.source, cifar.data.image_size, cifar.data.mean[0]) == ("fake", 32, 0.4914)
     assert (cifar.loader.workers, cifar.loader.batch_size) == (0, 512)
 
 
-def test_the_start_says_what_a_typed_group_replaces() -> None:
+def test_a_note_lists_the_values_that_a_typed_group_replaces() -> None:
     (note,) = cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim=adamw"]).notes
     assert note.startswith(
         "optim=adamw replaces values of the recipe: optim.lr 1.024 -> 0.001, optim.momentum 0.875 -> 0.9, "
@@ -97,7 +97,7 @@ def test_the_start_says_what_a_typed_group_replaces() -> None:
     assert note == "schedule=cosine replaces values of the recipe: schedule.warmup_epochs 2 -> 5"
 
 
-def test_the_start_says_what_a_typed_optimiser_keeps() -> None:
+def test_a_note_lists_the_values_that_a_typed_optimiser_keeps() -> None:
     (note,) = cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim.name=adamw"]).notes
     assert note.startswith("optim.name=adamw keeps optim.lr=1.024, optim.weight_decay=3.05")
     assert note.endswith(" of sgd; write optim=adamw to use its own defaults")
@@ -105,7 +105,7 @@ def test_the_start_says_what_a_typed_optimiser_keeps() -> None:
     assert cli.load([DATA, *typed]).notes == cli.load([DATA, "optim.name=sgd"]).notes == []
 
 
-def test_the_folder_of_the_demo_is_not_that_of_other_data() -> None:
+def test_the_data_folder_of_the_demo_is_not_used_for_other_data() -> None:
     with pytest.raises(UserError, match=r"data\.root is missing"):
         cli.load(["recipe=demo", "data=folder"])
 
@@ -113,7 +113,7 @@ def test_the_folder_of_the_demo_is_not_that_of_other_data() -> None:
 @pytest.mark.parametrize(
     "model", ["model=vit_s16", "model.name=swin_t", "model.name=timm/deit_small_patch16_224"]
 )
-def test_a_transformer_with_sgd_is_told_of_a_recipe(model: str) -> None:
+def test_a_note_recommends_a_recipe_for_a_transformer_with_sgd(model: str) -> None:
     (note,) = cli.load([DATA, model]).notes
     assert "transformers train poorly with SGD" in note and "recipe=imagenet_vit_s16" in note
     assert cli.load([DATA, model, "optim=adamw"]).notes == []
@@ -137,7 +137,7 @@ def test_a_typed_key_without_effect_is_refused(override: str) -> None:
 
 # The default name.
 
-SAME = [  # each pair of override lists trains the same thing
+SAME = [  # pairs of override lists that train the same thing
     ([], ["recipe=imagenet_rn50"]),
     ([], ["optim.lr=0.1"]),
     (
@@ -182,7 +182,7 @@ SAME = [  # each pair of override lists trains the same thing
     (["model.weights=/a/b.pth"], ["model.weights=/a/../a/b.pth", "loader.workers=2"]),
     (["data.val=test"], ["data.val=./test/"]),
 ]
-OTHER = [  # each pair trains two things
+OTHER = [  # pairs that train different things
     ([], ["optim.lr=0.3"]),
     (["optim.lr=0.3"], ["optim.lr=0.31"]),
     (["optim.lr=0.1", "train.seed=1"], ["train.seed=2"]),
@@ -225,7 +225,7 @@ LONG = [
 
 
 @pytest.mark.parametrize(("one", "other"), SAME)
-def test_who_trains_the_same_shares_a_directory(one: list[str], other: list[str]) -> None:
+def test_the_same_training_has_the_same_directory(one: list[str], other: list[str]) -> None:
     first, second = (cli.load([DATA, *overrides]) for overrides in (one, other))
     assert first.run == second.run
     ignored = (
@@ -242,14 +242,14 @@ def test_who_trains_the_same_shares_a_directory(one: list[str], other: list[str]
 
 
 @pytest.mark.parametrize(("one", "other"), OTHER)
-def test_who_trains_something_else_does_not(one: list[str], other: list[str]) -> None:
+def test_another_training_has_another_directory(one: list[str], other: list[str]) -> None:
     first, second = (cli.load([DATA, *overrides]) for overrides in (one, other))
     assert first.run.dir != second.run.dir
     begins = (first.checkpoint.resume, second.checkpoint.resume)
     assert affecting(first, RESULT) != affecting(second, RESULT) or begins[0] != begins[1]
 
 
-def test_names_can_be_read() -> None:
+def test_names_are_readable() -> None:
     assert name("optim.lr=0.3") == f"{name()},optim.lr=0.3"
     assert name().startswith("imagenet_rn50,data.root=") and len(name()) == len(
         "imagenet_rn50,data.root=123456"
@@ -261,7 +261,7 @@ def test_names_can_be_read() -> None:
     assert cli.load([DATA, "optim.lr=0.3", "run.name=mine"]).run.dir == "runs/mine"
 
 
-def test_a_long_name_is_cut_and_stays_its_own() -> None:
+def test_a_long_name_is_shortened_and_remains_unique() -> None:
     names = {name(*LONG, f"optim.lr={lr}") for lr in ("1e-3", "2e-3", "3e-3")}
     assert len(names) == 3
     for found in names:
@@ -270,18 +270,24 @@ def test_a_long_name_is_cut_and_stays_its_own() -> None:
         assert all(part for part in found.split(",")) and "/" not in found
 
 
-def test_a_name_can_be_typed_as_it_is() -> None:
+def test_a_name_can_be_typed_literally() -> None:
     for found in (name("optim.lr=0.3"), name(*LONG)):
         assert cli.load([DATA, f"run.name={found}"]).run.name == found
         assert cli.load([DATA, f"run.dir=runs/{found}"]).run.dir == f"runs/{found}"
 
 
-def test_the_name_is_that_of_every_process() -> None:
-    """Python gives strings and sets another order in every process; ranks must agree all the same."""
+def test_the_name_is_the_same_in_every_process() -> None:
+    """The order of a set of strings differs between processes, but ranks need the same name."""
     code = f"from conf import cli; print(cli.load({[DATA, *LONG]!r}).run.name)"
     for seed in "12":
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONHASHSEED": seed}, capture_output=True,
-                              text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env={"PYTHONHASHSEED": seed},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == name(*LONG)
 
 
@@ -301,15 +307,28 @@ def test_every_key_states_what_it_affects() -> None:
         for what in (NOTHING, SPEED)
     }
     sections = {"checkpoint", "run", "log", "profile", "autotune"}
+    # A new key: decide what it affects, and add it here if it does not affect the result.
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
-        "data.on_error", "loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"}  # fmt: skip
+        "data.on_error",
+        "loader.timeout_seconds",
+        "train.max_steps",
+        "train.validate_every_epochs",
+    }
     assert sections <= {n.split(".")[0] for n in found[NOTHING]}
     assert found[SPEED] == {
-        "loader.workers", "loader.pin_memory", "loader.prefetch_factor", "loader.prefetch_batches", "loader.start_method",
-        "model.channels_last", "model.compile", "train.deterministic", "train.device"}  # fmt: skip
+        "loader.workers",
+        "loader.pin_memory",
+        "loader.prefetch_factor",
+        "loader.prefetch_batches",
+        "loader.start_method",
+        "model.channels_last",
+        "model.compile",
+        "train.deterministic",
+        "train.device",
+    }
 
 
-def test_a_key_must_state_it() -> None:
+def test_a_key_without_affects_is_an_error() -> None:
     with pytest.raises(TypeError):
         key(1, sentence="a key of a fork")  # type: ignore[call-arg]
 
@@ -332,4 +351,7 @@ def test_differences_are_those_that_do_not_affect_the_result() -> None:
         "train.max_steps=7",
     )
     assert differences(values(DATA, "loader.workers=2"), now) == [
-        "data.root: /imagenet -> /moved", "loader.workers: 2 -> 3", "train.max_steps: null -> 7"]  # fmt: skip
+        "data.root: /imagenet -> /moved",
+        "loader.workers: 2 -> 3",
+        "train.max_steps: null -> 7",
+    ]
