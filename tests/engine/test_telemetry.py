@@ -311,7 +311,8 @@ def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
             "gpu/memory_used_gib": 3.0,
         }
     (record,) = caplog.records
-    assert record.levelname == "INFO" and "utilisation, JPEG engines, video decoders: NVML: Not Supported" in record.getMessage()
+    assert record.levelname == "INFO"
+    assert "utilisation, JPEG engines, video decoders: NVML: Not Supported" in record.getMessage()
 
 
 def test_why_the_clocks_are_low(install) -> None:

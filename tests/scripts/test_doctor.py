@@ -130,8 +130,8 @@ def test_a_healthy_dataset(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
     assert [*found] == [name for name in doctor.ON_FILES | doctor.ON_MACHINE if name not in on_gpus]
     depends = ("GPU", "cores", "decoder", "disk")  # on this machine
     assert {status for name, status in found.items() if name not in depends} == {"ok"}, process.stdout
-    for text in ("train: 36 images in 3 class folders", "the same 3 in both splits", "val: all 15 decoded in full",
-                 "0 of all 15 validation images", "classes of 12 (checks) to 12 (stripes)", "MiB written and synced",
+    for text in ("train: 36 images in 3 class folders", "the same 3 in both splits", "val: all 15 decoded without errors",
+                 "0 of all 15 validation images", "classes of 12 (checks) to 12 (stripes)", "MiB written with fsync",
                  "the loader does not use it", f"{tmp_path}/run: new"):  # fmt: skip
         assert text in process.stdout, text
     report = json.loads((tmp_path / "doctor.json").read_text())
@@ -263,7 +263,8 @@ def test_missing_and_extra_classes(root: Path) -> None:
 def test_classes_that_differ_in_case(root: Path) -> None:
     (root / "val" / "dots").rename(root / "val" / "Dots")
     first, second = look(root)["classes"]
-    assert first.do == "both need the same; dots is Dots there: upper and lower case count" and "Dots is dots" in second.do
+    assert first.do == "use the same class names in both splits; dots is Dots there: names are case-sensitive"
+    assert "Dots is dots" in second.do
 
 
 def flat(root: Path) -> None:
@@ -299,9 +300,9 @@ def a_file(root: Path) -> None:
 
 
 @pytest.mark.parametrize(("change", "status", "text", "do"), [
-    (flat, "fail", "val: no class folders in ROOT/val; flat, with 15 images", "valprep.sh"),
-    (loose, "warn", "train: 1 images lie in no class folder: left out: ROOT/train/cover.jpg", "move"),
-    (empty, "fail", "train: 1 class folders hold no images: apples", "fill or remove"),
+    (flat, "fail", "val: no class folders in ROOT/val, but 15 images", "valprep.sh"),
+    (loose, "warn", "train: 1 images are outside the class folders and ignored: ROOT/train/cover.jpg", "move"),
+    (empty, "fail", "train: 1 class folders contain no images: apples", "fill or remove"),
     (one_too_high, "warn", "train: a single class, train", "one folder too high"),
     (missing, "fail", "data.val=ROOT/val: No such file or directory", "one folder per class"),
     (a_file, "fail", "data.val=ROOT/val: Not a directory", "one folder per class"),
@@ -311,11 +312,11 @@ def test_layout(root: Path, change: Callable[[Path], None], status: str, text: s
     found = look(root)
     row = only(row for row in found["layout"] if row.status != "ok")
     assert row.status == status and row.found == text.replace("ROOT", str(root)) and do in row.do
-    assert not any("could not be checked" in row.found for rows in found.values() for row in rows)
+    assert not any("failed with an error" in row.found for rows in found.values() for row in rows)
     if change in (flat, missing, a_file):
         for name in ("classes", "class order", "duplicates", "sizes", "plan"):
-            assert only(found[name]).found == "not checked: there are not two splits with images, see layout"
-        assert only(found["readable"]).found == "train: all 36 decoded in full, none is damaged"
+            assert only(found[name]).found == "not checked: needs two splits with images, see layout"
+        assert only(found["readable"]).found == "train: all 36 decoded without errors"
 
 
 def test_a_class_that_cannot_be_read_is_not_called_empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,7 +330,7 @@ def test_a_class_that_cannot_be_read_is_not_called_empty(root: Path, monkeypatch
 
     monkeypatch.setattr(os, "scandir", denied)
     row = only(row for row in doctor.layout(case_of(root)) if row.status != "ok")
-    assert row.status == "fail" and row.found == "train: 1 places cannot be read, training refuses to start"
+    assert row.status == "fail" and row.found == "train: 1 entries cannot be read, training refuses to start"
     assert only(row.details).startswith(f"{closed}: PermissionError")
 
 
@@ -343,7 +344,7 @@ def test_what_is_no_file_is_named_and_not_opened(root: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(folder / "socket.jpg"))
         row = only(row for row in look(root)["layout"] if row.status != "ok")
-    assert row.status == "warn" and row.found.startswith("train: 5 are named as images and are no files")
+    assert row.status == "warn" and row.found.startswith("train: 5 entries are named as images but are not files")
     assert sorted(line.split("/")[-1] for line in row.details) == [
         "gone.JPEG: a dangling link", "pipe.jpg: a FIFO", "self.jpg: a link to itself", "socket.jpg: a socket",
         "zero.jpg: a device",
@@ -441,7 +442,7 @@ def test_an_odd_file_is_named_and_no_failure(tmp_path: Path, kind: str) -> None:
     assert opened.odd == (kind,) and not opened.problem
     plain = survey.Opened("plain", (300, 300))
     row = only(doctor.odd_files(case_of(tmp_path, opened={"train": [plain] * 49, "val": [opened]})))
-    assert row.found == f"of 50 pictures: 1 {kind}"
+    assert row.found == f"of 50 images: 1 {kind}"
     assert only(row.details).startswith(f"1 {kind}: {doctor.ODD[kind][1]}: {path} (")
     assert row.status == ("ok" if kind in ("grey", "progressive") else "warn")  # 2 %
     assert only(doctor.odd_files(case_of(tmp_path, opened={"train": [plain] * 99 + [opened]}))).status == "ok"
@@ -458,7 +459,7 @@ def test_a_cmyk_file_in_a_dataset(root: Path) -> None:
     (root / "val" / "dots" / "cmyk.JPEG").write_bytes(encoded(drawn("CMYK")))
     found = look(root)
     row = only(found["odd files"])
-    assert row.status == "warn" and row.found == "of 52 pictures: 1 CMYK"
+    assert row.status == "warn" and row.found == "of 52 images: 1 CMYK"
     assert f"{root}/val/dots/cmyk.JPEG (JPEG CMYK" in only(row.details)
     assert {row.status for row in found["readable"]} == {"ok"}
 
@@ -471,7 +472,7 @@ def test_a_duplicate_across_splits(root: Path) -> None:
     (root / "train" / "dots" / "zero.jpg").touch()
     (root / "val" / "dots" / "zero.jpg").touch()
     row = only(look(root)["duplicates"])
-    assert row.status == "warn" and row.found.startswith("1 of all 18 validation images are in train as well")
+    assert row.status == "warn" and row.found.startswith("1 of all 18 validation images are byte-for-byte copies")
     assert row.details == (f"{root}/val/dots/copy.jpg = {root}/train/dots/03.jpg",)
 
 
@@ -480,21 +481,21 @@ def test_a_duplicate_with_another_label(root: Path) -> None:
     shutil.copy(root / "train" / "dots" / "04.jpg", root / "val" / "dots" / "copy.jpg")
     row = only(look(root)["duplicates"])
     assert row.found.startswith("2 of all 17 ") and row.found.endswith("; 1 of them in another class")
-    assert "labelled wrong in one of the two" in row.do
+    assert "have a wrong label in one split" in row.do
 
 
 def test_more_workers_than_the_cores_are_enough_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.sizing.machine.cores", lambda: 4)
     assert only(look(root, "loader.workers=4")["workers"]).status == "ok"
     row = only(look(root, "loader.workers=5")["workers"])
-    assert row.status == "warn" and "the cores are enough for" in row.found and "loader.workers=auto" in row.do
+    assert row.status == "warn" and "the cores suffice for" in row.found and "loader.workers=auto" in row.do
 
 
 def test_images_that_are_enlarged(root: Path) -> None:
     for path in root.glob("*/*/*.jpg"):
         drawn().resize((40, 30)).save(path)
-    assert not any("smaller" in row.do for row in look(root, "data.image_size=60")["sizes"])
-    assert all("beside the 64 px of training" in row.do for row in look(root, "data.image_size=64")["sizes"])
+    assert not any("lower" in row.do for row in look(root, "data.image_size=60")["sizes"])
+    assert all("compared with the 64 px of training" in row.do for row in look(root, "data.image_size=64")["sizes"])
 
 
 def test_the_same_folder_as_train_and_val(root: Path) -> None:
@@ -507,7 +508,7 @@ def test_a_sampled_validation_image_is_compared_with_all_of_train(root: Path) ->
         shutil.copy(root / "train" / path.parent.name / path.name, path)
     found = look(root, sample=4)
     assert only(found["duplicates"]).found.startswith("4 of 4 sampled of 15 validation images")
-    assert found["readable"][0].found == "train: 4 sampled of 36 decoded in full, none is damaged"
+    assert found["readable"][0].found == "train: 4 sampled of 36 decoded without errors"
 
 
 def test_samples_are_spread_and_repeatable() -> None:
@@ -534,10 +535,10 @@ def test_sizes(root: Path) -> None:
     rows = look(root, "data.image_size=224")["sizes"]
     total = sum(p.stat().st_size for p in (root / "train").rglob("*.jpg"))
     assert rows[0].found.startswith(
-        f"train: 36 images, {total / 1e9:.2f} GB, mean {total / 36e3:.0f} kB; short side 500 px, four in five 500 to 500; "
+        f"train: 36 images, {total / 1e9:.2f} GB, mean {total / 36e3:.0f} kB; short side: median 500 px, 80 % in 500 to 500; "
     )
     assert [row.status for row in rows] == ["ok", "ok"] and rows[1].found.endswith("classes of 1 (dots) to 5 (stripes)")
-    assert rows[0].do == "scripts/shrink.py --side 352 leaves 2.0 times less to decode"
+    assert rows[0].do == "scripts/shrink.py --side 352 reduces decoding 2.0 times"
     for i in range(60):
         (root / "train" / "checks" / f"x{i}.jpg").hardlink_to(root / "train" / "checks" / "00.jpg")
     for i in range(10):
@@ -553,17 +554,17 @@ def test_class_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     ids = [f"n{i:08d}" for i in range(1440764, 1440764 + 1000)]
     row = ordered(ids)
-    assert row.status == "warn" and row.found.startswith("1,000 WordNet ids, n01440764 to n01441763: not the 1,000 of")
-    assert "mean other classes" in row.do
+    assert row.status == "warn" and row.found.startswith("1,000 WordNet IDs, n01440764 to n01441763: not the 1,000 of")
+    assert "wrong classes" in row.do
     row = ordered(ids[:380])
-    assert row.status == "warn" and row.found.startswith("380 WordNet ids") and "replaced" in row.do
+    assert row.status == "warn" and row.found.startswith("380 WordNet IDs") and "replaced" in row.do
     row = ordered([*ids, "extra", "lost+found"])
-    assert row.status == "warn" and "; not ids: extra, lost+found" in row.found
+    assert row.status == "warn" and "; not IDs: extra, lost+found" in row.found
     monkeypatch.setattr(doctor, "IMAGENET_1K", doctor.hashlib.sha256(" ".join(ids).encode()).hexdigest())
     row = ordered(ids[::-1])
-    assert row.status == "ok" and row.found.startswith("ImageNet-1k's 1,000 in its order")
+    assert row.status == "ok" and row.found.startswith("the 1,000 of ImageNet-1k in order")
     row = ordered([str(i) for i in range(12)])
-    assert row.status == "warn" and row.found == "numbers, but sorted as words: 0, 1, 10, 11, 2 and 7 more"
+    assert row.status == "warn" and row.found == "numbers sorted as text: 0, 1, 10, 11, 2 and 7 more"
     assert ordered([f"{i:02d}" for i in range(12)]).status == ordered(["cat", "dog"]).status == "ok"
 
 
@@ -599,8 +600,8 @@ def test_a_file_that_hangs_or_kills_costs_only_itself(root: Path, monkeypatch: p
         survey.examine_all([*good, "/die1.jpg", "/die2.jpg"], decoder="pillow", workers=1, tell=told.append)
     monkeypatch.setattr(pool, "_work", dead_worker)
     rows = look(root)
-    assert only(rows["readable"]).found == "could not be checked: RuntimeError: worker processes cannot be started"
-    assert only(rows["duplicates"]).found == "not checked: no file was opened, see readable"
+    assert only(rows["readable"]).found == "check failed with an error: RuntimeError: worker processes cannot be started"
+    assert only(rows["duplicates"]).found == "not checked: needs opened files, see readable"
 
 
 # The machine.
@@ -632,8 +633,8 @@ def test_what_training_would_refuse_has_failed(root: Path, monkeypatch: pytest.M
     found = look(root, override)
     row = only(found["plan"])
     assert row.status == "fail" and row.found.startswith(f"{override}: ") and text in row.found
-    assert {only(found[name]).found for name in ("workers", "memory")} == {"not checked: there is no plan, see plan"}
-    assert only(found["disk"]).do == "what the checkpoints need is not known, see plan"
+    assert {only(found[name]).found for name in ("workers", "memory")} == {"not checked: needs the plan, see plan"}
+    assert only(found["disk"]).do == "the size of the checkpoints is unknown, see plan"
 
 
 def test_ranks(root: Path) -> None:
@@ -705,8 +706,8 @@ def test_the_run_directory(root: Path, tmp_path: Path) -> None:
     identity = train.run_identity(case.config, datasets, made)
     checkpoint.save(run / "checkpoints", {"step": 40, "identity": identity, "state": {}, "config": {}}, keep=1)
     row = only(doctor.run_directory(case))
-    assert row.status == "ok" and row.found == f"{run}: holds a run up to step-00000040" and "the same command" in row.do
-    assert "moved aside" in only(doctor.run_directory(case_of(root, "checkpoint.resume=never"))).found
+    assert row.status == "ok" and row.found == f"{run}: contains a run up to step-00000040" and "the same command" in row.do
+    assert "renamed" in only(doctor.run_directory(case_of(root, "checkpoint.resume=never"))).found
     row = only(look(root, "optim.lr=3")["run.dir"])
     assert row.status == "fail" and "optim.lr was 0.2, is 3; that would be another training" in row.found
     row = only(look(root, "run.dir=other", "checkpoint.resume=/nowhere.pt")["run.dir"])
@@ -761,7 +762,7 @@ def test_a_check_that_cannot_be_made_is_a_warning(root: Path, monkeypatch: pytes
     found = look(root)
     assert [*found] == [*doctor.ON_FILES, *doctor.ON_MACHINE]
     row = only(found.pop(broken))
-    assert (row.status, row.found) == ("warn", "could not be checked: OSError: [Errno 5] Input/output error")
+    assert (row.status, row.found) == ("warn", "check failed with an error: OSError: [Errno 5] Input/output error")
     assert {row.status for rows in found.values() for row in rows} == {"ok"}
 
 
@@ -769,7 +770,7 @@ def test_a_check_that_cannot_be_made_is_a_warning(root: Path, monkeypatch: pytes
 def test_data_without_files(tmp_path: Path, source: str) -> None:
     found = look(tmp_path / "demo", f"data={source}")
     assert found.keys().isdisjoint({*doctor.ON_FILES} - {"layout"})
-    assert only(found["layout"]).found == f"data={source}: no files to look at yet"
+    assert only(found["layout"]).found == f"data={source}: no files to check yet"
     assert only(found["plan"]).status == only(found["memory"]).status == "ok"
     assert [*tmp_path.iterdir()] == []
     assert only(look(tmp_path / "demo", f"data={source}", "augment.train=[hflipp]")["plan"]).status == "fail"
@@ -832,7 +833,7 @@ def test_two_healthy_gpus(see: See) -> None:
     assert {row.status for rows in found.values() for row in rows} == {"ok"}
     assert {name: [row.found for row in rows] for name, rows in found.items()} == {
         "GPU": [
-            "2 NVIDIA H200, 2 used; driver 580.159, torch for CUDA 13.0",
+            "2 NVIDIA H200, 2 used; driver 580.159, PyTorch for CUDA 13.0",
             "GPU 0, 1: 140 of 141 GiB free, no other processes",
         ],
         "PCIe": ["GPU 0, 1: generation 1 of 5 (reduced while idle), x16 of x16"],
@@ -857,11 +858,13 @@ def second(ill: Any, healthy: Any) -> Callable[..., Any]:
     ("GPU", {"MemoryInfo": lambda handle: SimpleNamespace(free=(120 if handle else 140) * GIB, total=141 * GIB)}, "warn",
      "120 of 141 GiB free; an unknown process uses the rest"),
     ("PCIe", {"CurrPcieLinkWidth": second(4, 16)}, "warn", "x4 of x16"),
-    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn", "17 of 18 links are active"),
+    ("NVLink", {"NvLinkState": lambda handle, link: 0 if handle == 1 and link == 3 else 1}, "warn",
+     "17 of 18 links are active"),
     ("GPU health", {"TotalEccErrors": second(2, 0)}, "warn", "2 uncorrected ECC errors"),
     ("GPU health", {"RemappedRows": second((0, 1, True, False), (0, 0, False, False))}, "warn", "pending until a reset"),
     ("GPU health", {"RemappedRows": second((0, 9, False, True), (0, 0, False, False))}, "fail", "row remapping failed"),
-    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn", "clocks reduced by external power brake, thermal throttling by the driver"),
+    ("GPU clocks", {"CurrentClocksEventReasons": second(0x20 | 0x80, 1)}, "warn",
+     "clocks reduced by external power brake, thermal throttling by the driver"),
     ("GPU clocks", {"EnforcedPowerLimit": second(400_000, 700_000)}, "warn", "power limit 400 of 700 W"),
 ])  # fmt: skip
 def test_an_ill_gpu(see: See, check: str, change: dict[str, Any], status: str, text: str) -> None:
@@ -893,7 +896,7 @@ def test_gpus_that_are_not_used(see: See) -> None:
     row = see(ranks=1)["GPU"][0]
     assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 1 used") and "torchrun --nproc-per-node 2" in row.do
     row = see("train.device=cpu")["GPU"][0]
-    assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 0 used") and "leave out train.device" in row.do
+    assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 0 used") and "remove train.device" in row.do
 
 
 def test_without_a_gpu(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

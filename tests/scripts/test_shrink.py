@@ -425,7 +425,7 @@ def test_other_settings_or_another_source_are_refused(source: Path, large: Path,
     shrink.open_destination(planned(source, tmp_path)).close()
     shrink.open_destination(planned(source, tmp_path)).close()
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"started with other settings \(side 256, not 128\); give the same options or another folder$"):
+    with pytest.raises(UserError, match=r"other settings \(side 256, not 128\); give the same options or another folder$"):
         shrink.open_destination(planned(source, tmp_path, side=128))
     with pytest.raises(UserError, match=f"started with other settings \\(source {source}, not {large}\\)"):
         shrink.open_destination(planned(large, tmp_path))
