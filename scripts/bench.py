@@ -94,6 +94,7 @@ from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.sizing.budget import worker_budget
 from pipeline.sizing.memory import MemoryPlan, plan_memory
+from scripts.heat_map import heat_map
 
 WINDOWS = 5
 TURN_SECONDS = 2.0  # with telemetry, and without: a log row or more, and short beside what drifts in a machine
@@ -485,7 +486,7 @@ def swept(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, Any], str,
         "cells": [asdict(c) for c in cells],
     }
     title = f"{about}: best with {best.setting.workers} workers; knee, {sweep.KNEE} of it: {knee.setting.workers}"
-    return content, sweep.table(cells, alone.rate, earlier), sweep.heat_map(cells, title)
+    return content, sweep.table(cells, alone.rate, earlier), heat_map(cells, title)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from PIL import Image, ImageDraw, ImageFont
 from yaml import YAMLError
 
 from conf import cli
@@ -28,10 +27,6 @@ KNEE = 0.98  # of the best rate: what more workers add is noise
 # Over the grid, there and back. As many of each: what drifts steadily meanwhile then changes every cell's median alike.
 ROUNDS = 4
 MEASURES = {"loader": "loader alone", "train": "with the training step"}
-
-WIDE, HIGH, LEFT = 84, 52, 144  # of the heat map: a cell, and the room left of it, pixels
-PALE, DARK, BEST, BEND, GREY = (237, 243, 250), (16, 62, 122), "#e8590c", "#2f9e44", "#555555"
-FONT, SMALL = ImageFont.load_default(18), ImageFont.load_default(14)
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,10 @@ class Cell:
         if later.failed:
             return later
         return replace(
-            self, loader=self.loader + later.loader, train=self.train + later.train, waited=self.waited + later.waited
+            self,
+            loader=self.loader + later.loader,
+            train=self.train + later.train,
+            waited=self.waited + later.waited,
         )
 
 
@@ -96,7 +94,9 @@ def read(overrides: Sequence[str]) -> dict[str, list[Any]] | None:
     for text in overrides:
         key, _, typed = text.partition("=")
         if key not in KEYS:
-            raise UserError(f"{text}: there is no key {key}{cli.nearest(key, KEYS) or '; there are ' + ', '.join(KEYS)}")
+            raise UserError(
+                f"{text}: there is no key {key}{cli.nearest(key, KEYS) or '; there are ' + ', '.join(KEYS)}"
+            )
         value = _value(typed)
         if key == "sweep":
             if type(value) is not bool:
@@ -123,7 +123,9 @@ def _value(typed: str) -> Any:
         return None
 
 
-def grid(asked: dict[str, list[Any]], loader: Loader, *, budget: int, on_gpu: bool) -> list[Setting]:
+def grid(
+    asked: dict[str, list[Any]], loader: Loader, *, budget: int, on_gpu: bool
+) -> list[Setting]:
     """Every combination of what was asked for; by default a ladder of workers up to the budget, both ways to pin on a GPU,
     the prefetch factors that matter, and the config's own values besides.
     """
@@ -133,7 +135,10 @@ def grid(asked: dict[str, list[Any]], loader: Loader, *, budget: int, on_gpu: bo
         "prefetch_factor": _with(PREFETCH_FACTORS, loader.prefetch_factor),
     }
     axes = usual | asked
-    return [Setting(w, p, f) for p, f, w in product(axes["pin_memory"], axes["prefetch_factor"], axes["workers"])]
+    return [
+        Setting(w, p, f)
+        for p, f, w in product(axes["pin_memory"], axes["prefetch_factor"], axes["workers"])
+    ]
 
 
 def visits(settings: Sequence[Setting]) -> list[Setting]:
@@ -145,7 +150,11 @@ def ladder(budget: int) -> list[int]:
     """All numbers up to a budget of 8, else every second and from 16 on steps of a half; always the budget, and one fewer."""
     if budget <= 8:
         return list(range(1, budget + 1))
-    steps = [1, *range(2, 16, 2), *(n * 2**k for k in range(3, 12) for n in (2, 3))]  # ..., 14, 16, 24, 32, 48, 64, ...
+    steps = [
+        1,
+        *range(2, 16, 2),
+        *(n * 2**k for k in range(3, 12) for n in (2, 3)),
+    ]  # ..., 14, 16, 24, 32, 48, 64, ...
     return sorted({n for n in steps if n < budget} | {budget - 1, budget})
 
 
@@ -191,52 +200,10 @@ def table(cells: Sequence[Cell], alone: float, earlier: dict[Setting, float]) ->
         lines.append(line + "  best" * (cell is top) + "  knee" * (cell is bend))
     if top is not None and bend is not None:
         rate, enough = top.rate("train"), bend.rate("train")
-        lines.append(f"best  {top.setting}: {rate:,.0f} images/s, {rate / alone:.2f} of the step alone ({alone:,.0f})")
-        lines.append(f"knee  {bend.setting}: {enough:,.0f} images/s, {enough / rate:.2f} of it with the fewest workers")
+        lines.append(
+            f"best  {top.setting}: {rate:,.0f} images/s, {rate / alone:.2f} of the step alone ({alone:,.0f})"
+        )
+        lines.append(
+            f"knee  {bend.setting}: {enough:,.0f} images/s, {enough / rate:.2f} of it with the fewest workers"
+        )
     return "\n".join(lines)
-
-
-def heat_map(cells: Sequence[Cell], title: str) -> Image.Image:
-    """A panel for each measure and pin_memory: workers to the right, prefetch_factor downwards, the darker the faster."""
-    workers, pins, factors = ([*dict.fromkeys(getattr(cell.setting, axis) for cell in cells)] for axis in AXES)
-    panels = list(product(MEASURES, pins))
-    panel_high = HIGH * len(factors) + 80
-    width = max(LEFT + WIDE * len(workers) + 24, int(FONT.getlength(title)) + 40)
-    image = Image.new("RGB", (width, 76 + panel_high * len(panels)), "white")
-    draw = ImageDraw.Draw(image)
-    draw.text((16, 14), title, "black", FONT)
-    draw.text((16, 42), "images/s and the share of the measure's best", GREY, SMALL)
-    for x, colour, word in ((LEFT + 196, BEST, "best"), (LEFT + 276, BEND, "knee")):
-        draw.rectangle((x, 44, x + 20, 58), outline=colour, width=3)
-        draw.text((x + 28, 42), word, GREY, SMALL)
-    for number, (measure, pin) in enumerate(panels):
-        top = 76 + panel_high * number
-        draw.text((LEFT, top), f"{MEASURES[measure]}, pin_memory={show(pin)}", "black", FONT)
-        shown = [cell for cell in cells if cell.setting.pin_memory is pin]
-        peak, bend = best(cells, measure), knee(cells) if measure == "train" else None
-        for cell in shown:
-            x = LEFT + WIDE * workers.index(cell.setting.workers)
-            y = top + 28 + HIGH * factors.index(cell.setting.prefetch_factor)
-            _draw_cell(draw, x, y, cell.rate(measure), peak.rate(measure) if peak else 0.0)
-            for inset, colour in ((0, BEST),) * (cell is peak) + ((3, BEND),) * (cell is bend):
-                draw.rectangle((x + inset, y + inset, x + WIDE - 3 - inset, y + HIGH - 3 - inset), outline=colour, width=3)
-        below = top + 28 + HIGH * len(factors)
-        for j, factor in enumerate(factors):
-            draw.text((LEFT - 10, top + 28 + HIGH * (j + 0.5)), f"prefetch_factor {factor}", GREY, SMALL, anchor="rm")
-        draw.text((LEFT - 10, below + 4), "workers", GREY, SMALL, anchor="rt")
-        for i, count in enumerate(workers):
-            draw.text((LEFT + WIDE * (i + 0.5), below + 4), str(count), "black", SMALL, anchor="mt")
-    return image
-
-
-def _draw_cell(draw: ImageDraw.ImageDraw, x: int, y: int, rate: float, peak: float) -> None:
-    share = rate / peak if peak else 0.0
-    # Squared: the eye must tell apart what is near the best.
-    shade = tuple(round(a + (b - a) * share**2) for a, b in zip(PALE, DARK, strict=True))
-    draw.rectangle((x, y, x + WIDE - 3, y + HIGH - 3), fill=shade if rate else "#dddddd")
-    middle, ink = x + WIDE / 2, "white" if share > 0.72 else "black"
-    if rate:
-        draw.text((middle, y + 17), f"{rate:,.0f}", ink, FONT, anchor="mm")
-        draw.text((middle, y + 36), f"{share:.2f}", ink, SMALL, anchor="mm")
-    else:
-        draw.text((middle, y + HIGH / 2), "failed", GREY, SMALL, anchor="mm")

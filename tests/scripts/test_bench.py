@@ -18,7 +18,7 @@ from conf import cli
 from conf.schema import Config, Loader, UserError
 from pipeline.loader import LoaderError
 from pipeline.sizing import machine
-from scripts import bench, sweep
+from scripts import bench, heat_map, sweep
 from scripts.sweep import Cell, Setting
 
 ROOT = Path(__file__).parents[2]
@@ -121,7 +121,7 @@ def test_what_a_sweep_writes(image_root: Path, tmp_path: Path) -> None:
     assert any(line.startswith(f"best  {top}: ") for line in lines) and any(
         line.startswith(f"knee  {bend}: ") for line in lines
     )
-    assert opened(tmp_path / "sweep.png").height > 2 * 2 * sweep.HIGH
+    assert opened(tmp_path / "sweep.png").height > 2 * 2 * heat_map.HEIGHT
     assert not (tmp_path / "bench.json").exists()
 
     again = run(image_root, tmp_path / "again", "sweep=true", "sweep.workers=[2,3]", "sweep.prefetch_factor=2",
@@ -156,7 +156,7 @@ def test_a_setting_that_cannot_run_is_told_and_left_out(
     best = sweep.best(cells)
     assert best is not None and best.setting.workers == 1
     assert f"{1:>7}  {'false':>10}  {2:>15}  failed: [Errno 12]" in sweep.table(cells, alone.rate, {})
-    assert sweep.heat_map(cells, "title").width > 2 * sweep.WIDE
+    assert heat_map.heat_map(cells, "title").width > 2 * heat_map.WIDTH
 
 
 def test_no_file_is_read_by_two_cells(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,11 +216,11 @@ def test_a_machine_that_drifts_does_not_choose_a_cell(drift: float) -> None:
 
 def test_heat_map_has_a_cell_for_each_setting() -> None:
     rates = {(w, p, f): 10.0 * w + p + f / 10 for w, p, f in product((1, 2, 4), (False, True), (1, 2))}
-    image = sweep.heat_map(cells_of(rates), "title")
-    wide, high = sweep.WIDE, sweep.HIGH
-    shades = {image.getpixel((sweep.LEFT + wide * i + 6, 76 + 28 + high * j + 6)) for i in range(3) for j in range(2)}
+    image = heat_map.heat_map(cells_of(rates), "title")
+    wide, high = heat_map.WIDTH, heat_map.HEIGHT
+    shades = {image.getpixel((heat_map.LEFT + wide * i + 6, 76 + 28 + high * j + 6)) for i in range(3) for j in range(2)}
     assert len(shades) >= 3 and (255, 255, 255) not in shades
-    assert image.size == (sweep.LEFT + 3 * wide + 24, 76 + 4 * (2 * high + 80))
+    assert image.size == (heat_map.LEFT + 3 * wide + 24, 76 + 4 * (2 * high + 80))
     colours = {colour for _, colour in image.getcolors(1 << 20)}
     assert {(232, 89, 12), (47, 158, 68)} <= colours  # the best and the knee
 
