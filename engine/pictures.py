@@ -23,11 +23,13 @@ def font(size: int) -> Font:
     return ImageFont.load_default(size)
 
 
-def sheet(width: int, height: int, title: str) -> tuple[Image.Image, ImageDraw.ImageDraw]:
+def sheet(
+    width: int, height: int, title: str, *, left: int = 16
+) -> tuple[Image.Image, ImageDraw.ImageDraw]:
     """Return a white image with a title, and its drawing context."""
     image = Image.new("RGB", (width, height), "white")
     draw = ImageDraw.Draw(image)
-    draw.text((16, 14), title, "black", font(LARGE))
+    draw.text((left, 14), title, "black", font(LARGE))
     return image, draw
 
 
@@ -95,7 +97,7 @@ def worst(title: str, images: Tensor, captions: Sequence[tuple[str, str, str]]) 
     columns = min(4, max(1, len(captions)))
     rows = -(-len(captions) // columns)
     width, height, top = tile + 8, tile + 62, 40
-    image, draw = sheet(max(600, 8 + columns * width), top + height * rows, title)
+    image, draw = sheet(max(600, 8 + columns * width), top + height * rows, title, left=8)
     for i, (pixels, (label, prediction, remark)) in enumerate(zip(images, captions, strict=True)):
         x, y = 8 + i % columns * width, top + i // columns * height
         shown = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())

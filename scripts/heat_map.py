@@ -6,12 +6,13 @@ from itertools import product
 from PIL import Image, ImageDraw
 
 from conf.schema import show
-from engine.pictures import GREY, LARGE, SMALL, font, shade, sheet
+from engine.pictures import LARGE, SMALL, font, shade, sheet
 from scripts.sweep import AXES, MEASURES, Cell, best, knee
 
 WIDTH, HEIGHT = 84, 52  # of a cell, pixels
 LEFT, TOP = 144, 76  # margins, pixels
 PALE, DARK, BEST, KNEE = "#edf3fa", "#103e7a", "#e8590c", "#2f9e44"
+INK = "#555555"  # of labels
 
 
 def heat_map(cells: Sequence[Cell], title: str) -> Image.Image:
@@ -22,10 +23,10 @@ def heat_map(cells: Sequence[Cell], title: str) -> Image.Image:
     height = HEIGHT * len(factors) + 80
     width = max(LEFT + WIDTH * len(workers) + 24, int(font(LARGE).getlength(title)) + 40)
     image, draw = sheet(width, TOP + height * len(panels), title)
-    draw.text((16, 42), "images/s and the fraction of the measure's best", GREY, font(SMALL))
+    draw.text((16, 42), "images/s and the fraction of the measure's best", INK, font(SMALL))
     for x, colour, name in ((LEFT + 216, BEST, "best"), (LEFT + 296, KNEE, "knee")):
         draw.rectangle((x, 44, x + 20, 58), outline=colour, width=3)
-        draw.text((x + 28, 42), name, GREY, font(SMALL))
+        draw.text((x + 28, 42), name, INK, font(SMALL))
     for number, (measure, pin) in enumerate(panels):
         top = TOP + height * number + 28
         caption = f"{MEASURES[measure]}, pin_memory={show(pin)}"
@@ -52,9 +53,9 @@ def _draw_labels(
 ) -> None:
     for i, factor in enumerate(factors):
         middle = top + HEIGHT * (i + 0.5)
-        draw.text((LEFT - 10, middle), f"prefetch_factor {factor}", GREY, font(SMALL), anchor="rm")
+        draw.text((LEFT - 10, middle), f"prefetch_factor {factor}", INK, font(SMALL), anchor="rm")
     below = top + HEIGHT * len(factors) + 4
-    draw.text((LEFT - 10, below), "workers", GREY, font(SMALL), anchor="rt")
+    draw.text((LEFT - 10, below), "workers", INK, font(SMALL), anchor="rt")
     for i, count in enumerate(workers):
         middle = LEFT + WIDTH * (i + 0.5)
         draw.text((middle, below), str(count), "black", font(SMALL), anchor="mt")
@@ -65,7 +66,7 @@ def _draw_cell(draw: ImageDraw.ImageDraw, x: int, y: int, rate: float, peak: flo
     middle = x + WIDTH / 2
     if not rate:
         draw.rectangle(box, fill="#dddddd")
-        draw.text((middle, y + HEIGHT / 2), "failed", GREY, font(SMALL), anchor="mm")
+        draw.text((middle, y + HEIGHT / 2), "failed", INK, font(SMALL), anchor="mm")
         return
     share = rate / peak
     draw.rectangle(box, fill=shade(share**2, PALE, DARK))  # squared: near the best, colours differ

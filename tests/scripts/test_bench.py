@@ -58,7 +58,7 @@ def test_rungs_on_a_cpu(image_root: Path) -> None:
 def test_what_telemetry_costs(image_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (rung,) = bench.run(compose(image_root, "log.every_steps=1"), only=("telemetry",), seconds=0.5)
     assert rung.name == "telemetry" and len(rung.rates) == bench.WINDOWS and min(rung.rates) > 0
-    text = r"\d+\.\d{3} of the rate without it, in turns \(5 pairs, the middle half [\d.]+-[\d.]+, \d+ steps, (\d+) rows\)"
+    text = r"\d+\.\d{3} of the rate without telemetry \(5 pairs, interquartile range [\d.]+-[\d.]+, \d+ steps, (\d+) rows\)"
     found = re.match(text, rung.note)
     assert found is not None and int(found[1]) >= bench.WINDOWS
     assert capsys.readouterr().out == ""
@@ -181,8 +181,8 @@ def test_no_cell_at_all_is_a_failure(image_root: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(bench, "run_sweep", lambda *_, **__: (bench.Rung("step", "images/s", [1.0]), cells))
     monkeypatch.setattr(bench, "CONFIG", compose(image_root), raising=False)
     monkeypatch.setattr(bench, "OPTIONS", type("Options", (), {"seconds": None}), raising=False)
-    with pytest.raises(LoaderError, match=r"^no cell can run: no room$"):
-        bench.swept("about", {})
+    with pytest.raises(LoaderError, match=r"^no setting can run: no room$"):
+        bench.measure_sweep("about", {})
 
 
 def cells_of(rates: dict[tuple[int, bool, int], float]) -> list[Cell]:
@@ -209,7 +209,7 @@ def test_a_machine_that_drifts_does_not_choose_a_cell(drift: float) -> None:
     cells = {setting: Cell(setting) for setting in settings}
     for number, setting in enumerate(visits):
         rate = 1000 * (1 + drift * number / len(visits))
-        cells[setting] = cells[setting].and_again(Cell(setting, [rate], [rate]))
+        cells[setting] = cells[setting].with_rounds(Cell(setting, [rate], [rate]))
     rates = [cell.rate("train") for cell in cells.values()]
     assert rates == pytest.approx([rates[0]] * 5)
 
@@ -262,8 +262,8 @@ def test_what_is_asked_for(overrides: list[str], asked: Any) -> None:
     assert sweep.read(overrides) == asked
 
 
-WORKERS = "not allowed; give a list of whole numbers from 0 to 4096, such as [4,8]"
-PINS, FACTORS = "not allowed; give a list of true and false", "not allowed; give a list of whole numbers from 1 to 64"
+WORKERS = "not allowed; give a list of integers from 0 to 4096, for example [4,8]"
+PINS, FACTORS = "not allowed; give a list of true and false", "not allowed; give a list of integers from 1 to 64"
 
 
 @pytest.mark.parametrize(("wrong", "message"), [
@@ -288,14 +288,14 @@ def test_a_wrong_sweep_is_refused(wrong: str, message: str) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["sweep.workers=[4]"], "sweep.workers: nothing is swept without sweep=true; add it"),
+    (["sweep.workers=[4]"], "sweep.workers: requires sweep=true; add it"),
     (["sweep=true", "sweep.prefetch=[1]"], "sweep.prefetch=[1]: there is no key sweep.prefetch; "
      "did you mean sweep.prefetch_factor?"),
     (["sweep=true", "loader.wokers=2"], "loader.wokers=2: there is no key loader.wokers; did you mean loader.workers?"),
-    (["sweep=true", "--only", "train"], "--only: sweep=true measures the loader and training; leave one of the two out"),
+    (["sweep=true", "--only", "train"], "--only: cannot be combined with sweep=true; remove one of them"),
     (["--seconds", "0"], "--seconds 0.0: give a number > 0"),
-    (["sweep=true", "--compare", "{earlier}"], "--compare {earlier}: holds no cells; give the sweep.json of an earlier run"),
-    (["--compare", "{odd}"], "--compare {odd}: holds no rungs; give the bench.json of an earlier run"),
+    (["sweep=true", "--compare", "{earlier}"], "--compare {earlier}: contains no cells; give the sweep.json of an earlier run"),
+    (["--compare", "{odd}"], "--compare {odd}: contains no rungs; give the bench.json of an earlier run"),
     (["--compare", "{odd}.not"], "--compare {odd}.not: no such file"),
 ])  # fmt: skip
 def test_a_mistake_is_one_line_and_status_2(image_root: Path, tmp_path: Path, arguments: list[str], message: str) -> None:

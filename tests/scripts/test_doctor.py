@@ -838,9 +838,7 @@ def test_two_healthy_gpus(see: See) -> None:
         ],
         "PCIe": ["GPU 0, 1: generation 1 of 5 (reduced while idle), x16 of x16"],
         "NVLink": ["GPU 0, 1: 18 of 18 links are active"],
-        "GPU health": [
-            "GPU 0, 1: 0 uncorrected ECC errors since the driver was loaded, 0 rows remapped, persistence mode on"
-        ],
+        "GPU health": ["GPU 0, 1: 0 uncorrected ECC errors since the driver was loaded, 0 rows remapped, persistence mode on"],
         "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 °C, power limit 700 of 700 W"],
         "JPEG engines": ["GPU 0: available", "GPU 1: not available to nvJPEG: the workers decode"],
     }
