@@ -195,12 +195,11 @@ def layout(case: Case) -> Iterator[Row]:
                        "restore or remove them", listed(split.skipped))  # fmt: skip
         loose = len(split.loose)
         if not split.classes:
-            text = f"{name}: no class folders in {root}"
-            if loose:
-                cure = "move them into one folder per class; for ImageNet's val, use valprep.sh"
-                yield fail(f"{text}, but {loose:,} images", cure)
-            else:
-                yield fail(text, "create one folder per class")
+            flat = f", but {loose:,} images" if loose else ""
+            yield fail(
+                f"{name}: no class folders in {root}{flat}",
+                "put the images into one folder per class; for ImageNet's val, use valprep.sh",
+            )
         elif loose:
             text = f"{name}: {loose:,} images are outside the class folders and ignored"
             yield warn(f"{text}: {few(split.loose)}", "move them into class folders")
@@ -244,8 +243,7 @@ def class_order(case: Case) -> Iterator[Row]:
             f"add missing classes, if any; label i is the i-th class, and a pretrained head {head}",
         )
     elif all(name.isdecimal() for name in names) and names != sorted(names, key=int):
-        cure = "label 2 is not folder 2: pad the names with zeros"
-        yield warn(f"numbers sorted as text: {few(names)}", cure)
+        yield warn(f"numbers sorted as text: {few(names)}", "label 2 is not folder 2: pad the names with zeros")
     else:
         yield ok(f"by name, {span}: label i is the i-th class")
 
@@ -267,8 +265,7 @@ def readable(case: Case) -> Iterator[Row]:
                 cure += ", or set data.on_error=skip"
             if len(paths) < len(case.splits[name].files):
                 cure += "; --all finds all of them"
-            text = f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read"
-            yield (warn if skips else fail)(text, cure, listed(bad))
+            yield (warn if skips else fail)(f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad))
         elif paths:
             yield ok(f"{name}: {case.how_many(name)} decoded without errors")
 
@@ -328,8 +325,10 @@ def sizes(case: Case) -> Iterator[Row]:
         areas = np.square(sides or [1])
         gain = areas.mean() / np.minimum(areas, side**2).mean()
         if most > 10 * least:
-            cure = "large classes dominate loss and accuracy: add images to small classes"
-            yield warn(f"{text}, {most / least:,.0f} times as many", cure)
+            yield warn(
+                f"{text}, {most / least:,.0f} times as many",
+                "large classes dominate loss and accuracy: add images to small classes",
+            )
         elif 0 < 2 * middle < trained:
             yield ok(text, f"small compared with the {trained} px of training: lower data.image_size")
         elif gain > 1.3:
@@ -403,11 +402,11 @@ def cores(case: Case) -> Iterator[Row]:
     text = (f"{usable} of {online} hardware threads by affinity ({usable // machine.threads_per_core()} physical cores), "
             + ("no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"))  # fmt: skip
     if min(usable, quota) < 2 * case.ranks:
-        cure = "the training process and its workers would share cores: give more cores"
-        yield warn(f"{text}: under two for each rank", cure)
+        yield warn(
+            f"{text}: under two for each rank", "the training process and its workers would share cores: give more cores"
+        )
     elif usable < online or quota < usable:
-        cure = "if unintended, check taskset, the container's --cpus, the scheduler's --cpus-per-task"
-        yield warn(text, cure)
+        yield warn(text, "if unintended, check taskset, the container's --cpus, the scheduler's --cpus-per-task")
     else:
         yield ok(text)
 
@@ -419,8 +418,7 @@ def workers(case: Case) -> Iterator[Row]:
     if limit < usable_cores() // case.ranks:
         yield warn(text, "raise ulimit -n: fewer workers than cores")
     elif made.workers > made.most_workers + 1:  # on a CPU, one more can be faster
-        cure = "use loader.workers=auto, unless storage is slow"
-        yield warn(f"{text}; the cores suffice for {made.most_workers}", cure)
+        yield warn(f"{text}; the cores suffice for {made.most_workers}", "use loader.workers=auto, unless storage is slow")
     else:
         yield ok(text)
 
@@ -429,8 +427,7 @@ def memory(case: Case) -> Iterator[Row]:
     made, datasets, world = case.planned()
     room = train.make_room(case.config, datasets, made, world)
     if room.buffers + room.workers > 0.8 * room.free:
-        cure = "too little for the page cache and the model: lower loader.batch_size or loader.workers"
-        yield warn(room.line(), cure)
+        yield warn(room.line(), "too little for the page cache and the model: lower loader.batch_size or loader.workers")
     else:
         yield ok(room.line())
 
@@ -454,8 +451,9 @@ def run_directory(case: Case) -> Iterator[Row]:
     if resume == "never" or not kept:
         yield ok(f"{path}: " + ("the existing run will be renamed" if kept else "new"))
     else:
-        cure = "the same command resumes it; for a new run, give another run.name"
-        yield ok(f"{path}: contains a run up to {kept[-1].stem}", cure)
+        yield ok(
+            f"{path}: contains a run up to {kept[-1].stem}", "the same command resumes it; for a new run, give another run.name"
+        )
 
 
 def disk(case: Case) -> Iterator[Row]:
@@ -465,8 +463,7 @@ def disk(case: Case) -> Iterator[Row]:
         rate, written = write_rate(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        cure = "give a run.dir with free space and write permission"
-        yield fail(f"{folder}: cannot be written: {error.strerror}", cure)
+        yield fail(f"{folder}: cannot be written: {error.strerror}", "give a run.dir with free space and write permission")
         return
     speed = f"{rate / 1e6:,.0f} MB/s ({written >> 20} MiB written with fsync)"
     text = f"{folder}: {free / 1e9:,.1f} GB free, {speed}"
@@ -481,8 +478,7 @@ def disk(case: Case) -> Iterator[Row]:
         missing = f"{(number * size - free) / 1e9:,.1f} GB"
         yield fail(text, f"free {missing} more, or lower checkpoint.keep")
     elif free < 2 * number * size or size / rate > 30:
-        cure = "training waits for each checkpoint: use another disk or raise checkpoint.every_steps"
-        yield warn(text, cure)
+        yield warn(text, "training waits for each checkpoint: use another disk or raise checkpoint.every_steps")
     else:
         yield ok(text)
 

@@ -1,4 +1,4 @@
-"""The preflight: every fault is put in from outside, and its row must say so; a healthy set-up has none."""
+"""Doctor: every injected fault must appear in its row; a healthy setup has none."""
 
 import errno
 import json
@@ -76,7 +76,7 @@ def case_of(root: Path, *overrides: str, **options: Any) -> Case:
 
 
 def look(root: Path, *overrides: str, **options: Any) -> Rows:
-    """All rows, by check."""
+    """Return all rows by check."""
     found: Rows = {}
     for row in doctor.check(case_of(root, *overrides, **options)):
         found.setdefault(row.check, []).append(row)
@@ -84,7 +84,7 @@ def look(root: Path, *overrides: str, **options: Any) -> Rows:
 
 
 def only(rows: Any) -> Any:
-    """The one of them."""
+    """Return the only row."""
     rows = list(rows)
     assert len(rows) == 1, rows
     return rows[0]
@@ -109,7 +109,7 @@ def everything(folder: Path) -> dict[str, int]:
 
 
 def statuses(output: str) -> dict[str, str]:
-    """Check -> the worst of its rows, as printed."""
+    """Return check -> worst status of its printed rows."""
     found: dict[str, str] = {}
     for line in output.splitlines():
         if match := re.match(r"(ok|warn|fail) +(\S+(?: \S+)?)  ", line):
@@ -142,14 +142,14 @@ def test_a_healthy_dataset(root: Path, tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def without_privileges() -> None:
-    """For root, permissions count as for others; few files may be open; one core."""
+    """Apply file permissions to root too, and limit the process to few open files and one core."""
     for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
         CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP: of what is executed next
     resource.setrlimit(resource.RLIMIT_NOFILE, (70, 70))
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
-def test_much_is_wrong_at_once(root: Path, tmp_path: Path) -> None:
+def test_many_faults_at_once(root: Path, tmp_path: Path) -> None:
     folder = root / "train"
     (folder / "dots" / "00.jpg").chmod(0)
     (folder / "dots" / "01.jpg").write_bytes(JPEG[: len(JPEG) // 2])
@@ -201,7 +201,7 @@ def test_a_mistake_is_one_line_and_status_2(root: Path, arguments: list[str]) ->
 
 
 def read_terminal(terminal: int, seconds: float) -> str:
-    """What has been written to it; "" when the other end is closed, or nothing comes."""
+    """Return new output; "" if the other end is closed or nothing arrives."""
     try:
         return os.read(terminal, 4096).decode() if select.select([terminal], [], [], seconds)[0] else ""
     except OSError:
@@ -231,7 +231,7 @@ def test_progress_on_a_terminal_and_an_interrupt(root: Path) -> None:
             shown += read_terminal(terminal, 1)
         family = descendants(process.pid)
         assert len(family) >= 2
-        os.killpg(process.pid, signal.SIGINT)  # as a terminal sends it: to the workers too
+        os.killpg(process.pid, signal.SIGINT)  # like a terminal: also to the workers
         output = process.communicate(timeout=20)[0]
     finally:
         process.kill()
@@ -319,8 +319,8 @@ def test_layout(root: Path, change: Callable[[Path], None], status: str, text: s
         assert only(found["readable"]).found == "train: all 36 decoded without errors"
 
 
-def test_a_class_that_cannot_be_read_is_not_called_empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a user without the permission; these tests may run as root, who has every."""
+def test_an_unreadable_class_is_not_reported_as_empty(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulated, because these tests may run as root, who may read everything."""
     scandir, closed = os.scandir, str(root / "train" / "dots")
 
     def denied(path: str) -> Any:
@@ -334,7 +334,7 @@ def test_a_class_that_cannot_be_read_is_not_called_empty(root: Path, monkeypatch
     assert only(row.details).startswith(f"{closed}: PermissionError")
 
 
-def test_what_is_no_file_is_named_and_not_opened(root: Path) -> None:
+def test_entries_that_are_not_files_are_reported_and_not_opened(root: Path) -> None:
     folder = root / "train" / "dots"
     os.mkfifo(folder / "pipe.jpg")
     (folder / "gone.JPEG").symlink_to("nowhere")
@@ -351,12 +351,12 @@ def test_what_is_no_file_is_named_and_not_opened(root: Path) -> None:
     ]  # fmt: skip
 
 
-def test_the_files_are_those_that_training_takes(root: Path) -> None:
+def test_the_files_are_those_that_training_uses(root: Path) -> None:
     folder = root / "train"
     (folder / ".hidden").mkdir()
     (folder / "dots" / ".hidden").mkdir()
     (folder / "dots" / "inner" / "deep").mkdir(parents=True)
-    (folder / "dots" / "inner" / "again").symlink_to(folder / "dots")  # a circle
+    (folder / "dots" / "inner" / "again").symlink_to(folder / "dots")  # a cycle
     for name in (".hidden/a.jpg", "dots/.hidden/a.jpg", "dots/inner/deep/A.PNG", "dots/inner/ü.JPEG", "dots/a.txt"):
         (folder / name).write_bytes(JPEG)
     (folder / "dots" / "._a.jpg").write_bytes(JPEG)
@@ -371,7 +371,7 @@ def test_the_files_are_those_that_training_takes(root: Path) -> None:
     assert all(os.path.getsize(path) == size for path, size in split.files)
 
 
-def test_a_fifo_in_a_files_place_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_fifo_does_not_block(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.jpg")
     assert survey.examine(str(tmp_path / "a.jpg"), "pillow").problem == "OSError: no longer a regular file"
     (tmp_path / "b.jpg").write_bytes(JPEG)
@@ -411,7 +411,7 @@ def test_training_may_skip_unreadable_files_but_validation_may_not(root: Path) -
 
 
 def odd(kind: str) -> tuple[str, bytes]:
-    """Name and content of a file of that kind."""
+    """Return name and content of an unusual file."""
     if kind == "EXIF rotation":
         exif = Image.Exif()
         exif[0x0112] = 6
@@ -434,7 +434,7 @@ def odd(kind: str) -> tuple[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", list(doctor.ODD))
-def test_an_odd_file_is_named_and_no_failure(tmp_path: Path, kind: str) -> None:
+def test_an_unusual_file_is_a_warning(tmp_path: Path, kind: str) -> None:
     name, content = odd(kind)
     path = tmp_path / name
     path.write_bytes(content)
@@ -448,7 +448,7 @@ def test_an_odd_file_is_named_and_no_failure(tmp_path: Path, kind: str) -> None:
     assert only(doctor.odd_files(case_of(tmp_path, opened={"train": [plain] * 99 + [opened]}))).status == "ok"
 
 
-def test_ordinary_files_are_not_odd(tmp_path: Path) -> None:
+def test_ordinary_files_are_not_reported(tmp_path: Path) -> None:
     png, webp = encoded(drawn(), "PNG"), encoded(drawn(), "WEBP")
     for name, content in (("a.jpg", JPEG), ("a.JPEG", JPEG), ("a.png", png), ("a.webp", webp)):
         (tmp_path / name).write_bytes(content)
@@ -484,7 +484,7 @@ def test_a_duplicate_with_another_label(root: Path) -> None:
     assert "have a wrong label in one split" in row.do
 
 
-def test_more_workers_than_the_cores_are_enough_for(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_workers_than_cores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.sizing.machine.cores", lambda: 4)
     assert only(look(root, "loader.workers=4")["workers"]).status == "ok"
     row = only(look(root, "loader.workers=5")["workers"])
@@ -520,7 +520,7 @@ def test_samples_are_spread_and_repeatable() -> None:
     assert survey.spread(0, 50, 0) == []
 
 
-def test_suspicious_files_are_opened_in_any_case(root: Path) -> None:
+def test_suspicious_files_are_always_opened(root: Path) -> None:
     (root / "train" / "stripes" / "zero.jpg").touch()
     (root / "train" / "stripes" / "._a.jpg").write_bytes(bytes(4096))
     row = look(root, sample=1)["readable"][0]
@@ -569,7 +569,7 @@ def test_class_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def examine_or_fail(path: str, decoder: str) -> survey.Opened:
-    """Like survey.examine, except that it never returns for some files and dies of others."""
+    """Like survey.examine, but some files hang it and others kill the process."""
     if path.startswith("/hang"):
         time.sleep(60)
     if path.startswith("/die"):
@@ -584,7 +584,7 @@ def dead_worker(pipe: Connection, function: Callable[[str], survey.Opened]) -> N
     os._exit(3)
 
 
-def test_a_file_that_hangs_or_kills_costs_only_itself(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_hangs_or_kills_a_worker_does_not_affect_others(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = [str(p) for p in sorted((root / "train").rglob("*.jpg"))]
     bad = ["/hang1.jpg", "/die1.jpg", "/die2.jpg", "/hang2.jpg"]
     told: list[str] = []
@@ -628,7 +628,9 @@ def test_cores(
     ("loader.batch_size=37", "larger than the training split (36 images)"), ("model.name=resnet5", "no such model"),
     ("loader.workers=4096", "open files allow"),
 ])  # fmt: skip
-def test_what_training_would_refuse_has_failed(root: Path, monkeypatch: pytest.MonkeyPatch, override: str, text: str) -> None:
+def test_an_error_that_training_would_raise_is_a_failure(
+    root: Path, monkeypatch: pytest.MonkeyPatch, override: str, text: str
+) -> None:
     monkeypatch.setattr(machine, "spare_files", lambda: 4096)
     found = look(root, override)
     row = only(found["plan"])
@@ -661,7 +663,7 @@ def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert row.status == status and "of batch buffers" in row.found
 
 
-def test_the_disk_takes_no_file(
+def test_the_disk_cannot_be_written(
     root: Path, tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     with file_size_limit(1 << 20):
@@ -670,7 +672,7 @@ def test_the_disk_takes_no_file(
     assert [*tmp_path.iterdir()] == [root]
 
 
-def test_what_checkpoints_need(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_space_for_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = namedtuple("usage", "total used free")
     case = planned(root, "optim=adamw", "train.ema_decay=0.9", "checkpoint.keep=3")
     assert case.plan is not None
@@ -686,7 +688,7 @@ def test_what_checkpoints_need(root: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("overrides", [
     [], ["optim=adamw", "train.ema_decay=0.9"], ["optim.nesterov=false", "optim.momentum=0"],
 ], ids=["momentum", "two moments and an average", "weights alone"])  # fmt: skip
-def test_a_checkpoint_is_as_large_as_said(root: Path, overrides: list[str]) -> None:
+def test_the_checkpoint_size_is_correct(root: Path, overrides: list[str]) -> None:
     case = planned(root, "model=resnet18_cifar", *overrides)
     assert case.plan is not None
     state = train.build_state(case.config, case.plan[0], case.plan[2])
@@ -751,7 +753,7 @@ def test_the_decoder(
 
 
 @pytest.mark.parametrize("broken", [*doctor.ON_FILES, *doctor.ON_MACHINE])
-def test_a_check_that_cannot_be_made_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_a_check_that_raises_is_a_warning(root: Path, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     def raises(case: Case) -> Iterator[Row]:
         raise OSError(errno.EIO, "Input/output error")
         yield
@@ -780,7 +782,7 @@ def test_data_without_files(tmp_path: Path, source: str) -> None:
 
 
 class FakeNvml(ModuleType):
-    """NVML of some healthy GPUs; `change` makes them ill. A call that is not here fails, as on a card that does not know it."""
+    """NVML of healthy GPUs; `change` adds faults. Other calls fail as on a GPU without support."""
 
     def __init__(self, **change: Any) -> None:
         super().__init__("pynvml")
@@ -812,7 +814,7 @@ See = Callable[..., Rows]
 
 @pytest.fixture
 def see(root: Path, monkeypatch: pytest.MonkeyPatch) -> See:
-    """Rows about two H200s with a changed NVML."""
+    """Return the rows of two H200 GPUs with a modified NVML."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(name="NVIDIA H200", uuid=f"uuid{i}"))
@@ -845,7 +847,7 @@ def test_two_healthy_gpus(see: See) -> None:
 
 
 def second(ill: Any, healthy: Any) -> Callable[..., Any]:
-    """What the second GPU answers, and the first."""
+    """Answer differently for the second GPU and the first."""
     return lambda handle, *arguments: ill if handle == 1 else healthy
 
 
@@ -865,14 +867,14 @@ def second(ill: Any, healthy: Any) -> Callable[..., Any]:
      "clocks reduced by external power brake, thermal throttling by the driver"),
     ("GPU clocks", {"EnforcedPowerLimit": second(400_000, 700_000)}, "warn", "power limit 400 of 700 W"),
 ])  # fmt: skip
-def test_an_ill_gpu(see: See, check: str, change: dict[str, Any], status: str, text: str) -> None:
+def test_a_faulty_gpu(see: See, check: str, change: dict[str, Any], status: str, text: str) -> None:
     found = see(**change)
     ill = only(row for rows in found.values() for row in rows if row.status != "ok")
     assert ill in found[check] and ill.status == status and ill.found.startswith("GPU 1: ") and text in ill.found and ill.do
     assert any(row.found.startswith("GPU 0: ") for row in found[check])
 
 
-def test_an_old_card_tells_little(see: See) -> None:
+def test_an_old_gpu_reports_few_values(see: See) -> None:
     nvml = FakeNvml()
     nvml.answers = {"CurrentClocksThrottleReasons": 0x8}
     found = see(nvml=nvml)
@@ -881,7 +883,7 @@ def test_an_old_card_tells_little(see: See) -> None:
     assert only(found["GPU clocks"]).found == "GPU 0, 1: clocks reduced by hardware slowdown"
 
 
-def test_without_nvml_little_is_known(see: See) -> None:
+def test_without_nvml_few_checks_run(see: See) -> None:
     nvml = FakeNvml()
     nvml.nvmlInit = lambda: 1 / 0  # type: ignore[method-assign]
     found = see(nvml=nvml)
@@ -890,7 +892,7 @@ def test_without_nvml_little_is_known(see: See) -> None:
     assert [row.found.split(":")[0] for row in found["JPEG engines"]] == ["GPU 0", "GPU 1"]  # these need no NVML
 
 
-def test_gpus_that_are_not_used(see: See) -> None:
+def test_unused_gpus(see: See) -> None:
     row = see(ranks=1)["GPU"][0]
     assert row.status == "warn" and row.found.startswith("2 NVIDIA H200, 1 used") and "torchrun --nproc-per-node 2" in row.do
     row = see("train.device=cpu")["GPU"][0]
