@@ -1,6 +1,6 @@
-"""What a run reports: console lines, metrics.jsonl and TensorBoard, written by rank 0.
+"""The reports of a run: console lines, metrics.jsonl and TensorBoard, written by rank 0.
 
-A failing disk or a missing TensorBoard is one warning; training continues.
+A full disk or a missing TensorBoard causes one warning; training continues.
 """
 
 import contextlib
@@ -48,9 +48,11 @@ SCALARS = {
 }
 # metrics.jsonl keys that have no curve. Every other key has the TensorBoard tag <split>/<key>.
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
-IN_TABLE = {"loss", "top1", "top5"}  # the console's table shows these; it appends other values
-# TensorBoard's custom layout: group -> chart -> tags, as a regular expression that begins at the tag's first letter. A chart
-# has one unit, which the tag's ending says; the first of a group takes what ends otherwise, so that no new tag is left out.
+# The console's table shows these and appends the values of all other keys.
+IN_TABLE = {"loss", "top1", "top5"}
+# TensorBoard's custom layout: group -> chart -> tags, a regular expression that matches from the
+# tag's first letter. A chart has one unit, which follows from the end of the tag; the first chart
+# of a group takes all other tags, so that a new tag is always shown.
 LAYOUT = {
     "learning": {
         "loss": r"(train|val)/loss(_raw)?$",
@@ -64,33 +66,39 @@ LAYOUT = {
     },
     "time": {"shares of the time": r"time/(?!.*_ms$).*", "milliseconds": r"time/.*_ms$"},
     "gpu": {
-        "utilisation, %": r"gpu/(?!.*(_watts|_celsius|_mhz|_fraction|_gib|_mb_per_second)(_min|_max)?$).*",
+        "utilisation, %": (
+            r"gpu/(?!.*(_watts|_celsius|_mhz|_fraction|_gib|_mb_per_second)(_min|_max)?$).*"
+        ),
         "power, W": r"gpu/.*_watts(_min|_max)?$",
         "temperature, degrees Celsius": r"gpu/.*_celsius(_min|_max)?$",
         "clocks, MHz": r"gpu/.*_mhz(_min|_max)?$",
-        "slowed down, share of the time": r"gpu/.*_fraction(_min|_max)?$",
+        "throttled, share of the time": r"gpu/.*_fraction(_min|_max)?$",
         "memory in use, GiB": r"gpu/.*_gib(_min|_max)?$",
         "PCIe, MB/s": r"gpu/.*_mb_per_second(_min|_max)?$",
     },
     "memory": {"counts and shares": r"memory/(?!.*_gib$).*", "on the GPU, GiB": r"memory/.*_gib$"},
     "host": {"memory, GiB": r"host/.*"},
 }
-GRID_PIXELS = 16 * 224 * 224  # of training images: 16 of ImageNet's, up to 64 of smaller ones
+# Pixels in a grid of training images: 16 of ImageNet's images, up to 64 smaller ones.
+GRID_PIXELS = 16 * 224 * 224
 WORST_IMAGES = 16
-GRAPH_PARAMETERS = (
-    100_000_000  # a larger model is not traced: it would be built a second time, on the host
+# Models with more parameters are not traced, because tracing builds a second model on the CPU.
+GRAPH_PARAMETERS = 100_000_000
+HEADER = (
+    f"{'epoch':>10} {'step':>9} {'loss':>8} {'top1 %':>7} {'img/s':>8} {'wait %':>6} {'lr':>9} "
+    f"{'left':>8}"
 )
-HEADER = f"{'epoch':>10} {'step':>9} {'loss':>8} {'top1 %':>7} {'img/s':>8} {'wait %':>6} {'lr':>9} {'left':>8}"
 
 
 class Tracker:
-    """Rows in, lines and curves out.
+    """Writes rows to the console and to metrics.jsonl, and curves and images to TensorBoard.
 
     Args:
-        folder: the run directory; None for the ranks that report nothing.
-        start_step: the step this start continues from; later rows of an earlier start are dropped.
-        total_steps, epochs: the planned ones, for the progress on the console.
-        records: write metrics.jsonl and event files; False for a finished run, of which only the outcome is printed.
+        folder: the run directory; None on ranks that report nothing.
+        start_step: the step from which this start resumes; rows of later steps are dropped.
+        total_steps: number of planned steps, for the progress line.
+        epochs: number of planned epochs, for the table.
+        records: write metrics.jsonl and event files; False for a finished run.
         tensorboard: write event files.
     """
 
@@ -104,16 +112,16 @@ class Tracker:
         records: bool = True,
         tensorboard: bool = True,
     ) -> None:
-        self.folder, self.total_steps, self.epochs = folder, total_steps, epochs
+        self.folder = folder
+        self.total_steps = total_steps
+        self.epochs = epochs
         self.live = folder is not None and sys.stdout.isatty()
         self._rows: Any = None
         self._board: Any = None
-        self._given_up: set[str] = set()
+        self._failed: set[str] = set()  # outputs that are not written any more
         self._restore = contextlib.ExitStack()
-        self._artist = ThreadPoolExecutor(1, "pictures")
-        self._drawn: tuple[int, Future[Any]] | None = (
-            None  # step and picture on its way to TensorBoard
-        )
+        self._executor = ThreadPoolExecutor(1, "pictures")
+        self._pending: tuple[int, Future[Any]] | None = None  # step, grid being encoded
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
@@ -122,7 +130,7 @@ class Tracker:
                 self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
-        """Keep the rows up to the step this start continues from, so that no step has two rows."""
+        """Open metrics.jsonl. Rows after `start_step` are dropped, so that no step has two rows."""
         if path.exists():
             kept = []
             for line in path.read_text(errors="replace").splitlines():
@@ -130,7 +138,7 @@ class Tracker:
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
                 except (ValueError, KeyError, TypeError):
-                    continue  # a line cut off when the process was killed
+                    continue  # an incomplete line of a killed process
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
@@ -138,24 +146,25 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         default = threading.excepthook
-        # Its writer's thread ends with a traceback, which nothing but this hook can keep back; the next call here gets the same
-        # error, and says it in a line.
-        threading.excepthook = lambda args: (
-            None if type(args.thread).__name__ == "_AsyncWriterThread" else default(args)
-        )
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            if type(args.thread).__name__ != "_AsyncWriterThread":
+                default(args)
+
+        # When TensorBoard's writer thread fails, only this hook can suppress its traceback. The
+        # next call here gets the same error, and reports it in one line.
+        threading.excepthook = hook
         self._restore.callback(setattr, threading, "excepthook", default)
-        begins = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
-        # purge_step hides what an earlier start wrote after the step this one continues from
-        self._board = SummaryWriter(
-            str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10
-        )
-        if begins:
-            self._board.add_custom_scalars(
-                {
-                    group: {chart: ["Multiline", [tags]] for chart, tags in charts.items()}
-                    for group, charts in LAYOUT.items()
-                }
-            )
+        first = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
+        # purge_step hides what an earlier start wrote after the step from which this one resumes.
+        purge_step = start_step + 1 if start_step else 0
+        self._board = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        if first:
+            layout = {
+                group: {chart: ["Multiline", [tags]] for chart, tags in charts.items()}
+                for group, charts in LAYOUT.items()
+            }
+            self._board.add_custom_scalars(layout)
 
     @property
     def draws(self) -> bool:
@@ -169,20 +178,29 @@ class Tracker:
             self._print(line + "\n")
 
     def train_row(self, row: dict[str, Any], figures: dict[str, float]) -> None:
-        """Report a log step: `row` on the console, and with `figures` (tag -> value) in metrics.jsonl and TensorBoard."""
+        """Report the steps since the last row.
+
+        Args:
+            row: for the console, metrics.jsonl and TensorBoard. A key that is not listed above is
+                appended to the console's line and has the TensorBoard tag <split>/<key>.
+            figures: TensorBoard tag -> value; metrics.jsonl has them with _ instead of /.
+        """
         if self.folder is None:
             return
         self._write(row, figures)
-        waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
-        others = row.keys() - SCALARS.keys() - NO_CURVE - IN_TABLE
-        more = "".join(f"  {key} {row[key]:.4g}" for key in row if key in others)
+        waited = "-"
+        if "data_wait_fraction" in row:
+            waited = f"{100 * row['data_wait_fraction']:.1f}"
+        shown = {*SCALARS, *NO_CURVE, *IN_TABLE}
+        others = "".join(f"  {key} {row[key]:.4g}" for key in row if key not in shown)
         self._table_line(
             row,
-            f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} {duration(row['seconds_left']):>8}{more}",
+            f"{row['images_per_second']:>8,.0f} {waited:>6} {row['lr']:>9.3g} "
+            f"{duration(row['seconds_left']):>8}{others}",
         )
 
     def figures(self, values: dict[str, float], step: int) -> None:
-        """Add to curves that no log row holds: tag -> value."""
+        """Write values that are in no row to TensorBoard: tag -> value."""
         if self._board is not None:
             self._guard("TensorBoard", self._scalars, values, step)
 
@@ -191,79 +209,92 @@ class Tracker:
         if self.folder is None:
             return
         self._write(row, {})
-        raw = (
-            f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %"
-            if "top1_raw" in row
-            else ""
+        text = (
+            f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, "
+            f"{row['seconds']:.1f} s"
         )
-        mark = "  best so far" if best else ""
-        self._table_line(
-            row,
-            f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s{raw}{mark}",
-        )
+        if "top1_raw" in row:
+            text += f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %"
+        if best:
+            text += "  best so far"
+        self._table_line(row, text)
 
     def _table_line(self, row: dict[str, Any], rest: str) -> None:
-        """Print a line of the table, and the header above the first, whichever kind that is."""
+        """Print a line of the table, with the header above the first line."""
         if not self._header_shown:
             self.say(HEADER)
             self._header_shown = True
         self.say(
-            f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} {rest}"
+            f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} "
+            f"{row['top1']:>7.2f} {rest}"
         )
 
     def progress(self, step: int) -> None:
-        """On a terminal, keep one line up to date between log steps."""
+        """On a terminal, update the progress line between log rows."""
         now = time.monotonic()
         if self.live and now - self._last_live > 0.1:
             self._last_live = now
-            done = step / max(1, self.total_steps)
-            self._print(f"\r\033[K  step {step:,} of {self.total_steps:,}  {100 * done:.1f} %")
+            percent = 100 * step / max(1, self.total_steps)
+            self._print(f"\r\033[K  step {step:,} of {self.total_steps:,}  {percent:.1f} %")
 
     def text(self, tag: str, text: str) -> None:
+        """Write a text to TensorBoard."""
         if self._board is not None:
             self._guard("TensorBoard", self._board.add_text, tag, f"```yaml\n{text}\n```", 0)
 
     def record(self, name: str, content: Any) -> None:
-        """Write a JSON file into the run directory that no later start reads."""
+        """Write a JSON file for the user into the run directory; no later start reads it."""
         if self.folder is not None:
             self._guard(name, write_json, self.folder / name, content)
 
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
-        """Write a grid of up to 64 images as the model sees them: float [B, 3, S, S] = uint8 * scale + shift, undone here.
+        """Write a grid of up to 64 images to TensorBoard, with a later row or flush.
 
-        This waits for nothing: waiting for the device, copying and encoding would each delay the step by tens of milliseconds.
-        The grid is written with a later row, or with the next flush. While one is being made, no other is begun.
+        Waiting for the device, copying and encoding would each delay the step by tens of
+        milliseconds: a thread does it. While it is busy, this call does nothing.
+
+        Args:
+            images: float [B, 3, S, S], the input of the model: pixels * scale + shift.
+            scale, shift: float, to convert the images back to uint8 pixels.
         """
-        self._write_drawn()
-        if self._board is not None and self._drawn is None:
-            count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
-            pixels, made = _pixels(images[:count], scale, shift), None
-            if pixels.is_cuda:
-                made = torch.cuda.Event(blocking=True)
-                made.record()
-            self._drawn = step, self._artist.submit(_sheet, tag, pixels, made)
+        self._write_pending()
+        if self._board is None or self._pending is not None:
+            return
+        count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
+        pixels = _pixels(images[:count], scale, shift)
+        ready = None
+        if pixels.is_cuda:
+            ready = torch.cuda.Event(blocking=True)
+            ready.record()
+        self._pending = step, self._executor.submit(_encode_grid, tag, pixels, ready)
 
-    def _write_drawn(self, *, wait: bool = False) -> None:
-        """Write the grid if it is made by now, or with `wait` when it is."""
-        if self._drawn is not None and (wait or self._drawn[1].done()):
-            (step, summary), self._drawn = self._drawn, None
+    def _write_pending(self, *, wait: bool = False) -> None:
+        """Write the grid if it is encoded; with `wait`, wait for it."""
+        if self._pending is not None and (wait or self._pending[1].done()):
+            step, summary = self._pending
+            self._pending = None
             self._picture(summary.result, step)
 
     def _picture(self, make: Callable[[], Any], step: int) -> None:
-        """Write a picture; if it cannot be made, warn and keep the curves."""
+        """Write an image; a failure to make it is a warning and does not stop the curves."""
         summary = self._guard("images", make)
         if self._board is not None and summary is not None:
             self._guard("TensorBoard", self._board.file_writer.add_summary, summary, step)
 
     def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
-        """Write a drawing, or photographs, which may be encoded with loss when they are many."""
+        """Write an image to TensorBoard; large `photos` are compressed as JPEG."""
         if self._board is not None:
             self._picture(lambda: _summary(tag, image, photos=photos), step)
 
     def mistakes(
         self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int
     ) -> None:
-        """Write what a validation got wrong: per_class.json, and pictures of the worst images, confusions and classes."""
+        """Write a validation's errors: per_class.json, and images for TensorBoard.
+
+        Args:
+            classes: names of the classes.
+            scale, shift: see `images`.
+        """
         if self.folder is None:
             return
         images, hits = found.per_class()
@@ -272,128 +303,93 @@ class Tracker:
             for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)
         ]
         self.record("per_class.json", {"step": step, "classes": rows})
-        if self._board is not None:
-            drawn = self._guard(
-                "pictures",
-                _draw_mistakes,
-                found,
-                classes,
-                scale,
-                shift,
-                f"validation after step {step:,}",
-            )
-            for tag, image in (drawn or {}).items():
-                self.picture(tag, image, step, photos=tag == "val/worst")
+        if self._board is None:
+            return
+        when = f"validation after step {step:,}"
+        drawn = self._guard("pictures", _draw_mistakes, found, classes, scale, shift, when)
+        for tag, image in (drawn or {}).items():
+            self.picture(tag, image, step, photos=tag == "val/worst")
 
     def graph(self, build: Callable[[], nn.Module], *, image_size: int, parameters: int) -> None:
-        """Write the model's graph, if the model can be traced; otherwise write nothing.
+        """Write the model's graph if the model can be traced.
 
-        A second model is built on the CPU for this and thrown away; the random state stays as it was. On a slow core this takes
-        0.4 s for ResNet-50 and 1.1 s for maxvit_t. Models of more than GRAPH_PARAMETERS are left out.
+        A second model is built on the CPU for this; the random state stays unchanged. On a slow
+        core, this takes 0.4 s for ResNet-50 and 1.1 s for maxvit_t.
 
         Args:
-            image_size: side of the image for tracing, pixels.
+            build: returns the model.
+            image_size: pixels.
+            parameters: of the model; above GRAPH_PARAMETERS, no graph is written.
         """
         if self._board is None or parameters > GRAPH_PARAMETERS:
             return
         try:
-            with (
-                warnings.catch_warnings(),
-                contextlib.redirect_stdout(io.StringIO()),
-            ):  # add_graph prints what it cannot do
+            # add_graph prints and warns about layers that it cannot trace.
+            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
                 warnings.simplefilter("ignore")
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
                     image = torch.zeros(1, 3, image_size, image_size)
                     traced = torch.jit.trace(build().eval(), image, check_trace=False)
                     self._board.add_graph(traced, image)
         except Exception as error:
-            logger.debug(
-                "no graph: the model cannot be traced (%s: %s)", type(error).__name__, error
-            )
+            kind = type(error).__name__
+            logger.debug("no graph: the model cannot be traced (%s: %s)", kind, error)
 
     def hyperparameters(
         self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
     ) -> None:
-        """Write the config and the results of a finished run, for TensorBoard's comparison of runs (HPARAMS).
+        """Write config and results of a finished run to TensorBoard's HPARAMS tab.
 
-        They go into this start's event file: SummaryWriter.add_hparams would begin a second one, in a folder of its own. For a
-        run that is continued after its end, TensorBoard shows the values of its first end and the newest figures.
+        They go into this start's event file: SummaryWriter.add_hparams would create a second one in
+        another folder. If a finished run is extended, TensorBoard shows the config of the first
+        end, and the newest results.
 
         Args:
-            values: by key.
-            summary: as summary.json holds it.
+            values: config key -> value.
+            summary: the content of summary.json.
         """
         if self._board is not None:
             self._guard("TensorBoard", self._add_hyperparameters, values, summary, step)
 
     def flush(self) -> None:
-        """Write the curves so far to disk, where the rows of metrics.jsonl are already, so that a kill cannot lose them."""
+        """Flush the curves to disk, so that a kill cannot lose them."""
         if self._board is not None:
             self._guard("TensorBoard", self._board.flush)
-        if self._drawn is not None:  # second: after a crash its images may never come from the GPU
-            self._write_drawn(wait=True)
+        if self._pending is not None:  # last: after a crash, the GPU may never finish its images
+            self._write_pending(wait=True)
             self.flush()
 
     def outcome(self, summary: dict[str, Any], *, compiles: bool) -> None:
-        """Print the table that a run ends with.
+        """Print the results of a run.
 
         Args:
-            summary: as summary.json holds it.
-            compiles: whether the run's first steps compile the model.
+            summary: the content of summary.json.
+            compiles: whether the first steps compile the model.
         """
         if self.folder is None:
             return
-        best = (
-            self.folder / "checkpoints" / summary["best_checkpoint"]
-            if summary.get("best_checkpoint")
-            else None
-        )
-        accuracy = (
-            "not validated"
-            if summary["top1"] is None
-            else (
-                f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 {summary['best_top1']:.2f} % "
-                f"after epoch {summary['best_epoch']:.4g}"
-                + (
-                    f"; raw model: top1 {summary['top1_raw']:.2f} %"
-                    if "top1_raw" in summary
-                    else ""
-                )
-            )
-        )
-        speed, whole = (
-            f"{summary.get(f'images_per_second{part}') or 0:,.0f}"
-            for part in ("", "_with_first_epoch")
-        )
-        causes = ["the first epoch"] * (summary["epoch"] > 1) + ["compilation"] * compiles
-        including = f", including {' and '.join(causes)}" if causes else ""
-        all_steps = f"; {whole} over all steps{including}" if whole != speed else ""
-        folder = self.folder / "tensorboard"
-        curves = (
-            [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")]
-            if folder.is_dir()
-            else []
-        )
-        rows = [
-            (
-                "status",
-                f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
-                f"in {duration(summary['seconds'])}",
-            ),
-            ("accuracy", accuracy),
-            ("speed", f"{speed} images/s{all_steps}"),
-            ("run", f"{self.folder}"),
-            *curves,
-            ("best", f"{best}" if best else "no checkpoint was validated"),
-        ]
+        rows = {
+            "status": f"{summary['status']} after {summary['step']:,} steps, "
+            f"{summary['epoch']:.4g} epochs, in {duration(summary['seconds'])}",
+            "accuracy": _accuracy(summary),
+            "speed": _speed(summary, compiles=compiles),
+            "run": f"{self.folder}",
+        }
+        curves = self.folder / "tensorboard"
+        if curves.is_dir():
+            rows["curves"] = f"tensorboard --logdir {shlex.quote(str(curves))}"
+        rows["best"] = "no checkpoint was validated"
+        if summary.get("best_checkpoint"):
+            rows["best"] = f"{self.folder / 'checkpoints' / summary['best_checkpoint']}"
         self.say("")
-        for name, text in rows:
+        for name, text in rows.items():
             self.say(f"{name:<9} {text}")
 
     def close(self) -> None:
+        """Write everything and close the files."""
         self._clear_live()
-        self._write_drawn(wait=True)
-        self._artist.shutdown()
+        self._write_pending(wait=True)
+        self._executor.shutdown()
         for name, writer in (("metrics.jsonl", self._rows), ("TensorBoard", self._board)):
             if writer is not None:
                 self._guard(name, writer.close)
@@ -407,17 +403,13 @@ class Tracker:
 
     def _write(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         if self._rows is not None:
-            plain = {k.replace("/", "_"): v for k, v in figures.items()}
-            self._guard(
-                "metrics.jsonl",
-                self._rows.write,
-                json.dumps({**_rounded(row), **_rounded(plain)}) + "\n",
-            )
-        self._write_drawn()
-        if self._board is not None:
-            curves = {key: value for key, value in row.items() if key not in NO_CURVE}
-            tags = {SCALARS.get(k, f"{row['split']}/{k}"): value for k, value in curves.items()}
-            self._guard("TensorBoard", self._scalars, {**tags, **figures}, row["step"])
+            content = {**row, **{tag.replace("/", "_"): value for tag, value in figures.items()}}
+            line = json.dumps(_rounded(content)) + "\n"
+            self._guard("metrics.jsonl", self._rows.write, line)
+        self._write_pending()
+        curves = {key: value for key, value in row.items() if key not in NO_CURVE}
+        tags = {SCALARS.get(key, f"{row['split']}/{key}"): curves[key] for key in curves}
+        self.figures({**tags, **figures}, row["step"])
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
         for tag, value in values.items():
@@ -428,36 +420,32 @@ class Tracker:
     ) -> None:
         from torch.utils.tensorboard.summary import hparams
 
+        numbers = (int, float)
         plain = {
-            k: v if isinstance(v, (int, float)) and not isinstance(v, bool) else show(v)
-            for k, v in values.items()
+            key: value
+            if isinstance(value, numbers) and not isinstance(value, bool)
+            else show(value)
+            for key, value in values.items()
         }
-        names = ("best_top1", "images_per_second")
-        self._scalars(
-            {f"final/{name}": summary[name] for name in names if summary.get(name) is not None},
-            step,
-        )
-        tags = [
-            "val/loss",
-            "val/top1",
-            "val/top5",
-            *(f"final/{name}" for name in names),
-        ]  # the last value of each is shown
+        results = {
+            f"final/{name}": summary.get(name) for name in ("best_top1", "images_per_second")
+        }
+        known = {tag: value for tag, value in results.items() if value is not None}
+        self._scalars(known, step)
+        tags = ["val/loss", "val/top1", "val/top5", *results]  # their last values are shown
         for part in hparams(plain, dict.fromkeys(tags, 0.0)):
             self._board.file_writer.add_summary(part, step)
 
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a writer. Its first failure is a warning, and it is not called again: telemetry never stops training."""
-        if name in self._given_up:
+        """Call a writer. After its first failure, warn, and do not call it again."""
+        if name in self._failed:
             return None
         try:
             return call(*arguments)
         except Exception as error:
-            remedy = (
-                f"; pip install {error.name}"
-                if isinstance(error, ModuleNotFoundError) and error.name
-                else ""
-            )
+            remedy = ""
+            if isinstance(error, ModuleNotFoundError) and error.name:
+                remedy = f"; pip install {error.name}"
             logger.warning(
                 "%s cannot be written (%s: %s); training continues without it%s",
                 name,
@@ -465,11 +453,9 @@ class Tracker:
                 error,
                 remedy,
             )
-        self._given_up.add(name)
+        self._failed.add(name)
         if name == "TensorBoard":
             self._board = None
-        elif name == "metrics.jsonl":
-            self._rows = None
         return None
 
     def _clear_live(self) -> None:
@@ -479,13 +465,12 @@ class Tracker:
     def _print(self, text: str) -> None:
         try:
             print(text, end="", flush=True)
-        except OSError as error:  # a log file on a full disk, a pipe whose reader has gone
+        except OSError as error:  # a full disk, or a pipe without a reader
             logger.warning(
                 "the console cannot be written (%s); training continues without it", error
             )
-            os.dup2(
-                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-            )  # for what is left in the buffer, too
+            # also discards the text that is still in the buffer
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def duration(seconds: float) -> str:
@@ -495,8 +480,38 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"
 
 
+def _accuracy(summary: Mapping[str, Any]) -> str:
+    if summary["top1"] is None:
+        return "not validated"
+    text = (
+        f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 "
+        f"{summary['best_top1']:.2f} % after epoch {summary['best_epoch']:.4g}"
+    )
+    if "top1_raw" in summary:
+        text += f"; raw model: top1 {summary['top1_raw']:.2f} %"
+    return text
+
+
+def _speed(summary: Mapping[str, Any], *, compiles: bool) -> str:
+    steady = f"{summary.get('images_per_second') or 0:,.0f}"
+    overall = f"{summary.get('images_per_second_with_first_epoch') or 0:,.0f}"
+    text = f"{steady} images/s"
+    if overall == steady:
+        return text
+    slow = []
+    if summary["epoch"] > 1:
+        slow.append("the first epoch")
+    if compiles:
+        slow.append("compilation")
+    text += f"; {overall} over all steps"
+    return f"{text}, including {' and '.join(slow)}" if slow else text
+
+
 def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
-    """Encode an image as SummaryWriter.add_image does. For 64 photographs of 224 px that takes 1.1 s, and this 0.05."""
+    """Encode an image for TensorBoard.
+
+    For 64 photographs of 224 px, this takes 0.05 s, and SummaryWriter.add_image 1.1 s.
+    """
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     content = Summary.Image(
@@ -508,17 +523,15 @@ def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
     return Summary(value=[Summary.Value(tag=tag, image=content)])
 
 
-def _sheet(tag: str, pixels: Tensor, made: torch.cuda.Event | None) -> Any:
-    """Make the grid of uint8 [N, 3, S, S]; on a GPU, the images are complete when the event `made` is."""
-    if made is not None:
-        made.synchronize()
-        with torch.cuda.stream(
-            torch.cuda.Stream(pixels.device)
-        ):  # a copy in the step's stream would wait for the steps
+def _encode_grid(tag: str, pixels: Tensor, ready: torch.cuda.Event | None) -> Any:
+    """Encode uint8 [N, 3, S, S] as a grid; on a GPU, the event `ready` marks their completion."""
+    if ready is not None:
+        ready.synchronize()
+        # In the stream of the training step, the copy would wait for later steps.
+        with torch.cuda.stream(torch.cuda.Stream(pixels.device)):
             pixels = pixels.cpu()
-    return _summary(
-        tag, Image.fromarray(grid(pixels).permute(1, 2, 0).contiguous().numpy()), photos=True
-    )
+    sheet = grid(pixels).permute(1, 2, 0).contiguous().numpy()
+    return _summary(tag, Image.fromarray(sheet), photos=True)
 
 
 def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -529,7 +542,7 @@ def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def _draw_mistakes(
     found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str
 ) -> dict[str, Image.Image]:
-    """Draw what a validation got wrong: tag -> picture."""
+    """Draw a validation's errors: TensorBoard tag -> image."""
     drawn = {}
     images, rows = found.worst_images()
     if rows:
@@ -537,15 +550,14 @@ def _draw_mistakes(
             (classes[label], classes[prediction], f"loss {loss:.2f}")
             for label, prediction, loss in rows
         ]
-        drawn["val/worst"] = pictures.worst(
-            f"the largest losses, {when}", _pixels(images, scale, shift).cpu(), captions
-        )
+        pixels = _pixels(images, scale, shift).cpu()
+        drawn["val/worst"] = pictures.worst(f"largest losses, {when}", pixels, captions)
     if found.pairs:
-        drawn["val/confusion"] = pictures.confusion(
-            f"confusions, {when}", found.table.cpu().numpy(), classes
-        )
+        table = found.table.cpu().numpy()
+        drawn["val/confusion"] = pictures.confusion(f"confusions, {when}", table, classes)
     seen, hits = (counts.numpy() for counts in found.per_class())
-    drawn["val/per_class"] = pictures.per_class(f"top-1 of each class, {when}", seen, hits, classes)
+    title = f"top-1 of each class, {when}"
+    drawn["val/per_class"] = pictures.per_class(title, seen, hits, classes)
     return drawn
 
 

@@ -1,4 +1,4 @@
-"""Ranks: a world of one in this process, and two gloo ranks in two of their own."""
+"""Ranks: a world of size 1 in this process, and two gloo ranks in processes."""
 
 import json
 import math
@@ -35,14 +35,14 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_no_torchrun")
-def test_a_world_of_one() -> None:
+def test_world_of_size_1() -> None:
     with join_world("cpu") as world:
         assert world == alone()
         assert world.leads
         assert world.agree(lambda: 5) == 5
-        with pytest.raises(UserError, match="mine"):
-            world.agree(lambda: (_ for _ in ()).throw(UserError("mine")))
-        assert world.gather("mine") == world.of_node(["mine"]) == ["mine"]
+        with pytest.raises(UserError, match="own"):
+            world.agree(lambda: (_ for _ in ()).throw(UserError("own")))
+        assert world.gather("own") == world.of_node(["own"]) == ["own"]
         assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
         model = nn.BatchNorm1d(2)
         assert world.wrap(model, torch.zeros(1, 4)) is model
@@ -71,14 +71,13 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             match=rf"^train\.device={choice}: torch sees 2 GPUs, this node has 3 rank\(s\); ",
         ):
             resolve_device(choice, 2)
-        with pytest.raises(
-            UserError
-        ):  # also the ranks that have one: none waits for those that do not start
+        # Ranks that have a GPU raise it as well, instead of waiting for the others.
+        with pytest.raises(UserError):
             resolve_device(choice, 0, 3)
 
 
 @pytest.mark.parametrize("number", StopSignal.SIGNALS)
-def test_signal_is_noted_and_the_handler_put_back(number: signal.Signals) -> None:
+def test_signal_is_received_and_the_handler_restored(number: signal.Signals) -> None:
     before = [signal.getsignal(n) for n in StopSignal.SIGNALS]
     with StopSignal(alone()) as stop:
         stop.poll()
@@ -101,11 +100,8 @@ def test_second_ctrl_c_interrupts() -> None:
 
 def test_repeated_sigterm_does_not_interrupt_the_save() -> None:
     with StopSignal(alone()) as stop:
-        for number in (
-            signal.SIGTERM,
-            signal.SIGTERM,
-            signal.SIGINT,
-        ):  # a scheduler may repeat itself
+        # A scheduler may send a signal twice.
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         stop.poll()
         assert stop.number == signal.SIGINT
@@ -119,7 +115,7 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    """What two_ranks.py found on each of them; the second is sent SIGTERM while they run."""
+    """Results of two_ranks.py on each rank; the second rank receives SIGTERM while they run."""
     folder = tmp_path_factory.mktemp("ranks")
     shared = {
         **os.environ,
@@ -140,25 +136,25 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
         for rank in (0, 1)
     ]
     ready = [folder / f"ready-{rank}" for rank in (0, 1)]
-    # No hang: the processes end by themselves after two minutes.
+    # This ends: the processes stop after two minutes.
     while not all(path.exists() for path in ready) and all(
         process.poll() is None for process in processes
     ):
         time.sleep(0.01)
     if processes[1].poll() is None:
         processes[1].send_signal(signal.SIGTERM)
-    said = [process.communicate()[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(said)
+    errors = [process.communicate()[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     first, second = (json.loads((folder / f"found-{rank}.json").read_text()) for rank in (0, 1))
     return first, second
 
 
-def test_places(ranks: tuple[Found, Found]) -> None:
+def test_world(ranks: tuple[Found, Found]) -> None:
     assert ranks[0]["world"] == [0, 2, 0, 2, "cpu", True]
     assert ranks[1]["world"] == [1, 2, 1, 2, "cpu", False]
 
 
-def test_rank_0_decides_and_all_hear_of_it(ranks: tuple[Found, Found]) -> None:
+def test_agree(ranks: tuple[Found, Found]) -> None:
     for found in ranks:
         assert found["agreement"]["values"] == ["runs/a", "None", "{'x': 1}"]
         assert found["agreement"]["errors"] == [
@@ -168,9 +164,9 @@ def test_rank_0_decides_and_all_hear_of_it(ranks: tuple[Found, Found]) -> None:
     assert [found["agreement"]["decided"] for found in ranks] == [5, 0]
 
 
-def test_what_every_rank_has(ranks: tuple[Found, Found]) -> None:
+def test_gather_and_all_or_none(ranks: tuple[Found, Found]) -> None:
     for found in ranks:
-        assert found["all_or_none"] == [[0, 10], "rank 1 has no room"]
+        assert found["all_or_none"] == [[0, 10], "rank 1 has no memory"]
         assert found["gathering"] == {
             "ranks": [0, 1],
             "paths": ["runs/0", "runs/1"],
@@ -179,7 +175,7 @@ def test_what_every_rank_has(ranks: tuple[Found, Found]) -> None:
 
 
 def test_ranks_of_a_node() -> None:
-    """Nodes need not have equally many."""
+    """Nodes may have different numbers of ranks."""
     for first, local_size in ((0, 4), (4, 2), (6, 2)):
         for local_rank in range(local_size):
             world = World(
@@ -192,16 +188,16 @@ def test_ranks_of_a_node() -> None:
             assert world.of_node([*range(8)]) == [*range(first, first + local_size)]
 
 
-def test_sums(ranks: tuple[Found, Found]) -> None:
+def test_sum(ranks: tuple[Found, Found]) -> None:
     assert [found["sums"] for found in ranks] == [[3, 30], [3, 30]]
 
 
-def test_buffers_become_those_of_rank_0(ranks: tuple[Found, Found]) -> None:
+def test_share_buffers(ranks: tuple[Found, Found]) -> None:
     for found in ranks:
         assert found["buffers"] == {"mean": [1, 1, 1], "count": 5, "weight_is_own": True}
 
 
-def test_gradients_are_averaged_and_batch_norm_stays_each_ranks_own(
+def test_gradients_are_averaged_and_buffers_are_not(
     ranks: tuple[Found, Found],
 ) -> None:
     torch.manual_seed(0)
@@ -213,28 +209,28 @@ def test_gradients_are_averaged_and_batch_norm_stays_each_ranks_own(
             model[2].bias.grad.tolist(), rel=1e-5
         )
         assert found["gradients"]["statistics_are_own"]
-        assert found["gradients"]["keys"] == ["0.weight", "0.bias"]  # no `module.`
+        assert found["gradients"]["keys"] == ["0.weight", "0.bias"]  # without the prefix `module.`
 
 
-def test_validation_is_exact_with_uneven_shares(ranks: tuple[Found, Found]) -> None:
+def test_validation_with_different_numbers_of_batches(ranks: tuple[Found, Found]) -> None:
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
     mistakes = Mistakes(8, alone().device)
-    (whole,) = evaluate([model], measure, [(images, labels)], alone(), mistakes)
+    (expected,) = evaluate([model], measure, [(images, labels)], alone(), mistakes)
     for found in ranks:
         assert found["validation"]["metrics"] == pytest.approx(
-            [whole.loss, whole.top1, whole.top5, 25]
+            [expected.loss, expected.top1, expected.top5, 25]
         )
         assert found["validation"]["table"] == mistakes.table.tolist()
     assert ranks[0]["validation"] == ranks[1]["validation"]
-    assert 0 < whole.top1 < 100
+    assert 0 < expected.top1 < 100
 
 
-def test_meter_adds_over_the_ranks(ranks: tuple[Found, Found]) -> None:
-    assert [found["metering"] for found in ranks] == [[1.0, 25, 50, 12]] * 2
+def test_meter_averages_over_the_ranks(ranks: tuple[Found, Found]) -> None:
+    assert [found["metering"] for found in ranks] == [[6, 25]] * 2
 
 
-def test_signal_to_one_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -> None:
+def test_signal_to_one_rank_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -> None:
     cases = {
         "one_signalled": (signal.SIGUSR1, 5),
         "both_signalled": (signal.SIGTERM, 3),  # the higher number
@@ -245,7 +241,7 @@ def test_signal_to_one_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -
         step, agreed, asked_again = ranks[0][case]
         assert ranks[1][case] == ranks[0][case]
         assert agreed == asked_again == number
-        assert earliest < step <= earliest + 2  # a step late, for nothing waits for it
+        assert earliest < step <= earliest + 2  # one step late: the all-reduce is asynchronous
 
 
 def test_signal_from_outside_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -> None:

@@ -1,4 +1,4 @@
-"""What a run says: rows and curves that a restart neither doubles nor loses, and that never stop training."""
+"""Console, metrics.jsonl and TensorBoard: complete after restarts, and never a reason to stop training."""
 
 import io
 import json
@@ -53,7 +53,7 @@ SCALARS = {
 
 
 def train_row(step: int, loss: float = 1.0) -> dict[str, Any]:
-    """As train.py writes them."""
+    """A row of the training steps, as engine/runlog.py writes it."""
     return {
         "step": step,
         "epoch": step / 10,
@@ -88,7 +88,7 @@ CLASSES = ["cat", "dog", "fish"]
 
 
 def mistakes(worst: int = 4) -> Mistakes:
-    """Four images, one of them a cat that is taken for a dog."""
+    """Four images: one cat is classified as a dog, and one row is padding."""
     found = Mistakes(3, torch.device("cpu"), worst=worst)
     pixels = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
     found.add(
@@ -100,10 +100,10 @@ def mistakes(worst: int = 4) -> Mistakes:
     return found
 
 
-def life(folder: Path, start: int, steps: list[int], loss: float) -> None:
-    """One start of a program: a log row at each step, a validation at each 20th."""
-    with Tracker(folder, start_step=start, total_steps=100, epochs=10) as tracker:
-        if start == 0:
+def start(folder: Path, start_step: int, steps: list[int], loss: float) -> None:
+    """One start of a run: a log row at each of the steps, a validation at every 20th step."""
+    with Tracker(folder, start_step=start_step, total_steps=100, epochs=10) as tracker:
+        if start_step == 0:
             tracker.text("config", f"loss: {loss}")
             tracker.images("train/images", torch.zeros(2, 3, 4, 4), scale=ONE, shift=ZERO, step=0)
         for step in steps:
@@ -118,7 +118,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 
 def curves(folder: Path) -> EventAccumulator:
-    """What TensorBoard shows."""
+    """Read the event files as TensorBoard does."""
     events = EventAccumulator(
         str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0}
     )
@@ -129,7 +129,18 @@ def curve(events: EventAccumulator, tag: str) -> list[tuple[int, float]]:
     return [(event.step, round(event.value, 4)) for event in events.Scalars(tag)]
 
 
-def test_rows_are_written_at_once(tmp_path: Path) -> None:
+def charts(events: EventAccumulator) -> dict[tuple[str, str], str]:
+    """TensorBoard's custom layout: (group, chart) -> regular expression of the tags."""
+    content = events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    return {
+        (group.title, chart.title): tag
+        for group in Layout.FromString(content).category
+        for chart in group.chart
+        for tag in chart.multiline.tag
+    }
+
+
+def test_rows_are_not_buffered(tmp_path: Path) -> None:
     with Tracker(tmp_path, tensorboard=False) as tracker:
         tracker.train_row(train_row(1), FIGURES)
         assert len(rows(tmp_path)) == 1
@@ -144,8 +155,8 @@ def test_rows_are_written_at_once(tmp_path: Path) -> None:
 
 
 def test_rows_after_a_restart(tmp_path: Path) -> None:
-    life(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
-    life(tmp_path, 30, [40, 50, 60], loss=2)
+    start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
+    start(tmp_path, 30, [40, 50, 60], loss=2)
     found = [
         (row["split"], row["step"], row["loss" if row["split"] == "train" else "top1"])
         for row in rows(tmp_path)
@@ -163,11 +174,11 @@ def test_rows_after_a_restart(tmp_path: Path) -> None:
     ]
 
 
-def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
-    life(tmp_path, 0, [10, 20], loss=1)
-    whole = (tmp_path / "metrics.jsonl").read_bytes()
-    line = whole.splitlines()[0]
-    for half in (
+def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
+    start(tmp_path, 0, [10, 20], loss=1)
+    complete = (tmp_path / "metrics.jsonl").read_bytes()
+    line = complete.splitlines()[0]
+    for part in (
         line[: len(line) // 2],
         line[:1],
         b"\0" * 50,
@@ -177,16 +188,16 @@ def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
         b"null",
         b'{"loss": 1}',
     ):
-        (tmp_path / "metrics.jsonl").write_bytes(whole + half)
+        (tmp_path / "metrics.jsonl").write_bytes(complete + part)
         with Tracker(tmp_path, start_step=20, tensorboard=False) as tracker:
             tracker.train_row(train_row(30), {})
         assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
 
 
-def test_curves_after_a_restart_have_no_doubled_or_dead_steps(tmp_path: Path) -> None:
-    life(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
-    life(tmp_path, 30, [40, 50, 60], loss=2)
-    life(tmp_path, 50, [60, 70, 80], loss=3)
+def test_curves_after_a_restart(tmp_path: Path) -> None:
+    start(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
+    start(tmp_path, 30, [40, 50, 60], loss=2)
+    start(tmp_path, 50, [60, 70, 80], loss=3)
     events = curves(tmp_path)
     assert curve(events, "train/loss") == [
         (10, 1),
@@ -213,25 +224,25 @@ def test_curves_after_a_restart_have_no_doubled_or_dead_steps(tmp_path: Path) ->
     for tag in ("val/worst", "val/confusion", "val/per_class"):
         assert [image.step for image in events.Images(tag)] == [20, 40, 60, 80]
     assert len(events.Tensors("custom_scalars__config__")) == 1
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 3  # one for each life
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 3  # one for each start
     assert b"loss: 1" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
 
 
-def test_curves_after_a_restart_from_nothing(tmp_path: Path) -> None:
-    """Killed before the first checkpoint: what it wrote is dead from the first step on."""
-    life(tmp_path, 0, [10, 20, 30], loss=1)
-    life(tmp_path, 0, [10, 20], loss=2)
+def test_curves_after_a_restart_without_checkpoint(tmp_path: Path) -> None:
+    """After a kill before the first checkpoint, all values of the first start are dropped."""
+    start(tmp_path, 0, [10, 20, 30], loss=1)
+    start(tmp_path, 0, [10, 20], loss=2)
     events = curves(tmp_path)
     assert curve(events, "train/loss") == [(10, 2), (20, 2)]
     assert len(events.Images("train/images")) == 1
     text = events.Tensors("config/text_summary")[
         -1
-    ]  # texts alone are not purged; the last one is shown first
+    ]  # texts are not purged; TensorBoard shows the last one first
     assert b"loss: 2" in text.tensor_proto.string_val[0]
 
 
 def test_tags(tmp_path: Path) -> None:
-    life(tmp_path, 0, [20], loss=1)
+    start(tmp_path, 0, [20], loss=1)
     tags = curves(tmp_path).Tags()
     assert set(tags["scalars"]) == SCALARS
     assert set(tags["images"]) == {"train/images", "val/worst", "val/confusion", "val/per_class"}
@@ -244,8 +255,29 @@ def test_tags(tmp_path: Path) -> None:
     assert set(design.split()) <= SCALARS
 
 
+def test_another_value_of_train_step_is_reported_everywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fork that returns one more value from `train_step` sees it without another change."""
+    with Tracker(tmp_path, epochs=10) as tracker:
+        tracker.train_row({**train_row(10), "grad_norm": 1.23456789, "aux_loss": 0.5}, FIGURES)
+        tracker.val_row({**val_row(10), "ece": 0.25}, best=False)
+    header, line, _ = capsys.readouterr().out.splitlines()
+    assert line[len(header) :] == "  grad_norm 1.235  aux_loss 0.5"
+    train, val = rows(tmp_path)
+    assert (train["grad_norm"], train["aux_loss"], val["ece"]) == (1.23457, 0.5, 0.25)
+    events = curves(tmp_path)
+    assert curve(events, "train/grad_norm") == [(10, 1.2346)]
+    assert curve(events, "train/aux_loss") == [(10, 0.5)]
+    assert curve(events, "val/ece") == [(10, 0.25)]
+    for tag in ("train/grad_norm", "train/aux_loss", "val/ece"):
+        assert [where for where, pattern in charts(events).items() if re.match(pattern, tag)] == [
+            ("learning", "other values")
+        ]
+
+
 def test_curves_hold_the_values_at_the_step(tmp_path: Path) -> None:
-    life(tmp_path, 0, [20], loss=1.25)
+    start(tmp_path, 0, [20], loss=1.25)
     events = curves(tmp_path)
     assert {
         tag: curve(events, tag)
@@ -294,16 +326,16 @@ def test_without_tensorboard(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "tensorboard"])
-def test_log_that_cannot_be_opened(
+def test_output_that_cannot_be_opened(
     tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A file in the place of a folder and the reverse: unlike permissions, this stops root too."""
+    """A file instead of a folder, or the reverse: unlike permissions, this also stops root."""
     if broken == "tensorboard":
         (tmp_path / broken).write_text("")
     else:
         (tmp_path / broken).mkdir()
     with caplog.at_level(logging.WARNING):
-        life(tmp_path, 0, [10, 20, 30], loss=1)
+        start(tmp_path, 0, [10, 20, 30], loss=1)
     (record,) = caplog.records
     assert (
         "cannot be written" in record.getMessage()
@@ -317,20 +349,18 @@ def test_log_that_cannot_be_opened(
         assert len(curve(curves(tmp_path), "train/loss")) == 3
 
 
-def test_folder_that_is_no_folder(
+def test_run_directory_that_is_a_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run").write_text("")
-    life(tmp_path / "run", 0, [10, 20], loss=1)
-    assert [record.levelname for record in caplog.records] == [
-        "WARNING"
-    ] * 3  # for each that writes
+    start(tmp_path / "run", 0, [10, 20], loss=1)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3  # one for each output
     assert capsys.readouterr().out.count("\n") == 4  # the header, two rows, a validation
 
 
 @pytest.mark.filterwarnings(
     "error::pytest.PytestUnhandledThreadExceptionWarning"
-)  # of TensorBoard's own thread
+)  # in TensorBoard's thread
 def test_disk_that_fills_up(
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -350,23 +380,23 @@ def test_disk_that_fills_up(
             tracker.close()
     assert 1 <= len(caplog.records) <= 2
     assert "metrics.jsonl cannot be written" in caplog.text and "File too large" in caplog.text
-    life(tmp_path, 10, [20], loss=2)  # and the next start finds what is whole
+    start(tmp_path, 10, [20], loss=2)  # the next start keeps the complete rows
     assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20]
 
 
-def test_tensorboard_that_is_not_installed(
+def test_tensorboard_is_not_installed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
-    life(tmp_path, 0, [10], loss=1)
+    start(tmp_path, 0, [10], loss=1)
     (record,) = caplog.records
     assert "TensorBoard cannot be written" in record.getMessage()
     assert record.getMessage().endswith("training continues without it; pip install tensorboard")
     assert len(rows(tmp_path)) == 1
 
 
-def test_silent_ranks(
+def test_other_ranks_report_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -378,7 +408,7 @@ def test_silent_ranks(
         tracker.val_row(val_row(1), best=True)
         tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=0)
         tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=1)
-        tracker.graph(lambda: pytest.fail("is not built"), side=8, parameters=1)
+        tracker.graph(lambda: pytest.fail("the model is built"), image_size=8, parameters=1)
         tracker.hyperparameters({"a": 1}, SUMMARY, 1)
         tracker.outcome(SUMMARY, compiles=True)
     assert capsys.readouterr() == ("", "")
@@ -386,7 +416,7 @@ def test_silent_ranks(
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_images_are_shown_as_they_were_before_normalising(device: str, tmp_path: Path) -> None:
+def test_images_are_shown_without_normalisation(device: str, tmp_path: Path) -> None:
     pixels = torch.randint(0, 256, (70, 3, 6, 6), dtype=torch.uint8)
     mean, std = (
         torch.tensor([0.485, 0.456, 0.406])[:, None, None],
@@ -400,14 +430,14 @@ def test_images_are_shown_as_they_were_before_normalising(device: str, tmp_path:
     with Tracker(tmp_path) as tracker:
         tracker.images("kernels are loaded", shown, scale=scale_there, shift=shift_there, step=0)
         tracker.flush()
-        goes_on = held(tracker)
+        release = blocked(tracker)
         if lag is not None:
             torch.cuda._sleep(1_000_000_000)  # half a second
             lag.record()
         tracker.images("train/images", shown, scale=scale_there, shift=shift_there, step=7)
-        assert lag is None or not lag.query()  # nothing has waited for the GPU
-        shown.zero_()  # as the next batch does, before the grid is made
-        goes_on.set()
+        assert lag is None or not lag.query()  # no synchronisation
+        shown.zero_()  # as the next batch does, before the grid is encoded
+        release.set()
     (image,) = curves(tmp_path).Images("train/images")
     assert image.step == 7
     back = torch.tensor(
@@ -416,22 +446,22 @@ def test_images_are_shown_as_they_were_before_normalising(device: str, tmp_path:
     assert torch.equal(back.view(48, 48, 3).permute(2, 0, 1), grid(pixels[:64]))
 
 
-def held(tracker: Tracker) -> threading.Event:
-    """Grids are made when this is set, and not before."""
-    goes_on = threading.Event()
-    tracker._artist.submit(goes_on.wait, 60)
-    return goes_on
+def blocked(tracker: Tracker) -> threading.Event:
+    """Block the encoding of grids until the returned event is set."""
+    release = threading.Event()
+    tracker._executor.submit(release.wait, 60)
+    return release
 
 
-def test_images_are_made_beside_the_step(tmp_path: Path) -> None:
-    """The step after an epoch's end goes on meanwhile, also when the next epoch is over; with a flush they are on disk."""
+def test_images_are_encoded_in_a_thread(tmp_path: Path) -> None:
+    """A second grid is skipped while the first one is encoded; a flush writes it."""
     with Tracker(tmp_path) as tracker:
-        goes_on = held(tracker)
+        release = blocked(tracker)
         for step in (1, 2):
             tracker.images(
                 "train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=step
             )
-        goes_on.set()
+        release.set()
         tracker.flush()
         (image,) = curves(tmp_path).Images("train/images")
         assert image.step == 1
@@ -442,20 +472,20 @@ def test_images_are_made_beside_the_step(tmp_path: Path) -> None:
 def test_images_are_written_with_a_later_row(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=1)
-        assert tracker._drawn is not None
-        tracker._drawn[1].result()
+        assert tracker._pending is not None
+        tracker._pending[1].result()
         tracker.train_row(train_row(2), {})
-        assert tracker._drawn is None
+        assert tracker._pending is None
 
 
-def test_a_picture_that_cannot_be_made_costs_no_curve(
+def test_failure_to_encode_an_image_keeps_the_curves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(image: Image.Image, *, photos: bool = False) -> bytes:
         raise RuntimeError("no encoder")
 
     monkeypatch.setattr(pictures, "encoded", broken)
-    life(tmp_path, 0, [10, 20, 30], loss=1)
+    start(tmp_path, 0, [10, 20, 30], loss=1)
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "images cannot be written (RuntimeError: no encoder); training continues without"
@@ -463,8 +493,8 @@ def test_a_picture_that_cannot_be_made_costs_no_curve(
     assert len(curve(curves(tmp_path), "train/loss")) == 3
 
 
-def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
-    """16 of 224 px, as JPEG: TensorBoard's checksum takes the interpreter 85 ms a megabyte, in the middle of training."""
+def test_grid_of_photographs_is_a_jpeg(tmp_path: Path) -> None:
+    """TensorBoard's checksum holds the GIL for 85 ms per megabyte during training."""
     pixels = torch.nn.functional.interpolate(torch.rand(64, 3, 56, 56), 224, mode="bilinear") * 255
     with Tracker(tmp_path) as tracker:
         tracker.images("train/images", pixels, scale=ONE, shift=ZERO, step=1)
@@ -477,30 +507,16 @@ def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
     )
     assert (
         back.view(224, 224, 3).permute(2, 0, 1) - pixels[1]
-    ).abs().mean() < 10  # noise is harder than a photograph
+    ).abs().mean() < 10  # JPEG errors are larger for noise than for photographs
 
 
 def test_layout_shows_every_curve(tmp_path: Path) -> None:
-    """Each scalar is in a chart of the group it belongs to; those of one chart have one unit."""
-    life(tmp_path, 0, [20], loss=1)
+    """Each scalar is in exactly one chart, in the group of its tag."""
+    start(tmp_path, 0, [20], loss=1)
     events = curves(tmp_path)
-    layout = Layout.FromString(
-        events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
-    )
-    assert [group.title for group in layout.category] == [
-        "learning",
-        "throughput",
-        "time",
-        "gpu",
-        "memory",
-        "host",
-    ]
-    charts = {
-        (group.title, chart.title): tag
-        for group in layout.category
-        for chart in group.chart
-        for tag in chart.multiline.tag
-    }
+    found_charts = charts(events)
+    groups = ["learning", "throughput", "time", "gpu", "memory", "host"]
+    assert list(dict.fromkeys(group for group, _ in found_charts)) == groups
     new = {
         "gpu/sm_clock_mhz_max",
         "gpu/jpeg_engine_utilization",
@@ -516,18 +532,18 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
         "val/top5_raw",
     }
     for tag in {*events.Tags()["scalars"], *ROW_TAGS.values(), *new}:
-        (found,) = [where for where, pattern in charts.items() if re.match(pattern, tag)]
+        (found,) = [where for where, pattern in found_charts.items() if re.match(pattern, tag)]
         group = "throughput" if "images_per_second" in tag else tag.split("/")[0]
         assert found[0] == (
             group if group in ("throughput", "time", "gpu", "memory", "host") else "learning"
         ), tag
-    assert re.match(charts["gpu", "clocks, MHz"], "gpu/sm_clock_mhz_max")
+    assert re.match(found_charts["gpu", "clocks, MHz"], "gpu/sm_clock_mhz_max")
 
 
-def test_layout_of_a_life_that_begins_late(tmp_path: Path) -> None:
-    """From another run's checkpoint, or with TensorBoard turned on later."""
-    life(tmp_path, 30, [40], loss=1)
-    life(tmp_path, 40, [50], loss=1)
+def test_layout_without_a_start_at_step_0(tmp_path: Path) -> None:
+    """After a start from another run's checkpoint, or with TensorBoard enabled later."""
+    start(tmp_path, 30, [40], loss=1)
+    start(tmp_path, 40, [50], loss=1)
     assert len(curves(tmp_path).Tensors("custom_scalars__config__")) == 1
 
 
@@ -535,7 +551,7 @@ def picture(events: EventAccumulator, tag: str) -> Image.Image:
     return Image.open(io.BytesIO(events.Images(tag)[-1].encoded_image_string))
 
 
-def test_mistakes_are_shown(tmp_path: Path) -> None:
+def test_mistakes(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=7)
     events = curves(tmp_path)
@@ -547,7 +563,7 @@ def test_mistakes_are_shown(tmp_path: Path) -> None:
             f"top-1 of each class, {when}", table.sum(1), table.diagonal(), CLASSES
         ),
         "val/worst": pictures.worst(
-            f"the largest losses, {when}",
+            f"largest losses, {when}",
             torch.tensor([1, 2, 0], dtype=torch.uint8)[:, None, None, None].expand(3, 3, 8, 8),
             [
                 ("cat", "dog", "loss 3.00"),
@@ -559,7 +575,7 @@ def test_mistakes_are_shown(tmp_path: Path) -> None:
         shown, drawn = (np.asarray(image).astype(int) for image in (picture(events, tag), expected))
         assert shown.shape == drawn.shape and np.abs(shown - drawn).mean() <= (
             1 if tag == "val/worst" else 0
-        ), tag  # a JPEG
+        ), tag  # JPEG
         assert [image.step for image in events.Images(tag)] == [7]
     assert json.loads((tmp_path / "per_class.json").read_text()) == {
         "step": 7,
@@ -578,16 +594,16 @@ def test_per_class_without_tensorboard(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "per_class.json"}
 
 
-def test_pictures_that_cannot_be_drawn(
+def test_failure_to_draw_keeps_the_curves(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They cost one warning and no curve."""
+    """It causes one warning."""
 
     def broken(*_: object) -> None:
         raise ValueError("no such font")
 
     monkeypatch.setattr(pictures, "confusion", broken)
-    life(tmp_path, 0, [20, 40], loss=1)
+    start(tmp_path, 0, [20, 40], loss=1)
     (record,) = caplog.records
     assert record.getMessage().startswith("pictures cannot be written (ValueError: no such font)")
     events = curves(tmp_path)
@@ -596,16 +612,18 @@ def test_pictures_that_cannot_be_drawn(
     ]
 
 
-def test_per_class_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_per_class_json_that_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "per_class.json").mkdir()
-    life(tmp_path, 0, [20, 40], loss=1)
+    start(tmp_path, 0, [20, 40], loss=1)
     (record,) = caplog.records
     assert record.getMessage().startswith("per_class.json cannot be written")
     assert [image.step for image in curves(tmp_path).Images("val/confusion")] == [20, 40]
 
 
 def test_graph(tmp_path: Path) -> None:
-    """It shows the layers by name, and random numbers go on as if nothing had been built."""
+    """The graph names the layers; the random state is unchanged."""
 
     def build() -> nn.Module:
         return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(), nn.Flatten(), nn.Linear(4 * 36, 5))
@@ -614,7 +632,7 @@ def test_graph(tmp_path: Path) -> None:
     expected = torch.rand(3)
     torch.manual_seed(5)
     with Tracker(tmp_path) as tracker:
-        tracker.graph(build, side=8, parameters=10**6)
+        tracker.graph(build, image_size=8, parameters=10**6)
     assert torch.equal(torch.rand(3), expected)
     names = {node.name for node in curves(tmp_path).Graph().node}
     assert any("Conv2d[0]" in name for name in names) and any("Linear[3]" in name for name in names)
@@ -625,18 +643,18 @@ class Untraceable(nn.Module):
         return {"logits": object()}
 
 
-def test_graph_that_cannot_be_had(
+def test_graph_that_cannot_be_traced(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nobody hears of it, and the curves are written."""
+    """There is no message, and the curves are written."""
 
     def refused() -> nn.Module:
         raise RuntimeError("no")
 
     with Tracker(tmp_path, total_steps=10, epochs=1) as tracker, caplog.at_level(logging.INFO):
-        tracker.graph(Untraceable, side=8, parameters=1)
-        tracker.graph(refused, side=8, parameters=1)
-        tracker.graph(lambda: pytest.fail("too large"), side=8, parameters=10**9)
+        tracker.graph(Untraceable, image_size=8, parameters=1)
+        tracker.graph(refused, image_size=8, parameters=1)
+        tracker.graph(lambda: pytest.fail("too large"), image_size=8, parameters=10**9)
         tracker.val_row(val_row(1), best=False)
     assert not caplog.records and "rror" not in "".join(capfd.readouterr())
     assert curve(curves(tmp_path), "val/top5") == [(1, 95)]
@@ -645,7 +663,7 @@ def test_graph_that_cannot_be_had(
 
 
 def test_hyperparameters(tmp_path: Path) -> None:
-    """In the life's own event file, every value, and the figures they are compared by."""
+    """The start's event file holds all values and the results."""
     with Tracker(tmp_path) as tracker:
         tracker.val_row(val_row(20), best=True)
         tracker.hyperparameters(
@@ -687,11 +705,9 @@ def test_hyperparameters(tmp_path: Path) -> None:
     assert curve(events, "final/best_top1") == [(20, 72.5)]
 
 
-def test_console_lines_stand_under_their_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_console_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
-        tracker.progress(5)  # no terminal: nothing
+        tracker.progress(5)  # not a terminal: prints nothing
         tracker.train_row(train_row(10), {})
         tracker.train_row(train_row(20), {})
         tracker.val_row(val_row(20), best=True)
@@ -710,9 +726,7 @@ def test_console_lines_stand_under_their_header(
     assert other.endswith("500 images, 2.0 s")
 
 
-def test_a_validation_before_the_first_log_row_stands_under_the_header(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_header_above_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An epoch may be shorter than log.every_steps."""
     with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
         tracker.val_row(val_row(5), best=True)
@@ -726,9 +740,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_live_line_gives_way(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_progress_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     with Tracker(tmp_path, total_steps=200, epochs=10, tensorboard=False) as tracker:
@@ -758,7 +770,7 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder.mkdir()
     with Tracker(folder, tensorboard=False) as tracker:
         tracker.outcome(SUMMARY, compiles=True)
-        assert "curves" not in capsys.readouterr().out, "there are none"
+        assert "curves" not in capsys.readouterr().out, "there are no event files"
     with Tracker(folder) as tracker:
         tracker.outcome(SUMMARY, compiles=True)
         tracker.outcome(
@@ -781,7 +793,7 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "compiles", "says"),
+    ("changes", "compiles", "text"),
     [
         (
             {},
@@ -794,16 +806,16 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"images_per_second_with_first_epoch": 2950.1}, True, "2,950 images/s"),
     ],
 )
-def test_speed_is_told_apart_by_what_it_includes(
+def test_speed_with_and_without_the_first_epoch(
     changes: dict[str, Any],
     compiles: bool,
-    says: str,
+    text: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Tracker(tmp_path, tensorboard=False) as tracker:
         tracker.outcome({**SUMMARY, **changes}, compiles=compiles)
-    assert f"\nspeed     {says}\n" in capsys.readouterr().out
+    assert f"\nspeed     {text}\n" in capsys.readouterr().out
 
 
 def test_duration() -> None:

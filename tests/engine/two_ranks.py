@@ -1,4 +1,4 @@
-"""What each of two ranks does in test_distributed.py; writes what it found as JSON to the path it is given."""
+"""One of the two ranks of test_distributed.py; writes its results as JSON to the given folder."""
 
 import copy
 import json
@@ -49,7 +49,7 @@ def agreement(world: World) -> dict[str, Any]:
 def all_or_none(world: World) -> list[Any]:
     def attempt(limit: int) -> int:
         if world.rank >= limit:
-            raise UserError(f"rank {world.rank} has no room")
+            raise UserError(f"rank {world.rank} has no memory")
         return 10 * world.rank
 
     found: list[Any] = [world.all_or_none(lambda: attempt(2))]
@@ -61,11 +61,11 @@ def all_or_none(world: World) -> list[Any]:
 
 
 def gathering(world: World) -> dict[str, Any]:
-    everyones = world.gather({"rank": world.rank, "path": Path(f"runs/{world.rank}"), "none": None})
+    values = world.gather({"rank": world.rank, "path": Path(f"runs/{world.rank}"), "none": None})
     return {
-        "ranks": [value["rank"] for value in everyones],
-        "paths": [str(value["path"]) for value in everyones],
-        "of_node": [value["rank"] for value in world.of_node(everyones)],
+        "ranks": [value["rank"] for value in values],
+        "paths": [str(value["path"]) for value in values],
+        "of_node": [value["rank"] for value in world.of_node(values)],
     }
 
 
@@ -90,7 +90,7 @@ def buffers(world: World) -> dict[str, Any]:
 
 
 def gradients(world: World) -> dict[str, Any]:
-    """Each rank takes its half of a batch."""
+    """Each rank trains on its half of a batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     images = torch.randn(8, 4)
@@ -109,13 +109,13 @@ def gradients(world: World) -> dict[str, Any]:
 
 
 def validation(world: World) -> dict[str, Any]:
-    """Rank 0 brings three batches, rank 1 one and a half; some rows only fill up."""
+    """Rank 0 has three batches, rank 1 has one and a half; the rest of the rows is padding."""
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
-    mine = torch.arange(15) if world.leads else torch.arange(15, 25)
+    own = torch.arange(15) if world.leads else torch.arange(15, 25)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for part in mine.split(5 if world.leads else 7):
+        for part in own.split(5 if world.leads else 7):
             fill = 7 - len(part)
             yield (
                 torch.cat([images[part], torch.zeros(fill, 6)]),
@@ -131,7 +131,7 @@ def validation(world: World) -> dict[str, Any]:
 
 
 def metering(world: World) -> list[float]:
-    meter = Meter(world, batch_size=8, step=0)
+    meter = Meter(world)
     meter.add({"loss": torch.tensor(4.0) * (world.rank + 1), "top1": torch.tensor(25.0)})
     meter.send(1, lr=0.1)
     interval = meter.read()
@@ -140,13 +140,17 @@ def metering(world: World) -> list[float]:
 
 
 def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> list[int]:
-    """Run until both agree; `signals`: rank -> (step at which it gets one, which)."""
+    """Run until both ranks stop.
+
+    Args:
+        signals: rank -> (step at which the rank receives a signal, the signal).
+    """
     with StopSignal(world) as stop:
         for step in range(1000):
             if world.rank in signals and signals[world.rank][0] == step:
                 os.kill(os.getpid(), signals[world.rank][1])
             if world.rank == 1:
-                time.sleep(0.001)  # ranks are not in lockstep
+                time.sleep(0.001)  # ranks run at different speeds
             stop.poll()
             if stop:
                 number = stop.number
@@ -156,7 +160,7 @@ def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> li
 
 
 def from_outside(world: World, ready: Path) -> list[int]:
-    """Run until somebody signals one of the ranks."""
+    """Run until the test sends a signal to one of the ranks."""
     with StopSignal(world) as stop:
         ready.write_text(str(os.getpid()))
         for step in range(100_000):
@@ -168,15 +172,15 @@ def from_outside(world: World, ready: Path) -> list[int]:
 
 
 @contextmanager
-def seconds_alive(limit: int) -> Iterator[None]:
-    """Rather killed than left behind, should the test that started this be."""
+def time_limit(limit: int) -> Iterator[None]:
+    """Kill this process after `limit` seconds, in case the test that started it is gone."""
     signal.alarm(limit)
     yield
     signal.alarm(0)
 
 
 def main(folder: Path) -> None:
-    with seconds_alive(120), join_world("cpu") as world:
+    with time_limit(120), join_world("cpu") as world:
         found = {
             "world": [
                 world.rank,
