@@ -127,7 +127,7 @@ class Answer(Trial):
             late_fraction=self.late_fraction,
             copy_fraction=self.copy_fraction,
             drained_fraction=self.drained_fraction,
-            copy_ms=self.copy_ms[not self.pin_memory] if self.copy_ms else 0.0,
+            copy_ms=self.copy_ms[0 if self.pin_memory else 1] if self.copy_ms else 0.0,
         )
 
     def bars(self, setup: Setup) -> tuple[list[tuple[str, float, str]], list[str]]:
