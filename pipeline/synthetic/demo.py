@@ -198,8 +198,10 @@ class UndrawnDataset(FolderDataset):
         self, root: Path, split: str, transform: Compose, *, decoder: str, seed: int
     ) -> None:
         count = (TRAIN_IMAGES if split == "train" else VAL_IMAGES) // len(CLASSES)
-        files = {label: [b"%s/%04d.jpg" % (label.encode(), number) for number in range(count)]
-                 for label in sorted(CLASSES)}  # fmt: skip
+        files = {
+            label: [f"{label}/{number:04d}.jpg".encode() for number in range(count)]
+            for label in sorted(CLASSES)
+        }
         index = Index.of_files(os.path.abspath(root / split), files)
         super().__init__(index, transform, decoder=decoder, seed=seed)
 

@@ -1,4 +1,4 @@
-"""Transforms of one image: drawn from (seed, epoch, index), as torchvision's draw, and refused when they make no sense."""
+"""Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
 import itertools
 import math
@@ -54,7 +54,7 @@ def photo(image_root: Path) -> Image.Image:
 # Draws.
 
 
-def test_generator_depends_on_seed_epoch_and_index_and_nothing_else() -> None:
+def test_generator_depends_only_on_seed_epoch_and_index() -> None:
     corners = {
         (seed, epoch, index): sample_rng(seed, epoch, index).random()
         for seed, epoch, index in itertools.product(
@@ -77,7 +77,7 @@ def test_neighbouring_samples_draw_independently() -> None:
 
 
 def test_generator_is_the_same_on_every_machine() -> None:
-    """A run resumed elsewhere must go on with the same crops."""
+    """A run resumed elsewhere continues with the same crops."""
     assert sample_rng(1, 2, 3).random() == 0.7449706389329016
 
 
@@ -118,7 +118,7 @@ def test_crop_keeps_area_and_ratio_and_reaches_every_corner() -> None:
 def test_crop_is_distributed_as_torchvision_draws_it(
     transforms: ModuleType, size: tuple[int, int], ratio: tuple[float, float]
 ) -> None:
-    """With boxes that are always wide, width and height cannot be exchanged unseen."""
+    """With boxes that are always wide, the test detects swapped width and height."""
     import torch
 
     width, height = size
@@ -148,7 +148,7 @@ def test_crop_is_distributed_as_torchvision_draws_it(
 def test_crop_of_an_image_of_impossible_ratio_is_torchvisions(
     transforms: ModuleType, size: tuple[int, int]
 ) -> None:
-    """Only the largest centred region is left after ten tries."""
+    """After ten tries, the crop is the largest centred region."""
     import torch
 
     width, height = size
@@ -162,7 +162,7 @@ def test_crop_of_an_image_of_impossible_ratio_is_torchvisions(
 
 
 def test_crop_is_resized_as_torchvision_resizes(transforms: ModuleType, photo: Image.Image) -> None:
-    """To one level of torchvision's resize of a Pillow image, which rounds elsewhere; exactly its resize of a tensor."""
+    """Within one level of torchvision's resize of a Pillow image, which rounds differently."""
     for box in ((0, 0, 300, 260), (20, 10, 220, 180), (100, 100, 140, 150)):
         left, top, right, bottom = box
         ours = Picture.of_pillow(photo).resized((64, 64), box).pixels()
@@ -216,7 +216,7 @@ def test_horizontal_flip(photo: Image.Image) -> None:
     assert 430 < flipped < 570
 
 
-def test_random_crop_takes_every_place_and_pads_with_black(photo: Image.Image) -> None:
+def test_random_crop_uses_every_position_and_pads_with_black(photo: Image.Image) -> None:
     small = photo.resize((10, 12)).point(lambda value: max(value, 1))
     pixels = np.asarray(small)
     padded = np.pad(pixels, ((2, 2), (2, 2), (0, 0)))
@@ -308,7 +308,7 @@ def test_operation_of_every_strength_is_torchvisions(
     image, changed = photo.resize((176, 120)), 0
     magnitudes, signed = their_space(autoaugment, family, image)[THEIRS[name]]
     for strength, sign in itertools.product(range(STRENGTHS + 1), (1, -1)):
-        # Theirs are float32: unrounded, TrivialAugment's translation by 16 pixels is 15.999999, which is cut to 15.
+        # torchvision's are float32: unrounded, a translation by 16 pixels is 15.999999, cut to 15.
         magnitude = (
             (sign if signed else 1) * round(magnitudes[strength].item(), 4)
             if magnitudes.ndim
@@ -328,7 +328,7 @@ def test_operation_of_every_strength_is_torchvisions(
 
 
 @pytest.mark.parametrize(("family", "ours"), FAMILIES)
-def test_operations_strengths_and_signs_are_drawn_as_torchvision_draws_them(
+def test_operations_strengths_and_signs_have_torchvisions_distribution(
     autoaugment: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     photo: Image.Image,
@@ -373,7 +373,7 @@ def test_operations_strengths_and_signs_are_drawn_as_torchvision_draws_them(
         assert same_distribution(mine, their), name
 
 
-def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Image) -> None:
+def test_rand_augment_applies_count_operations(photo: Image.Image) -> None:
     image = Picture.of_pillow(photo.resize((40, 32)))
     once, twice = (one({"rand_augment": {"count": count, "magnitude": 12}}) for count in (1, 2))
     for seed in range(20):
@@ -390,7 +390,8 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
     [
         (
             "horizontal_flp",
-            r"no transform horizontal_flp; choose from random_resized_crop, .*; did you mean horizontal_flip\?",
+            r"no transform horizontal_flp; choose from random_resized_crop, .*; "
+            r"did you mean horizontal_flip\?",
         ),
         ({"center_corp": {"size": 3}}, r"did you mean center_crop\?"),
         ("__import__", "choose from random_resized_crop"),
@@ -405,7 +406,8 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
         ("center_crop", r"center_crop needs size; write center_crop: \{size: 224\}$"),
         (
             {"random_resized_crop": {"scale": [0.1, 1.0]}},
-            r"random_resized_crop needs size; write random_resized_crop: \{size: 224, scale: \[0.1, 1.0\]\}$",
+            r"random_resized_crop needs size; "
+            r"write random_resized_crop: \{size: 224, scale: \[0.1, 1.0\]\}$",
         ),
         ({"center_crop": 8}, "not a transform"),
         ({"center_crop": [8]}, "not a transform"),
@@ -416,25 +418,24 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
         (["horizontal_flip"], "not a transform"),
     ],
 )
-def test_entry_that_is_no_transform_is_refused(entry: Any, message: str) -> None:
+def test_invalid_entry_is_refused(entry: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"^augment.train: (.*){message}"):
         build(["horizontal_flip", entry], TRANSFORMS, key="augment.train")
 
 
 class Shift:
-    """A transform of somebody's own."""
+    """A custom transform."""
 
     def __init__(self, *, across: int, down: int, fill: int = 0) -> None:
         self.box = across, down, fill
 
 
-def test_every_missing_parameter_is_named() -> None:
-    """In a list for whole batches too."""
+def test_missing_parameters_are_named() -> None:
+    """Also in a list for whole batches."""
     with pytest.raises(UserError) as error:
         build([{"shift": {"fill": 3}}], {"shift": Shift}, key="augment.batch")
-    assert (
-        str(error.value)
-        == "augment.batch: shift needs across and down; write shift: {across: ..., down: ..., fill: 3}"
+    assert str(error.value) == (
+        "augment.batch: shift needs across and down; write shift: {across: ..., down: ..., fill: 3}"
     )
 
 
@@ -472,6 +473,6 @@ NAN, INF = math.nan, math.inf
         *(("rand_augment", {"magnitude": magnitude}) for magnitude in (-1, 31, NAN, None)),
     ],
 )
-def test_parameter_without_sense_is_refused(name: str, parameters: dict[str, Any]) -> None:
+def test_invalid_parameter_is_refused(name: str, parameters: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^augment.val: {name}: {list(parameters)[-1]}=.*: give "):
         build([{name: parameters}], TRANSFORMS, key="augment.val")

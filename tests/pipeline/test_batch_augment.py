@@ -1,4 +1,4 @@
-"""Transforms of a batch: pixels and targets mix in the same proportion, drawn from (seed, step, rank)."""
+"""Batch transforms: pixels and targets mix in proportion, drawn from (seed, step, rank)."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def one(name: str, **parameters: Any) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Sample i is of colour i + 1 all over and of class i: whatever is mixed in can be told by its value."""
+    """Sample i has colour i + 1 and class i: its value identifies a pixel's source."""
     images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
     return images, torch.eye(COUNT)
 
@@ -33,7 +33,7 @@ def neighbours() -> np.ndarray:
 
 
 def is_box(inside: np.ndarray) -> bool:
-    """Whether a mask [S, S] is one filled rectangle, or empty."""
+    """Return whether a mask [S, S] is one filled rectangle, or empty."""
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
@@ -77,7 +77,7 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
     assert max(areas) > 0.5
 
 
-def test_boxes_reach_every_pixel_about_equally() -> None:
+def test_boxes_cover_every_pixel_about_equally() -> None:
     hits = np.zeros((SIDE, SIDE))
     cutmix = one("cutmix", alpha=1.0)
     for step in range(60):
@@ -88,7 +88,7 @@ def test_boxes_reach_every_pixel_about_equally() -> None:
     assert abs(hits[:, : SIDE // 2].mean() - hits[:, SIDE // 2 :].mean()) < 0.03
 
 
-def test_erasing_clears_a_box_and_leaves_targets_alone() -> None:
+def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = 0
     for step in range(20):
@@ -145,7 +145,7 @@ def test_erased_boxes_are_distributed_as_torchvisions(
 
 
 def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
-    """A box that the border cuts has the weight of what is left of it."""
+    """The weight of a box is its area within the image."""
     assert import_torchvision()
     from torchvision.transforms.v2 import CutMix
 
@@ -174,7 +174,7 @@ def test_draws_depend_on_seed_step_and_rank_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_never_changes_its_input_nor_what_p_0_leaves_out(name: str) -> None:
+def test_input_is_not_modified_and_p_0_changes_nothing(name: str) -> None:
     images, targets = torch.randn(8, 3, 16, 16), torch.eye(8)
     before = images.clone(), targets.clone()
     for p in (0.0, 1.0):
@@ -191,7 +191,7 @@ def test_never_changes_its_input_nor_what_p_0_leaves_out(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
-def test_p_is_the_share_of_images_that_are_mixed(name: str) -> None:
+def test_p_is_the_fraction_of_mixed_images(name: str) -> None:
     transform = one(name, p=0.3)
     mixed = [transform(*batch(), batch_rng(0, step, 0))[1].diagonal() < 1 for step in range(40)]
     assert 0.25 < torch.cat(mixed).float().mean().item() < 0.33
@@ -226,11 +226,17 @@ NAN, INF = math.nan, math.inf
         *(("mixup", {"alpha": alpha}) for alpha in (0, -1, NAN, INF, "x", None)),
         *(("cutmix", {"alpha": alpha}) for alpha in (0, NAN, [1])),
         *((name, {"p": p}) for name in BATCH_TRANSFORMS for p in (-0.1, 1.1, NAN, "x", None)),
-        *(("random_erasing", {"scale": scale}) for scale in ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], 0.5, [1, 1, 1], None)),
-        *(("random_erasing", {"ratio": ratio}) for ratio in ([0, 1], [2, 1], [1, INF], [NAN, 1], None)),
+        *(
+            ("random_erasing", {"scale": scale})
+            for scale in ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], 0.5, [1, 1, 1], None)
+        ),
+        *(
+            ("random_erasing", {"ratio": ratio})
+            for ratio in ([0, 1], [2, 1], [1, INF], [NAN, 1], None)
+        ),
     ],
-)  # fmt: skip
-def test_parameter_without_sense_is_refused(name: str, parameters: dict[str, Any]) -> None:
+)
+def test_invalid_parameter_is_refused(name: str, parameters: dict[str, Any]) -> None:
     with pytest.raises(
         UserError, match=f"^augment.batch: {name}: {next(iter(parameters))}=.*: give "
     ):

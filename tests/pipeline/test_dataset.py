@@ -1,4 +1,4 @@
-"""One sample: the same whenever it is asked for, and an unreadable one is named."""
+"""One sample: reproducible, and an error names its file."""
 
 import contextlib
 import io
@@ -38,7 +38,7 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A few hundred bytes that claim to be a large image."""
+    """A few hundred bytes whose header declares a large image."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
         return (
@@ -87,16 +87,17 @@ def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Pat
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_data_loader_sees_the_crops_of_the_epoch_that_is_set(
-    image_root: Path, workers: int
-) -> None:
-    """Two ranks, each with its sampler and workers that are kept from epoch to epoch."""
+def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, workers: int) -> None:
+    """Two ranks, each with its sampler and persistent workers."""
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
     dataset = open_dataset(image_root / "train", seed=5)
     context = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
-    samplers = [DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3) for rank in range(2)]  # type: ignore[arg-type]
+    samplers = [
+        DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
     loaders = [
         DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
         for sampler in samplers
@@ -169,7 +170,7 @@ def test_bad_file_is_named_with_the_reason(changeable: Path, damage: str, reason
 def test_eps_named_jpg_is_refused_and_starts_no_process(
     changeable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pillow gives PostScript to Ghostscript, which is a program in a file: a dataset must not run programs."""
+    """Pillow runs Ghostscript on PostScript, which is a program: a dataset must not run any."""
     gs, started = tmp_path / "bin" / "gs", tmp_path / "started"
     gs.parent.mkdir()
     gs.write_text(f"#!/bin/sh\ntouch {started}\n")
@@ -223,7 +224,7 @@ def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
     assert refused > 30
 
 
-def test_transform_that_cannot_be_applied_names_the_image(image_root: Path) -> None:
+def test_failing_transform_names_the_image(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train")
     dataset.transform = Compose(
         build([{"random_crop": {"size": 4000}}], TRANSFORMS, key="augment.train")
@@ -234,9 +235,7 @@ def test_transform_that_cannot_be_applied_names_the_image(image_root: Path) -> N
         dataset.load(0, 0)
 
 
-def test_name_without_an_encoding_is_readable_and_nameable(
-    tmp_path: Path, image_root: Path
-) -> None:
+def test_undecodable_file_name_is_read_and_named(tmp_path: Path, image_root: Path) -> None:
     folder = os.path.join(os.fsencode(tmp_path), b"root", b"\xff")
     os.makedirs(folder)
     shutil.copy(image_root / "train" / "dots" / "00.jpg", os.path.join(folder, b"a\xe9.jpg"))

@@ -1,4 +1,4 @@
-"""The sample table: what counts as an image, what is refused, and a cache that is never trusted wrongly."""
+"""The sample table: accepted files, refused folders, and a cache that is never stale."""
 
 import os
 import random
@@ -19,7 +19,7 @@ NOBODY = 65534  # root may read and write what permissions forbid
 
 
 def make(folder: Path, *names: str | bytes) -> Path:
-    """Create empty files, and the folders they are in; the scan looks at names only."""
+    """Create empty files and their folders; the scan reads names only."""
     for name in names:
         path = os.path.join(os.fsencode(folder), os.fsencode(name))
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -28,7 +28,7 @@ def make(folder: Path, *names: str | bytes) -> Path:
 
 
 def settle(folder: Path) -> Path:
-    """Make every folder look as if it had last changed an hour ago."""
+    """Set the mtime of every folder to an hour ago."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
             info = path.stat()
@@ -51,7 +51,7 @@ def paths(folder: Path, **options: Path) -> list[str]:
 
 @contextmanager
 def unseen_change(folder: Path) -> Iterator[None]:
-    """Change a folder within the `with` block and take its mtime back: only a new scan can find out."""
+    """Restore the mtime of a folder after the `with` block: only a new scan sees the change."""
     info = folder.stat()
     yield
     os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
@@ -59,7 +59,7 @@ def unseen_change(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def as_other_user() -> Iterator[Path]:
-    """A folder of somebody who owns nothing else, and within the `with` block this process is that user (if it may)."""
+    """Give a folder to another user, and become that user within the `with` block if permitted."""
     with tempfile.TemporaryDirectory() as folder:
         own = os.geteuid()
         if own == 0:
@@ -75,7 +75,7 @@ def as_other_user() -> Iterator[Path]:
 # What an image is.
 
 
-def test_every_image_once_sorted_with_the_label_of_its_class(image_root: Path) -> None:
+def test_index_lists_every_image_once_in_order_with_its_label(image_root: Path) -> None:
     index = load_index(image_root / "train", key="data.train")
     assert index.classes == ("checks", "dots", "stripes")
     assert content(index) == [
@@ -84,14 +84,14 @@ def test_every_image_once_sorted_with_the_label_of_its_class(image_root: Path) -
     assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
 
 
-def test_order_is_that_of_the_names_whatever_the_order_on_disk(tmp_path: Path) -> None:
+def test_order_follows_the_names_not_the_disk(tmp_path: Path) -> None:
     names = [f"{c}/{n}.jpg" for c in "acbd" for n in (10, 9, 1, 2)]
     make(tmp_path / "one", *names)
     make(tmp_path / "two", *reversed(names))
     assert paths(tmp_path / "one") == paths(tmp_path / "two") == sorted(names)
 
 
-def test_only_images_count_in_folders_of_any_depth(tmp_path: Path) -> None:
+def test_only_images_are_listed_at_any_depth(tmp_path: Path) -> None:
     make(
         tmp_path,
         "a/1.jpg",
@@ -113,7 +113,7 @@ def test_only_images_count_in_folders_of_any_depth(tmp_path: Path) -> None:
     ]
 
 
-def test_links_count_once_and_what_is_no_file_not_at_all(tmp_path: Path) -> None:
+def test_linked_folders_are_listed_once_and_special_files_never(tmp_path: Path) -> None:
     make(tmp_path, "root/a/1.jpg", "elsewhere/2.jpg", "elsewhere/sub/3.jpg")
     a = tmp_path / "root" / "a"
     (a / "loop").symlink_to(a)
@@ -130,8 +130,8 @@ def test_links_count_once_and_what_is_no_file_not_at_all(tmp_path: Path) -> None
         assert paths(tmp_path / "root") == ["a/1.jpg", "a/linked.jpg", "b/2.jpg", "b/sub/3.jpg"]
 
 
-def test_class_order_is_that_of_the_bytes_as_in_torchvision(tmp_path: Path) -> None:
-    """Labels must be those of torchvision's ImageFolder: upper case before lower case, and 10 before 2."""
+def test_classes_are_sorted_by_bytes_as_in_torchvision(tmp_path: Path) -> None:
+    """Labels equal those of torchvision's ImageFolder: upper before lower case, 10 before 2."""
     make(tmp_path, *(f"{name}/1.jpg" for name in ("a", "B", "b", "2", "10", "_", "é")))
     index = load_index(tmp_path, key="data.train")
     assert (
@@ -149,7 +149,7 @@ def test_class_order_is_that_of_the_bytes_as_in_torchvision(tmp_path: Path) -> N
 def test_link_to_a_parent_folder_adds_nothing(
     tmp_path: Path, depth: int, absolute: bool, stored: str
 ) -> None:
-    """The class itself, the split, the folder of both splits, and the folder that this lies in."""
+    """The class itself, the split, the folder of both splits, and its parent."""
     store = make(
         tmp_path / "store",
         "data/train/a/1.jpg",
@@ -184,7 +184,7 @@ def test_link_out_of_a_linked_folder_to_its_parent_adds_nothing(tmp_path: Path) 
     assert paths(root) == ["a/1.jpg", "a/more/2.jpg"]
 
 
-def test_folder_that_two_links_of_a_class_reach_counts_once(tmp_path: Path) -> None:
+def test_folder_with_two_links_in_a_class_is_listed_once(tmp_path: Path) -> None:
     store = make(tmp_path / "store", "deep/2.jpg", "3.jpg")
     root = make(tmp_path / "root", "a/1.jpg")
     for name, target in (("x", store / "deep"), ("y", store), ("z", store)):
@@ -205,7 +205,7 @@ def test_folder_that_two_links_of_a_class_reach_counts_once(tmp_path: Path) -> N
         ({"a/more": "store", "c/some": "store/sub"}, "a/more/sub", "c/some"),
     ],
 )
-def test_folder_under_two_labels_is_refused(
+def test_folder_in_two_classes_is_refused(
     tmp_path: Path, links: dict[str, str], one: str | None, other: str | None
 ) -> None:
     make(
@@ -225,11 +225,13 @@ def test_folder_under_two_labels_is_refused(
         return
     with pytest.raises(UserError) as error:
         load_index(root, key="data.train")
-    assert str(error.value) == (f"data.train={root}: {one} and {other} are the same folder, so its images would have two "
-                                "labels; remove the link that is wrong")  # fmt: skip
+    assert str(error.value) == (
+        f"data.train={root}: {one} and {other} are the same folder, "
+        "so its images would have two labels; remove the link that is wrong"
+    )
 
 
-def test_names_in_no_encoding_and_with_odd_characters(tmp_path: Path) -> None:
+def test_undecodable_and_unusual_names(tmp_path: Path) -> None:
     names = [
         b"caf\xe9/\xff\xfe.jpg",
         b"caf\xe9/new\nline.jpg",
@@ -265,7 +267,7 @@ def test_folder_without_classes_is_refused(tmp_path: Path) -> None:
         load_index(tmp_path, key="data.train")
 
 
-def test_empty_class_is_refused_by_name(tmp_path: Path) -> None:
+def test_empty_class_is_named(tmp_path: Path) -> None:
     make(tmp_path, "full/1.jpg", "hollow/readme.txt")
     with pytest.raises(UserError, match=r"^data.train=.*: class folder hollow holds no images"):
         load_index(tmp_path, key="data.train")
@@ -274,7 +276,7 @@ def test_empty_class_is_refused_by_name(tmp_path: Path) -> None:
         load_index(tmp_path, key="data.train")
 
 
-def test_class_in_one_split_only_is_refused_by_name(tmp_path: Path) -> None:
+def test_class_missing_in_one_split_is_named(tmp_path: Path) -> None:
     make(
         tmp_path,
         "train/a/1.jpg",
@@ -301,7 +303,7 @@ def test_class_in_one_split_only_is_refused_by_name(tmp_path: Path) -> None:
         check_splits(many, val)
 
 
-def test_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_folder_is_refused(tmp_path: Path) -> None:
     with as_other_user() as root:
         make(root, "a/1.jpg", "b/2.jpg")
         (root / "b").chmod(0)
@@ -313,7 +315,7 @@ def test_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 # The cache.
 
 
-def test_scan_is_kept_and_used_again(tmp_path: Path) -> None:
+def test_scan_is_cached_and_reused(tmp_path: Path) -> None:
     root = settle(make(tmp_path / "root", "a/1.jpg", "b/deep/2.jpg"))
     first = load_index(root, key="data.train")
     with unseen_change(root / "a"):
@@ -331,7 +333,7 @@ def test_scan_is_kept_and_used_again(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change", ["file", "deep file", "removed", "class", "moved", "older", "link"]
 )
-def test_scan_is_made_again_when_a_folder_has_changed(tmp_path: Path, change: str) -> None:
+def test_changed_folder_is_scanned_again(tmp_path: Path, change: str) -> None:
     make(tmp_path / "other", "9.jpg")
     root = make(tmp_path / "root", "a/1.jpg", "a/2.jpg", "b/deep/3.jpg")
     (root / "c").symlink_to(tmp_path / "other")
@@ -365,7 +367,7 @@ def test_scan_is_made_again_when_a_folder_has_changed(tmp_path: Path, change: st
     assert paths(root) == sorted([*kept, "a/unseen.jpg"])
 
 
-def test_folder_that_may_still_be_changing_is_not_kept(tmp_path: Path) -> None:
+def test_recently_changed_folder_is_not_cached(tmp_path: Path) -> None:
     root = settle(make(tmp_path / "root", "a/1.jpg", "b/2.jpg"))
     make(root, "b/3.jpg")  # now: another file in this tick of the clock would not move b's mtime
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
@@ -374,7 +376,7 @@ def test_folder_that_may_still_be_changing_is_not_kept(tmp_path: Path) -> None:
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg"]
 
 
-def test_roots_have_caches_of_their_own(tmp_path: Path) -> None:
+def test_each_root_has_its_own_cache(tmp_path: Path) -> None:
     for name in ("one", "two"):
         settle(make(tmp_path / name, f"{name}/{name}.jpg"))
     for _ in range(2):
@@ -412,8 +414,8 @@ def test_damaged_cache_is_scanned_again(tmp_path: Path, caplog: pytest.LogCaptur
     assert cache.stat().st_size >= len(good)  # written anew
 
 
-def test_interrupted_write_leaves_no_half_cache(tmp_path: Path) -> None:
-    """The cache appears by a rename: while it is written it has another name."""
+def test_interrupted_write_leaves_no_partial_cache(tmp_path: Path) -> None:
+    """The cache is written under another name and renamed."""
     root, cache = settle(make(tmp_path / "root", "a/1.jpg")), tmp_path / "cache"
     paths(root, cache_dir=cache)
     (kept,) = cache.iterdir()
@@ -424,9 +426,7 @@ def test_interrupted_write_leaves_no_half_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["file in the way", "read-only", "disk full"])
-def test_cache_that_cannot_be_written_is_one_warning(
-    caplog: pytest.LogCaptureFixture, fault: str
-) -> None:
+def test_unwritable_cache_is_one_warning(caplog: pytest.LogCaptureFixture, fault: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with as_other_user() as folder:
         root, cache = settle(make(folder / "root", "a/1.jpg")), folder / "cache"
@@ -446,7 +446,9 @@ def test_cache_that_cannot_be_written_is_one_warning(
     assert str(cache) in written[0]
 
 
-def test_no_home_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_works_without_a_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/nonexistent")
     if os.geteuid() == 0:  # could create it
@@ -457,7 +459,7 @@ def test_no_home_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.Mo
 # The fingerprint.
 
 
-def test_fingerprint_is_of_the_samples_and_not_of_their_place(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_samples_not_on_their_root(tmp_path: Path) -> None:
     def fingerprint(folder: Path) -> str:
         return load_index(folder, key="data.train").fingerprint()
 

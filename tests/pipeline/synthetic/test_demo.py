@@ -181,7 +181,7 @@ def test_other_parameters_are_refused(drawn: Path, other: dict[str, int]) -> Non
     assert contents(drawn) == before
 
 
-def test_foreign_folder_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_other_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     root = tmp_path / "photos"
     (root / "train").mkdir(parents=True)
     (root / "train" / "cat.jpg").write_bytes(b"mine")
@@ -192,9 +192,7 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"photos/train/cat.jpg": b"mine"}
 
 
-def test_killed_process_leaves_nothing_that_matters(
-    drawn: Path, tmp_path: Path, start: Start
-) -> None:
+def test_killed_process_does_not_hinder_the_next(drawn: Path, tmp_path: Path, start: Start) -> None:
     root = tmp_path / "demo"
     process = start(root, 100_000, 0)
     await_first_image(process, root)
