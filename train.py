@@ -351,7 +351,7 @@ def tune_loader(
         step,
         first_step=state.step,
         setup=plan.setup,
-        loader=config.loader,
+        choices=config.loader,
         ranks=world,
     )
     question = tuning_question(plan, world, train_fingerprint)

@@ -164,7 +164,7 @@ class Data:
         "folder",
         RESULT | SPEED,
         "source of the images; set by data=NAME",
-        one_of("folder", "demo", "fake"),
+        one_of(*group_names("data")),
     )
     root: str | None = key(
         None,

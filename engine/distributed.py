@@ -1,4 +1,4 @@
-"""Which rank this is, on which device, and how ranks agree. One process is a world of one."""
+"""Ranks, their devices and their communication. A single process is a world of size 1."""
 
 import os
 import signal
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks that torchrun started."""
+    """This process's rank among those that torchrun started."""
 
     rank: int
     size: int
@@ -29,11 +29,11 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Rank 0 alone writes and speaks."""
+        """Whether this is rank 0, the only one that prints and writes."""
         return self.rank == 0
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """Rank 0 decides, every rank gets its answer, or raises its error."""
+        """Call `decide` on rank 0; every rank returns its result or raises its error. Collective."""
         box: list[Any] = [None, None]
         if self.leads:
             try:
@@ -48,7 +48,7 @@ class World:
         return answer
 
     def gather(self, value: T) -> list[T]:
-        """What every rank has, in the order of the ranks; collective."""
+        """Return the values of all ranks, in rank order. Collective."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -56,7 +56,11 @@ class World:
         return values
 
     def all_or_none(self, attempt: Callable[[], T]) -> list[T]:
-        """What `attempt` gives on every rank; the mistake that one finds is raised on all. Collective."""
+        """Call `attempt` on every rank and gather the results. Collective.
+
+        Raises:
+            UserError: on every rank, if one rank raised it.
+        """
         outcome: T | UserError
         try:
             outcome = attempt()
@@ -70,34 +74,38 @@ class World:
         return found
 
     def of_node(self, values: list[T]) -> list[T]:
-        """Of one value for each rank, those of this node's ranks."""
+        """Select the values of this node's ranks from one value per rank."""
         first = self.rank - self.local_rank
         return values[first : first + self.local_size]
 
     def sum(self, values: Tensor) -> Tensor:
-        """Add a tensor over all ranks, in place."""
+        """Sum a tensor over all ranks, in place. Collective."""
         if self.size > 1:
             dist.all_reduce(values)
         return values
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Give every rank rank 0's buffers: BatchNorm statistics differ by rank, validation must not."""
+        """Copy rank 0's buffers to every rank, so that all validate with the same BatchNorm statistics."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
 
     def wrap(self, model: nn.Module, example: Tensor) -> nn.Module:
-        """The module to call in training: averages gradients over the ranks.
+        """Return the module to call in training, which averages gradients over the ranks.
 
-        DDP puts gradients into its buckets anew after the first backward pass, and three or more ranks' sums then round
-        differently. A pass over `example`, a batch, leaves that behind: the first step after a restart is like any other.
-        In evaluation mode it changes no buffer and draws no random number.
+        DDP rebuilds its gradient buckets after the first backward pass; with three or more ranks,
+        the sums then round differently. A first pass over `example`, a batch, makes the first step
+        after a restart round like any other. It runs in evaluation mode: it changes no buffer and
+        uses no random number.
         """
         if self.size == 1:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
-        network = nn.parallel.DistributedDataParallel(model, device_ids=devices, gradient_as_bucket_view=True)
-        # Shared before validation instead of at every step. Not an argument: torch 2.13 warns of it, 2.10 has no other.
+        network = nn.parallel.DistributedDataParallel(
+            model, device_ids=devices, gradient_as_bucket_view=True
+        )
+        # `share_buffers` copies them before a validation instead of at every step. Set here because
+        # torch 2.13 deprecates the argument, and 2.10 has no other.
         network.broadcast_buffers = False
         network.eval()
         network(example.to(self.device)).sum().backward()
@@ -106,26 +114,29 @@ class World:
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """The device `train.device` stands for.
+    """Return the device that `train.device` selects.
 
     Raises:
-        UserError: there are fewer GPUs than ranks on this node; every rank of the node says so, none waits for the others.
+        UserError: this node has fewer GPUs than ranks; every rank of the node raises it, so that
+            none waits for the others.
     """
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cpu" or (choice == "auto" and have == 0):
         return torch.device("cpu")
     need = max(local_size, local_rank + 1)
     if need > have:
-        raise UserError(f"train.device={choice}: torch sees {have} GPUs, this node has {need} rank(s); "
-                        "start fewer ranks or use train.device=cpu")  # fmt: skip
+        raise UserError(
+            f"train.device={choice}: torch sees {have} GPUs, this node has {need} rank(s); "
+            "start fewer ranks or use train.device=cpu"
+        )
     return torch.device("cuda", local_rank)
 
 
 def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
-    """Refuse ranks that would train different things, or wait for each other.
+    """Check that all ranks have the same values.
 
     Args:
-        values: the values that must be equal, by name: a dictionary of each rank, in rank order.
+        values: one dictionary per rank, in rank order: name -> value.
 
     Raises:
         UserError: names the first difference; every rank raises it.
@@ -142,7 +153,7 @@ def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def join_world(device_choice: str) -> Iterator[World]:
-    """Join the ranks torchrun started (its environment variables), or be a world of one; leave on exit."""
+    """Join the process group that torchrun describes in its environment variables, until exit."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -159,7 +170,7 @@ def join_world(device_choice: str) -> Iterator[World]:
     if size == 1:
         yield world
         return
-    # gloo beside NCCL carries objects and the stop flag without touching the GPU
+    # gloo, in addition to NCCL, transfers objects and the stop signal without using the GPU
     dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         yield world
@@ -168,15 +179,15 @@ def join_world(device_choice: str) -> Iterator[World]:
 
 
 class StopSignal:
-    """Notes SIGINT, SIGTERM and SIGUSR1, so that the loop can save and leave.
+    """Receives SIGINT, SIGTERM and SIGUSR1, so that the loop can save and stop.
 
     A second Ctrl-C interrupts at once. With several ranks, a signal to one of them stops all at the
-    same step: while a step runs, the highest signal of all ranks is found, and the next call of
-    `poll` reads it.
+    same step: an all-reduce finds the highest signal number while a step runs, and the next call
+    of `poll` reads it.
 
     Attributes:
-        received: the signal that this process received; 0 for none.
-        number: the signal that all ranks stop for, as of the last `poll`; 0 for none.
+        received: number of the signal that this process received; 0 for none.
+        number: number of the signal that stops all ranks, as of the last `poll`; 0 for none.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -189,7 +200,7 @@ class StopSignal:
         self._work: Any = None
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+        self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -197,13 +208,13 @@ class StopSignal:
             signal.signal(number, handler)
         work, self._work = self._work, None
         if work is not None and kind is None:
-            work.wait()  # gloo can abort if its group is destroyed during an exchange
+            work.wait()  # gloo can abort if its group is destroyed during a collective
 
     def __bool__(self) -> bool:
-        """Return whether training stops now: the same answer on every rank."""
+        """Whether training stops now: the same on every rank."""
         return self.number != 0
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.received == signal.SIGINT:
             raise KeyboardInterrupt
         self.received = number

@@ -65,7 +65,7 @@ class RunLog:
         folder = run.path / "profile" if world.leads else None
         self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
         self._first_step = state.step
-        self._wants_images = run.begins
+        self._wants_images = run.begins or plan.due(state.step).epoch
         self._step_alone = 0.0
 
     def __enter__(self) -> "RunLog":

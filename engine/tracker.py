@@ -58,7 +58,10 @@ LAYOUT = {
         "learning rate": r"lr$",
         "other values": r"(train|val)/(?!(loss|top[15])(_raw)?$).*",
     },
-    "throughput": {"images/s": r"(throughput/(?!mfu)|final/images_per).*", "model FLOPs utilisation": r"throughput/mfu"},
+    "throughput": {
+        "images/s": r"(throughput/(?!mfu)|final/images_per).*",
+        "model FLOPs utilisation": r"throughput/mfu",
+    },
     "time": {"shares of the time": r"time/(?!.*_ms$).*", "milliseconds": r"time/.*_ms$"},
     "gpu": {
         "utilisation, %": r"gpu/(?!.*(_watts|_celsius|_mhz|_fraction|_gib|_mb_per_second)(_min|_max)?$).*",
@@ -74,7 +77,9 @@ LAYOUT = {
 }
 GRID_PIXELS = 16 * 224 * 224  # of training images: 16 of ImageNet's, up to 64 of smaller ones
 WORST_IMAGES = 16
-GRAPH_PARAMETERS = 100_000_000  # a larger model is not traced: it would be built a second time, on the host
+GRAPH_PARAMETERS = (
+    100_000_000  # a larger model is not traced: it would be built a second time, on the host
+)
 HEADER = f"{'epoch':>10} {'step':>9} {'loss':>8} {'top1 %':>7} {'img/s':>8} {'wait %':>6} {'lr':>9} {'left':>8}"
 
 
@@ -106,7 +111,9 @@ class Tracker:
         self._given_up: set[str] = set()
         self._restore = contextlib.ExitStack()
         self._artist = ThreadPoolExecutor(1, "pictures")
-        self._drawn: tuple[int, Future[Any]] | None = None  # step and picture on its way to TensorBoard
+        self._drawn: tuple[int, Future[Any]] | None = (
+            None  # step and picture on its way to TensorBoard
+        )
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
@@ -133,14 +140,21 @@ class Tracker:
         default = threading.excepthook
         # Its writer's thread ends with a traceback, which nothing but this hook can keep back; the next call here gets the same
         # error, and says it in a line.
-        threading.excepthook = lambda args: None if type(args.thread).__name__ == "_AsyncWriterThread" else default(args)
+        threading.excepthook = lambda args: (
+            None if type(args.thread).__name__ == "_AsyncWriterThread" else default(args)
+        )
         self._restore.callback(setattr, threading, "excepthook", default)
         begins = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
         # purge_step hides what an earlier start wrote after the step this one continues from
-        self._board = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10)
+        self._board = SummaryWriter(
+            str(folder), purge_step=start_step + 1 if start_step else 0, flush_secs=10
+        )
         if begins:
             self._board.add_custom_scalars(
-                {group: {chart: ["Multiline", [tags]] for chart, tags in charts.items()} for group, charts in LAYOUT.items()}
+                {
+                    group: {chart: ["Multiline", [tags]] for chart, tags in charts.items()}
+                    for group, charts in LAYOUT.items()
+                }
             )
 
     @property
@@ -177,10 +191,15 @@ class Tracker:
         if self.folder is None:
             return
         self._write(row, {})
-        raw = f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %" if "top1_raw" in row else ""
+        raw = (
+            f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %"
+            if "top1_raw" in row
+            else ""
+        )
         mark = "  best so far" if best else ""
         self._table_line(
-            row, f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s{raw}{mark}"
+            row,
+            f"validation: top5 {row['top5']:.2f} %, {row['images']:,} images, {row['seconds']:.1f} s{raw}{mark}",
         )
 
     def _table_line(self, row: dict[str, Any], rest: str) -> None:
@@ -188,7 +207,9 @@ class Tracker:
         if not self._header_shown:
             self.say(HEADER)
             self._header_shown = True
-        self.say(f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} {rest}")
+        self.say(
+            f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} {row['top1']:>7.2f} {rest}"
+        )
 
     def progress(self, step: int) -> None:
         """On a terminal, keep one line up to date between log steps."""
@@ -239,16 +260,28 @@ class Tracker:
         if self._board is not None:
             self._picture(lambda: _summary(tag, image, photos=photos), step)
 
-    def mistakes(self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int) -> None:
+    def mistakes(
+        self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int
+    ) -> None:
         """Write what a validation got wrong: per_class.json, and pictures of the worst images, confusions and classes."""
         if self.folder is None:
             return
         images, hits = found.per_class()
-        rows = [{"class": name, "images": n, "top1": round(100 * hit / n, 4) if n else None}
-                for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)]  # fmt: skip
+        rows = [
+            {"class": name, "images": n, "top1": round(100 * hit / n, 4) if n else None}
+            for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)
+        ]
         self.record("per_class.json", {"step": step, "classes": rows})
         if self._board is not None:
-            drawn = self._guard("pictures", _draw_mistakes, found, classes, scale, shift, f"validation after step {step:,}")
+            drawn = self._guard(
+                "pictures",
+                _draw_mistakes,
+                found,
+                classes,
+                scale,
+                shift,
+                f"validation after step {step:,}",
+            )
             for tag, image in (drawn or {}).items():
                 self.picture(tag, image, step, photos=tag == "val/worst")
 
@@ -264,16 +297,23 @@ class Tracker:
         if self._board is None or parameters > GRAPH_PARAMETERS:
             return
         try:
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):  # add_graph prints what it cannot do
+            with (
+                warnings.catch_warnings(),
+                contextlib.redirect_stdout(io.StringIO()),
+            ):  # add_graph prints what it cannot do
                 warnings.simplefilter("ignore")
                 with torch.random.fork_rng(devices=[]), torch.no_grad():
                     image = torch.zeros(1, 3, image_size, image_size)
                     traced = torch.jit.trace(build().eval(), image, check_trace=False)
                     self._board.add_graph(traced, image)
         except Exception as error:
-            logger.debug("no graph: the model cannot be traced (%s: %s)", type(error).__name__, error)
+            logger.debug(
+                "no graph: the model cannot be traced (%s: %s)", type(error).__name__, error
+            )
 
-    def hyperparameters(self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int) -> None:
+    def hyperparameters(
+        self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
+    ) -> None:
         """Write the config and the results of a finished run, for TensorBoard's comparison of runs (HPARAMS).
 
         They go into this start's event file: SummaryWriter.add_hparams would begin a second one, in a folder of its own. For a
@@ -303,26 +343,49 @@ class Tracker:
         """
         if self.folder is None:
             return
-        best = self.folder / "checkpoints" / summary["best_checkpoint"] if summary.get("best_checkpoint") else None
-        accuracy = "not validated" if summary["top1"] is None else (
-            f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 {summary['best_top1']:.2f} % "
-            f"after epoch {summary['best_epoch']:.4g}"
-            + (f"; raw model: top1 {summary['top1_raw']:.2f} %" if "top1_raw" in summary else ""))  # fmt: skip
-        speed, whole = (f"{summary.get(f'images_per_second{part}') or 0:,.0f}" for part in ("", "_with_first_epoch"))
+        best = (
+            self.folder / "checkpoints" / summary["best_checkpoint"]
+            if summary.get("best_checkpoint")
+            else None
+        )
+        accuracy = (
+            "not validated"
+            if summary["top1"] is None
+            else (
+                f"top1 {summary['top1']:.2f} %, top5 {summary['top5']:.2f} %; best top1 {summary['best_top1']:.2f} % "
+                f"after epoch {summary['best_epoch']:.4g}"
+                + (
+                    f"; raw model: top1 {summary['top1_raw']:.2f} %"
+                    if "top1_raw" in summary
+                    else ""
+                )
+            )
+        )
+        speed, whole = (
+            f"{summary.get(f'images_per_second{part}') or 0:,.0f}"
+            for part in ("", "_with_first_epoch")
+        )
         causes = ["the first epoch"] * (summary["epoch"] > 1) + ["compilation"] * compiles
         including = f", including {' and '.join(causes)}" if causes else ""
         all_steps = f"; {whole} over all steps{including}" if whole != speed else ""
         folder = self.folder / "tensorboard"
-        curves = [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")] if folder.is_dir() else []
+        curves = (
+            [("curves", f"tensorboard --logdir {shlex.quote(str(folder))}")]
+            if folder.is_dir()
+            else []
+        )
         rows = [
-            ("status", f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
-             f"in {duration(summary['seconds'])}"),
+            (
+                "status",
+                f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g} epochs, "
+                f"in {duration(summary['seconds'])}",
+            ),
             ("accuracy", accuracy),
             ("speed", f"{speed} images/s{all_steps}"),
             ("run", f"{self.folder}"),
             *curves,
             ("best", f"{best}" if best else "no checkpoint was validated"),
-        ]  # fmt: skip
+        ]
         self.say("")
         for name, text in rows:
             self.say(f"{name:<9} {text}")
@@ -345,7 +408,11 @@ class Tracker:
     def _write(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         if self._rows is not None:
             plain = {k.replace("/", "_"): v for k, v in figures.items()}
-            self._guard("metrics.jsonl", self._rows.write, json.dumps({**_rounded(row), **_rounded(plain)}) + "\n")
+            self._guard(
+                "metrics.jsonl",
+                self._rows.write,
+                json.dumps({**_rounded(row), **_rounded(plain)}) + "\n",
+            )
         self._write_drawn()
         if self._board is not None:
             curves = {key: value for key, value in row.items() if key not in NO_CURVE}
@@ -356,13 +423,26 @@ class Tracker:
         for tag, value in values.items():
             self._board.add_scalar(tag, value, step)
 
-    def _add_hyperparameters(self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int) -> None:
+    def _add_hyperparameters(
+        self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
+    ) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {k: v if isinstance(v, (int, float)) and not isinstance(v, bool) else show(v) for k, v in values.items()}
+        plain = {
+            k: v if isinstance(v, (int, float)) and not isinstance(v, bool) else show(v)
+            for k, v in values.items()
+        }
         names = ("best_top1", "images_per_second")
-        self._scalars({f"final/{name}": summary[name] for name in names if summary.get(name) is not None}, step)
-        tags = ["val/loss", "val/top1", "val/top5", *(f"final/{name}" for name in names)]  # the last value of each is shown
+        self._scalars(
+            {f"final/{name}": summary[name] for name in names if summary.get(name) is not None},
+            step,
+        )
+        tags = [
+            "val/loss",
+            "val/top1",
+            "val/top5",
+            *(f"final/{name}" for name in names),
+        ]  # the last value of each is shown
         for part in hparams(plain, dict.fromkeys(tags, 0.0)):
             self._board.file_writer.add_summary(part, step)
 
@@ -373,9 +453,18 @@ class Tracker:
         try:
             return call(*arguments)
         except Exception as error:
-            remedy = f"; pip install {error.name}" if isinstance(error, ModuleNotFoundError) and error.name else ""
-            logger.warning("%s cannot be written (%s: %s); training continues without it%s", name, type(error).__name__, error,
-                           remedy)  # fmt: skip
+            remedy = (
+                f"; pip install {error.name}"
+                if isinstance(error, ModuleNotFoundError) and error.name
+                else ""
+            )
+            logger.warning(
+                "%s cannot be written (%s: %s); training continues without it%s",
+                name,
+                type(error).__name__,
+                error,
+                remedy,
+            )
         self._given_up.add(name)
         if name == "TensorBoard":
             self._board = None
@@ -391,8 +480,12 @@ class Tracker:
         try:
             print(text, end="", flush=True)
         except OSError as error:  # a log file on a full disk, a pipe whose reader has gone
-            logger.warning("the console cannot be written (%s); training continues without it", error)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left in the buffer, too
+            logger.warning(
+                "the console cannot be written (%s); training continues without it", error
+            )
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # for what is left in the buffer, too
 
 
 def duration(seconds: float) -> str:
@@ -406,8 +499,12 @@ def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
     """Encode an image as SummaryWriter.add_image does. For 64 photographs of 224 px that takes 1.1 s, and this 0.05."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    content = Summary.Image(height=image.height, width=image.width, colorspace=3,
-                            encoded_image_string=pictures.encoded(image, photos=photos))  # fmt: skip
+    content = Summary.Image(
+        height=image.height,
+        width=image.width,
+        colorspace=3,
+        encoded_image_string=pictures.encoded(image, photos=photos),
+    )
     return Summary(value=[Summary.Value(tag=tag, image=content)])
 
 
@@ -415,9 +512,13 @@ def _sheet(tag: str, pixels: Tensor, made: torch.cuda.Event | None) -> Any:
     """Make the grid of uint8 [N, 3, S, S]; on a GPU, the images are complete when the event `made` is."""
     if made is not None:
         made.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream(pixels.device)):  # a copy in the step's stream would wait for the steps
+        with torch.cuda.stream(
+            torch.cuda.Stream(pixels.device)
+        ):  # a copy in the step's stream would wait for the steps
             pixels = pixels.cpu()
-    return _summary(tag, Image.fromarray(grid(pixels).permute(1, 2, 0).contiguous().numpy()), photos=True)
+    return _summary(
+        tag, Image.fromarray(grid(pixels).permute(1, 2, 0).contiguous().numpy()), photos=True
+    )
 
 
 def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -425,15 +526,24 @@ def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     return images.float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8)
 
 
-def _draw_mistakes(found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str) -> dict[str, Image.Image]:
+def _draw_mistakes(
+    found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str
+) -> dict[str, Image.Image]:
     """Draw what a validation got wrong: tag -> picture."""
     drawn = {}
     images, rows = found.worst_images()
     if rows:
-        captions = [(classes[label], classes[prediction], f"loss {loss:.2f}") for label, prediction, loss in rows]
-        drawn["val/worst"] = pictures.worst(f"the largest losses, {when}", _pixels(images, scale, shift).cpu(), captions)
+        captions = [
+            (classes[label], classes[prediction], f"loss {loss:.2f}")
+            for label, prediction, loss in rows
+        ]
+        drawn["val/worst"] = pictures.worst(
+            f"the largest losses, {when}", _pixels(images, scale, shift).cpu(), captions
+        )
     if found.pairs:
-        drawn["val/confusion"] = pictures.confusion(f"confusions, {when}", found.table.cpu().numpy(), classes)
+        drawn["val/confusion"] = pictures.confusion(
+            f"confusions, {when}", found.table.cpu().numpy(), classes
+        )
     seen, hits = (counts.numpy() for counts in found.per_class())
     drawn["val/per_class"] = pictures.per_class(f"top-1 of each class, {when}", seen, hits, classes)
     return drawn

@@ -1,12 +1,12 @@
 """Transforms of one image, written as an ordered list in the config.
 
 Journey of a batch, 3: picture -> picture, in a worker. A transform is a function of (picture, rng).
-Its generator is a pure function of (seed, epoch, index), so an image is augmented alike in whichever
-worker and after whichever restart.
+Its generator is a pure function of (seed, epoch, index), so the result depends neither on the
+worker nor on restarts.
 
-To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS. A transform
-that changes the size of the image has an attribute `image_size`: the side of the square that it makes
-in pixels, or None if that depends on the image.
+To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS. If it
+changes the size of the image, it has an attribute `image_size`: the side of the resulting square in
+pixels, or None if that depends on the image.
 """
 
 import inspect
@@ -144,7 +144,9 @@ class RandomCrop:
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, padding, (width, height) = self.image_size, self.padding, picture.size
         if min(width, height) + 2 * padding < size:
-            raise ValueError(f"random_crop: {width}x{height} with padding {padding} is smaller than size {size}")
+            raise ValueError(
+                f"random_crop: {width}x{height} with padding {padding} is smaller than size {size}"
+            )
         left = int(rng.random() * (width + 2 * padding - size + 1)) - padding
         top = int(rng.random() * (height + 2 * padding - size + 1)) - padding
         return picture.cropped((left, top, left + size, top + size))
@@ -192,18 +194,12 @@ class TrivialAugment:
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST)
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST
+    )
 
 
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
-
-
-def _translate_x(image: Image.Image, pixels: float) -> Image.Image:
-    return _affine(image, 1, 0, -int(pixels), 0, 1, 0)
-
-
-def _translate_y(image: Image.Image, pixels: float) -> Image.Image:
-    return _affine(image, 1, 0, 0, 0, 1, -int(pixels))
 
 
 def _solarize(image: Image.Image, strength: float) -> Image.Image:
@@ -220,8 +216,16 @@ OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
     "shear_x": (lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), 0.3, 0.99),
     "shear_y": (lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), 0.3, 0.99),
-    "translate_x": (_translate_x, lambda image: 150 / 331 * image.width, 32),
-    "translate_y": (_translate_y, lambda image: 150 / 331 * image.height, 32),
+    "translate_x": (
+        lambda image, v: _affine(image, 1, 0, -int(v), 0, 1, 0),
+        lambda image: 150 / 331 * image.width,
+        32,
+    ),
+    "translate_y": (
+        lambda image, v: _affine(image, 1, 0, 0, 0, 1, -int(v)),
+        lambda image: 150 / 331 * image.height,
+        32,
+    ),
     "rotate": (lambda image, v: image.rotate(v), 30, 135),
     "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
     "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),
@@ -240,7 +244,9 @@ def _draw(rng: random.Random) -> tuple[str, int]:
     return NAMES[int(rng.random() * len(NAMES))], 1 if rng.random() < 0.5 else -1
 
 
-def operate(image: Image.Image, name: str, sign: int, strength: float, *, wide: bool) -> Image.Image:
+def operate(
+    image: Image.Image, name: str, sign: int, strength: float, *, wide: bool
+) -> Image.Image:
     """Apply an operation.
 
     Args:
@@ -302,7 +308,9 @@ def _parsed(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
         name, parameters = next(iter(entry.items()))
     parameters = {} if parameters is None else parameters
     if not isinstance(name, str) or not isinstance(parameters, dict):
-        raise UserError(f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`")
+        raise UserError(
+            f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`"
+        )
     return name, parameters
 
 

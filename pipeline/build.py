@@ -13,7 +13,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU
 from pipeline.index import check_splits, load_index
-from pipeline.synthetic.demo import SPLITS, UndrawnDataset, is_drawn
+from pipeline.synthetic.demo import CLASSES, SPLITS, UndrawnDataset, is_drawn
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Datasets:
 
 
 def build_datasets(config: Config) -> Datasets:
-    """Build the transforms and the sample tables of both splits. Writes nothing but the index cache.
+    """Build the transforms and the sample tables of both splits; write only the index cache.
 
     Raises:
         UserError: a transform, a folder or its content is wrong.
@@ -77,7 +77,9 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     root = _root(data)
     if not root.is_dir():
-        raise UserError(f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*")
+        raise UserError(
+            f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"
+        )
     _check_layout(root, data)
     train_index = load_index(root / data.train, key="data.train")
     val_index = load_index(root / data.val, key="data.val")
@@ -91,29 +93,21 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     root = _root(data)
-
-    def split(name: str, key: str, transform: Compose) -> FolderDataset:
-        if is_drawn(root) or (name := os.path.relpath(root / name, root)) not in SPLITS:
-            index = load_index(root / name, key=key)
-            return FolderDataset(index, transform, decoder=decoder, seed=seed)
-        return UndrawnDataset(root, name, transform, decoder=decoder, seed=seed)
-
-    train_files = split(data.train, "data.train", train)
-    val_files = split(data.val, "data.val", val)
-    check_splits(train_files.index, val_files.index)
-    return train_files, val_files, train_files.index.classes
+    if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
+        return folder(data, train, val, decoder, seed)
+    return (
+        UndrawnDataset(root, data.train, train, decoder=decoder, seed=seed),
+        UndrawnDataset(root, data.val, val, decoder=decoder, seed=seed),
+        tuple(sorted(CLASSES)),
+    )
 
 
 def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    count = data.fake_classes
-
-    def split(images: int, size: int) -> FakeDataset:
-        return FakeDataset(num_samples=images, num_classes=count, size=size)
-
+    images, classes = data.fake_images, data.fake_classes
     return (
-        split(data.fake_images, _image_size(train, "augment.train")),
-        split(data.fake_images // 10, _image_size(val, "augment.val")),
-        tuple(f"fake{i:04d}" for i in range(count)),
+        FakeDataset(images, classes, _image_size(train, "augment.train")),
+        FakeDataset(images // 10, classes, _image_size(val, "augment.val")),
+        tuple(f"fake{i:04d}" for i in range(classes)),
     )
 
 
@@ -122,7 +116,7 @@ DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "demo": demo,
     "fake": fake,
 }
-"""data.source -> function of (data, training transform, validation transform, CPU decoder, seed)."""
+"""data.source -> function of (data, training and validation transform, CPU decoder, seed)."""
 
 
 def _root(data: Data) -> Path:
@@ -145,18 +139,27 @@ def _check_layout(root: Path, data: Data) -> None:
     if holds_splits(root):
         return
     if holds_splits(parent) and any((parent / split).samefile(root) for split in splits):
-        raise UserError(f"{here}: is one split; write data.root={parent}, the folder that holds {data.train} and {data.val}")
+        raise UserError(
+            f"{here}: is one split; write data.root={parent}, "
+            f"the folder that holds {data.train} and {data.val}"
+        )
     try:
-        folders = sorted(p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith("."))
+        folders = sorted(
+            p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")
+        )
     except OSError as error:
-        raise UserError(f"{here}: cannot be read ({error}); check its permissions and the file system") from None
+        raise UserError(
+            f"{here}: cannot be read ({error}); check its permissions and the file system"
+        ) from None
     if any(os.path.isdir(root / split) for split in splits):
         raise UserError(_missing_split(root, data, folders))
     if not folders:
         raise UserError(f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*")
     for pattern in ("*", "*/*", "*/*/*"):  # Kaggle's archive has them in ILSVRC/Data/CLS-LOC
         if inner := next(filter(holds_splits, islice(root.glob(pattern), 1000)), None):
-            raise UserError(f"{here}: holds no {data.train} and no {data.val}; write data.root={inner}")
+            raise UserError(
+                f"{here}: holds no {data.train} and no {data.val}; write data.root={inner}"
+            )
     raise UserError(
         f"{here}: holds no {data.train} and no {data.val}, but folders such as {folders[0]}; "
         f"put the class folders into {data.train} and {data.val} inside it"
@@ -177,6 +180,7 @@ def _missing_split(root: Path, data: Data, folders: list[str]) -> str:
 def _image_size(transform: Compose, key: str) -> int:
     if transform.image_size is None:
         raise UserError(
-            f"{key}: the list does not end in images of one size; add random_resized_crop or center_crop: {{size: 224}}"
+            f"{key}: the list does not end in images of one size; "
+            "add random_resized_crop or center_crop: {size: 224}"
         )
     return transform.image_size

@@ -124,7 +124,8 @@ class StepClock:
             None when there are no such batches.
         """
         if batches is None:
-            batches = sum(1 for _ in takewhile(self._finished, self._unread))
+            finished = takewhile(lambda m: not self.cuda or m.end.query(), self._unread)
+            batches = len(list(finished))
         marks = [self._unread.popleft() for _ in range(min(batches, len(self._unread)))]
         if not marks:
             return None
@@ -132,16 +133,13 @@ class StepClock:
             marks[-1].end.synchronize()
         return self._figures(marks)
 
-    def _finished(self, marks: Marks) -> bool:
-        return not self.cuda or marks.end.query()
-
     def _figures(self, marks: list[Marks]) -> Timing:
         gaps = [self._ms(m.idle, m.begin) for m in marks]
         steps = sorted(self._ms(m.begin, m.end) for m in marks)
         copies = [self._ms(m.copy_begin, m.copy_end) for m in marks]
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
-            ready = [max(0.0, self._ms(m.idle, m.copy_end)) for m in marks]
-            waits = [min(gap, until) for gap, until in zip(gaps, ready, strict=True)]
+            ready = [self._ms(m.idle, m.copy_end) for m in marks]
+            waits = [min(gap, max(0.0, copied)) for gap, copied in zip(gaps, ready, strict=True)]
         else:  # copies are made between the steps, by the process that waits for them
             waits = [max(0.0, gap - copy) for gap, copy in zip(gaps, copies, strict=True)]
         total = max(sum(gaps) + sum(steps), 1e-6)
@@ -163,5 +161,4 @@ class StepClock:
 
     def _ms(self, begin: Any, end: Any) -> float:
         """Milliseconds between two marks."""
-        milliseconds: float = begin.elapsed_time(end) if self.cuda else 1000 * (end - begin)
-        return milliseconds
+        return float(begin.elapsed_time(end) if self.cuda else 1000 * (end - begin))

@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -43,7 +42,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        """Return the pixels, uint8 [S, S, 3], and the label of a sample as epoch `epoch` sees it."""
+        """Return the pixels, uint8 [S, S, 3], and the label of a sample in epoch `epoch`."""
 
     @abstractmethod
     def name(self, index: int) -> str:
@@ -51,13 +50,13 @@ class Dataset(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Describe which samples these are, wherever they are stored; a run resumes only with these."""
+        """Identify the samples, wherever they are stored; a run resumes only with the same."""
 
     def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Return the sample for the GPU's JPEG engines; None if they or the transforms cannot take it."""
+        """Return the sample for the GPU's JPEG engines; None if a CPU must decode it."""
         return None
 
     def mean_bytes(self) -> float:
@@ -77,14 +76,12 @@ class Dataset(ABC):
         self._epoch.array[0] = epoch
 
 
-@runtime_checkable
-class FileDataset(Protocol):
+class FileDataset(Dataset):
     """A dataset that decodes files; `name` is the path of a file."""
 
-    def __len__(self) -> int: ...
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]: ...
-    def name(self, index: int) -> str: ...
-    def time_decoding(self, index: int, data: bytes) -> float: ...
+    @abstractmethod
+    def time_decoding(self, index: int, data: bytes) -> float:
+        """Measure the CPU seconds of sample `index` in epoch 0 with `data` in place of its file."""
 
 
 # Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
@@ -97,7 +94,7 @@ class BadImageError(RuntimeError):
     """A file that cannot become a sample: names the path and the reason."""
 
 
-class FolderDataset(Dataset):
+class FolderDataset(FileDataset):
     """JPEG and other image files in class folders.
 
     Args:
@@ -110,7 +107,9 @@ class FolderDataset(Dataset):
         UserError: the decoder is not installed.
     """
 
-    def __init__(self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0) -> None:
+    def __init__(
+        self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0
+    ) -> None:
         super().__init__()
         self.index = index
         self.transform = transform
@@ -132,7 +131,7 @@ class FolderDataset(Dataset):
         return pixels, int(self.index.labels.array[index])
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Read a sample and run its transforms, with the draws of `load`, on a picture without pixels.
+        """Read a sample and record what its transforms do, with the same draws as in `load`.
 
         Raises:
             BadImageError: the file cannot be read.
@@ -150,7 +149,6 @@ class FolderDataset(Dataset):
         return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
 
     def time_decoding(self, index: int, data: bytes) -> float:
-        """Return the CPU seconds that sample `index` of epoch 0 would take if `data` were its file."""
         began = time.thread_time()
         picture = decode.open_picture(data, self.decoder)
         self.transform(picture, sample_rng(self.seed, 0, index)).pixels()
@@ -211,7 +209,7 @@ class FakeDataset(Dataset):
         size: side of the image in pixels.
     """
 
-    def __init__(self, *, num_samples: int, num_classes: int, size: int) -> None:
+    def __init__(self, num_samples: int, num_classes: int, size: int) -> None:
         super().__init__()
         self.num_samples = num_samples
         self.num_classes = num_classes

@@ -16,7 +16,7 @@ from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, Upload, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.sizing.memory import TASKS_IN_HAND
+from pipeline.sizing.memory import PREFETCH_FACTOR
 from pipeline.sizing.plan import LoaderPlan
 from pipeline.sizing.ranks import Ranks
 
@@ -101,7 +101,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
             WorkerPool(
                 [train_source, val_source],
                 workers=plan.start_workers,
-                prefetch_factor=TASKS_IN_HAND if factor == "auto" else factor,
+                prefetch_factor=PREFETCH_FACTOR if factor == "auto" else factor,
                 timeout_seconds=loader.timeout_seconds,
                 start_method=loader.start_method,
             )

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,38 +50,36 @@ class Batch:
         return Batch(self.images.clone(), labels, targets, self.step)
 
 
-@dataclass(frozen=True)
 class ImageFormat:
     """Format of the images on the device.
 
-    Attributes:
-        device: where they are.
+    Args:
+        device: where the images are.
         mean: per channel, in [0, 1], to subtract.
         std: per channel, in [0, 1], to divide by.
         dtype: bf16 halves the bytes that the first layer reads.
-        channels_last: memory format.
+        channels_last: memory format of the images.
+
+    Attributes:
         scale, shift: float32 [3, 1, 1]; a pixel x in 0 ... 255 becomes scale * x + shift.
     """
 
-    device: torch.device
-    mean: Sequence[float]
-    std: Sequence[float]
-    dtype: torch.dtype = torch.float32
-    channels_last: bool = False
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-    # (x / 255 - mean) / std as one multiplication and one addition
-    @cached_property
-    def scale(self) -> Tensor:
-        return torch.tensor([1 / (255 * s) for s in self.std], device=self.device)[:, None, None]
-
-    @cached_property
-    def shift(self) -> Tensor:
-        shift = [-m / s for m, s in zip(self.mean, self.std, strict=True)]
-        return torch.tensor(shift, device=self.device)[:, None, None]
+    def __init__(
+        self,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        # (x / 255 - mean) / std as one multiplication and one addition
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        self.scale = torch.tensor(scale, device=device)[:, None, None]
+        self.shift = torch.tensor(shift, device=device)[:, None, None]
 
 
 class DeviceSlot:
@@ -115,11 +112,9 @@ class DeviceSlot:
         return self.format.memory_format if len(shape) == 4 else torch.contiguous_format
 
 
+# Makes normalised images [B, 3, S, S] on the device from a batch on the host. The last argument
+# tells whether batch transforms follow: then the images are float32, in memory that is not kept.
 Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
-"""Makes normalised images [B, 3, S, S] on the device from a batch on the host.
-
-The last argument tells whether batch transforms follow: then the images are float32 and not kept.
-"""
 
 
 def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
@@ -180,8 +175,8 @@ class Prefetcher:
         self.mixing = mixing
         self.upload = upload
         self.device = format.device
-        self.dtype = format.dtype
-        self.scale, self.shift = format.scale, format.shift  # made here, before the side stream is
+        self.scale = format.scale
+        self.shift = format.shift
         self.cuda = format.device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
@@ -252,9 +247,7 @@ class Prefetcher:
         """Read the figures of the oldest unread batches; see `StepClock.timing`."""
         return self.clock.timing(batches)
 
-    def _begin(
-        self, host: HostBatch, slot: int, after: Any
-    ) -> "Future[tuple[Batch, Any, Marks]]":
+    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, Marks]]":
         """Enqueue a batch now, or in the thread if there is one."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot, after)
@@ -277,6 +270,6 @@ class Prefetcher:
             if self.mixing is not None:
                 images, targets = self.mixing.apply(images, labels, host.step)
                 targets = memory.copy("targets", targets, torch.float32)
-            images = memory.copy("images", images, self.dtype)
+            images = memory.copy("images", images, memory.format.dtype)
             marks.copy_end = self.clock.now()
         return Batch(images, labels, targets, host.step), marks.copy_end, marks

@@ -61,8 +61,11 @@ def card(ask: Ask, i: int) -> Finding:
     if others:
         held = sum(process.usedGpuMemory or 0 for process in others) / GIB
         names = ", ".join(str(process.pid) for process in others[:5])
-        found = f"{text}; {len(others)} other processes use {held:.1f} GiB: {names}"
-        return "warn", found, "end these processes or use another GPU: they slow down training"
+        return (
+            "warn",
+            f"{text}; {len(others)} other processes use {held:.1f} GiB: {names}",
+            "end these processes or use another GPU: they slow down training",
+        )
     if memory and memory.total - memory.free > max(GIB, 0.05 * memory.total):
         remedy = "check other containers and users, or use another GPU"
         return "warn", f"{text}; an unknown process uses the rest", remedy

@@ -265,8 +265,10 @@ class Run:
         known = [(last - first, seconds) for first, last, seconds in self.intervals if seconds > 0]
         known = known[1:] or known
         if not known or "images_per_second" in self.summary:
-            mean_of_rows = fmean(self.of("images_per_second") or [math.nan])
-            return figure(self.summary.get("images_per_second"), mean_of_rows)
+            return figure(
+                self.summary.get("images_per_second"),
+                fmean(self.of("images_per_second") or [math.nan]),
+            )
         steps, seconds = (sum(values) for values in zip(*known, strict=True))
         return figure(self.config.get("loader.batch_size")) * steps / seconds
 
@@ -600,8 +602,12 @@ def coloured(name: str, kind: str) -> Markup:
 def header(runs: Sequence[Run]) -> Markup:
     pills = [element("span", run.status[1], class_=f"status {run.status[0]}") for run in runs]
     if len(runs) == 1:
-        title = element("h1", element("bdi", runs[0].name), " ", pills[0])
-        return element("header", title, element("p", about(runs[0])), tiles(runs[0]))
+        return element(
+            "header",
+            element("h1", element("bdi", runs[0].name), " ", pills[0]),
+            element("p", about(runs[0])),
+            tiles(runs[0]),
+        )
     items = [
         element("li", called(i, run), pill, element("span", about(run), class_="dim"))
         for i, (run, pill) in enumerate(zip(runs, pills, strict=True))
@@ -935,8 +941,12 @@ def build(runs: Sequence[Run]) -> str:
     configs = []
     for run in runs:
         if run.config_text:
-            title = f"config.yaml of {run.name}" if several else "config.yaml"
-            configs.append(page.details(title, element("pre", run.config_text)))
+            configs.append(
+                page.details(
+                    f"config.yaml of {run.name}" if several else "config.yaml",
+                    element("pre", run.config_text),
+                )
+            )
     return page.document(
         ", ".join(run.name for run in runs),
         header(runs),

@@ -30,7 +30,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """train/ and val/ with three classes of 12 and 5 JPEG files of 128-320 px. Shared: copy it before changing it."""
     root = tmp_path_factory.mktemp("images")
-    for (split, count), (label, name) in itertools.product((("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)):
+    for (split, count), (label, name) in itertools.product(
+        (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)
+    ):
         folder = root / split / name
         folder.mkdir(parents=True)
         for number in range(count):

@@ -24,7 +24,11 @@ def is_running(pid: int) -> bool:
 def descendants(pid: int) -> set[int]:
     """Children, whichever thread started them, and theirs."""
     try:
-        own = {int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()}
+        own = {
+            int(c)
+            for path in Path(f"/proc/{pid}/task").glob("*/children")
+            for c in path.read_text().split()
+        }
     except (FileNotFoundError, ProcessLookupError):
         return set()
     return {*own, *(d for child in own for d in descendants(child))}
@@ -34,6 +38,8 @@ def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any] | N
     """Return when it holds; a `process` that ends first, or HANGS_SECONDS, is a failure."""
     deadline = time.monotonic() + HANGS_SECONDS
     while not condition():
-        assert process is None or process.poll() is None, f"ended early with status {process.returncode}"
+        assert process is None or process.poll() is None, (
+            f"ended early with status {process.returncode}"
+        )
         assert time.monotonic() < deadline, "hangs"
         time.sleep(0.01)

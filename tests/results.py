@@ -12,7 +12,11 @@ from engine import checkpoint
 def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, without what the clock says."""
     everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in everything if row["split"] == split]
+    return [
+        {k: v for k, v in row.items() if k != "seconds"}
+        for row in everything
+        if row["split"] == split
+    ]
 
 
 def stored(folder: Path) -> dict[str, Any]:

@@ -50,8 +50,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
-    for name in ("SUPPLY_SECONDS", "DEMAND_SECONDS", "TRIAL_SECONDS"):
-        monkeypatch.setattr(autotune, name, 0.4)
+    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.4)
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
@@ -129,7 +128,7 @@ def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd
     for kept, lines in zip(found, said, strict=True):
         assert kept["tried"] and kept["rate"] > 0
         assert 1 <= kept["workers"] <= MOST and kept["budget"] == BUDGET and kept["batch_size"] == 8
-        assert kept["supply"]["workers"] == autotune.PROBE_WORKERS
+        assert kept["supply"]["workers"] == plan.PROBE_WORKERS
         assert lines[0].startswith("the step takes ") and lines[1].startswith("one worker gives ")
         assert lines[2].startswith(f"workers={kept['workers']} ")
 

@@ -17,18 +17,39 @@ from tests.results import rows, stored
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 
 
-def test_average_and_raw_model_are_validated(image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_average_and_raw_model_are_validated(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Both on the same images: what each validation says equals an evaluation of the stored weights, one image at a time."""
-    config = cli.load(["recipe=demo", "data=folder", f"data.root={image_root}", f"run.dir={tmp_path}", "data.image_size=32",
-                       "loader.batch_size=8", "loader.workers=0", "train.epochs=3", "train.device=cpu",
-                       "train.ema_decay=0.9999"])  # fmt: skip
+    config = cli.load(
+        [
+            "recipe=demo",
+            "data=folder",
+            f"data.root={image_root}",
+            f"run.dir={tmp_path}",
+            "data.image_size=32",
+            "loader.batch_size=8",
+            "loader.workers=0",
+            "train.epochs=3",
+            "train.device=cpu",
+            "train.ema_decay=0.9999",
+        ]
+    )
     summary = train.train(config)
     row, state = rows(tmp_path, "val")[-1], stored(tmp_path)
-    assert state["best"]["top1"] == pytest.approx(max(found["top1"] for found in rows(tmp_path, "val")), abs=1e-3)
+    assert state["best"]["top1"] == pytest.approx(
+        max(found["top1"] for found in rows(tmp_path, "val")), abs=1e-3
+    )
 
-    datasets, mean, std = build_datasets(config), torch.tensor(config.data.mean), torch.tensor(config.data.std)
+    datasets, mean, std = (
+        build_datasets(config),
+        torch.tensor(config.data.mean),
+        torch.tensor(config.data.std),
+    )
     samples = [datasets.val[i] for i in range(len(datasets.val))]
-    images = torch.stack([(torch.from_numpy(pixels) / 255 - mean) / std for pixels, _ in samples]).permute(0, 3, 1, 2)
+    images = torch.stack(
+        [(torch.from_numpy(pixels) / 255 - mean) / std for pixels, _ in samples]
+    ).permute(0, 3, 1, 2)
     labels = torch.tensor([label for _, label in samples])
     for weights, suffix in (("ema", ""), ("model", "_raw")):
         model = resnet_tiny(3, 32).eval()
@@ -37,10 +58,14 @@ def test_average_and_raw_model_are_validated(image_root: Path, tmp_path: Path, c
             logits = torch.cat([model(image[None]) for image in images])
         top1 = 100 * (logits.argmax(1) == labels).float().mean().item()
         for said in (row, summary):
-            assert said["loss" + suffix] == pytest.approx(nn.functional.cross_entropy(logits, labels).item(), rel=1e-3)
+            assert said["loss" + suffix] == pytest.approx(
+                nn.functional.cross_entropy(logits, labels).item(), rel=1e-3
+            )
             assert said["top1" + suffix] == pytest.approx(top1, abs=1e-3)
             assert said["top5" + suffix] == 100  # of 3 classes
-    assert row["loss"] != pytest.approx(row["loss_raw"], rel=1e-2), "the two models cannot be told apart"
+    assert row["loss"] != pytest.approx(row["loss_raw"], rel=1e-2), (
+        "the two models cannot be told apart"
+    )
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [event.value for event in events.Scalars("val/top1_raw")] == pytest.approx(

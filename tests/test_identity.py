@@ -29,14 +29,29 @@ from tests.results import stored
 
 ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
-BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=0", "train.epochs=2",
-        "train.device=cpu", "log.every_steps=1", "log.tensorboard=false", "run.name=one"]  # fmt: skip
+BASE = [
+    "recipe=demo",
+    "data=folder",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "loader.workers=0",
+    "train.epochs=2",
+    "train.device=cpu",
+    "log.every_steps=1",
+    "log.tensorboard=false",
+    "run.name=one",
+]
 Answer = tuple[int, str, str]
 Program = Callable[..., Answer]
 
 
 @pytest.fixture
-def program(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Program:
+def program(
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> Program:
     """Run train.py in a folder of its own; return status, console and errors."""
     monkeypatch.chdir(tmp_path)
 
@@ -48,7 +63,9 @@ def program(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 CHANGES = {
@@ -62,14 +79,19 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("steps", [[], ["train.max_steps=5"]], ids=["finished", "unfinished"])
-def test_another_training_is_refused_and_nothing_changes(program: Program, steps: list[str]) -> None:
+def test_another_training_is_refused_and_nothing_changes(
+    program: Program, steps: list[str]
+) -> None:
     """After a finished run it would report the first one's accuracy, after an unfinished one mix the two."""
     assert program(*steps)[0] == 0
     before = content(Path("runs"))
     for override, line in CHANGES.items():
         status, out, err = program(override)
         assert (status, out) == (2, "")
-        assert err.startswith("train.py: cannot resume runs/one/checkpoints/step-0000000") and err.count("\n") == 1
+        assert (
+            err.startswith("train.py: cannot resume runs/one/checkpoints/step-0000000")
+            and err.count("\n") == 1
+        )
         assert f"{line}; " in err
         for way in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
             assert way in err
@@ -85,12 +107,23 @@ def test_the_default_name_gives_another_training_its_own_directory(program: Prog
 
 def test_what_cannot_affect_the_result_resumes(program: Program) -> None:
     assert program("train.max_steps=5")[0] == 0
-    changes = ["loader.workers=1", "loader.prefetch_batches=2", "log.every_steps=2", "checkpoint.every_steps=2",
-               "train.max_steps=7", "loader.decoder=pillow", "data.on_error=skip"]  # fmt: skip
+    changes = [
+        "loader.workers=1",
+        "loader.prefetch_batches=2",
+        "log.every_steps=2",
+        "checkpoint.every_steps=2",
+        "train.max_steps=7",
+        "loader.decoder=pillow",
+        "data.on_error=skip",
+    ]
     status, out, _ = program(*changes)
     assert status == 0
     assert "resumed from step-00000005.pt" in out
-    for line in ("loader.workers: 0 -> 1", "train.max_steps: 5 -> 7", "data.on_error: raise -> skip"):
+    for line in (
+        "loader.workers: 0 -> 1",
+        "train.max_steps: 5 -> 7",
+        "data.on_error: raise -> skip",
+    ):
         assert f"changed  {line}\n" in out
     assert "changed  loader.decoder" not in out  # the same pixels
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 7
@@ -101,7 +134,10 @@ def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
     accept = ["optim.lr=0.4", "checkpoint.accept_changes=true", "train.max_steps=7"]
     status, out, _ = program(*accept)
     assert status == 0
-    assert "history  accepted at step 5: optim.lr was 0.2, is 0.4\n" in out and "resumed from step-00000005.pt" in out
+    assert (
+        "history  accepted at step 5: optim.lr was 0.2, is 0.4\n" in out
+        and "resumed from step-00000005.pt" in out
+    )
     # They are the run's own from then on: the same command resumes, the first one no longer does.
     history = "accepted at step 5: optim.lr was 0.2, is 0.4"
     for steps in (8, 8):  # every start says it, also that of a finished run
@@ -118,7 +154,9 @@ def test_the_best_of_other_validation_images_is_not_compared_with(program: Progr
     read["state"]["best"]["top1"] = 100.0  # nothing later is better
     checkpoint.save(path.parent, read, keep=2, best_step=5)
     accept = "checkpoint.accept_changes=true"
-    assert program("optim.lr=0.1", "train.max_steps=6", accept)[0] == 0  # the same images: still the best
+    assert (
+        program("optim.lr=0.1", "train.max_steps=6", accept)[0] == 0
+    )  # the same images: still the best
     assert stored(Path("runs/one"))["best"]["step"] == 5
     assert program("optim.lr=0.1", "data.val_size=64", "train.max_steps=7", accept)[0] == 0
     assert json.loads(Path("runs/one/checkpoints/best.json").read_text())["step"] == 7
@@ -158,33 +196,48 @@ def test_never_trains_the_other_one(program: Program) -> None:
 def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -> None:
     """Name and folder of a run are no difference; a key that affects the result is."""
     program("train.max_steps=5")
-    branch = [f"checkpoint.resume={tmp_path}/runs/one/checkpoints/step-00000005.pt", "train.max_steps=6"]
+    branch = [
+        f"checkpoint.resume={tmp_path}/runs/one/checkpoints/step-00000005.pt",
+        "train.max_steps=6",
+    ]
     status, out, _ = program(*branch, "run.name=two")
     assert status == 0 and "run.name" not in out and "run.dir" not in out
     assert f"resumed from {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in out
-    assert f"history  began at step 5 with {tmp_path}/runs/one/checkpoints/step-00000005.pt\n" in program("run.name=two")[1]
+    assert (
+        f"history  began at step 5 with {tmp_path}/runs/one/checkpoints/step-00000005.pt\n"
+        in program("run.name=two")[1]
+    )
     # A run that began elsewhere does not take it.
     program("run.name=four", "train.max_steps=1", "train.seed=3")
     status, _, err = program(*branch, "run.name=four", "train.seed=3")
     assert status == 2 and "holds a run that did not start from this checkpoint" in err
     assert program(*branch, "run.name=three", "optim.lr=0.4")[0] == 2
     assert not Path("runs/three").exists()
-    assert program(*branch, "run.name=three", "optim.lr=0.4", "checkpoint.accept_changes=true")[0] == 0
+    assert (
+        program(*branch, "run.name=three", "optim.lr=0.4", "checkpoint.accept_changes=true")[0] == 0
+    )
 
 
-def test_other_images_by_the_same_names_are_other_data(program: Program, image_root: Path, tmp_path: Path) -> None:
+def test_other_images_by_the_same_names_are_other_data(
+    program: Program, image_root: Path, tmp_path: Path
+) -> None:
     """A shrunken copy of a dataset keeps its names. A copy as it is may lie anywhere."""
     program("train.max_steps=2")
     moved = shutil.copytree(image_root, tmp_path / "moved")
     status, out, _ = program(f"data.root={moved}", "train.max_steps=3")
     assert status == 0 and f"changed  data.root: {image_root} -> {moved}\n" in out
-    (moved / "val" / "dots" / "00.jpg").write_bytes((moved / "val" / "dots" / "01.jpg").read_bytes())
+    (moved / "val" / "dots" / "00.jpg").write_bytes(
+        (moved / "val" / "dots" / "01.jpg").read_bytes()
+    )
     status, _, err = program(f"data.root={moved}", "train.max_steps=4")
     assert status == 2 and "data.val was 15 images, SHA-256 " in err and "data.train was" not in err
 
 
 def test_validation_on_the_training_images_is_told(program: Program) -> None:
-    assert "note     data.val holds the training images" in program("data.val=train", "train.max_steps=1")[1]
+    assert (
+        "note     data.val holds the training images"
+        in program("data.val=train", "train.max_steps=1")[1]
+    )
     assert "note" not in program("run.name=two", "train.max_steps=1")[1]
 
 
@@ -202,7 +255,12 @@ def test_weights_are_known_by_what_they_hold(program: Program, tmp_path: Path) -
 
 
 def test_the_start_tells_what_it_doubts(program: Program) -> None:
-    _, out, _ = program("loader.batch_size=36", "optim=adamw", "train.max_steps=1", "augment.val=[{center_crop: {size: 48}}]")
+    _, out, _ = program(
+        "loader.batch_size=36",
+        "optim=adamw",
+        "train.max_steps=1",
+        "augment.val=[{center_crop: {size: 48}}]",
+    )
     for note in (
         "1.0 optimiser steps per epoch are too few to train well; for 36 images, try loader.batch_size=8 optim.lr=0.000222\n",
         "optim=adamw replaces values of the recipe: ",
@@ -223,7 +281,7 @@ def test_checkpoints_without_their_manifests_are_not_lost(program: Program) -> N
         manifest.unlink()
     status, out, err = program("train.max_steps=6")
     assert status == 0 and "resumed from step-00000005.pt" in out
-    assert "step-00000005.pt has no manifest: its bytes cannot be checked" in err
+    assert "step-00000005.pt has no manifest: its SHA-256 cannot be checked" in err
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '{"status": "finished", "step": 9}'])
@@ -251,7 +309,9 @@ def test_the_command_line_is_kept(program: Program, image_root: Path) -> None:
     typed = yaml.safe_load(Path("runs/one/overrides.yaml").read_text())
     assert typed == [*BASE, f"data.root={image_root}", "train.max_steps=1"]
     again = cli.load(typed)
-    assert yaml.safe_load(Path("runs/one/config.yaml").read_text()) == yaml.safe_load(cli.to_yaml(again))
+    assert yaml.safe_load(Path("runs/one/config.yaml").read_text()) == yaml.safe_load(
+        cli.to_yaml(again)
+    )
 
 
 def test_an_older_run_directory_is_refused_in_one_line(program: Program) -> None:
@@ -259,10 +319,12 @@ def test_an_older_run_directory_is_refused_in_one_line(program: Program) -> None
     folder.mkdir(parents=True)
     old = (Path(__file__).parent / "engine" / "format-1.pt.gz").read_bytes()
     (folder / "step-00000004.pt").write_bytes(gzip.decompress(old))
-    checkpoint.write_json(folder / "step-00000004.json", {"sha256": checkpoint._sha256(folder / "step-00000004.pt")})
+    checkpoint.write_json(
+        folder / "step-00000004.json", {"sha256": checkpoint._sha256(folder / "step-00000004.pt")}
+    )
     status, out, err = program()
     assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and "was written by an older version of this program (format 1" in err
+    assert err.count("\n") == 1 and "written by an older version of this program (format 1" in err
     weights = f"model.weights={folder}/step-00000004.pt"
     assert program("run.name=two", "train.max_steps=1", weights)[0] == 0
 
@@ -279,7 +341,9 @@ def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPat
     torch.save(read, foreign)
     status, out, err = program("run.name=two", f"checkpoint.resume={foreign}")
     assert status == 2 and "optim.lr was ${oc.env:SECRET}, is 0.2" in err
-    status, out, err = program("run.name=two", f"checkpoint.resume={foreign}", "checkpoint.accept_changes=true")
+    status, out, err = program(
+        "run.name=two", f"checkpoint.resume={foreign}", "checkpoint.accept_changes=true"
+    )
     assert status == 0 and "changed  log.every_steps: ${oc.env:SECRET} -> 1\n" in out
     assert "hunter2" not in out + err
 
@@ -287,11 +351,15 @@ def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPat
 # Pixels.
 
 
-def test_whose_pixels_is_part_of_the_identity_and_kept(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")] == (
-        ["cpu"] * 4 + ["gpu", "hybrid"]
-    )
-    monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)  # as if there were engines
+def test_whose_pixels_is_part_of_the_identity_and_kept(
+    image_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [
+        pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")
+    ] == (["cpu"] * 4 + ["gpu", "hybrid"])
+    monkeypatch.setattr(
+        "pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None
+    )  # as if there were engines
     monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
@@ -303,7 +371,9 @@ def test_whose_pixels_is_part_of_the_identity_and_kept(image_root: Path, monkeyp
     assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
     for kind in ("gpu", "hybrid"):
         assert chosen("auto", cuda, kind) == kind
-        assert pixels_of(chosen("auto", cpu, kind)) == "cpu"  # which is refused: the identity is another
+        assert (
+            pixels_of(chosen("auto", cpu, kind)) == "cpu"
+        )  # which is refused: the identity is another
         assert pixels_of(chosen("pillow", cuda, kind)) == "cpu"
 
 
@@ -312,16 +382,22 @@ def test_other_pixels_are_refused(program: Program) -> None:
     path = Path("runs/one/checkpoints/step-00000002.pt")
     read = checkpoint.load(path)
     del read["format"]
-    checkpoint.save(path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2)
+    checkpoint.save(
+        path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2
+    )
     status, _, err = program("train.max_steps=4")
-    assert status == 2 and "pixels was hybrid, is cpu; that would be another training" in err
+    assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
 
 
-def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_run_asks_for_the_pixels_it_began_with(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program("train.max_steps=2")
     path = Path("runs/one/checkpoints/step-00000002.pt")
     read = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
-    checkpoint.save(path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2)
+    checkpoint.save(
+        path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2
+    )
     asked: list[str] = []
     choose = loader_plan.choose_decoder
 
@@ -340,21 +416,41 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(program: Program, monke
 
 def test_ranks_agree_on_what_they_train() -> None:
     same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
-    with pytest.raises(UserError, match=r"optim\.lr: is 0\.4 on rank 2 and 0\.1 on rank 0; give every rank the same command"):
+    with pytest.raises(
+        UserError,
+        match=r"optim\.lr: is 0\.4 on rank 2 and 0\.1 on rank 0; give every rank the same command",
+    ):
         same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
 
 
 def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(ROOT / "train.py")]
-    return subprocess.run([*launcher, *BASE, f"data.root={image_root}", *overrides], cwd=folder, capture_output=True, text=True,
-                          timeout=HANGS_SECONDS, check=False)  # fmt: skip
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        str(ROOT / "train.py"),
+    ]
+    return subprocess.run(
+        [*launcher, *BASE, f"data.root={image_root}", *overrides],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_SECONDS,
+        check=False,
+    )
 
 
 def test_ranks_that_would_wait_for_each_other_are_refused(image_root: Path, tmp_path: Path) -> None:
     """One would stop a step before the other, which then waits for it."""
     done = two_ranks(image_root, tmp_path, "train.max_steps=1${oc.env:RANK}")
     assert done.returncode == 1
-    assert "train.py: train.max_steps: is 11 on rank 1 and 10 on rank 0; give every rank the same command" in done.stderr
+    assert (
+        "train.py: train.max_steps: is 11 on rank 1 and 10 on rank 0; give every rank the same command"
+        in done.stderr
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -371,10 +467,20 @@ def test_two_ranks_share_a_directory_named_after_the_time(image_root: Path, tmp_
 
 def other_value(config: Config, name: str) -> Any:
     """A value of a key that is allowed and not the present one."""
-    strings = {"loader.decoder": "pillow", "loader.start_method": "spawn", "model.compile": "off", "train.device": "cuda",
-               "model.name": "resnet18", "optim.name": "adamw", "train.precision": "tf32", "data.source": "fake",
-               "loader.workers": 3, "loader.pin_memory": False, "loader.prefetch_factor": 2,
-               "model.channels_last": True}  # fmt: skip
+    strings = {
+        "loader.decoder": "pillow",
+        "loader.start_method": "spawn",
+        "model.compile": "off",
+        "train.device": "cuda",
+        "model.name": "resnet18",
+        "optim.name": "adamw",
+        "train.precision": "tf32",
+        "data.source": "fake",
+        "loader.workers": 3,
+        "loader.pin_memory": False,
+        "loader.prefetch_factor": 2,
+        "model.channels_last": True,
+    }
     value = config_values(config)[name]
     if name in strings:
         return strings[name]
@@ -398,12 +504,27 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
     for name, field, _ in walk(config):
         section, key = name.split(".")
         other = dataclasses.replace(
-            config, **{section: dataclasses.replace(getattr(config, section), **{key: other_value(config, name)})}
+            config,
+            **{
+                section: dataclasses.replace(
+                    getattr(config, section), **{key: other_value(config, name)}
+                )
+            },
         )
-        if field.metadata["affects"] & SPEED and name not in DATA_FOLDERS and not field.metadata["when"]:
+        if (
+            field.metadata["affects"] & SPEED
+            and name not in DATA_FOLDERS
+            and not field.metadata["when"]
+        ):
             assert train.tuning_question(other, plan, datasets, world, 4) != question, name
             changed.add(name)
         elif not field.metadata["affects"] & SPEED:
             assert train.tuning_question(other, plan, datasets, world, 4) == question, name
-    assert {"augment.batch", "optim.clip_norm", "train.ema_decay", "train.label_smoothing", "loader.workers"} <= changed
+    assert {
+        "augment.batch",
+        "optim.clip_norm",
+        "train.ema_decay",
+        "train.label_smoothing",
+        "loader.workers",
+    } <= changed
     assert "optim.lr" not in changed and "train.seed" not in changed

@@ -39,7 +39,7 @@ from conf import cli
 from conf.schema import Config
 from engine import checkpoint, tracker, validator
 from engine.ledger import Ledger
-from engine.state import TrainState
+from engine.state import TrainState, params_sha256
 from engine.validator import Validator
 from models import build
 from pipeline.build import build_datasets
@@ -261,7 +261,7 @@ def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> 
     state = stored(folder)
     model = build("resnet_tiny", num_classes=3, image_size=32)
     model.load_state_dict(state["model"])
-    assert summary["params_sha256"] == train.params_sha256(model)
+    assert summary["params_sha256"] == params_sha256(model)
 
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
     assert [(r["step"], r["images"]) for r in val] == [(5, 15), (9, 15)]
@@ -667,7 +667,7 @@ def test_damaged_checkpoint(
         file.truncate(10_000)
     options = [*LONG, "log.tensorboard=true"]
     part = run(image_root, folder, *options, "train.max_steps=40")
-    assert "step-00000054.pt: damaged" in caplog.text and "going on from step-00000035.pt" in caplog.text
+    assert "step-00000054.pt: damaged" in caplog.text and "continuing from step-00000035.pt" in caplog.text
     assert part["step"] == 40
     check_curves(folder)
     summary = run(image_root, folder, *options)
@@ -956,7 +956,7 @@ def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), [("config.yaml", "nothing has been trained"), ("summary.json", "the checkpoints are whole")]
+    ("name", "kept"), [("config.yaml", "nothing has been trained"), ("summary.json", "the checkpoints are intact")]
 )
 def test_a_file_of_the_run_cannot_be_written(
     name: str, kept: str, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

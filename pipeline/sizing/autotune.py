@@ -46,7 +46,7 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     supply_of,
 )
-from pipeline.sizing.memory import MOST_TASKS_IN_HAND
+from pipeline.sizing.memory import MAX_PREFETCH_FACTOR
 from pipeline.sizing.plan import FEWEST_BATCHES
 from pipeline.sizing.ranks import Ranks
 from pipeline.worker import EMPTY_ROW
@@ -58,9 +58,7 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 TOLERANCE = 0.02  # share of the time waiting for input at which the search is content
 PAYS = 1.015  # relative rate that more workers must gain to be kept
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
-SUPPLY_SECONDS = 2.0  # length of the probe; figures of 2 s are within 1 to 2 %
-DEMAND_SECONDS = 2.0  # length of the step's measurement
-TRIAL_SECONDS = 2.0  # length of a trial
+MEASURE_SECONDS = 2.0  # of the probe, the step and each trial: figures within 1 to 2 %
 ROUNDS = 5  # most trials
 LATE_SECONDS = 15.0  # no trial begins after these
 FEWEST_STEPS = 4  # of a trial
@@ -75,17 +73,17 @@ class NotMeasuredError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """Figures of one number of workers with the step running.
+    """Figures of one number of workers with the step running, of one rank.
 
     Attributes:
         wait_fraction, late_fraction, copy_fraction, drained_fraction: see `pipeline.clock.Timing`.
-        images_per_second: rate of the rank.
+        rate: images/s.
         each: images/s of one worker while it had a task. The probe is off by up to a third.
         slowed: the step took longer than alone: the training process lacks a core.
     """
 
     wait_fraction: float
-    images_per_second: float
+    rate: float
     each: float
     slowed: bool = False
     late_fraction: float = 0.0
@@ -93,16 +91,14 @@ class Trial:
     drained_fraction: float = 0.0
 
 
-@dataclass(frozen=True)
-class Answer:
-    """The loader's settings and the figures behind them; kept with the run and in the user's cache.
+@dataclass(frozen=True, kw_only=True)
+class Answer(Trial):
+    """The loader's settings with their trial; kept with the run and in the user's cache.
 
     Attributes:
         demand: images/s of the step, per rank.
         batch_size: per rank.
-        rate, wait_fraction, late_fraction, copy_fraction, drained_fraction, each, slowed: of the
-            trial of these workers, per rank.
-        tried: whether there was a trial. If not, the figures follow from the step and the probe:
+        tried: whether there was a trial. If not, its figures follow from the step and the probe:
             the steps are too long for a trial.
         budget: number of workers for which there are cores.
         copy_ms: of a batch to the GPU, from page-locked and from pageable memory.
@@ -115,17 +111,10 @@ class Answer:
     demand: float
     batch_size: int
     supply: Supply
-    rate: float
-    wait_fraction: float
-    each: float
-    slowed: bool
     tried: bool
     budget: int
     copy_ms: tuple[float, float] | None
     seconds: float
-    late_fraction: float = 0.0
-    copy_fraction: float = 0.0
-    drained_fraction: float = 0.0
 
     def observation(self, setup: Setup) -> Observation:
         """The figures for a diagnosis; all ranks together, which are as fast as this one."""
@@ -144,11 +133,11 @@ class Answer:
     def bars(self, setup: Setup) -> tuple[list[tuple[str, float, str]], list[str]]:
         """Supply and demand as (name, images/s, label), and the names of those that limit."""
         supply = self.workers * self.each
-        both = f"{self.rate:,.0f}, {100 * self.wait_fraction:.1f} % waiting"
+        both = f"{self.rate:,.0f}, {self.wait_fraction:.1%} waiting"
         rows = [
             ("the step alone", self.demand, f"{self.demand:,.0f}"),
             (
-                count_workers(self.workers),
+                f"workers={self.workers}",
                 supply,
                 f"{supply:,.0f} ({self.workers} x {self.each:,.0f})",
             ),
@@ -175,15 +164,12 @@ class Answer:
             f"{supply.wait_ms:.2f} ms waiting{storage}); there are cores for {self.budget}",
             f"workers={self.workers} pin_memory={pins} prefetch_factor={self.prefetch_factor}   "
             f"{'with the step' if self.tried else 'expected'} {self.rate:,.0f} img/s, "
-            f"{100 * self.wait_fraction:.1f} % waiting: {found.label}",
+            f"{self.wait_fraction:.1%} waiting: {found.label}",
         ]
         return [*lines, f"to go faster: {found.remedy}"] if found.remedy else lines
 
 
-def count_workers(workers: int) -> str:
-    return f"{workers} worker" if workers == 1 else f"{workers} workers"
-
-
+@dataclass(frozen=True)
 class Tuner:
     """Measures the step and the workers, and tries numbers of workers with the step running.
 
@@ -194,29 +180,25 @@ class Tuner:
         step: a real training step; the caller restores the state it changes.
         first_step: where training begins; the batches of some steps from there are thrown away.
         setup: what the run is made of.
-        loader: the user's choices; "auto" leaves them to the measurement.
+        choices: the user's; "auto" leaves a key to the measurement.
         ranks: all ranks of the run.
     """
 
-    def __init__(
-        self,
-        feed: Feed,
-        step: Callable[[Batch], object],
-        *,
-        first_step: int,
-        setup: Setup,
-        loader: schema.Loader,
-        ranks: Ranks,
-    ) -> None:
-        self.feed = feed
-        self.step = step
-        self.first_step = first_step
-        self.setup = setup
-        self.loader = loader
-        self.ranks = ranks
-        self.pool = feed.train.loader.pool
-        self.batch_size = feed.train.loader.batch_size  # of this rank
-        self.budget = min(setup.most_workers, feed.plan.ceiling)
+    feed: Feed
+    step: Callable[[Batch], object]
+    first_step: int
+    setup: Setup
+    choices: schema.Loader
+    ranks: Ranks
+
+    @property
+    def loader(self) -> Loader:
+        return self.feed.train.loader
+
+    @property
+    def budget(self) -> int:
+        """Workers of this rank for which there are cores and memory."""
+        return min(self.setup.most_workers, self.feed.plan.ceiling)
 
     def measure(self) -> Answer:
         """Measure, decide and try; leaves the pool as the answer says.
@@ -225,7 +207,7 @@ class Tuner:
             NotMeasuredError: an image of the probe cannot be read; the pool has no tasks.
             LoaderError: one of the first batches cannot be made: training could not start either.
         """
-        resident = self._resident()
+        resident = next(self.feed.train.batches(self.first_step, self.first_step + 1)).clone()
         for _ in range(WARM_STEPS):
             self.step(resident)
         self._finish()
@@ -234,24 +216,22 @@ class Tuner:
         supply: Supply = max(supplies, key=lambda one: one.cpu_ms + one.wait_ms)
         step_seconds: float = max(self.ranks.gather(self._step_seconds(resident)))
         copy_ms = self._choose_memory()
-        factor = self._choose_prefetch_factor(supply)
+        self.loader.pool.prefetch_factor = self._prefetch_factor(supply)
         tried, enough_steps = self._try_numbers(step_seconds, supply, began + LATE_SECONDS)
         workers = best_of(tried)
-        self.pool.resize(workers)
-        trial = asdict(tried[workers])
+        self.loader.pool.resize(workers)
         return Answer(
+            **asdict(tried[workers]),
             workers=workers,
-            prefetch_factor=factor,
+            prefetch_factor=self.loader.pool.prefetch_factor,
             pin_memory=self.feed.page_locked,
-            demand=self.batch_size / step_seconds,
-            batch_size=self.batch_size,
+            demand=self.loader.batch_size / step_seconds,
+            batch_size=self.loader.batch_size,
             supply=supply,
-            rate=trial.pop("images_per_second"),
             tried=enough_steps,
             budget=self.budget,
             copy_ms=copy_ms,
             seconds=time.perf_counter() - began,
-            **trial,
         )
 
     def _finish(self) -> None:
@@ -259,24 +239,18 @@ class Tuner:
         if self.feed.train.cuda:
             torch.cuda.synchronize()
 
-    def _resident(self) -> Batch:
-        """A batch that stays on the device."""
-        for batch in self.feed.train.batches(self.first_step, self.first_step + 1):
-            return batch.clone()
-        raise AssertionError("a step has a batch")
-
     def _probe(self) -> list[Supply]:
         """Every rank's supply; all give up when one cannot read a file."""
-        found: list[Supply | str]
+        found: Supply | str
         try:
-            found = self.ranks.gather(measure_supply(self.feed.train.loader))
+            found = measure_supply(self.loader)
         except LoaderError as error:
-            self.pool.abandon()
-            found = self.ranks.gather(str(error))
-        for outcome in found:
-            if isinstance(outcome, str):
-                raise NotMeasuredError(outcome)
-        return [outcome for outcome in found if isinstance(outcome, Supply)]
+            self.loader.pool.abandon()
+            found = str(error)
+        supplies: list[Any] = self.ranks.gather(found)
+        for failure in (one for one in supplies if isinstance(one, str)):
+            raise NotMeasuredError(failure)
+        return supplies
 
     def _step_seconds(self, resident: Batch) -> float:
         """Seconds of a step on a batch that is on the device."""
@@ -291,38 +265,36 @@ class Tuner:
 
         # Every rank takes as many steps as the first: they average gradients together.
         guess = self.ranks.gather(timed(3))[0]
-        steps = max(2, min(20, round(DEMAND_SECONDS / 5 / guess)))
+        steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
         return median(timed(steps) for _ in range(5))
 
     def _choose_memory(self) -> tuple[float, float] | None:
         """Give up page-locked buffers when copies from them are slower; return both times in ms."""
-        if self.feed.pinned is None or self.loader.pin_memory != "auto":
+        if self.feed.pinned is None or self.choices.pin_memory != "auto":
             return None
-        copy_ms = measure_copies(self.feed.train.loader)
+        copy_ms = measure_copies(self.loader)
         if copy_ms[0] > copy_ms[1]:
             self.feed.pinned.release()
         return copy_ms
 
-    def _choose_prefetch_factor(self, supply: Supply) -> int:
+    def _prefetch_factor(self, supply: Supply) -> int:
         """Tasks per worker: enough that a slow task does not hold up the batches."""
-        factor = self.loader.prefetch_factor
-        if factor == "auto":
-            factor = min(MOST_TASKS_IN_HAND, max(2, math.ceil(supply.spread) + 1))
-        self.pool.prefetch_factor = factor
-        return int(factor)
+        if self.choices.prefetch_factor != "auto":
+            return int(self.choices.prefetch_factor)
+        return min(MAX_PREFETCH_FACTOR, max(2, math.ceil(supply.spread) + 1))
 
     def _try_numbers(
         self, step_seconds: float, supply: Supply, deadline: float
     ) -> tuple[dict[int, Trial], bool]:
         """Figures by number of workers, and whether they come from trials."""
-        demand = self.batch_size / step_seconds
+        demand = self.loader.batch_size / step_seconds
         # Workers that wait for storage leave their core to others.
         waiting = 1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)
         cap = max(1, min(self.feed.plan.ceiling, math.floor(self.budget * waiting)))
         first = min(cap, math.ceil(MARGIN * demand / supply.images_per_second))
         batch_seconds = self._expected_seconds(first, step_seconds, supply)
-        if TRIAL_SECONDS / batch_seconds < FEWEST_STEPS:
-            rate = self.batch_size / batch_seconds
+        if MEASURE_SECONDS / batch_seconds < FEWEST_STEPS:
+            rate = self.loader.batch_size / batch_seconds
             return {
                 first: Trial(1 - step_seconds / batch_seconds, rate, supply.images_per_second)
             }, False
@@ -335,24 +307,24 @@ class Tuner:
 
     def _expected_seconds(self, workers: int, step_seconds: float, supply: Supply) -> float:
         """Of a batch, on the slowest rank."""
-        supplied = self.batch_size / (workers * supply.images_per_second)
+        supplied = self.loader.batch_size / (workers * supply.images_per_second)
         seconds: float = max(self.ranks.gather(max(step_seconds, supplied)))
         return seconds
 
     def _attempt(self, workers: int, *, step_seconds: float, supply: Supply) -> Trial:
         """Try a number of workers; the figures are those of the node's slowest rank."""
-        self.pool.resize(workers)
+        self.loader.pool.resize(workers)
         expected = self._expected_seconds(workers, step_seconds, supply)
-        steps = max(FEWEST_STEPS, min(200, round(TRIAL_SECONDS / expected)))
+        steps = max(FEWEST_STEPS, min(200, round(MEASURE_SECONDS / expected)))
         everyone: list[Trial] = self.ranks.gather(self._try_with_step(steps))
         trials: list[Trial] = self.ranks.of_node(everyone)
-        rate = min(trial.images_per_second for trial in trials)
+        rate = min(trial.rate for trial in trials)
         # All ranks are as fast as the one that waits longest.
         longest = max(trial.wait_fraction for trial in everyone)
-        alone = self.batch_size / step_seconds * (1 - longest)
+        alone = self.loader.batch_size / step_seconds * (1 - longest)
         return replace(
             max(trials, key=lambda trial: trial.wait_fraction),
-            images_per_second=rate,
+            rate=rate,
             each=min(trial.each for trial in trials),
             # Fewer workers do not give back the part of the GPU that its decoder takes.
             slowed=not self.feed.plan.uses_engines and rate < SLOWED * alone,
@@ -360,8 +332,9 @@ class Tuner:
 
     def _try_with_step(self, steps: int) -> Trial:
         """`steps` steps on the pool's batches, after WARM_BATCHES."""
-        train, stop = self.feed.train, self.first_step + WARM_BATCHES + steps
-        recent = train.loader.pool.recent[train.loader.source]
+        train = self.feed.train
+        recent = self.loader.pool.recent[self.loader.source]
+        stop = self.first_step + WARM_BATCHES + steps
         for place, batch in enumerate(train.batches(self.first_step, stop)):
             if place == WARM_BATCHES:
                 self._finish()
@@ -370,7 +343,7 @@ class Tuner:
             self.step(batch)
         timing = train.timing(steps)
         assert timing is not None
-        rate = timing.batches * self.batch_size / timing.seconds
+        rate = timing.batches * self.loader.batch_size / timing.seconds
         return Trial(
             timing.wait_fraction,
             rate,
@@ -408,8 +381,7 @@ def settle(
         return _take_budget(tuner, str(error))
     remember(question, answer)
     seen = answer.observation(tuner.setup)
-    loader = tuner.feed.train.loader
-    dataset = loader.pool.sources[loader.source].dataset
+    dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
     if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
         engines = has_engines(tuner.feed.train.device)
         seen = replace(seen, shrink_gain=shrink_gain(dataset), has_engines=engines)
@@ -423,8 +395,8 @@ def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
     cut = ""
     if answer.workers < known.workers:
         cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
-    tuner.pool.prefetch_factor = answer.prefetch_factor
-    tuner.pool.resize(answer.workers)
+    tuner.loader.pool.prefetch_factor = answer.prefetch_factor
+    tuner.loader.pool.resize(answer.workers)
     if feed.pinned is not None and not answer.pin_memory:
         feed.pinned.release()
     lines = answer.lines(answer.observation(tuner.setup))
@@ -433,7 +405,7 @@ def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
 
 def _take_budget(tuner: Tuner, reason: str) -> tuple[None, list[str]]:
     """Use all workers for which there are cores."""
-    tuner.pool.resize(tuner.budget)
+    tuner.loader.pool.resize(tuner.budget)
     return None, [f"not measured, workers={tuner.budget}: {reason}"]
 
 
@@ -498,12 +470,11 @@ def _fewer(best: int, below: int, fewest: int) -> int:
 
 def best_of(tried: dict[int, Trial]) -> int:
     """The fewest workers within PAYS of the best rate and TOLERANCE of its waiting."""
-    top = max(tried.values(), key=lambda trial: trial.images_per_second)
+    top = max(tried.values(), key=lambda trial: trial.rate)
     return min(
         workers
         for workers, trial in tried.items()
-        if trial.images_per_second * PAYS >= top.images_per_second
-        and trial.wait_fraction <= top.wait_fraction + TOLERANCE
+        if trial.rate * PAYS >= top.rate and trial.wait_fraction <= top.wait_fraction + TOLERANCE
     )
 
 
@@ -536,7 +507,7 @@ def measure_supply(loader: Loader) -> Supply:
     recent.clear()
     done = len(numbers)
     began = time.perf_counter()
-    while time.perf_counter() - began < SUPPLY_SECONDS or len(recent) < 4:
+    while time.perf_counter() - began < MEASURE_SECONDS or len(recent) < 4:
         while len(numbers) - done < in_flight:
             submit()
         pool.wait(numbers[done : done + 1])

@@ -88,18 +88,13 @@ def supply_of(replies: Sequence[Reply], file_bytes: float = 0.0, workers: int = 
     if not replies:
         return Supply(0.0, 0.0, 1.0, file_bytes, max(1, workers))
     images = sum(reply.rows for reply in replies)
-    cpu = sum(reply.cpu_seconds for reply in replies) / images
-    core = sum(reply.core_seconds for reply in replies) / images
-    wall = sum(reply.seconds for reply in replies) / images
+    cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
+    core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
+    all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
     each = [reply.seconds / reply.rows for reply in replies]
-    return Supply(
-        cpu_ms=1e3 * cpu,
-        wait_ms=1e3 * max(0.0, wall - cpu - core),
-        core_ms=1e3 * core,
-        spread=float(np.quantile(each, 0.95)) / max(median(each), 1e-9),
-        file_bytes=file_bytes,
-        workers=max(1, workers),
-    )
+    spread = float(np.quantile(each, 0.95)) / max(median(each), 1e-9)
+    wait_ms = max(0.0, all_ms - cpu_ms - core_ms)
+    return Supply(cpu_ms, wait_ms, spread, file_bytes, max(1, workers), core_ms)
 
 
 @dataclass(frozen=True)
@@ -112,7 +107,7 @@ class LoaderState:
         supply: time that a worker spends on an image.
         pinned: whether the batch buffers are page-locked.
         slow_share: share of the workers' time taken by single files that need seconds each.
-        slow_files: their names.
+        slow_files: their names, separated by commas.
     """
 
     workers: int
@@ -120,7 +115,7 @@ class LoaderState:
     supply: Supply
     pinned: bool
     slow_share: float = 0.0
-    slow_files: tuple[str, ...] = ()
+    slow_files: str = ""
 
 
 def describe_loader(feed: Feed) -> LoaderState:
@@ -134,7 +129,7 @@ def describe_loader(feed: Feed) -> LoaderState:
         supply=supply,
         pinned=feed.page_locked,
         slow_share=share,
-        slow_files=tuple(names),
+        slow_files=", ".join(names),
     )
 
 
@@ -190,13 +185,25 @@ class Observation:
         return self.setup.ranks * max(1, self.loader.workers) * self.loader.worker_rate
 
     @property
-    def waits_for_cores(self) -> bool:
-        """Whether the workers wait for CPU cores: more workers would not help."""
-        return self.loader.supply.core_ms > 0.1 * self.loader.supply.cpu_ms
+    def step_ms(self) -> float:
+        """Milliseconds of a step without idle time."""
+        return 1e3 * self.setup.batch_size / self.ceiling
 
     @property
     def device(self) -> str:
         return "GPU" if self.setup.on_gpu else "CPU"
+
+    @property
+    def decoding_process(self) -> str:
+        """Subject of a sentence about one of the processes that decode."""
+        if not self.loader.workers:
+            return "the training process (loader.workers=0)"
+        ranks = " of a rank" if self.setup.ranks > 1 else ""
+        return (
+            f"each of the {self.loader.workers} workers{ranks}"
+            if self.loader.workers > 1
+            else "the one worker"
+        )
 
 
 @dataclass(frozen=True)
@@ -218,14 +225,14 @@ class Diagnosis:
 
 def diagnose(seen: Observation) -> Diagnosis:
     """Name the stage that limits, with its figures and what to change."""
-    cause = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
-    label, finding, detail, remedy = CAUSES[cause]
-    sentences = [f"{label}: {finding(seen)}."]
-    parts = [part for part in (detail(seen), remedy(seen)) if part]
-    if parts:
-        text = ": ".join(parts)
+    name = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
+    cause = CAUSES[name]
+    remedy = cause.remedy(seen)
+    sentences = [f"{cause.label}: {cause.finding.format(seen=seen)}."]
+    if remedy:
+        text = cause.detail.format(seen=seen) + remedy
         sentences.append(f"{text[0].upper()}{text[1:]}.")
-    return Diagnosis(cause, label, remedy(seen), sentences)
+    return Diagnosis(name, cause.label, remedy, sentences)
 
 
 def slowest(seen: Sequence[Observation | None]) -> Observation | None:
@@ -260,85 +267,6 @@ def _step_cause(seen: Observation) -> str:
     return "launch" if seen.setup.on_gpu and (late or drained >= DRAINED) else "compute"
 
 
-# Findings
-
-
-def _waited(seen: Observation) -> str:
-    waited = f"the {seen.device} waited {100 * seen.wait_fraction:.0f} % of the time for images"
-    return f"{waited}; {_rates(seen)}"
-
-
-def _rates(seen: Observation) -> str:
-    return f"the step can process {seen.ceiling:,.0f} img/s and got {seen.images_per_second:,.0f}"
-
-
-def _spare_workers(seen: Observation) -> str:
-    return f"{_waited(seen)}, although the workers can supply {seen.supply_rate:,.0f}"
-
-
-def _copies(seen: Observation) -> str:
-    step_ms = 1e3 * seen.setup.batch_size / max(seen.ceiling, 1e-9)
-    times = f"copying a batch to the GPU takes {seen.copy_ms:.1f} ms, the step {step_ms:.1f} ms"
-    return f"{times}; {_rates(seen)}"
-
-
-def _slowed_step(seen: Observation) -> str:
-    rates = f"{seen.step_alone:,.0f} img/s alone and {seen.step_rate:,.0f} while the workers run"
-    waited = f"{100 * seen.wait_fraction:.1f} % of the time for images"
-    return f"the step processed {rates}; the {seen.device} waited {waited}"
-
-
-def _idle_gpu(seen: Observation) -> str:
-    if seen.drained_fraction >= DRAINED:
-        idle = f"the GPU was idle before {100 * seen.drained_fraction:.0f} % of the steps"
-    else:
-        idle = f"the GPU was idle {100 * seen.late_fraction:.0f} % of the time"
-    return (
-        f"{idle} although the images were ready; it processed {seen.images_per_second:,.0f} img/s"
-    )
-
-
-def _busy(seen: Observation) -> str:
-    rates = f"{seen.images_per_second:,.0f} of {seen.ceiling:,.0f} img/s"
-    waited = f"the {seen.device} waited {100 * seen.wait_fraction:.1f} % of the time for images"
-    return f"{rates}; {waited}, so faster data loading would not help"
-
-
-# Details
-
-
-def _no_detail(_: Observation) -> str:
-    return ""
-
-
-def _worker_times(seen: Observation) -> str:
-    loader, times = seen.loader, seen.loader.supply
-    who = "the training process (loader.workers=0)"
-    if loader.workers:
-        who = f"each of the {loader.workers} workers" if loader.workers > 1 else "the one worker"
-        who += " of a rank" if seen.setup.ranks > 1 else ""
-    core = f", {times.core_ms:.1f} ms for a core" if seen.waits_for_cores else ""
-    spends = f"{who} spends {times.cpu_ms:.1f} ms of CPU time per image"
-    return f"{spends} and waits {times.wait_ms:.1f} ms for storage{core}"
-
-
-def _slow_files(seen: Observation) -> str:
-    names = ", ".join(seen.loader.slow_files)
-    share = 100 * seen.loader.slow_share
-    return f"these files took {share:.0f} % of the workers' time, seconds each ({names})"
-
-
-def _page_locking(seen: Observation) -> str:
-    return f"the batch buffers are {'already' if seen.loader.pinned else 'not'} page-locked"
-
-
-def _step_alone(seen: Observation) -> str:
-    if not seen.slower:
-        return ""
-    cause = ", and decoding uses part of the GPU" if seen.setup.decoder == "gpu" else ""
-    return f"alone the step processed {seen.step_alone:,.0f} img/s{cause}"
-
-
 # Remedies, the most effective first
 
 
@@ -358,10 +286,10 @@ def _faster_storage(seen: Observation) -> str:
 
 def _faster_decoding(seen: Observation) -> str:
     workers, most = seen.loader.workers, seen.setup.most_workers
-    ways = [_less_decoding(seen)]
+    times, ways = seen.loader.supply, [_less_decoding(seen)]
     if not workers:
         ways.insert(0, "set loader.workers=auto to decode while the step runs")
-    elif seen.step_alone or seen.waits_for_cores:
+    elif seen.step_alone or times.core_ms > 0.1 * times.cpu_ms:
         pass  # loader.workers=auto has tried more workers, or they would have no core
     elif workers < most:
         ways.insert(0, f"raise loader.workers, there are cores for {most}")
@@ -371,19 +299,15 @@ def _faster_decoding(seen: Observation) -> str:
 
 
 def _less_decoding(seen: Observation) -> str:
-    ways = []
-    if seen.setup.decoder == "gpu":
+    ways, decoder = [], seen.setup.decoder
+    if decoder == "gpu":
         ways.append("set loader.decoder=hybrid to share each batch with the CPU cores")
-    elif (
-        seen.setup.on_gpu
-        and seen.setup.decoder not in ("hybrid", "none")
-        and seen.has_engines is not False
-    ):
+    elif seen.setup.on_gpu and decoder not in ("hybrid", "none") and seen.has_engines is not False:
         known = "" if seen.has_engines else ", if it has them"
         ways.append(f"set loader.decoder=hybrid to use the GPU's JPEG engines{known}")
     if seen.shrink_gain is None and seen.setup.large_files:
         ways.append("re-encode the images once with scripts/shrink.py")
-    elif seen.shrink_gain is not None and seen.shrink_gain >= SHRINKING_PAYS:
+    elif (seen.shrink_gain or 0) >= SHRINKING_PAYS:
         ways.append(
             f"re-encode the images once with scripts/shrink.py (x{seen.shrink_gain:.1f} per core)"
         )
@@ -400,8 +324,8 @@ def _faster_hand_off(_: Observation) -> str:
 
 def _faster_copies(seen: Observation) -> str:
     if seen.loader.pinned:
-        return "use more PCIe lanes"
-    return "set loader.pin_memory=true, and check ulimit -l"
+        return "the buffers are page-locked already: use more PCIe lanes"
+    return "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
 
 
 def _fewer_launches(seen: Observation) -> str:
@@ -413,26 +337,83 @@ def _fewer_launches(seen: Observation) -> str:
 
 def _faster_step(seen: Observation) -> str:
     ways = []
-    if seen.slower and seen.setup.decoder != "gpu":
-        ways.append("check the GPU's clocks and which other processes use it")
-    if seen.setup.on_gpu and seen.setup.compile == "off":
-        ways.append("set model.compile=default")
-    if seen.setup.on_gpu and seen.setup.compile == "default":
-        ways.append("for a long run, set model.compile=tuned")
+    if seen.slower:
+        reason = "check the GPU's clocks and which other processes use it"
+        if seen.setup.decoder == "gpu":
+            reason = "decoding uses part of the GPU"
+        ways.append(f"alone the step processed {seen.step_alone:,.0f} img/s: {reason}")
+    faster = {
+        "off": "set model.compile=default",
+        "default": "for a long run, set model.compile=tuned",
+    }
+    if seen.setup.on_gpu and seen.setup.compile in faster:
+        ways.append(faster[seen.setup.compile])
     return "; ".join(ways)
 
 
-Say = Callable[[Observation], str]
-# cause -> label, finding, detail, remedy
-CAUSES: dict[str, tuple[str, Say, Say, Say]] = {
-    "storage": ("input-bound by storage", _waited, _worker_times, _faster_storage),
-    "files": ("input-bound by single files", _waited, _slow_files, _replace_files),
-    "decode": ("input-bound by decode", _waited, _worker_times, _faster_decoding),
-    "engines": ("input-bound by the GPU's JPEG engines", _waited, _no_detail, _less_decoding),
-    "hand-off": ("input-bound by the hand-off", _spare_workers, _worker_times, _faster_hand_off),
-    "copy": ("copy-bound", _copies, _page_locking, _faster_copies),
-    "cores": ("core-bound", _slowed_step, _no_detail, _less_decoding),
-    "launch": ("launch-bound", _idle_gpu, _no_detail, _fewer_launches),
-    "compute": ("compute-bound", _busy, _step_alone, _faster_step),
+@dataclass(frozen=True)
+class Cause:
+    """A stage that can limit.
+
+    Attributes:
+        label: its name for a reader.
+        finding, detail: text with fields of `seen`, an Observation.
+        remedy: what to change.
+    """
+
+    label: str
+    finding: str
+    remedy: Callable[[Observation], str]
+    detail: str = ""
+
+
+RATES = "the step can process {seen.ceiling:,.0f} img/s and got {seen.images_per_second:,.0f}"
+WAITED = "the {seen.device} waited {seen.wait_fraction:.1%} of the time for images"
+WORKER_TIMES = (
+    "{seen.decoding_process} spends {seen.loader.supply.cpu_ms:.1f} ms of CPU time per image, and "
+    "waits {seen.loader.supply.wait_ms:.1f} ms for storage and {seen.loader.supply.core_ms:.1f} ms "
+    "for a core: "
+)
+CAUSES = {
+    "storage": Cause("input-bound by storage", f"{WAITED}; {RATES}", _faster_storage, WORKER_TIMES),
+    "files": Cause(
+        "input-bound by single files",
+        f"{WAITED}; {RATES}",
+        _replace_files,
+        "single files took {seen.loader.slow_share:.0%} of the workers' time, seconds each "
+        "({seen.loader.slow_files}): ",
+    ),
+    "decode": Cause("input-bound by decode", f"{WAITED}; {RATES}", _faster_decoding, WORKER_TIMES),
+    "engines": Cause("input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _less_decoding),
+    "hand-off": Cause(
+        "input-bound by the hand-off",
+        f"{WAITED}; {RATES}, although the workers can supply {{seen.supply_rate:,.0f}}",
+        _faster_hand_off,
+        WORKER_TIMES,
+    ),
+    "copy": Cause(
+        "copy-bound",
+        f"copying a batch takes {{seen.copy_ms:.1f}} ms, the step {{seen.step_ms:.1f}} ms; {RATES}",
+        _faster_copies,
+    ),
+    "cores": Cause(
+        "core-bound",
+        "the step processed {seen.step_alone:,.0f} img/s alone and {seen.step_rate:,.0f} while the "
+        f"workers run; {WAITED}",
+        _less_decoding,
+    ),
+    "launch": Cause(
+        "launch-bound",
+        "the GPU was idle {seen.late_fraction:.0%} of the time, and before "
+        "{seen.drained_fraction:.0%} of the steps, although the images were ready; it processed "
+        "{seen.images_per_second:,.0f} img/s",
+        _fewer_launches,
+    ),
+    "compute": Cause(
+        "compute-bound",
+        f"{{seen.images_per_second:,.0f}} of {{seen.ceiling:,.0f}} img/s; {WAITED}, so faster data "
+        "loading would not help",
+        _faster_step,
+    ),
 }
-DECODING = ("decode", "engines", "cores")  # causes that less decoding on the CPU or the GPU helps
+DECODING = ("decode", "engines", "cores")  # causes against which less decoding helps

@@ -129,17 +129,17 @@ def why_not_measured(
     device: torch.device, decoder: str, batches_per_epoch: float, workers: int
 ) -> str | None:
     """Why loader.workers=auto takes all workers that the cores allow; None if it measures."""
-    if workers == 0:
-        return "none can be started"
-    if device.type != "cuda":
-        return "training runs on the CPU and shares it with the workers"
-    if decoder == "none":
-        return "synthetic images cost nothing"
-    if decoder == "hybrid":
-        return "loader.decoder=hybrid balances workers and engines itself, and uses all cores"
-    if batches_per_epoch < FEWEST_BATCHES:
-        return f"an epoch of {batches_per_epoch:.1f} batches is over before it matters"
-    return None
+    few = f"an epoch of {batches_per_epoch:.1f} batches is over before it matters"
+    reasons = {
+        "none can be started": workers == 0,
+        "training runs on the CPU and shares it with the workers": device.type != "cuda",
+        "synthetic images cost nothing": decoder == "none",
+        "loader.decoder=hybrid balances workers and engines itself, and uses all cores": (
+            decoder == "hybrid"
+        ),
+        few: batches_per_epoch < FEWEST_BATCHES,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def pixels_of(decoder: str) -> str:

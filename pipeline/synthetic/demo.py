@@ -34,14 +34,14 @@ VERSION = 1  # of the drawings: raise it with any change that alters a pixel
 SPLITS = ("train", "val")
 TRAIN_IMAGES, VAL_IMAGES = 2000, 500
 MARKER = "demo.json"
-# 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10 s with 4, which wait for the GIL;
-# 10.8 s with 2 processes.
+# 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait for the
+# GIL), 10.8 s with 2 processes.
 THREADS = 2
 
 logger = logging.getLogger(__name__)
 
 
-# A texture maps (u, v), rotated coordinates whose unit is about one period of the pattern, to values in [0, 1].
+# A texture maps (u, v), rotated coordinates whose unit is about one period, to values in [0, 1].
 
 
 def stripes(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
@@ -66,7 +66,7 @@ def bricks(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     u, v = 0.7 * u + 0.5 * (np.floor(1.4 * v) % 2), 1.4 * v
     joint = np.minimum(_triangle(u), 0.5 * _triangle(v)) - rng.uniform(0.06, 0.12)
     i, j = _cell(u), _cell(v)
-    return _edge(joint) * (0.7 + 0.3 * _table(rng)[i, j])  # no brick quite like the next
+    return _edge(joint) * (0.7 + 0.3 * _table(rng)[i, j])  # each brick has its own brightness
 
 
 def waves(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
@@ -75,7 +75,8 @@ def waves(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 def cells(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    seed_u, seed_v = _table(rng), _table(rng)  # a seed in each unit square: the nearest is next door at most
+    # One seed in each unit square: the nearest seed is at most one square away.
+    seed_u, seed_v = _table(rng), _table(rng)
     i, j, u, v = _cell(u), _cell(v), _fraction(u), _fraction(v)
     nearest = second = np.full_like(u, np.inf)
     for di, dj in itertools.product((-1, 0, 1), repeat=2):
@@ -93,12 +94,16 @@ def grain(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 def plaid(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     wide, narrow = rng.uniform(0.35, 0.6), rng.uniform(0.1, 0.2)
-    warp, weft = (np.maximum(_edge(_triangle(x) - 1 + wide), _edge(narrow - _triangle(x))) for x in (u, v))
+    warp, weft = (
+        np.maximum(_edge(_triangle(x) - 1 + wide), _edge(narrow - _triangle(x))) for x in (u, v)
+    )
     return 0.5 * (warp + weft)
 
 
 def zigzag(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    return _edge(_triangle(v + rng.uniform(0.6, 0.9) * _triangle(0.5 * u)) - rng.uniform(0.35, 0.65))
+    return _edge(
+        _triangle(v + rng.uniform(0.6, 0.9) * _triangle(0.5 * u)) - rng.uniform(0.35, 0.65)
+    )
 
 
 def _fraction(x: Plane) -> Plane:
@@ -111,7 +116,7 @@ def _triangle(x: Plane) -> Plane:
 
 
 def _edge(x: Plane) -> Plane:
-    """Step from 0 to 1 where x changes its sign, a little soft so that it does not alias."""
+    """Step from 0 to 1 where x changes its sign, softened against aliasing."""
     return np.clip(0.5 + 8 * x, 0, 1)
 
 
@@ -148,19 +153,22 @@ CLASSES = tuple(TEXTURES)
 
 
 def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
-    """Draw one RGB image of class `label`; size, angle, scale, colours, light and noise come from `rng`."""
+    """Draw an RGB image of class `label` with random size, angle, scale, colours and noise."""
     width, height = rng.integers(128, 321, 2).tolist()
-    x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / min(width, height))
-    y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / min(width, height))  # short side: 1 long
+    short = min(width, height)  # has length 1 in these coordinates
+    x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / short)
+    y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / short)
     periods = rng.uniform(4, 9)
     u, v = (periods * axis + rng.uniform(0, 32) for axis in _rotate(x, y, rng))
     value = TEXTURES[label](u, v, rng)
     drift, light = (_rotate(x, y, rng)[0] for _ in range(2))
     ground, near, far = _palette(rng)
-    pixels = ground + value * (near - ground + (far - near) * np.clip(drift + 0.5, 0, 1))  # float32 [3, H, W]
+    figure = near - ground + (far - near) * np.clip(drift + 0.5, 0, 1)
+    pixels = ground + value * figure  # float32 [3, H, W]
     pixels *= 1 + rng.uniform(0, 0.6) * light
     pixels += rng.uniform(0.01, 0.08) * rng.standard_normal((height, width), np.float32)
-    return Image.fromarray((255 * np.clip(pixels, 0, 1)).astype(np.uint8).transpose(1, 2, 0).copy())
+    levels = (255 * np.clip(pixels, 0, 1)).astype(np.uint8)
+    return Image.fromarray(levels.transpose(1, 2, 0).copy())
 
 
 def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]:
@@ -169,7 +177,7 @@ def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]
 
 
 def _palette(rng: np.random.Generator) -> Plane:
-    """Choose a ground and two colours of near hues for the figure, far from it in brightness: [3, 3, 1, 1]."""
+    """Choose a ground colour and two similar hues of another brightness: float32 [3, 3, 1, 1]."""
     dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])
     hue = rng.random()
     hues_and_values = [(rng.random(), dark), (hue, bright), (hue + rng.uniform(-0.2, 0.2), bright)]
@@ -186,7 +194,9 @@ class UndrawnDataset(FolderDataset):
         transform, decoder, seed: as for FolderDataset.
     """
 
-    def __init__(self, root: Path, split: str, transform: Compose, *, decoder: str, seed: int) -> None:
+    def __init__(
+        self, root: Path, split: str, transform: Compose, *, decoder: str, seed: int
+    ) -> None:
         count = (TRAIN_IMAGES if split == "train" else VAL_IMAGES) // len(CLASSES)
         files = {label: [b"%s/%04d.jpg" % (label.encode(), number) for number in range(count)]
                  for label in sorted(CLASSES)}  # fmt: skip
@@ -254,7 +264,9 @@ def ensure_demo_dataset(
 
 
 def _marker(train_images: int, val_images: int, seed: int) -> str:
-    return json.dumps({"version": VERSION, "seed": seed, "train_images": train_images, "val_images": val_images})
+    return json.dumps(
+        {"version": VERSION, "seed": seed, "train_images": train_images, "val_images": val_images}
+    )
 
 
 def is_drawn(root: Path, marker: str = _marker(TRAIN_IMAGES, VAL_IMAGES, 0)) -> bool:
@@ -276,19 +288,27 @@ def is_drawn(root: Path, marker: str = _marker(TRAIN_IMAGES, VAL_IMAGES, 0)) -> 
         if found == marker:
             return True
         raise UserError(
-            f"data.root={root}: holds demo images drawn with {found}, not {marker}; delete it or pass another data.root"
+            f"data.root={root}: holds demo images drawn with {found}, not {marker}; "
+            "delete it or pass another data.root"
         )
     if set(SPLITS) <= set(names):
-        raise UserError(f"data.root={root}: holds images that the demo did not draw; to train on them write data=folder")
+        raise UserError(
+            f"data.root={root}: holds images that the demo did not draw; "
+            "to train on them write data=folder"
+        )
     if names:
-        raise UserError(f"data.root={root}: holds files that are not demo images; pass another data.root")
+        raise UserError(
+            f"data.root={root}: holds files that are not demo images; pass another data.root"
+        )
     if root.is_mount():
-        raise UserError(f"data.root={root}: is a mount point, which cannot be replaced; pass {root / 'demo'}")
+        raise UserError(
+            f"data.root={root}: is a mount point, which cannot be replaced; pass {root / 'demo'}"
+        )
     return False
 
 
 def _lock(draft: Path) -> BinaryIO:
-    """Create the folder `draft` and lock its marker file; closing the file, or dying, unlocks it."""
+    """Create the folder `draft` and lock its marker file until the file is closed or we exit."""
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its owner removed the folder between these lines

@@ -1,4 +1,4 @@
-"""Checkpoints under kills, flipped bits, full disks and hostile files: an earlier one is always whole."""
+"""Checkpoints after kills, flipped bits, full disks and malicious files: an earlier one is intact."""
 
 import errno
 import gc
@@ -24,19 +24,27 @@ import torch
 import models
 from conf.schema import UserError
 from engine import checkpoint
-from engine.checkpoint import FORMAT, CheckpointError, compare, load, load_newest, remove_leftovers, save
+from engine.checkpoint import (
+    FORMAT,
+    CheckpointError,
+    compare,
+    load,
+    load_newest,
+    remove_leftovers,
+    save,
+)
 
 ROOT = Path(__file__).parents[2]
 
 
 def content(step: int, size: int = 1000) -> dict[str, Any]:
-    """A checkpoint in which everything tells the step."""
+    """A checkpoint whose content depends on the step."""
     state = {"weights": torch.full((size,), float(step)), "names": [str(step)]}
     return {"step": step, "state": state, "identity": {}, "config": {}}
 
 
 def newest(folder: Path) -> int | None:
-    """The step of the newest whole checkpoint, checked to be whole."""
+    """Return the step of the newest intact checkpoint, after checking its content."""
     found = load_newest(folder)
     if found is None:
         return None
@@ -71,8 +79,13 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints"
 
 
-def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
-    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16(), "c": torch.tensor(7), "d": torch.randn(2, 3).t()}
+def test_load_returns_the_saved_content(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 4),
+        "b": torch.randn(5).bfloat16(),
+        "c": torch.tensor(7),
+        "d": torch.randn(2, 3).t(),
+    }
     nested = {
         "step": 5,
         "state": {**tensors, "list": [1, 2.5, None, "x"]},
@@ -95,14 +108,16 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert files(path.parent) == {"step-00000005.pt", "step-00000005.json", "last.json"}
 
 
-def test_manifest_is_what_sha256sum_says(folder: Path) -> None:
+def test_manifest_holds_size_and_sha256(folder: Path) -> None:
     manifest = json.loads((folder / "step-00000020.json").read_text())
-    assert manifest["sha256"] == hashlib.sha256((folder / "step-00000020.pt").read_bytes()).hexdigest()
+    assert (
+        manifest["sha256"] == hashlib.sha256((folder / "step-00000020.pt").read_bytes()).hexdigest()
+    )
     assert manifest["bytes"] == (folder / "step-00000020.pt").stat().st_size
     assert (manifest["file"], manifest["step"]) == ("step-00000020.pt", 20)
 
 
-def test_no_checkpoint_at_all(tmp_path: Path) -> None:
+def test_no_checkpoint(tmp_path: Path) -> None:
     assert load_newest(tmp_path) is None
     assert load_newest(tmp_path / "missing") is None
 
@@ -119,17 +134,20 @@ def test_keep_and_best(tmp_path: Path) -> None:
         save(tmp_path, content(step), keep=2, best_step=best)
         kept[step] = {int(name[5:13]) for name in files(tmp_path) if name.endswith(".pt")}
         assert pointed(tmp_path, "last.json") == f"step-{step:08d}.pt"
-        assert {name for name in files(tmp_path) if name.startswith("step-") and name.endswith(".json")} == {
-            f"step-{s:08d}.json" for s in kept[step]
-        }
+        assert {
+            name for name in files(tmp_path) if name.startswith("step-") and name.endswith(".json")
+        } == {f"step-{s:08d}.json" for s in kept[step]}
     assert kept == {1: {1}, 2: {1, 2}, 3: {2, 3}, 4: {3, 4}, 5: {3, 4, 5}, 6: {3, 5, 6}}
     assert pointed(tmp_path, "best.json") == "step-00000003.pt"
 
 
-def test_keep_one_that_is_not_the_best(tmp_path: Path) -> None:
+def test_keep_1_when_another_is_the_best(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save(tmp_path, content(step), keep=1, best_step=1)
-    assert {n for n in files(tmp_path) if n.endswith(".pt")} == {"step-00000001.pt", "step-00000003.pt"}
+    assert {n for n in files(tmp_path) if n.endswith(".pt")} == {
+        "step-00000001.pt",
+        "step-00000003.pt",
+    }
 
 
 def test_saving_a_step_again_replaces_it(folder: Path) -> None:
@@ -140,8 +158,8 @@ def test_saving_a_step_again_replaces_it(folder: Path) -> None:
     assert pointed(folder, "best.json") == "step-00000020.pt"
 
 
-def test_killed_while_a_step_is_saved_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before and after the new file takes the old one's place, what lies there is valid."""
+def test_kill_while_a_step_is_saved_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is valid before and after the new one replaces the old one."""
     replace = os.replace
 
     def stop_before(source: Path, target: Path) -> None:
@@ -168,7 +186,9 @@ def test_killed_while_a_step_is_saved_again(folder: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("place", [0, 200, 2000, -1])
-def test_flipped_bit_is_seen_and_the_one_before_is_used(folder: Path, place: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_flipped_bit_is_detected_and_the_previous_checkpoint_used(
+    folder: Path, place: int, caplog: pytest.LogCaptureFixture
+) -> None:
     flip(folder / "step-00000020.pt", place)
     with pytest.raises(CheckpointError, match=r"step-00000020\.pt: damaged"):
         load(folder / "step-00000020.pt")
@@ -176,7 +196,7 @@ def test_flipped_bit_is_seen_and_the_one_before_is_used(folder: Path, place: int
         assert newest(folder) == 10
     (record,) = caplog.records
     assert "step-00000020.pt: damaged" in record.getMessage()
-    assert "going on from step-00000010.pt" in record.getMessage()
+    assert "continuing from step-00000010.pt" in record.getMessage()
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, -1])
@@ -189,7 +209,16 @@ def test_truncated_file(folder: Path, length: int, caplog: pytest.LogCaptureFixt
 
 
 @pytest.mark.parametrize(
-    "manifest", ["", "{", "[]", "null", '{"file": "step-00000020.pt"}', "\0" * 100, '{"bytes": 1, "sha256": ""}']
+    "manifest",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '{"file": "step-00000020.pt"}',
+        "\0" * 100,
+        '{"bytes": 1, "sha256": ""}',
+    ],
 )
 def test_damaged_manifest(folder: Path, manifest: str, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "step-00000020.json").write_text(manifest)
@@ -197,18 +226,18 @@ def test_damaged_manifest(folder: Path, manifest: str, caplog: pytest.LogCapture
     with caplog.at_level(logging.WARNING):
         assert newest(folder) == 10
     assert "step-00000020.pt" in caplog.text
-    save(folder, content(20), keep=2)  # the step is reached again
+    save(folder, content(20), keep=2)  # when training reaches the step again
     assert newest(folder) == 20
 
 
-def test_file_without_manifest_does_not_count(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_file_without_manifest_is_ignored(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     (folder / "step-00000020.json").unlink()
     assert newest(folder) == 10
-    assert not caplog.records  # a kill between the two is nothing to worry about
-    assert load(folder / "step-00000020.pt")["step"] == 20  # named outright, it is taken
+    assert not caplog.records  # the kill came before the manifest was written
+    assert load(folder / "step-00000020.pt")["step"] == 20  # given by path, it is used
 
 
-def test_manifest_without_file_does_not_count(folder: Path) -> None:
+def test_manifest_without_file_is_ignored(folder: Path) -> None:
     (folder / "step-00000020.pt").unlink()
     remove_leftovers(folder)
     assert newest(folder) == 10
@@ -222,18 +251,22 @@ def test_damaged_pointers_do_not_matter(folder: Path) -> None:
     assert newest(folder) == 30
 
 
-def test_every_one_damaged(folder: Path) -> None:
+def test_all_checkpoints_damaged(folder: Path) -> None:
     for path in folder.glob("*.pt"):
         flip(path, 500)
     with pytest.raises(CheckpointError) as error:
         load_newest(folder)
     message = str(error.value)
-    assert str(folder) in message and "step-00000020.pt" in message and "checkpoint.resume=never" in message
+    assert (
+        str(folder) in message
+        and "step-00000020.pt" in message
+        and "checkpoint.resume=never" in message
+    )
     assert "\n" not in message
 
 
 class Evil:
-    """Pickled, it creates a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -243,7 +276,7 @@ class Evil:
 
 
 @pytest.mark.parametrize("with_manifest", [True, False])
-def test_what_would_run_code_is_refused(tmp_path: Path, with_manifest: bool) -> None:
+def test_pickled_code_is_refused(tmp_path: Path, with_manifest: bool) -> None:
     mark = tmp_path / "executed"
     path = save(tmp_path, {**content(5), "evil": Evil(mark)}, keep=1)
     if not with_manifest:
@@ -252,11 +285,11 @@ def test_what_would_run_code_is_refused(tmp_path: Path, with_manifest: bool) -> 
         load(path)
     assert not mark.exists()
     torch.load(path, weights_only=False)
-    assert mark.exists()  # it would have
+    assert mark.exists()  # without weights_only, the code runs
 
 
 @pytest.mark.parametrize("other", [{"format": "2", "step": 1}, {"step": 1}, [1], torch.zeros(3)])
-def test_what_is_no_checkpoint_of_ours(tmp_path: Path, other: Any) -> None:
+def test_files_of_another_kind_are_refused(tmp_path: Path, other: Any) -> None:
     torch.save(other, tmp_path / "other.pt")
     with pytest.raises(CheckpointError, match=r"other\.pt: not a checkpoint of this program"):
         load(tmp_path / "other.pt")
@@ -264,12 +297,17 @@ def test_what_is_no_checkpoint_of_ours(tmp_path: Path, other: Any) -> None:
         load(tmp_path / "gone.pt")
 
 
-def test_leftovers_are_removed_and_nothing_else(folder: Path) -> None:
+def test_only_leftovers_are_removed(folder: Path) -> None:
     before = files(folder)
-    for name in ("step-00000030.pt.tmp", "step-00000030.json.tmp", "last.json.tmp", "step-00000030.pt"):
-        (folder / name).write_bytes(b"half")
-    brought = folder / "step-00000040.pt"
-    torch.save({"format": 1, **content(40)}, brought)
+    for name in (
+        "step-00000030.pt.tmp",
+        "step-00000030.json.tmp",
+        "last.json.tmp",
+        "step-00000030.pt",
+    ):
+        (folder / name).write_bytes(b"partial")
+    copied = folder / "step-00000040.pt"
+    torch.save({"format": 1, **content(40)}, copied)
     (folder / "notes.txt").write_text("mine")
     remove_leftovers(folder, keep=folder / ".." / folder.name / "step-00000040.pt")
     assert files(folder) == {*before, "notes.txt", "step-00000040.pt"}
@@ -278,11 +316,11 @@ def test_leftovers_are_removed_and_nothing_else(folder: Path) -> None:
     remove_leftovers(folder / "missing")
 
 
-def test_killed_before_the_best_was_pointed_to(folder: Path) -> None:
+def test_kill_before_best_json_is_written(folder: Path) -> None:
     save(folder, content(25), keep=2, best_step=25)
     old = (folder / "best.json").read_bytes()
     save(folder, content(30), keep=2, best_step=30)
-    (folder / "best.json").write_bytes(old)  # as a kill right after the manifest leaves it
+    (folder / "best.json").write_bytes(old)  # as after a kill right after the manifest
     remove_leftovers(folder)
     assert pointed(folder, "best.json") == "step-00000030.pt"
     for step in (40, 50, 60):
@@ -291,19 +329,21 @@ def test_killed_before_the_best_was_pointed_to(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"file": "step-00000001.pt"}', None])
-def test_a_damaged_best_json_costs_no_checkpoint(folder: Path, damage: str | None) -> None:
-    """What the state calls best stays, whatever the pointer says, and the next start points to it again."""
+def test_damaged_best_json_is_repaired(folder: Path, damage: str | None) -> None:
+    """The best checkpoint is kept although its pointer is damaged; the next start repairs the pointer."""
     save(folder, content(30), keep=2, best_step=30)
     whole = (folder / "best.json").read_bytes()
     (folder / "best.json").unlink() if damage is None else (folder / "best.json").write_text(damage)
     for step in (40, 50, 60):
         save(folder, content(step), keep=2, best_step=30)
-    assert {name for name in files(folder) if name.endswith(".pt")} == {f"step-000000{n}.pt" for n in (30, 50, 60)}
+    assert {name for name in files(folder) if name.endswith(".pt")} == {
+        f"step-000000{n}.pt" for n in (30, 50, 60)
+    }
     remove_leftovers(folder)
     assert (folder / "best.json").read_bytes() == whole
 
 
-def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
+def test_failure_to_remove_an_old_checkpoint_is_a_warning(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     unlink = Path.unlink
@@ -316,12 +356,15 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_a_warning(
     monkeypatch.setattr(Path, "unlink", refuse)
     for step in (30, 40):
         save(folder, content(step), keep=2)
-    assert {name for name in files(folder) if name.endswith(".pt")} == {f"step-000000{n}.pt" for n in (10, 30, 40)}
+    assert {name for name in files(folder) if name.endswith(".pt")} == {
+        f"step-000000{n}.pt" for n in (10, 30, 40)
+    }
     assert f"{folder}/step-00000010.pt cannot be removed (Permission denied)" in caplog.text
-    remove_leftovers(folder)  # nor does it keep the next start from training
+    remove_leftovers(folder)  # the next start does not fail either
 
 
-# Imports torch once; for every number it reads, a child saves from that step on until it is killed.
+# Imports torch once. For each step number that it reads, a child saves checkpoints from that step on
+# until it is killed.
 SAVER = """
 import os, signal, sys
 from pathlib import Path
@@ -331,11 +374,11 @@ folder = Path(sys.argv[1])
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # should nobody kill it
+        signal.alarm(60)  # if it is not killed
         step = int(line)
         while True:
             state = {"weights": torch.full((500_000,), float(step)), "names": [str(step)]}
-            for again in (False, True):  # a step is saved a second time when the next start validates it
+            for again in (False, True):  # as when the next start validates the step
                 content = {"step": step, "state": state, "identity": {}, "config": {}, "again": again}
                 checkpoint.save(folder, content, keep=2, best_step=step - step % 3)
             step += 1
@@ -347,20 +390,24 @@ for line in sys.stdin:
 
 @pytest.mark.slow
 def test_sigkill_at_any_instant(tmp_path: Path) -> None:
-    """20 kills of a process that does nothing but save: none costs a checkpoint that was complete.
+    """20 kills of a process that only saves: no completed checkpoint is lost.
 
-    When they come is left to chance. A kill before each call that changes a file: test_order_of_writes.py.
+    The kills come at random times. test_order_of_writes.py kills before each system call.
     """
     delays = random.Random(0)
     step, best = 0, 0
     command = [sys.executable, "-c", SAVER, str(tmp_path)]
-    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         for _ in range(20):
             process.stdin.write(f"{step + 1}\n")
             child = int(process.stdout.readline())
-            deadline = time.monotonic() + 60  # not a measure of speed, but the sign of a hang
-            while not (tmp_path / f"step-{step + 2:08d}.json").exists():  # until saving is in full swing
+            deadline = time.monotonic() + 60  # fails only if the process hangs
+            while not (
+                tmp_path / f"step-{step + 2:08d}.json"
+            ).exists():  # until the child saves repeatedly
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
             time.sleep(delays.uniform(0, 0.03))
@@ -378,16 +425,20 @@ def test_sigkill_at_any_instant(tmp_path: Path) -> None:
                 pointed(tmp_path, "best.json")
                 best = int(json.loads((tmp_path / "best.json").read_text())["step"])
                 assert best == step - step % 3
-            assert len(list(tmp_path.glob("step-*.pt"))) <= 5  # keep=2, the best, and what a kill kept from being removed
+            assert len(list(tmp_path.glob("step-*.pt"))) <= 5  # keep=2, the best, leftovers
         process.stdin.close()
     assert best > 0
 
 
-def test_file_that_cannot_grow(folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
+def test_file_that_cannot_grow(
+    folder: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
     before = files(folder)
     with file_size_limit(100_000), pytest.raises(CheckpointError) as error:
         save(folder, content(30, size=1_000_000), keep=2, best_step=30)
-    assert str(error.value).startswith(f"{folder}/step-00000030.pt: cannot be written: ") and "\n" not in str(error.value)
+    assert str(error.value).startswith(
+        f"{folder}/step-00000030.pt: cannot be written: "
+    ) and "\n" not in str(error.value)
     assert files(folder) == before
     assert newest(folder) == 20
     save(folder, content(30, size=1_000_000), keep=2, best_step=30)
@@ -396,11 +447,14 @@ def test_file_that_cannot_grow(folder: Path, file_size_limit: Callable[[int], Ab
 
 @contextmanager
 def small_disk(folder: Path, mebibytes: int) -> Iterator[None]:
-    """A file system of its own size at `folder`; skips where none can be mounted."""
+    """Mount a file system of this size at `folder`; skip the test if that is not permitted."""
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
-    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True, check=False).returncode:
-        pytest.skip("this process may not mount a file system")
+    if (
+        shutil.which("mount") is None
+        or subprocess.run(mount, capture_output=True, check=False).returncode
+    ):
+        pytest.skip("no permission to mount a file system")
     try:
         yield
     finally:
@@ -418,29 +472,31 @@ def test_full_disk(tmp_path: Path) -> None:
             save(folder, content(30, size=750_000), keep=2, best_step=30)
         message = str(error.value)
         assert message.startswith(f"{folder}/step-00000030.pt: the disk is full: 3 MiB needed, ")
-        assert message.endswith(" MiB free; make room and give the same command again: whole checkpoints are kept")
+        assert message.endswith(
+            " MiB free; free some space and run the same command again: earlier checkpoints are intact"
+        )
         assert files(folder) == before
         assert newest(folder) == 20
-        del error  # its traceback holds the unfinished file
+        del error  # its traceback refers to the unfinished file
         gc.collect()
         save(folder, content(40, size=250_000), keep=2, best_step=40)
         assert newest(folder) == 40
 
 
-def test_full_disk_is_told_by_its_errno(tmp_path: Path) -> None:
-    """The manifest may be what no longer fits: few bytes, and still a full disk."""
+def test_full_disk_is_recognised_by_errno(tmp_path: Path) -> None:
+    """The disk may become full while the small manifest is written."""
     error = OSError(errno.ENOSPC, "No space left on device")
-    message = checkpoint._why_not_written(tmp_path / "step-00000001.pt", content(1, size=2**20), error)
+    message = checkpoint._write_error(tmp_path / "step-00000001.pt", content(1, size=2**20), error)
     assert message.startswith(f"{tmp_path}/step-00000001.pt: the disk is full: 4 MiB needed, ")
 
 
-def test_folder_that_is_no_folder(tmp_path: Path) -> None:
+def test_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("")
     with pytest.raises(CheckpointError, match=r"checkpoints.*: cannot be written"):
         save(tmp_path / "checkpoints", content(1), keep=1)
 
 
-def test_every_difference_is_named_with_three_ways_on() -> None:
+def test_compare_lists_the_differences_and_remedies() -> None:
     now = {"data.val": "b" * 80, "optim.lr": 0.4, "train.seed": 0, "pixels": "cpu"}
     path = Path("step-00000001.pt")
     assert compare(dict(now), now, path) == {}
@@ -448,25 +504,38 @@ def test_every_difference_is_named_with_three_ways_on() -> None:
     with pytest.raises(UserError) as error:
         compare(stored, now, path)
     message = str(error.value)
-    # The values differ in the last letter only, and both are told whole.
-    assert message.startswith(f"cannot resume step-00000001.pt: data.val was {stored['data.val']}, is {now['data.val']}; ")
-    assert "; optim.lr was 0.2, is 0.4; pixels was without effect, is cpu; that would be another training: " in message
-    for way in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
-        assert way in message
+    # The values differ in the last letter only: the message shows them in full.
+    assert message.startswith(
+        f"cannot resume step-00000001.pt: data.val was {stored['data.val']}, is {now['data.val']}; "
+    )
+    assert (
+        "; optim.lr was 0.2, is 0.4; pixels was unused, is cpu; these changes affect the result: "
+        in message
+    )
+    for remedy in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
+        assert remedy in message
     assert "train.seed" not in message
     accepted = compare(stored, now, path, accept_changes=True)
     assert list(accepted) == ["data.val", "optim.lr", "pixels"]
-    assert (accepted["optim.lr"], accepted["pixels"]) == ("optim.lr was 0.2, is 0.4", "pixels was without effect, is cpu")
-    # A key that is gone counts, too.
-    with pytest.raises(UserError, match=r"optim\.betas was \[0\.9, 0\.999\], is without effect"):
+    assert (accepted["optim.lr"], accepted["pixels"]) == (
+        "optim.lr was 0.2, is 0.4",
+        "pixels was unused, is cpu",
+    )
+    # A removed key is a difference as well.
+    with pytest.raises(UserError, match=r"optim\.betas was \[0\.9, 0\.999\], is unused"):
         compare({**now, "optim.betas": [0.9, 0.999]}, now, path)
 
 
 @pytest.mark.parametrize("name", checkpoint.FIXED)
-def test_what_tensors_depend_on_cannot_be_accepted(name: str) -> None:
+def test_changes_that_do_not_fit_the_tensors_cannot_be_accepted(name: str) -> None:
     with pytest.raises(UserError) as error:
-        compare({name: 1, "optim.lr": 1}, {name: 2, "optim.lr": 2}, Path("step-00000001.pt"), accept_changes=True)
-    assert f"no run can continue with another {name}: " in str(error.value)
+        compare(
+            {name: 1, "optim.lr": 1},
+            {name: 2, "optim.lr": 2},
+            Path("step-00000001.pt"),
+            accept_changes=True,
+        )
+    assert f"; {name} cannot change within a run: " in str(error.value)
     assert "accept_changes" not in str(error.value)
 
 
@@ -476,39 +545,48 @@ def old(tmp_path: Path) -> Path:
     path = tmp_path / "old" / "checkpoints" / "step-00000004.pt"
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.decompress((Path(__file__).parent / "format-1.pt.gz").read_bytes()))
-    checkpoint.write_json(path.with_suffix(".json"), {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()})
+    checkpoint.write_json(
+        path.with_suffix(".json"), {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
+    )
     return path
 
 
-def test_an_older_format_is_refused_in_one_line(old: Path) -> None:
+def test_older_format_is_refused_in_one_line(old: Path) -> None:
     for read in (lambda: load(old), lambda: load_newest(old.parent)):
         with pytest.raises(UserError) as error:
             read()
         message = str(error.value)
         assert message.startswith(
-            f"{old}: was written by an older version of this program (format 1, this one reads {FORMAT}); give "
+            f"{old}: written by an older version of this program (format 1, this "
+            f"version reads format {FORMAT}); give "
         )
-        assert f"model.weights={old}" in message and "checkpoint.resume=never" in message and "\n" not in message
+        assert (
+            f"model.weights={old}" in message
+            and "checkpoint.resume=never" in message
+            and "\n" not in message
+        )
     torch.save({"format": FORMAT + 1}, old.parent / "new.pt")
-    with pytest.raises(UserError, match="was written by a newer version"):
+    with pytest.raises(UserError, match="written by a newer version"):
         load(old.parent / "new.pt")
 
 
-def test_an_older_format_gives_its_weights(old: Path) -> None:
+def test_weights_of_an_older_format_load(old: Path) -> None:
     model = models.build("resnet_tiny", num_classes=3, image_size=32)
     models.load_weights(model, old)
     assert all((parameter == 0).all() for parameter in model.parameters())
 
 
 def test_provenance() -> None:
-    made_by = checkpoint.provenance()
-    assert made_by["torch"] == str(torch.__version__)
-    assert made_by["python"] == ".".join(map(str, sys.version_info[:3]))
+    versions = checkpoint.provenance()
+    assert versions["torch"] == str(torch.__version__)
+    assert versions["python"] == ".".join(map(str, sys.version_info[:3]))
     head = ""
     if shutil.which("git"):
         ask = ["git", "rev-parse", "HEAD"]
-        head = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
-    assert made_by["git_commit"].removesuffix("-dirty") == (head or "unknown")
+        head = subprocess.run(
+            ask, cwd=ROOT, capture_output=True, text=True, check=False
+        ).stdout.strip()
+    assert versions["git_commit"].removesuffix("-dirty") == (head or "unknown")
 
 
 def test_provenance_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -516,7 +594,7 @@ def test_provenance_without_git(monkeypatch: pytest.MonkeyPatch) -> None:
     assert checkpoint.provenance()["git_commit"] == "unknown"
 
 
-def test_text_is_replaced_whole_or_not_at_all(
+def test_text_is_replaced_atomically(
     tmp_path: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
 ) -> None:
     path = tmp_path / "summary.json"

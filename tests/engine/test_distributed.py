@@ -54,16 +54,26 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_device("cpu") == torch.device("cpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
-    with pytest.raises(UserError, match=r"^train\.device=cuda: torch sees 0 GPUs, this node has 1 rank\(s\); "):
+    with pytest.raises(
+        UserError, match=r"^train\.device=cuda: torch sees 0 GPUs, this node has 1 rank\(s\); "
+    ):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert [resolve_device(choice, 1) for choice in ("auto", "cuda", "cpu")] == [
-        torch.device("cuda", 1), torch.device("cuda", 1), torch.device("cpu")]  # fmt: skip
+        torch.device("cuda", 1),
+        torch.device("cuda", 1),
+        torch.device("cpu"),
+    ]
     for choice in ("auto", "cuda"):
-        with pytest.raises(UserError, match=rf"^train\.device={choice}: torch sees 2 GPUs, this node has 3 rank\(s\); "):
+        with pytest.raises(
+            UserError,
+            match=rf"^train\.device={choice}: torch sees 2 GPUs, this node has 3 rank\(s\); ",
+        ):
             resolve_device(choice, 2)
-        with pytest.raises(UserError):  # also the ranks that have one: none waits for those that do not start
+        with pytest.raises(
+            UserError
+        ):  # also the ranks that have one: none waits for those that do not start
             resolve_device(choice, 0, 3)
 
 
@@ -91,7 +101,11 @@ def test_second_ctrl_c_interrupts() -> None:
 
 def test_repeated_sigterm_does_not_interrupt_the_save() -> None:
     with StopSignal(alone()) as stop:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):  # a scheduler may repeat itself
+        for number in (
+            signal.SIGTERM,
+            signal.SIGTERM,
+            signal.SIGINT,
+        ):  # a scheduler may repeat itself
             os.kill(os.getpid(), number)
         stop.poll()
         assert stop.number == signal.SIGINT
@@ -107,16 +121,29 @@ def free_port() -> int:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
     """What two_ranks.py found on each of them; the second is sent SIGTERM while they run."""
     folder = tmp_path_factory.mktemp("ranks")
-    shared = {**os.environ, "PYTHONPATH": str(ROOT), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-              "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    shared = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+    }
     processes = [
-        subprocess.Popen([sys.executable, Path(__file__).with_name("two_ranks.py"), folder],
-                         env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, Path(__file__).with_name("two_ranks.py"), folder],
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in (0, 1)
-    ]  # fmt: skip
+    ]
     ready = [folder / f"ready-{rank}" for rank in (0, 1)]
     # No hang: the processes end by themselves after two minutes.
-    while not all(path.exists() for path in ready) and all(process.poll() is None for process in processes):
+    while not all(path.exists() for path in ready) and all(
+        process.poll() is None for process in processes
+    ):
         time.sleep(0.01)
     if processes[1].poll() is None:
         processes[1].send_signal(signal.SIGTERM)
@@ -144,7 +171,11 @@ def test_rank_0_decides_and_all_hear_of_it(ranks: tuple[Found, Found]) -> None:
 def test_what_every_rank_has(ranks: tuple[Found, Found]) -> None:
     for found in ranks:
         assert found["all_or_none"] == [[0, 10], "rank 1 has no room"]
-        assert found["gathering"] == {"ranks": [0, 1], "paths": ["runs/0", "runs/1"], "of_node": [0, 1]}
+        assert found["gathering"] == {
+            "ranks": [0, 1],
+            "paths": ["runs/0", "runs/1"],
+            "of_node": [0, 1],
+        }
 
 
 def test_ranks_of_a_node() -> None:
@@ -152,7 +183,11 @@ def test_ranks_of_a_node() -> None:
     for first, local_size in ((0, 4), (4, 2), (6, 2)):
         for local_rank in range(local_size):
             world = World(
-                rank=first + local_rank, size=8, local_rank=local_rank, local_size=local_size, device=torch.device("cpu")
+                rank=first + local_rank,
+                size=8,
+                local_rank=local_rank,
+                local_size=local_size,
+                device=torch.device("cpu"),
             )
             assert world.of_node([*range(8)]) == [*range(first, first + local_size)]
 
@@ -166,13 +201,17 @@ def test_buffers_become_those_of_rank_0(ranks: tuple[Found, Found]) -> None:
         assert found["buffers"] == {"mean": [1, 1, 1], "count": 5, "weight_is_own": True}
 
 
-def test_gradients_are_averaged_and_batch_norm_stays_each_ranks_own(ranks: tuple[Found, Found]) -> None:
+def test_gradients_are_averaged_and_batch_norm_stays_each_ranks_own(
+    ranks: tuple[Found, Found],
+) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     images = torch.randn(8, 4)
     (model(images[:4]).square().mean() + model(images[4:]).square().mean()).div(2).backward()
     for found in ranks:
-        assert found["gradients"]["gradient"] == pytest.approx(model[2].bias.grad.tolist(), rel=1e-5)
+        assert found["gradients"]["gradient"] == pytest.approx(
+            model[2].bias.grad.tolist(), rel=1e-5
+        )
         assert found["gradients"]["statistics_are_own"]
         assert found["gradients"]["keys"] == ["0.weight", "0.bias"]  # no `module.`
 
@@ -183,7 +222,9 @@ def test_validation_is_exact_with_uneven_shares(ranks: tuple[Found, Found]) -> N
     mistakes = Mistakes(8, alone().device)
     (whole,) = evaluate([model], measure, [(images, labels)], alone(), mistakes)
     for found in ranks:
-        assert found["validation"]["metrics"] == pytest.approx([whole.loss, whole.top1, whole.top5, 25])
+        assert found["validation"]["metrics"] == pytest.approx(
+            [whole.loss, whole.top1, whole.top5, 25]
+        )
         assert found["validation"]["table"] == mistakes.table.tolist()
     assert ranks[0]["validation"] == ranks[1]["validation"]
     assert 0 < whole.top1 < 100

@@ -30,7 +30,9 @@ def model() -> nn.Module:
 @pytest.fixture(scope="module")
 def data() -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(IMAGES, 3, 16, 16, generator=generator), torch.randint(0, 7, (IMAGES,), generator=generator)
+    return torch.randn(IMAGES, 3, 16, 16, generator=generator), torch.randint(
+        0, 7, (IMAGES,), generator=generator
+    )
 
 
 def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, Tensor]]:
@@ -38,11 +40,16 @@ def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
     for start in range(0, len(images), size):
         batch, wanted = images[start : start + size], labels[start : start + size]
         lack = size - len(batch)
-        yield torch.cat([batch, torch.full((lack, *batch.shape[1:]), 9.0)]), torch.cat([wanted, torch.full((lack,), -1)])
+        yield (
+            torch.cat([batch, torch.full((lack, *batch.shape[1:]), 9.0)]),
+            torch.cat([wanted, torch.full((lack,), -1)]),
+        )
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, 8, 36, 37, 38, 100])
-def test_any_batch_size_gives_the_same(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
+def test_any_batch_size_gives_the_same(
+    model: nn.Module, data: tuple[Tensor, Tensor], size: int
+) -> None:
     images, labels = data
     (found,) = evaluate([model], measure, padded(images, labels, size), ALONE)
     logits = model.eval()(images)
@@ -56,7 +63,10 @@ def test_any_batch_size_gives_the_same(model: nn.Module, data: tuple[Tensor, Ten
 
 def test_batches_of_differing_sizes(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     uneven = zip(data[0].split([1, 20, 3, 13]), data[1].split([1, 20, 3, 13]), strict=True)
-    (found,), (whole,) = evaluate([model], measure, uneven, ALONE), evaluate([model], measure, [data], ALONE)
+    (found,), (whole,) = (
+        evaluate([model], measure, uneven, ALONE),
+        evaluate([model], measure, [data], ALONE),
+    )
     assert (found.images, found.top1, found.top5) == (whole.images, whole.top1, whole.top5)
 
 
@@ -78,13 +88,18 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
     together, alone = Mistakes(7, ALONE.device), Mistakes(7, ALONE.device)
     found = evaluate([model, other], measure, batches(), ALONE, together)
     assert read == [0, 1, 2, 3, 4] and (model.training, other.training) == (True, False)
-    assert found == [*evaluate([model], measure, batches(), ALONE, alone), *evaluate([other], measure, batches(), ALONE)]
+    assert found == [
+        *evaluate([model], measure, batches(), ALONE, alone),
+        *evaluate([other], measure, batches(), ALONE),
+    ]
     assert found[0].loss != found[1].loss
     assert torch.equal(together.table, alone.table)
 
 
 @pytest.mark.parametrize("mode", [True, False])
-def test_the_model_is_left_as_it_was(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
+def test_the_model_is_left_as_it_was(
+    model: nn.Module, data: tuple[Tensor, Tensor], mode: bool
+) -> None:
     model.train(mode)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     evaluate([model], measure, padded(*data, 8), ALONE)
@@ -105,10 +120,15 @@ def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) ->
     assert torch.is_grad_enabled()
 
 
-def classed(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, list[float], list[int]]:
+def classed(
+    model: nn.Module, images: Tensor, labels: Tensor
+) -> tuple[Tensor, list[float], list[int]]:
     """Counts by label and prediction, losses and predictions, one image after the other."""
     logits = model.eval()(images)
-    losses, predictions = nn.functional.cross_entropy(logits, labels, reduction="none").tolist(), logits.argmax(1).tolist()
+    losses, predictions = (
+        nn.functional.cross_entropy(logits, labels, reduction="none").tolist(),
+        logits.argmax(1).tolist(),
+    )
     table = torch.zeros(7, 7, dtype=torch.int32)
     for label, prediction in zip(labels.tolist(), predictions, strict=True):
         table[label, prediction] += 1
@@ -133,7 +153,9 @@ def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> N
     assert [row[2] for row in rows] == pytest.approx([losses[i] for i in worst])
 
 
-def test_mistakes_of_fewer_images_than_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
+def test_mistakes_of_fewer_images_than_are_kept(
+    model: nn.Module, data: tuple[Tensor, Tensor]
+) -> None:
     mistakes = Mistakes(7, ALONE.device, worst=16)
     evaluate([model], measure, padded(data[0][:5], data[1][:5], 3), ALONE, mistakes)
     images, rows = mistakes.worst_images()
@@ -142,7 +164,10 @@ def test_mistakes_of_fewer_images_than_are_kept(model: nn.Module, data: tuple[Te
 
 
 def test_mistakes_without_images(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    for mistakes, batches in ((Mistakes(7, ALONE.device, worst=4), []), (Mistakes(7, ALONE.device), [data])):
+    for mistakes, batches in (
+        (Mistakes(7, ALONE.device, worst=4), []),
+        (Mistakes(7, ALONE.device), [data]),
+    ):
         evaluate([model], measure, batches, ALONE, mistakes)
         images, rows = mistakes.worst_images()
         assert len(images) == 0 and rows == []
@@ -202,7 +227,10 @@ def counted(logits: Tensor, labels: Tensor) -> tuple[int, int, int]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(classes)
-    logits = torch.stack([torch.randperm(classes, generator=generator) for _ in range(500)]).to(dtype) - classes / 2  # no ties
+    logits = (
+        torch.stack([torch.randperm(classes, generator=generator) for _ in range(500)]).to(dtype)
+        - classes / 2
+    )  # no ties
     labels = torch.randint(0, classes, (500,), generator=generator)
     labels[torch.rand(500, generator=generator) < 0.1] = EMPTY_ROW
     found = sums(logits, labels, torch.tensor(2.5))
@@ -213,7 +241,12 @@ def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
 
 def test_rows_that_fill_up_do_not_count() -> None:
     logits = torch.eye(6)[[0, 1, 2, 3]]
-    assert sums(logits, torch.tensor([0, 1, EMPTY_ROW, EMPTY_ROW]), torch.tensor(0.0)).tolist() == [0, 2, 2, 2]
+    assert sums(logits, torch.tensor([0, 1, EMPTY_ROW, EMPTY_ROW]), torch.tensor(0.0)).tolist() == [
+        0,
+        2,
+        2,
+        2,
+    ]
     assert sums(logits, torch.tensor([EMPTY_ROW] * 4), torch.tensor(0.0)).tolist() == [0, 0, 0, 0]
     assert sums(logits, torch.tensor([0, 1, 5, 4]), torch.tensor(0.0)).tolist() == [0, 2, 3, 4]
 
@@ -239,5 +272,7 @@ def test_equal_logits_rank_in_the_order_of_their_classes() -> None:
 
 
 def test_metrics_of() -> None:
-    assert metrics_of(torch.tensor([10.0, 1, 3, 4])) == Metrics(loss=2.5, top1=25, top5=75, images=4)
+    assert metrics_of(torch.tensor([10.0, 1, 3, 4])) == Metrics(
+        loss=2.5, top1=25, top5=75, images=4
+    )
     assert metrics_of(torch.zeros(4)) == Metrics(0, 0, 0, 0)

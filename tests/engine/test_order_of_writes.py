@@ -45,19 +45,31 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def save(folder: Path, step: int) -> Path:
-    return checkpoint.save(folder, {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}}, keep=1)
+    return checkpoint.save(
+        folder,
+        {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}},
+        keep=1,
+    )
 
 
-def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(tmp_path: Path, calls: Calls) -> None:
+def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(
+    tmp_path: Path, calls: Calls
+) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 1)
     written = [target for kind, *names in calls if kind == "replace" for target in names[1:]]
-    assert written[:2] == ["step-00000001.pt", "step-00000001.json"]  # the manifest, which makes the file count, comes second
+    assert written[:2] == [
+        "step-00000001.pt",
+        "step-00000001.json",
+    ]  # the manifest, which makes the file count, comes second
     assert set(written) == {path.name for path in folder.iterdir()}
     expected: Calls = [("fsync", tmp_path.name, "")]  # the folder is new
     for name in written:
-        expected += [("fsync", f"{name}.tmp", str((folder / name).stat().st_size)), ("replace", f"{name}.tmp", name),
-                     ("fsync", "checkpoints", "")]  # fmt: skip
+        expected += [
+            ("fsync", f"{name}.tmp", str((folder / name).stat().st_size)),
+            ("replace", f"{name}.tmp", name),
+            ("fsync", "checkpoints", ""),
+        ]
     assert calls == expected
 
 
@@ -114,12 +126,21 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
     before = tmp_path / "before"
     for step in (10, 20):
         checkpoint.save(
-            before, {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}}, keep=2, best_step=10
+            before,
+            {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}},
+            keep=2,
+            best_step=10,
         )
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     newest: list[int] = []
-    with subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                          bufsize=1) as process:  # fmt: skip
+    with subprocess.Popen(
+        command,
+        cwd=Path(__file__).parents[2],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         ended = False
         while not ended:
@@ -135,10 +156,14 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
                 assert checkpoint.load(folder / best["file"])["step"] == best["step"]
                 checkpoint.remove_leftovers(folder)
             assert not list(folder.glob("*.tmp"))
-            assert {path.stem for path in folder.glob("step-*.pt")} == {path.stem for path in folder.glob("step-*.json")}
+            assert {path.stem for path in folder.glob("step-*.pt")} == {
+                path.stem for path in folder.glob("step-*.json")
+            }
             newest.append(found[1]["step"])
             save(folder, 40)
             assert checkpoint.load(folder / "step-00000040.pt")["step"] == 40
         process.stdin.close()
     assert newest == sorted(newest) and set(newest) == {20, 30}
-    assert len(newest) > 25  # each save writes three files or more: fsync, rename, fsync of the folder
+    assert (
+        len(newest) > 25
+    )  # each save writes three files or more: fsync, rename, fsync of the folder

@@ -1,4 +1,4 @@
-"""Out of GPU memory: one line with the batch that fits, a map of the memory beside it, and never another error."""
+"""Out of GPU memory: one line with a batch size that fits, a memory snapshot, no second error."""
 
 import errno
 import pickle
@@ -13,11 +13,19 @@ from torch import Tensor, nn
 
 from conf.schema import Optim
 from engine import out_of_memory
+from engine.distributed import World
 from engine.optim import build_optimizer
 from engine.out_of_memory import GIB, activation_bytes, estimate, explain_oom, fixed_bytes
 from engine.state import MovingAverage, TrainState
 
 CUDA = torch.device("cuda", 0)
+
+
+def world(size: int = 1, rank: int = 0, device: torch.device = CUDA) -> World:
+    return World(rank=rank, size=size, local_rank=rank, local_size=size, device=device)
+
+
+ALONE = world()
 
 
 def out() -> torch.cuda.OutOfMemoryError:
@@ -29,20 +37,25 @@ def out() -> torch.cuda.OutOfMemoryError:
 
 @pytest.fixture
 def full(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """A GPU of 80 GiB, with numbers of the test's own."""
+    """A GPU of 80 GiB with the given memory statistics."""
 
     def full(*, peak: float, reserved: float, free: float, fraction: float = 1.0) -> None:
-        stats = {"allocated_bytes.all.peak": int(peak * GIB), "reserved_bytes.all.current": int(reserved * GIB)}
+        stats = {
+            "allocated_bytes.all.peak": int(peak * GIB),
+            "reserved_bytes.all.current": int(reserved * GIB),
+        }
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), 80 * GIB))
         monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
-        monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"map"))
+        monkeypatch.setattr(
+            torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(b"snapshot")
+        )
 
     return full
 
 
 def raised_in(call: Callable[[], Any]) -> BaseException:
-    """The error as an `except` block has it, with the frames it came through."""
+    """Return the error with its traceback, as in an `except` block."""
     try:
         call()
     except torch.cuda.OutOfMemoryError as error:
@@ -74,148 +87,239 @@ def out_in_the_step() -> None:
     optimizer.step()
 
 
-@pytest.mark.parametrize(("call", "expected", "takes", "remedy"), [
-    (out_in_backward, 0, "about 312", "loader.batch_size=224 should fit"),  # 0.9 * 79 - 2 GiB hold 226, in eights 224
-    (out_in_the_step, 900, "about 312", "loader.batch_size=224 should fit"),
-    (out_in_forward, 0, "over 312", "try loader.batch_size=128"),  # an unknown part of the forward pass: half
-    (out_in_forward, 200, "over 312", "try loader.batch_size=128"),
-    (out_in_forward, 624, "about 624", "loader.batch_size=112 should fit"),
-    (out_in_forward, 312, "about 312", "loader.batch_size=224 should fit"),
-])  # fmt: skip
-def test_the_batch_that_fits(full, tmp_path: Path, call, expected: int, takes: str, remedy: str) -> None:
-    """A step of 256 images failed with 78 + 2 - 2 GiB for them."""
+@pytest.mark.parametrize(
+    ("call", "expected", "takes", "remedy"),
+    [
+        (
+            out_in_backward,
+            0,
+            "about 312",
+            "loader.batch_size=224 should fit",
+        ),  # 0.9 * 79 - 2 GiB hold 226; a multiple of 8: 224
+        (out_in_the_step, 900, "about 312", "loader.batch_size=224 should fit"),
+        (
+            out_in_forward,
+            0,
+            "over 312",
+            "try loader.batch_size=128",
+        ),  # in the forward pass, at an unknown place: half
+        (out_in_forward, 200, "over 312", "try loader.batch_size=128"),
+        (out_in_forward, 624, "about 624", "loader.batch_size=112 should fit"),
+        (out_in_forward, 312, "about 312", "loader.batch_size=224 should fit"),
+    ],
+)
+def test_batch_that_fits(
+    full, tmp_path: Path, call, expected: int, takes: str, remedy: str
+) -> None:
+    """A step of 256 images failed, which took 78 + 2 - 2 GiB."""
     full(peak=78, reserved=78.5, free=0.5)
-    line = explain_oom(raised_in(call), device=CUDA, folder=tmp_path, batch_size=256, world_size=1, static_bytes=2 * GIB,
-                       image_bytes=expected * 2**20)  # fmt: skip
+    line = explain_oom(
+        raised_in(call),
+        ALONE,
+        folder=tmp_path,
+        batch_size=256,
+        static_bytes=2 * GIB,
+        image_bytes=expected * 2**20,
+    )
     assert "\n" not in line
-    assert line.startswith("loader.batch_size=256: the memory of cuda:0 is full (2.00 GiB wanted, 0.50 of 80.0 GiB free)")
-    assert f"an image takes {takes} MiB beside 2.00 GiB for the model: {remedy}" in line
+    assert line.startswith(
+        "loader.batch_size=256: out of memory on cuda:0 (2.00 GiB requested, 0.50 of 80.0 GiB free)"
+    )
+    assert f"an image takes {takes} MiB, the model 2.00 GiB: {remedy}" in line
     assert f"{tmp_path / 'oom-rank0.pickle'} (open it at https://pytorch.org/memory_viz)" in line
     assert [p.name for p in tmp_path.iterdir()] == ["oom-rank0.pickle"]
 
 
 def test_several_ranks(full, tmp_path: Path) -> None:
     full(peak=78, reserved=78.5, free=0.5)
-    line = explain_oom(raised_in(out_in_backward), device=CUDA, folder=tmp_path, batch_size=2048, world_size=8, rank=3,
-                       static_bytes=2 * GIB)  # fmt: skip
+    line = explain_oom(
+        raised_in(out_in_backward),
+        world(8, rank=3),
+        folder=tmp_path,
+        batch_size=2048,
+        static_bytes=2 * GIB,
+    )
     assert "loader.batch_size=1792 should fit" in line
     assert (tmp_path / "oom-rank3.pickle").exists()
 
 
-@pytest.mark.parametrize("world_size", [1, 3, 8])
 @pytest.mark.parametrize("batch", [8, 24, 100, 256, 1000])
 @pytest.mark.parametrize("forward_done", [True, False])
-def test_always_fewer_and_a_multiple_of_8_a_rank(world_size: int, batch: int, forward_done: bool) -> None:
-    found = estimate(peak=50 * GIB, wanted=GIB, available=80 * GIB, static=0, expected=0,
-                     batch_size=batch * world_size, world_size=world_size, forward_done=forward_done)  # fmt: skip
-    assert found.batch % (8 * world_size) == 0
-    assert 0 <= found.batch < batch * world_size
-    assert found.batch >= (batch // 2 - 7) * world_size  # there is room: only the failure speaks against the whole batch
+def test_estimate_is_smaller_and_a_multiple_of_8(batch: int, forward_done: bool) -> None:
+    found = estimate(
+        peak=50 * GIB,
+        wanted=GIB,
+        available=80 * GIB,
+        static=0,
+        expected=0,
+        images=batch,
+        forward_done=forward_done,
+    )
+    assert found.batch % 8 == 0
+    assert 0 <= found.batch < batch
+    # There is enough memory: only the failure shows that the batch is too large.
+    assert found.batch >= batch // 2 - 7
 
 
-def test_nothing_but_the_model_fits(full) -> None:
+def test_only_the_model_fits(full) -> None:
     full(peak=78, reserved=78.5, free=0.5)
-    line = explain_oom(out(), device=CUDA, folder=None, batch_size=256, world_size=4, static_bytes=75 * GIB)
-    assert line.endswith("a batch of 32 would hardly fit: take a smaller model.name or data.image_size")
+    line = explain_oom(out(), world(4), folder=None, batch_size=256, static_bytes=75 * GIB)
+    assert line.endswith(
+        "even a batch of 32 may not fit: use a smaller model.name or data.image_size"
+    )
 
 
-def test_others_on_the_gpu_and_a_limit(full) -> None:
+def test_other_processes_on_the_gpu_and_a_memory_fraction(full) -> None:
     full(peak=38, reserved=39, free=1)
-    line = explain_oom(raised_in(out_in_backward), device=CUDA, folder=None, batch_size=256, world_size=1)
-    assert "free, 40.0 GiB outside of this process's allocator)" in line
+    line = explain_oom(raised_in(out_in_backward), ALONE, folder=None, batch_size=256)
+    assert "free, 40.0 GiB in use outside this process's allocator)" in line
     assert "loader.batch_size=224 should fit" in line  # 0.9 * 40 of (38 + 2) / 256
     full(peak=38, reserved=38, free=42, fraction=0.5)
-    assert "=224 should fit" in explain_oom(raised_in(out_in_backward), device=CUDA, folder=None, batch_size=256, world_size=1)
+    assert "=224 should fit" in explain_oom(
+        raised_in(out_in_backward), ALONE, folder=None, batch_size=256
+    )
 
 
-@pytest.mark.parametrize(("text", "bytes_wanted"), [
-    ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 << 20),
-    ("Tried to allocate 1.50 GiB (GPU 0; 79.3 GiB total", 3 << 29),
-    ("CUDA out of memory. Tried to allocate 512 bytes", 512),
-    ("Allocation on device", 0),
-    ("", 0),
-])  # fmt: skip
-def test_what_was_wanted(text: str, bytes_wanted: int) -> None:
-    assert out_of_memory._wanted(text) == bytes_wanted
+@pytest.mark.parametrize(
+    ("text", "bytes_wanted"),
+    [
+        ("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has", 20 << 20),
+        ("Tried to allocate 1.50 GiB (GPU 0; 79.3 GiB total", 3 << 29),
+        ("CUDA out of memory. Tried to allocate 512 bytes", 512),
+        ("Allocation on device", 0),
+        ("", 0),
+    ],
+)
+def test_requested_bytes(text: str, bytes_wanted: int) -> None:
+    assert out_of_memory._requested_bytes(text) == bytes_wanted
 
 
-def test_a_full_disk(full, tmp_path: Path, file_size_limit, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk(full, tmp_path: Path, file_size_limit, monkeypatch: pytest.MonkeyPatch) -> None:
     full(peak=78, reserved=78.5, free=0.5)
-    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(bytes(2**20)))
+    monkeypatch.setattr(
+        torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_bytes(bytes(2**20))
+    )
     with file_size_limit(2**16):
-        line = explain_oom(out(), device=CUDA, folder=tmp_path, batch_size=256, world_size=1)
-    assert "try loader.batch_size=128; no map of the memory could be written (OSError" in line
+        line = explain_oom(out(), ALONE, folder=tmp_path, batch_size=256)
+    assert "try loader.batch_size=128; no memory snapshot could be written (OSError" in line
     assert "\n" not in line
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["memory_stats", "mem_get_info", "get_per_process_memory_fraction"])
-def test_figures_that_fail(full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["memory_stats", "mem_get_info", "get_per_process_memory_fraction"]
+)
+def test_failing_memory_statistics(
+    full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     def fail(device: torch.device) -> None:
-        raise RuntimeError("CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA")
+        raise RuntimeError(
+            "CUDA error: unspecified launch failure\nCompile with TORCH_USE_CUDA_DSA"
+        )
 
     full(peak=78, reserved=78.5, free=0.5)
     monkeypatch.setattr(torch.cuda, name, fail)
-    line = explain_oom(out(), device=CUDA, folder=tmp_path, batch_size=256, world_size=1)
-    assert "loader.batch_size=256: the memory of cuda:0 is full (OutOfMemoryError: CUDA out of memory. Tried" in line
+    line = explain_oom(out(), ALONE, folder=tmp_path, batch_size=256)
+    assert (
+        "loader.batch_size=256: out of memory on cuda:0 (OutOfMemoryError: CUDA out of "
+        "memory. Tried" in line
+    )
     assert "oom-rank0.pickle" in line and "\n" not in line
 
 
-@pytest.mark.parametrize("problem", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("no allocator"),
-                                     AttributeError("_dump_snapshot"), MemoryError()])  # fmt: skip
-def test_a_map_that_fails(full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception) -> None:
+@pytest.mark.parametrize(
+    "problem",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        RuntimeError("no allocator"),
+        AttributeError("_dump_snapshot"),
+        MemoryError(),
+    ],
+)
+def test_failing_snapshot(
+    full, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: Exception
+) -> None:
     def fail(path: str) -> None:
         raise problem
 
     full(peak=78, reserved=78.5, free=0.5)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", fail)
-    assert type(problem).__name__ in explain_oom(out(), device=CUDA, folder=tmp_path, batch_size=256, world_size=1)
+    assert type(problem).__name__ in explain_oom(out(), ALONE, folder=tmp_path, batch_size=256)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_never_raises_without_a_gpu(tmp_path: Path) -> None:
-    line = explain_oom(out(), device=torch.device("cuda", 99), folder=tmp_path / "gone", batch_size=0, world_size=0)
-    assert line.startswith("loader.batch_size=0: the memory of cuda:99 is full") and "\n" not in line
+    line = explain_oom(
+        out(), world(0, device=torch.device("cuda", 99)), folder=tmp_path / "gone", batch_size=0
+    )
+    assert line.startswith("loader.batch_size=0: out of memory on cuda:99") and "\n" not in line
 
 
-@pytest.mark.parametrize(("name", "momentum", "ema", "copies"), [
-    ("sgd", 0.9, None, 3), ("sgd", 0.0, None, 2), ("adamw", 0.9, None, 4), ("adamw", 0.9, 0.99, 5),
-])  # fmt: skip
-def test_what_is_held_for_any_batch(name: str, momentum: float, ema: float | None, copies: int) -> None:
-    """Said before the first step, true after it."""
+@pytest.mark.parametrize(
+    ("name", "momentum", "ema", "copies"),
+    [
+        ("sgd", 0.9, None, 3),
+        ("sgd", 0.0, None, 2),
+        ("adamw", 0.9, None, 4),
+        ("adamw", 0.9, 0.99, 5),
+    ],
+)
+def test_fixed_bytes(name: str, momentum: float, ema: float | None, copies: int) -> None:
+    """The estimate before the first step equals the memory after it."""
     model = nn.Linear(100, 1000)
     optim = Optim(name=name, momentum=momentum, nesterov=False)
     average = MovingAverage(model, ema) if ema is not None else None
     state = TrainState(model, build_optimizer(model, optim), average)
-    said = fixed_bytes(state)
-    assert abs(said - copies * 4 * 101_000) <= 8  # the average counts its steps
+    estimated = fixed_bytes(state)
+    assert abs(estimated - copies * 4 * 101_000) <= 8  # the average's counter
     model(torch.ones(2, 100)).sum().backward()
     state.optimizer.step()
-    moments = [t for values in state.optimizer.state.values() for t in values.values() if torch.is_tensor(t) and t.dim()]
+    moments = [
+        t
+        for values in state.optimizer.state.values()
+        for t in values.values()
+        if torch.is_tensor(t) and t.dim()
+    ]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
-    held = [*model.parameters(), *grads, *moments, *([] if average is None else [*average.parameters(), *average.buffers()])]
-    assert said == sum(t.nbytes for t in held)
+    held = [
+        *model.parameters(),
+        *grads,
+        *moments,
+        *([] if average is None else [*average.parameters(), *average.buffers()]),
+    ]
+    assert estimated == sum(t.nbytes for t in held)
 
 
-def test_what_a_step_keeps_of_an_image() -> None:
-    """On the meta device as in truth, in the mode it was in; weights, and what two layers keep, are not counted twice."""
+def test_activation_bytes() -> None:
+    """The mode is kept; weights and tensors that two layers save count once."""
 
     def model() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 4, 3))
+        return nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 4, 3),
+        )
 
     with torch.device("meta"):
         meta = model().eval()
     kept = 3 * 32 * 32 + 2 * 16 * 32 * 32  # the input, BatchNorm's and the second convolution's
     gradients = 2 * 16 * 32 * 32
-    assert abs(activation_bytes(meta, 32, torch.float32) - 4 * (kept + gradients)) <= 4 * 16 * 2  # BatchNorm's statistics
-    assert activation_bytes(meta, 32, torch.bfloat16) == activation_bytes(meta, 32, torch.float32) // 2
+    assert (
+        abs(activation_bytes(meta, 32, torch.float32) - 4 * (kept + gradients)) <= 4 * 16 * 2
+    )  # BatchNorm statistics
+    assert (
+        activation_bytes(meta, 32, torch.bfloat16) == activation_bytes(meta, 32, torch.float32) // 2
+    )
     assert not meta.training
-    assert activation_bytes(nn.Linear(7, 7, device="meta"), 32, torch.float32) == 0  # does not take images
+    assert (
+        activation_bytes(nn.Linear(7, 7, device="meta"), 32, torch.float32) == 0
+    )  # not an image model
 
 
 @pytest.fixture
 def small_gpu() -> Iterator[int]:
-    """8 GiB of a real GPU, empty."""
+    """A GPU limited to 8 GiB, with an empty cache."""
     torch.cuda.empty_cache()
     _, total = torch.cuda.mem_get_info(CUDA)
     torch.cuda.set_per_process_memory_fraction(min(1.0, 8 * GIB / total), CUDA)
@@ -235,7 +339,7 @@ def convnet() -> nn.Module:
 @pytest.mark.parametrize("first", [144, 512, 4096])
 @pytest.mark.parametrize("expects", [False, True])
 def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> None:
-    """What is suggested is tried until it fits: at once for a model whose activations were summed up, else in a few rounds."""
+    """The suggested batch fits: at once with an estimate of the activations, else after a few tries."""
     with torch.device("meta"):
         expected = activation_bytes(convnet(), 128, torch.float32) if expects else 0
     model = convnet().to(CUDA)
@@ -247,21 +351,27 @@ def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> 
         state.optimizer.step()
         state.optimizer.zero_grad(set_to_none=True)
 
-    def tried(batch: int) -> str | None:
+    def attempt(batch: int) -> str | None:
         torch.cuda.reset_peak_memory_stats(CUDA)
         try:
             step(batch)
             return None
         except torch.cuda.OutOfMemoryError as error:
             before = torch.cuda.memory_allocated(CUDA)
-            line = explain_oom(error, device=CUDA, folder=tmp_path, batch_size=batch, world_size=1,
-                               static_bytes=fixed_bytes(state), image_bytes=expected)  # fmt: skip
+            line = explain_oom(
+                error,
+                ALONE,
+                folder=tmp_path,
+                batch_size=batch,
+                static_bytes=fixed_bytes(state),
+                image_bytes=expected,
+            )
             assert torch.cuda.memory_allocated(CUDA) == before
             return line
 
     lines = []
     batch = first
-    while (line := tried(batch)) is not None:
+    while (line := attempt(batch)) is not None:
         print(line)
         lines.append(line)
         found = re.search(r": (?:try )?loader.batch_size=(\d+)(?: should fit)?;", line)
@@ -271,7 +381,7 @@ def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> 
         torch.cuda.empty_cache()
     print(f"{batch} fits")
     assert 1 <= len(lines) <= (1 if expects else 7)
-    assert batch >= 32  # some 17 maps of 4 MiB and a gradient or two: about 100 images fit
+    assert batch >= 32  # about 17 activations of 4 MiB and two gradients: 100 images fit
     with open(tmp_path / "oom-rank0.pickle", "rb") as file:
-        found_map = pickle.load(file)
-    assert found_map["segments"] and found_map["segments"][0]["blocks"]
+        snapshot = pickle.load(file)
+    assert snapshot["segments"] and snapshot["segments"][0]["blocks"]

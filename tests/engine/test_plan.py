@@ -29,7 +29,9 @@ LOADER = LoaderPlan(
     cores=4,
     reason="as configured",
     decoder="pillow",
-    memory=MemoryPlan(4, slots=8, file_bytes=0, buffers=0, pinned=0, worker_bytes=0, device=0, free=0),
+    memory=MemoryPlan(
+        4, slots=8, file_bytes=0, buffers=0, pinned=0, worker_bytes=0, device=0, free=0
+    ),
     measured=False,
     not_measured=None,
     dtype=torch.float32,
@@ -37,7 +39,9 @@ LOADER = LoaderPlan(
 )
 
 
-def config(batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1) -> Config:
+def config(
+    batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1
+) -> Config:
     return Config(
         loader=Loader(batch_size=batch),
         train=Train(epochs=epochs, max_steps=max_steps, validate_every_epochs=validate_every),
@@ -46,7 +50,9 @@ def config(batch: int = 30, epochs: float = 4, max_steps: int | None = None, val
     )
 
 
-def plan(images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int | None = None, **changes) -> Plan:
+def plan(
+    images: int = 100, batch: int = 30, epochs: float = 4, max_steps: int | None = None, **changes
+) -> Plan:
     steps = count_steps(epochs=epochs, train_images=images, batch_size=batch)
     given = Plan(
         config=config(batch, epochs, max_steps),
@@ -92,7 +98,9 @@ def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None
     assert count_steps(epochs=epochs, train_images=images, batch_size=batch) == steps
 
 
-@pytest.mark.parametrize(("images", "batch"), [(100, 30), (100, 100), (100, 1), (36, 8), (1_281_167, 1024)])
+@pytest.mark.parametrize(
+    ("images", "batch"), [(100, 30), (100, 100), (100, 1), (36, 8), (1_281_167, 1024)]
+)
 def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
     """After the first step at which it has ended: (step - 1) * batch < epoch * images <= step * batch."""
     found = steps_where(plan(images, batch, epochs=4), "validate")
@@ -100,10 +108,14 @@ def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
 
 
 def test_every_second_epoch_and_the_end_are_validated() -> None:
-    assert steps_where(plan(100, 10, epochs=5, config=config(10, 5, validate_every=2)), "validate") == [20, 40, 50]
+    assert steps_where(
+        plan(100, 10, epochs=5, config=config(10, 5, validate_every=2)), "validate"
+    ) == [20, 40, 50]
     assert steps_where(plan(100, 10, epochs=1.5), "validate") == [10, 15]
     assert steps_where(plan(100, 10, epochs=5, max_steps=33), "validate") == [10, 20, 30, 33]
-    assert steps_where(plan(100, 10, epochs=2, config=config(10, 2, validate_every=50)), "validate") == [20]
+    assert steps_where(
+        plan(100, 10, epochs=2, config=config(10, 2, validate_every=50)), "validate"
+    ) == [20]
 
 
 def test_logs() -> None:
@@ -120,7 +132,9 @@ def test_epochs_of_a_step() -> None:
     assert [given.epochs_ended(step) for step in (0, 3, 4, 6, 7, 10)] == [0, 0, 1, 1, 2, 3]
     assert [given.epoch(step) for step in (0, 5, 10)] == pytest.approx([0, 1.5, 3])
     assert plan(1_281_167, 256).epochs_ended(450_411) == 90
-    assert given.stop_step == 14 and given.epoch(14) == 4  # of 4.2, which the rest of the last batch would be
+    assert (
+        given.stop_step == 14 and given.epoch(14) == 4
+    )  # of 4.2, which the rest of the last batch would be
 
 
 def test_a_plan_does_not_change() -> None:
@@ -131,18 +145,46 @@ def test_a_plan_does_not_change() -> None:
 @pytest.mark.parametrize(("hardware", "auto"), [(True, "bf16"), (False, "fp32")])
 def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool, auto: str) -> None:
     """Torch emulates bf16 on older GPUs, and calls that supported unless it is asked for the hardware."""
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation or hardware)
-    assert [choose_precision(choice, CPU) for choice in ("auto", "bf16", "fp32")] == ["fp32", "bf16", "fp32"]
-    assert [choose_precision(choice, CUDA) for choice in ("auto", "bf16", "tf32", "fp32")] == [auto, "bf16", "tf32", "fp32"]
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_bf16_supported",
+        lambda including_emulation=True: including_emulation or hardware,
+    )
+    assert [choose_precision(choice, CPU) for choice in ("auto", "bf16", "fp32")] == [
+        "fp32",
+        "bf16",
+        "fp32",
+    ]
+    assert [choose_precision(choice, CUDA) for choice in ("auto", "bf16", "tf32", "fp32")] == [
+        auto,
+        "bf16",
+        "tf32",
+        "fp32",
+    ]
     assert (has_bf16(CPU), has_bf16(CUDA)) == (False, hardware)
 
 
 def test_a_gpu_without_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
-    assert precision_note("auto", CUDA) == ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
-    assert precision_note("bf16", CUDA)[0].startswith("train.precision=bf16: this GPU emulates bf16, which is slow; give ")
-    assert precision_note("fp32", CUDA) == precision_note("auto", CPU) == precision_note("bf16", CPU) == []
-    assert plan(notes=tuple(precision_note("auto", CUDA))).lines()[-1].startswith("note     train.precision=auto is fp32")
+    monkeypatch.setattr(
+        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
+    )
+    assert precision_note("auto", CUDA) == [
+        "train.precision=auto is fp32 here: this GPU has no bf16 hardware"
+    ]
+    assert precision_note("bf16", CUDA)[0].startswith(
+        "train.precision=bf16: this GPU emulates bf16, which is slow; give "
+    )
+    assert (
+        precision_note("fp32", CUDA)
+        == precision_note("auto", CPU)
+        == precision_note("bf16", CPU)
+        == []
+    )
+    assert (
+        plan(notes=tuple(precision_note("auto", CUDA)))
+        .lines()[-1]
+        .startswith("note     train.precision=auto is fp32")
+    )
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: True)
     assert precision_note("auto", CUDA) == precision_note("bf16", CUDA) == []
 
@@ -156,15 +198,28 @@ def test_dtype_of_a_precision() -> None:
 
 
 def test_compile() -> None:
-    assert [choose_compile(choice, CPU) for choice in ("auto", "off", "default")] == ["off", "off", "default"]
-    assert [choose_compile(choice, CUDA) for choice in ("auto", "off", "max-autotune")] == ["default", "off", "max-autotune"]
+    assert [choose_compile(choice, CPU) for choice in ("auto", "off", "default")] == [
+        "off",
+        "off",
+        "default",
+    ]
+    assert [choose_compile(choice, CUDA) for choice in ("auto", "off", "max-autotune")] == [
+        "default",
+        "off",
+        "max-autotune",
+    ]
 
 
 def test_batches_that_cannot_be() -> None:
     check_batch(12, 12, 4)
-    with pytest.raises(UserError, match=r"^loader\.batch_size=12: larger than the training split \(11 images\)"):
+    with pytest.raises(
+        UserError, match=r"^loader\.batch_size=12: larger than the training split \(11 images\)"
+    ):
         check_batch(12, 11, 1)
-    with pytest.raises(UserError, match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks"):
+    with pytest.raises(
+        UserError,
+        match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks",
+    ):
         check_batch(12, 100, 5)
 
 
@@ -178,8 +233,13 @@ def test_lines_say_what_was_derived() -> None:
         "3 workers per rank (as configured), decoder pillow",
     ):
         assert part in text
-    early = "\n".join(plan(100, 10, epochs=5, max_steps=33, world_size=2, channels_last=True).lines())
-    assert "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch; stops early: 5 epochs are 50 steps" in early
+    early = "\n".join(
+        plan(100, 10, epochs=5, max_steps=33, world_size=2, channels_last=True).lines()
+    )
+    assert (
+        "33 of 10 images (5 on each of 2 ranks), 10.0 per epoch; stops early: 5 epochs are 50 steps"
+        in early
+    )
     assert "cpu, fp32, channels_last, compile off" in early
 
 
@@ -193,9 +253,12 @@ def test_published_flops() -> None:
 
 def test_size_that_the_model_does_not_take() -> None:
     with torch.device("meta"):
-        small, fixed = (models.build(name, num_classes=10, image_size=32) for name in ("alexnet", "vit_b_16"))
+        small, fixed = (
+            models.build(name, num_classes=10, image_size=32) for name in ("alexnet", "vit_b_16")
+        )
     with pytest.raises(
-        UserError, match=r"^data\.image_size: the model does not take images of 32 px \(.*\); give another size$"
+        UserError,
+        match=r"^data\.image_size: the model does not take images of 32 px \(.*\); give another size$",
     ):
         count_flops(small, 32)
     with pytest.raises(UserError, match=r"^augment\.val: the model does not take images of 48 px"):
@@ -214,6 +277,8 @@ def test_size_that_the_model_does_not_take() -> None:
         (1_281_167, 1024, 8, None),
     ],
 )
-def test_a_batch_too_large_for_the_data(images: int, batch: int, ranks: int, advice: str | None) -> None:
+def test_a_batch_too_large_for_the_data(
+    images: int, batch: int, ranks: int, advice: str | None
+) -> None:
     found = few_steps(batch, 0.1, images, ranks)
     assert [line.split("images, ")[-1] for line in found] == ([f"try {advice}"] if advice else [])

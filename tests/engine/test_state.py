@@ -31,7 +31,9 @@ OPTIMIZERS = {
 def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainState:
     torch.manual_seed(seed)
     model = resnet_tiny(5, 16)
-    return TrainState(model, build_optimizer(model, optim), None if ema is None else MovingAverage(model, ema))
+    return TrainState(
+        model, build_optimizer(model, optim), None if ema is None else MovingAverage(model, ema)
+    )
 
 
 def advance(state: TrainState, steps: int) -> None:
@@ -44,11 +46,16 @@ def advance(state: TrainState, steps: int) -> None:
 
 def take_step(state: TrainState) -> None:
     generator = torch.Generator().manual_seed(state.step)
-    images, labels = torch.randn(8, 3, 16, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+    images, labels = (
+        torch.randn(8, 3, 16, 16, generator=generator),
+        torch.randint(0, 5, (8,), generator=generator),
+    )
     network = nn.Sequential(nn.Dropout(0.2), state.model)
     batch = Batch(images, labels, labels, state.step)
     lr = state.optimizer.defaults["lr"]
-    train.train_step(state, network, train.training_loss, batch, lr=lr, label_smoothing=0.1, clip_norm=5.0)
+    train.train_step(
+        state, network, train.training_loss, batch, lr=lr, label_smoothing=0.1, clip_norm=5.0
+    )
 
 
 def equal(a: object, b: object) -> bool:
@@ -64,17 +71,25 @@ def equal(a: object, b: object) -> bool:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("ema", [0.9, None])
-def test_stored_and_loaded_it_trains_on_as_if_nothing_had_been(tmp_path: Path, name: str, ema: float | None) -> None:
+def test_stored_and_loaded_it_trains_on_as_if_nothing_had_been(
+    tmp_path: Path, name: str, ema: float | None
+) -> None:
     straight = new_state(OPTIMIZERS[name], ema=ema)
     advance(straight, 3)
     straight.best, straight.last = {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0}
-    path = checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}}, keep=1)
+    path = checkpoint.save(
+        tmp_path, {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}}, keep=1
+    )
 
     resumed = new_state(OPTIMIZERS[name], seed=1, ema=ema)
     assert not equal(resumed.state_dict(), straight.state_dict())
     resumed.load_state_dict(checkpoint.load(path)["state"])
     assert equal(resumed.state_dict(), straight.state_dict())
-    assert (resumed.step, resumed.best, resumed.last) == (3, {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0})
+    assert (resumed.step, resumed.best, resumed.last) == (
+        3,
+        {"step": 2, "top1": 40.0},
+        {"step": 3, "top1": 30.0},
+    )
     advance(straight, 3)
     before = params_sha256(resumed.model)
     advance(resumed, 3)
@@ -88,7 +103,11 @@ def test_every_part_matters(tmp_path: Path) -> None:
     straight = new_state(OPTIMIZERS["sgd"])
     advance(straight, 3)
     stored = checkpoint.load(
-        checkpoint.save(tmp_path, {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}}, keep=1)
+        checkpoint.save(
+            tmp_path,
+            {"step": 3, "state": straight.state_dict(), "identity": {}, "config": {}},
+            keep=1,
+        )
     )["state"]
     fresh = new_state(OPTIMIZERS["sgd"], seed=1).state_dict()
     advance(straight, 3)
@@ -133,7 +152,14 @@ def test_average_by_hand() -> None:
     ema = MovingAverage(model, 0.6)
     average = {"weight": 1.0, "running_mean": 0.0}  # forgotten by the first update
     for count, (share, weight, mean) in enumerate(
-        [(1.0, 2.0, 1.0), (0.629961, 4.0, 3.0), (0.480750, 8.0, -1.0), (0.4, 1.0, 5.0), (0.4, 3.0, 7.0)], start=1
+        [
+            (1.0, 2.0, 1.0),
+            (0.629961, 4.0, 3.0),
+            (0.480750, 8.0, -1.0),
+            (0.4, 1.0, 5.0),
+            (0.4, 3.0, 7.0),
+        ],
+        start=1,
     ):
         with torch.no_grad():
             model.weight.fill_(weight)
@@ -147,7 +173,8 @@ def test_average_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("updates", "decay"), [(0, 0.0), (7, 0.75), (26, 8 / 9), (999, 0.99), (999_999, 0.9999), (10**7, 0.9999)]
+    ("updates", "decay"),
+    [(0, 0.0), (7, 0.75), (26, 8 / 9), (999, 0.99), (999_999, 0.9999), (10**7, 0.9999)],
 )
 def test_decay_of_the_average_warms_up(updates: int, decay: float) -> None:
     """1 - (1 + t)^(-2/3) up to 0.9999: what timm's ModelEmaV3(use_warmup=True).update(model, step=t + 1) uses."""
@@ -175,22 +202,39 @@ def test_average_of_a_short_run_is_near_its_weights() -> None:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
     """With all that a config can add to it: average, clipping, label smoothing, mixed targets."""
-    config = cli.load(["data=fake", "model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=1",
-                       "train.label_smoothing=0.1", f"optim={name}", "loader.batch_size=16", "data.image_size=32",
-                       "model.compile=off"])  # fmt: skip
+    config = cli.load(
+        [
+            "data=fake",
+            "model=resnet_tiny",
+            "train.ema_decay=0.9",
+            "optim.clip_norm=1",
+            "train.label_smoothing=0.1",
+            f"optim={name}",
+            "loader.batch_size=16",
+            "data.image_size=32",
+            "model.compile=off",
+        ]
+    )
     with join_world("cuda") as world:
         plan = make_plan(config, build_datasets(config), world)
         state = train.build_state(plan, world)
-        batch = Batch(torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.input_dtype),
-                      torch.zeros(16, dtype=torch.int64, device="cuda"),
-                      torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"), 0)  # fmt: skip
+        batch = Batch(
+            torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.input_dtype),
+            torch.zeros(16, dtype=torch.int64, device="cuda"),
+            torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"),
+            0,
+        )
         meter = Meter(world)
         loss = plan.autocast()(train.training_loss)
         try:
             for _ in range(4):
-                values = train.train_step(state, state.model, loss, batch, lr=0.1, label_smoothing=0.1, clip_norm=1.0)
+                values = train.train_step(
+                    state, state.model, loss, batch, lr=0.1, label_smoothing=0.1, clip_norm=1.0
+                )
                 meter.add(values)
-                torch.cuda.set_sync_debug_mode("error")  # from the second on: the first makes the optimiser's state
+                torch.cuda.set_sync_debug_mode(
+                    "error"
+                )  # from the second on: the first makes the optimiser's state
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert all(bool(tensor.isfinite().all()) for tensor in state.model.state_dict().values())
@@ -199,7 +243,9 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
 def test_params_sha256_is_what_design_says() -> None:
     """SHA-256 over the state_dict's tensors, in order: worked out here with numpy."""
     model = resnet_tiny(5, 16)
-    digest = hashlib.sha256(b"".join(t.numpy().tobytes() for t in model.state_dict().values())).hexdigest()
+    digest = hashlib.sha256(
+        b"".join(t.numpy().tobytes() for t in model.state_dict().values())
+    ).hexdigest()
     assert params_sha256(model) == digest
 
 
@@ -217,7 +263,10 @@ def test_params_sha256_does_not_depend_on_the_memory_format() -> None:
     model = resnet_tiny(5, 16)
     before = params_sha256(model)
     last = model.to(memory_format=torch.channels_last)
-    assert last.conv1.weight.is_contiguous(memory_format=torch.channels_last) and not last.conv1.weight.is_contiguous()
+    assert (
+        last.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+        and not last.conv1.weight.is_contiguous()
+    )
     assert params_sha256(last) == before
     assert params_sha256(nn.Linear(3, 3).bfloat16()) != params_sha256(nn.Linear(3, 3).bfloat16())
 
@@ -228,7 +277,12 @@ def test_seed_of_a_step() -> None:
         seed_step(seed, step, rank)
         return tuple(torch.rand(4).tolist())
 
-    places = [(seed, step, rank) for seed in (0, 1, 2**32 - 1) for step in (0, 1, 11, 10**7) for rank in (0, 1, 11)]
+    places = [
+        (seed, step, rank)
+        for seed in (0, 1, 2**32 - 1)
+        for step in (0, 1, 11, 10**7)
+        for rank in (0, 1, 11)
+    ]
     first = {place: draw(*place) for place in places}
     assert {place: draw(*place) for place in reversed(places)} == first
     assert len(set(first.values())) == len(places)  # also (1, 11) and (11, 1)
@@ -238,15 +292,23 @@ def test_a_resumed_optimizer_does_what_the_config_says_now() -> None:
     """Momentum buffers come from the checkpoint; weight decay and momentum are options, and options are the user's."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
-    before = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4))
+    before = TrainState(
+        model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-4)
+    )
     model(torch.ones(1, 4)).sum().backward()
     before.optimizer.step()
-    after = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.3, nesterov=True))
+    after = TrainState(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5, weight_decay=0.3, nesterov=True),
+    )
     after.load_state_dict(before.state_dict())
     group = after.optimizer.param_groups[0]
     assert (group["momentum"], group["weight_decay"], group["nesterov"]) == (0.5, 0.3, True)
     for p in model.parameters():
-        assert torch.equal(after.optimizer.state[p]["momentum_buffer"], before.optimizer.state[p]["momentum_buffer"])
+        assert torch.equal(
+            after.optimizer.state[p]["momentum_buffer"],
+            before.optimizer.state[p]["momentum_buffer"],
+        )
 
 
 # Steps that leave no trace.
@@ -257,14 +319,23 @@ PLAIN_SGD = Optim(name="sgd", lr=0.1, momentum=0, weight_decay=5e-4)
 
 def tensors(state: TrainState) -> list[Tensor]:
     """All that steps change: parameters and buffers of model and average, and what the optimiser keeps for each parameter."""
-    kept = [v for values in state.optimizer.state.values() for v in values.values() if isinstance(v, Tensor)]
+    kept = [
+        v
+        for values in state.optimizer.state.values()
+        for v in values.values()
+        if isinstance(v, Tensor)
+    ]
     modules = [state.model] if state.ema is None else [state.model, state.ema]
-    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())] + kept
+    return [
+        tensor for module in modules for tensor in (*module.parameters(), *module.buffers())
+    ] + kept
 
 
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "trained"])
 @pytest.mark.parametrize("ema", [0.9, None], ids=["average", "no average"])
-@pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
+@pytest.mark.parametrize(
+    "optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"]
+)
 def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
     """To the bit, and in the same memory, also when the block raises."""
     state = new_state(optim, ema=ema)
@@ -283,7 +354,11 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
                 take_step(state)
             state.model(torch.ones(1, 3, 16, 16)).sum().backward()  # gradients are left behind
             changed = state.state_dict()
-            for part in ("model", "optimizer") if ema is None else ("model", "optimizer", "ema", "ema_steps"):
+            for part in (
+                ("model", "optimizer")
+                if ema is None
+                else ("model", "optimizer", "ema", "ema_steps")
+            ):
                 assert not equal(changed[part], before[part]), part
             assert not torch.equal(torch.get_rng_state(), random)
             if error is not None:
@@ -296,7 +371,9 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
         assert state.model.training
 
 
-@pytest.mark.parametrize("optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"])
+@pytest.mark.parametrize(
+    "optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"]
+)
 def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -> None:
     straight, measured, touched = (new_state(optim) for _ in range(3))
     advance(straight, 4)

@@ -1,4 +1,4 @@
-"""Figures of the GPU, the allocator and the host: there when their source is, one warning when not, and never an error."""
+"""Metrics of GPU, allocator and host: a missing source is one warning and never an error."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def wait_until(true: Callable[[], object]) -> None:
-    """A minute is not a measure of speed, but the sign of a hang."""
+    """The limit of a minute only detects a hang."""
     deadline = time.monotonic() + 60
     while not true():
         assert time.monotonic() < deadline
@@ -46,7 +46,7 @@ def test_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_without_nvml(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # like a missing package
     with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
         assert monitor.read() == {} == monitor.read()
         assert threads() == []
@@ -65,7 +65,7 @@ FUNCTION_NOT_FOUND = NvmlError(13, "Function Not Found")
 
 
 class Nvml:
-    """Stands in for a driver: no machine that runs these tests need have one. An answer may be an error or a function."""
+    """Replaces NVML and the driver. An answer may be an error or a function."""
 
     def __init__(self, **answers: Any) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -104,7 +104,7 @@ class Nvml:
 
     @property
     def samples(self) -> int:
-        """Times all was asked."""
+        """Number of complete samples."""
         return self.count("nvmlDeviceGetUtilizationRates", "gpu")
 
 
@@ -124,7 +124,7 @@ EVERYTHING = {
     "gpu/pcie_transmit_mb_per_second": 20.0,
     "gpu/pcie_receive_mb_per_second": 11_000.0,
 }
-# query -> NVML's function, its last argument, the tags it gives
+# query -> NVML function, its last argument, the tags it returns
 OF_QUERY = {
     "utilisation": ("nvmlDeviceGetUtilizationRates", "gpu", ["gpu/utilization"]),
     "memory": ("nvmlDeviceGetMemoryInfo", "gpu", ["gpu/memory_used_gib"]),
@@ -153,7 +153,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
 
 
 def breaking(nvml: Nvml, query: str, error: Exception) -> Callable[[], None]:
-    """Let one query fail from now on; returns what mends it."""
+    """Make a query fail; return a function that repairs it."""
     name, last, _ = OF_QUERY[query]
     before = nvml.answers[name]
 
@@ -174,7 +174,7 @@ def test_all_figures(install, caplog: pytest.LogCaptureFixture) -> None:
         assert threads() == ["telemetry"]
     assert threads() == []
     monitor.read()
-    assert monitor.read() == {}  # read once, they are gone
+    assert monitor.read() == {}  # no new samples
     assert not caplog.records
     assert OF_QUERY.keys() == QUERIES.keys()
 
@@ -189,11 +189,11 @@ def test_means_since_the_last_read(install) -> None:
             means.append(monitor.read()["gpu/power_watts"])
     rest = monitor.read().get("gpu/power_watts", 10**9)
     assert 0 < means[0] < means[1] < means[2] < rest
-    assert monitor.read("epoch")["gpu/power_watts"] == (next(values) - 1) / 2  # a reader of its own: of all samples
+    assert monitor.read("epoch")["gpu/power_watts"] == (next(values) - 1) / 2  # another reader: all samples
     assert monitor.read("epoch") == {}
 
 
-def test_the_bus_is_asked_every_second_time(install) -> None:
+def test_pcie_is_queried_every_second_time(install) -> None:
     """The driver takes 20 ms to answer."""
     nvml = install(Nvml())
     with GpuMonitor(CUDA):
@@ -205,7 +205,7 @@ def test_the_bus_is_asked_every_second_time(install) -> None:
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [LOST, RuntimeError("something else"), ValueError("no number")])
-def test_a_query_that_fails_is_one_warning(install, caplog: pytest.LogCaptureFixture, query: str, error: Exception) -> None:
+def test_a_failing_query_is_one_warning(install, caplog: pytest.LogCaptureFixture, query: str, error: Exception) -> None:
     nvml = install(Nvml())
     mend = breaking(nvml, query, error)
     lost = OF_QUERY[query][2]
@@ -214,7 +214,7 @@ def test_a_query_that_fails_is_one_warning(install, caplog: pytest.LogCaptureFix
         wait_until(lambda: nvml.count("nvmlDeviceGetTemperature", 0) > 20)
         assert monitor.read() == others
         mend()
-        wait_until(lambda: lost[0] in monitor.read())  # it may come back
+        wait_until(lambda: lost[0] in monitor.read())  # it may recover
         breaking(nvml, query, error)
         after = nvml.count("nvmlDeviceGetTemperature", 0) + 20
         wait_until(lambda: nvml.count("nvmlDeviceGetTemperature", 0) > after)
@@ -224,7 +224,7 @@ def test_a_query_that_fails_is_one_warning(install, caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.parametrize("value", ["warm", None, math.nan, math.inf])
-def test_what_is_no_number_does_not_count(install, caplog: pytest.LogCaptureFixture, value: Any) -> None:
+def test_values_that_are_not_numbers_are_ignored(install, caplog: pytest.LogCaptureFixture, value: Any) -> None:
     nvml = install(Nvml(nvmlDeviceGetTemperature=value))
     with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.samples > 20)
@@ -234,10 +234,8 @@ def test_what_is_no_number_does_not_count(install, caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_a_figure_that_is_not_there_is_left_out(
-    install, caplog: pytest.LogCaptureFixture, query: str, error: NvmlError
-) -> None:
-    """Old drivers and small GPUs: no reason for a warning, and it is not asked for again."""
+def test_an_unsupported_query_is_left_out(install, caplog: pytest.LogCaptureFixture, query: str, error: NvmlError) -> None:
+    """Old drivers and small GPUs: not a warning, and not queried again."""
     nvml = install(Nvml())
     breaking(nvml, query, error)
     name, last, lost = OF_QUERY[query]
@@ -260,7 +258,7 @@ def test_an_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
     assert record.levelname == "INFO" and "JPEG engines" in record.getMessage()
 
 
-def test_a_gpu_that_is_lost_is_one_line(install, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_gpu_is_one_line(install, caplog: pytest.LogCaptureFixture) -> None:
     nvml = install(Nvml())
     for query in OF_QUERY:
         breaking(nvml, query, LOST)
@@ -272,18 +270,18 @@ def test_a_gpu_that_is_lost_is_one_line(install, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_a_driver_that_does_not_answer(install, caplog: pytest.LogCaptureFixture, failing: str) -> None:
+def test_a_driver_that_fails(install, caplog: pytest.LogCaptureFixture, failing: str) -> None:
     install(Nvml(**{failing: NvmlError(9, "Driver Not Loaded")}))
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         assert monitor.read() == {} and threads() == []
     (record,) = caplog.records
     assert record.levelname == "WARNING" and "Driver Not Loaded" in record.getMessage()
-    assert "pip install" not in record.getMessage()  # it is
+    assert "pip install" not in record.getMessage()  # it is installed
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_the_gpu_is_found_by_what_torch_sees(install, index: int) -> None:
-    """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 torch's cuda:1; NVML's numbers know nothing of it."""
+def test_the_gpu_is_found_by_its_uuid(install, index: int) -> None:
+    """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     nvml = install(Nvml())
     with GpuMonitor(torch.device("cuda", index)):
         wait_until(lambda: nvml.samples)
@@ -293,7 +291,7 @@ def test_the_gpu_is_found_by_what_torch_sees(install, index: int) -> None:
 
 
 def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
-    """Its memory is its own, the rest the whole GPU's, of which NVML tells no utilisation while it is divided."""
+    """Memory is the instance's, the rest the whole GPU's; with MIG, NVML reports no utilisation."""
     nvml = install(
         Nvml(
             nvmlDeviceGetHandleByUUID=lambda uuid: "instance" if uuid == b"MIG-12-34" else NOT_FOUND,
@@ -311,18 +309,19 @@ def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
             "gpu/memory_used_gib": 3.0,
         }
     (record,) = caplog.records
-    assert record.levelname == "INFO" and "utilisation, JPEG engines, video decoders: NVML: Not Supported" in record.getMessage()
+    assert record.levelname == "INFO"
+    assert "utilisation, JPEG engines, video decoders: NVML: Not Supported" in record.getMessage()
 
 
-def test_why_the_clocks_are_low(install) -> None:
-    """Idle, and clocks that were set, are no slowdown."""
+def test_the_reasons_for_reduced_clocks(install) -> None:
+    """An idle GPU and clocks set by a user are not slowdowns."""
     masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x048, 0x000]
     asked = iter(range(10**9))
     nvml = install(Nvml(nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: masks[min(next(asked), 7)]))
     release = threading.Event()
     nvml.answers["nvmlDeviceGetTemperature"] = lambda *_: release.wait() and 61 if nvml.samples == 9 else 61
     with GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: nvml.samples == 9)  # the ninth waits in the driver: eight are complete
+        wait_until(lambda: nvml.samples == 9)  # the ninth blocks in the driver: eight are complete
         found = monitor.read()
         assert {tag: value for tag, value in found.items() if "throttled" in tag} == {
             "gpu/throttled_fraction": 4 / 8,
@@ -330,7 +329,7 @@ def test_why_the_clocks_are_low(install) -> None:
             "gpu/throttled_thermal_fraction": 2 / 8,
             "gpu/throttled_other_fraction": 1 / 8,
         }
-        assert set(found) == set(EVERYTHING)  # no words among the tags
+        assert set(found) == set(EVERYTHING)  # no reasons among the tags
         assert monitor.slowdowns() == [
             "power limit, 38 % of the time",
             "thermal throttling by the driver, 12 % of the time",
@@ -348,12 +347,12 @@ def test_closing_does_not_wait_for_the_next_sample(install, monkeypatch: pytest.
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 3600)
     with GpuMonitor(CUDA) as monitor:
         assert threads() == ["telemetry"]
-    assert threads() == []  # joined; the limit of that is far below the hour
-    monitor.close()  # again, without harm
+    assert threads() == []  # joined, with a limit far below the hour
+    monitor.close()  # again, without an error
 
 
 def test_closing_in_the_middle_of_a_sample(install) -> None:
-    """What is being asked is waited for, nothing more is asked."""
+    """Waits for the current query and starts no other one."""
     started, release = threading.Event(), threading.Event()
 
     def slow(handle: str) -> SimpleNamespace:
@@ -373,7 +372,7 @@ def test_closing_in_the_middle_of_a_sample(install) -> None:
     assert [name for name, _ in nvml.calls][-1] == "nvmlDeviceGetUtilizationRates"
 
 
-def test_a_clock_that_jumps(install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_clock_that_jumps(install, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = install(Nvml())
     monkeypatch.setattr(time, "time", lambda: random.uniform(-1e9, 1e10))
     with GpuMonitor(CUDA) as monitor:
@@ -391,7 +390,7 @@ def test_several_monitors(install) -> None:
     assert threads() == [] and nvml.samples >= 4
 
 
-def test_lowest_and_highest_of_the_ranks() -> None:
+def test_minimum_and_maximum_over_ranks() -> None:
     ranks = [
         {"gpu/utilization": 98.0, "gpu/power_watts": 600.0, "lr": 0.1},
         {"gpu/utilization": 41.0, "gpu/sm_clock_mhz": float("nan")},
@@ -445,7 +444,7 @@ HOLD = "import sys; held = bytearray(b'1') * (int(sys.argv[1]) << 20); print('re
 
 @contextmanager
 def holding(mebibytes: int) -> Iterator[int]:
-    """A process with so much memory of its own."""
+    """A process with this much private memory."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(mebibytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -473,7 +472,7 @@ def test_host_figures_of_real_processes() -> None:
 
 
 def test_buffers_that_workers_share_count_once() -> None:
-    """In this process's figure, not in theirs."""
+    """In this process's value, not in theirs."""
     context = multiprocessing.get_context("fork")
     ready, end = context.Semaphore(0), context.Event()
     before = host_figures([], 0)["host/trainer_rss_gib"]
@@ -512,7 +511,7 @@ sys.stdin.read()
 """
 
 
-def test_what_a_forkserver_shares_counts_once() -> None:
+def test_pages_shared_with_a_forkserver_count_once() -> None:
     with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin and process.stdout
         pids = [int(pid) for pid in process.stdout.readline().split()]
@@ -523,7 +522,7 @@ def test_what_a_forkserver_shares_counts_once() -> None:
 
 def test_workers_that_have_died() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass  # waited for: there is no such process
+        pass  # it has been reaped
     with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as zombie, holding(50) as alive:
         assert zombie.stdout and zombie.stdout.read() == b""
         wait_until(lambda: ") Z " in Path(f"/proc/{zombie.pid}/stat").read_text())
@@ -531,7 +530,7 @@ def test_workers_that_have_died() -> None:
         assert host_figures([gone.pid, zombie.pid], 0)["host/workers_rss_gib"] == 0
 
 
-def test_a_system_that_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object) -> None:
         raise FileNotFoundError
 
@@ -544,7 +543,7 @@ class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 
     def test_the_allocator(self) -> None:
-        torch.cuda.init()  # its peaks cannot be asked for before
+        torch.cuda.init()  # required before reading peaks
         torch.cuda.empty_cache()
         allocator_figures(CUDA)
         tensor = torch.ones(2**28, device="cuda")  # 1 GiB
@@ -553,7 +552,7 @@ class TestOnAGpu:
         assert figures["memory/allocated_peak_gib"] >= 1 and figures["memory/reserved_peak_gib"] >= 1
         assert 0 <= figures["memory/fragmentation"] <= 1 and figures["memory/alloc_retries"] >= 0
         del tensor
-        assert allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1  # of the interval in which it ended
+        assert allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1  # of the interval in which it was freed
         assert allocator_figures(CUDA)["memory/allocated_peak_gib"] < 1
 
     def test_the_allocator_does_not_synchronise(self) -> None:
@@ -571,7 +570,7 @@ class TestOnAGpu:
         pytest.importorskip("pynvml")
         with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
             found: dict[str, float] = {}
-            # each figure is asked for by itself, some of them for 20 ms; power is among the first, PCIe's are the last
+            # queries run one after another, some take 20 ms; power is among the first, PCIe is last
             wait_until(lambda: found.update(monitor.read()) or {"gpu/power_watts", "gpu/memory_used_gib"} <= found.keys())
         print(found, monitor.slowdowns(), [record.getMessage() for record in caplog.records])
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -581,7 +580,7 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("by_uuid", [False, True])
     def test_cuda_visible_devices(self, by_uuid: bool) -> None:
-        """The last GPU of the machine is torch's first."""
+        """The last GPU of the machine is the first one in torch."""
         pynvml = pytest.importorskip("pynvml")
         pynvml.nvmlInit()
         last = pynvml.nvmlDeviceGetCount() - 1

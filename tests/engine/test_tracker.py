@@ -28,19 +28,46 @@ from engine.pictures import grid
 from engine.tracker import HEADER, Tracker, duration
 from engine.tracker import SCALARS as ROW_TAGS
 
-FIGURES = {"gpu/utilization": 95.0, "gpu/power_watts": 600.0, "memory/allocated_gib": 10.0, "memory/reserved_gib": 12.0,
-           "memory/alloc_retries": 0, "memory/ooms": 0}  # fmt: skip
+FIGURES = {
+    "gpu/utilization": 95.0,
+    "gpu/power_watts": 600.0,
+    "memory/allocated_gib": 10.0,
+    "memory/reserved_gib": 12.0,
+    "memory/alloc_retries": 0,
+    "memory/ooms": 0,
+}
 SCALARS = {
-    "train/loss", "train/top1", "train/top5", "val/loss", "val/top1", "val/top5", "lr", "throughput/images_per_second",
-    "time/data_wait_fraction", "time/copy_ms", "time/step_ms", *FIGURES,
-}  # fmt: skip
+    "train/loss",
+    "train/top1",
+    "train/top5",
+    "val/loss",
+    "val/top1",
+    "val/top5",
+    "lr",
+    "throughput/images_per_second",
+    "time/data_wait_fraction",
+    "time/copy_ms",
+    "time/step_ms",
+    *FIGURES,
+}
 
 
 def train_row(step: int, loss: float = 1.0) -> dict[str, Any]:
     """As train.py writes them."""
-    return {"step": step, "epoch": step / 10, "split": "train", "loss": loss, "top1": 50.0, "top5": 90.0, "lr": 0.1,
-            "images_per_second": 1234.5678, "data_wait_fraction": 0.25, "copy_ms": 1.5, "step_ms": 20.0,
-            "seconds_left": 3723.0}  # fmt: skip
+    return {
+        "step": step,
+        "epoch": step / 10,
+        "split": "train",
+        "loss": loss,
+        "top1": 50.0,
+        "top5": 90.0,
+        "lr": 0.1,
+        "images_per_second": 1234.5678,
+        "data_wait_fraction": 0.25,
+        "copy_ms": 1.5,
+        "step_ms": 20.0,
+        "seconds_left": 3723.0,
+    }
 
 
 def val_row(step: int, top1: float = 60.0) -> dict[str, Any]:
@@ -64,7 +91,12 @@ def mistakes(worst: int = 4) -> Mistakes:
     """Four images, one of them a cat that is taken for a dog."""
     found = Mistakes(3, torch.device("cpu"), worst=worst)
     pixels = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
-    found.add(pixels, torch.tensor([0, 0, 2, -1]), torch.tensor([0.1, 3.0, 0.2, 9.0]), torch.tensor([0, 1, 2, 1]))
+    found.add(
+        pixels,
+        torch.tensor([0, 0, 2, -1]),
+        torch.tensor([0.1, 3.0, 0.2, 9.0]),
+        torch.tensor([0, 1, 2, 1]),
+    )
     return found
 
 
@@ -87,7 +119,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 
 def curves(folder: Path) -> EventAccumulator:
     """What TensorBoard shows."""
-    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0})
+    events = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"images": 0, "tensors": 0}
+    )
     return events.Reload()
 
 
@@ -101,23 +135,48 @@ def test_rows_are_written_at_once(tmp_path: Path) -> None:
         assert len(rows(tmp_path)) == 1
         tracker.val_row(val_row(1), best=True)
         train, val = rows(tmp_path)
-    assert train == {**train_row(1), "images_per_second": 1234.57, **{k.replace("/", "_"): v for k, v in FIGURES.items()}}
+    assert train == {
+        **train_row(1),
+        "images_per_second": 1234.57,
+        **{k.replace("/", "_"): v for k, v in FIGURES.items()},
+    }
     assert val == val_row(1)
 
 
 def test_rows_after_a_restart(tmp_path: Path) -> None:
     life(tmp_path, 0, [10, 20, 30, 40, 50], loss=1)
     life(tmp_path, 30, [40, 50, 60], loss=2)
-    found = [(row["split"], row["step"], row["loss" if row["split"] == "train" else "top1"]) for row in rows(tmp_path)]
-    assert found == [("train", 10, 1), ("train", 20, 1), ("val", 20, 1), ("train", 30, 1),
-                     ("train", 40, 2), ("val", 40, 2), ("train", 50, 2), ("train", 60, 2), ("val", 60, 2)]  # fmt: skip
+    found = [
+        (row["split"], row["step"], row["loss" if row["split"] == "train" else "top1"])
+        for row in rows(tmp_path)
+    ]
+    assert found == [
+        ("train", 10, 1),
+        ("train", 20, 1),
+        ("val", 20, 1),
+        ("train", 30, 1),
+        ("train", 40, 2),
+        ("val", 40, 2),
+        ("train", 50, 2),
+        ("train", 60, 2),
+        ("val", 60, 2),
+    ]
 
 
 def test_a_line_cut_off_by_a_kill_is_dropped(tmp_path: Path) -> None:
     life(tmp_path, 0, [10, 20], loss=1)
     whole = (tmp_path / "metrics.jsonl").read_bytes()
     line = whole.splitlines()[0]
-    for half in (line[: len(line) // 2], line[:1], b"\0" * 50, b"\xff\xfe{", b"[]", b"3", b"null", b'{"loss": 1}'):
+    for half in (
+        line[: len(line) // 2],
+        line[:1],
+        b"\0" * 50,
+        b"\xff\xfe{",
+        b"[]",
+        b"3",
+        b"null",
+        b'{"loss": 1}',
+    ):
         (tmp_path / "metrics.jsonl").write_bytes(whole + half)
         with Tracker(tmp_path, start_step=20, tensorboard=False) as tracker:
             tracker.train_row(train_row(30), {})
@@ -129,9 +188,27 @@ def test_curves_after_a_restart_have_no_doubled_or_dead_steps(tmp_path: Path) ->
     life(tmp_path, 30, [40, 50, 60], loss=2)
     life(tmp_path, 50, [60, 70, 80], loss=3)
     events = curves(tmp_path)
-    assert curve(events, "train/loss") == [(10, 1), (20, 1), (30, 1), (40, 2), (50, 2), (60, 3), (70, 3), (80, 3)]
+    assert curve(events, "train/loss") == [
+        (10, 1),
+        (20, 1),
+        (30, 1),
+        (40, 2),
+        (50, 2),
+        (60, 3),
+        (70, 3),
+        (80, 3),
+    ]
     assert curve(events, "val/top1") == [(20, 1), (40, 2), (60, 3), (80, 3)]
-    assert [event.step for event in events.Scalars("gpu/utilization")] == [10, 20, 30, 40, 50, 60, 70, 80]
+    assert [event.step for event in events.Scalars("gpu/utilization")] == [
+        10,
+        20,
+        30,
+        40,
+        50,
+        60,
+        70,
+        80,
+    ]
     assert len(events.Images("train/images")) == 1
     for tag in ("val/worst", "val/confusion", "val/per_class"):
         assert [image.step for image in events.Images(tag)] == [20, 40, 60, 80]
@@ -147,7 +224,9 @@ def test_curves_after_a_restart_from_nothing(tmp_path: Path) -> None:
     events = curves(tmp_path)
     assert curve(events, "train/loss") == [(10, 2), (20, 2)]
     assert len(events.Images("train/images")) == 1
-    text = events.Tensors("config/text_summary")[-1]  # texts alone are not purged; the last one is shown first
+    text = events.Tensors("config/text_summary")[
+        -1
+    ]  # texts alone are not purged; the last one is shown first
     assert b"loss: 2" in text.tensor_proto.string_val[0]
 
 
@@ -168,7 +247,10 @@ def test_tags(tmp_path: Path) -> None:
 def test_curves_hold_the_values_at_the_step(tmp_path: Path) -> None:
     life(tmp_path, 0, [20], loss=1.25)
     events = curves(tmp_path)
-    assert {tag: curve(events, tag) for tag in ("lr", "throughput/images_per_second", "time/step_ms", "gpu/power_watts")} == {
+    assert {
+        tag: curve(events, tag)
+        for tag in ("lr", "throughput/images_per_second", "time/step_ms", "gpu/power_watts")
+    } == {
         "lr": [(20, 0.1)],
         "throughput/images_per_second": [(20, 1234.5677)],  # float32
         "time/step_ms": [(20, 20.0)],
@@ -180,13 +262,19 @@ def test_curves_hold_the_values_at_the_step(tmp_path: Path) -> None:
 
 def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = RecordWriter.write
-    monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.02), write(self, data)))  # a slow disk
+    monkeypatch.setattr(
+        RecordWriter, "write", lambda self, data: (time.sleep(0.02), write(self, data))
+    )  # a slow disk
     with Tracker(tmp_path) as tracker:
         tracker.train_row(train_row(10), FIGURES)
         tracker.val_row(val_row(10), best=True)
         tracker.flush()
         events = curves(tmp_path)
-        assert [curve(events, tag) for tag in ("train/loss", "memory/ooms", "val/top5")] == [[(10, 1)], [(10, 0)], [(10, 95)]]
+        assert [curve(events, tag) for tag in ("train/loss", "memory/ooms", "val/top5")] == [
+            [(10, 1)],
+            [(10, 0)],
+            [(10, 95)],
+        ]
     for silent in (Tracker(None), Tracker(tmp_path, tensorboard=False)):
         silent.flush()
 
@@ -194,13 +282,21 @@ def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_without_tensorboard(tmp_path: Path) -> None:
     with Tracker(tmp_path, tensorboard=False) as tracker:
         tracker.text("config", "a: 1")
-        tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=torch.tensor(1.0), shift=torch.tensor(0.0), step=0)
+        tracker.images(
+            "train/images",
+            torch.zeros(1, 3, 4, 4),
+            scale=torch.tensor(1.0),
+            shift=torch.tensor(0.0),
+            step=0,
+        )
         tracker.train_row(train_row(1), {})
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 @pytest.mark.parametrize("broken", ["metrics.jsonl", "tensorboard"])
-def test_log_that_cannot_be_opened(tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_log_that_cannot_be_opened(
+    tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """A file in the place of a folder and the reverse: unlike permissions, this stops root too."""
     if broken == "tensorboard":
         (tmp_path / broken).write_text("")
@@ -209,7 +305,10 @@ def test_log_that_cannot_be_opened(tmp_path: Path, broken: str, caplog: pytest.L
     with caplog.at_level(logging.WARNING):
         life(tmp_path, 0, [10, 20, 30], loss=1)
     (record,) = caplog.records
-    assert "cannot be written" in record.getMessage() and "training continues without it" in record.getMessage()
+    assert (
+        "cannot be written" in record.getMessage()
+        and "training continues without it" in record.getMessage()
+    )
     if broken == "tensorboard":
         assert "TensorBoard" in record.getMessage()
         assert len(rows(tmp_path)) == 4
@@ -218,16 +317,24 @@ def test_log_that_cannot_be_opened(tmp_path: Path, broken: str, caplog: pytest.L
         assert len(curve(curves(tmp_path), "train/loss")) == 3
 
 
-def test_folder_that_is_no_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_that_is_no_folder(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "run").write_text("")
     life(tmp_path / "run", 0, [10, 20], loss=1)
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * 3  # for each that writes
+    assert [record.levelname for record in caplog.records] == [
+        "WARNING"
+    ] * 3  # for each that writes
     assert capsys.readouterr().out.count("\n") == 4  # the header, two rows, a validation
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's own thread
+@pytest.mark.filterwarnings(
+    "error::pytest.PytestUnhandledThreadExceptionWarning"
+)  # of TensorBoard's own thread
 def test_disk_that_fills_up(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, file_size_limit: Callable[[int], AbstractContextManager[None]]
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    file_size_limit: Callable[[int], AbstractContextManager[None]],
 ) -> None:
     with Tracker(tmp_path, total_steps=100, epochs=10) as tracker:
         tracker.train_row(train_row(10), FIGURES)
@@ -235,7 +342,9 @@ def test_disk_that_fills_up(
         with file_size_limit(10_000):
             for step in range(20, 1000, 10):
                 tracker.train_row(train_row(step), FIGURES)
-            tracker.images("train/images", noise, scale=torch.tensor(1 / 255), shift=torch.tensor(0.0), step=0)
+            tracker.images(
+                "train/images", noise, scale=torch.tensor(1 / 255), shift=torch.tensor(0.0), step=0
+            )
             for step in range(1000, 1100, 10):
                 tracker.train_row(train_row(step), FIGURES)
             tracker.close()
@@ -257,7 +366,9 @@ def test_tensorboard_that_is_not_installed(
     assert len(rows(tmp_path)) == 1
 
 
-def test_silent_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     with Tracker(None, total_steps=10, epochs=1) as tracker:
         tracker.say("hello")
@@ -277,9 +388,14 @@ def test_silent_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkey
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_images_are_shown_as_they_were_before_normalising(device: str, tmp_path: Path) -> None:
     pixels = torch.randint(0, 256, (70, 3, 6, 6), dtype=torch.uint8)
-    mean, std = torch.tensor([0.485, 0.456, 0.406])[:, None, None], torch.tensor([0.229, 0.224, 0.225])[:, None, None]
+    mean, std = (
+        torch.tensor([0.485, 0.456, 0.406])[:, None, None],
+        torch.tensor([0.229, 0.224, 0.225])[:, None, None],
+    )
     scale, shift = 1 / (255 * std), -mean / std
-    shown, scale_there, shift_there = (x.to(device) for x in (pixels.float() * scale + shift, scale, shift))
+    shown, scale_there, shift_there = (
+        x.to(device) for x in (pixels.float() * scale + shift, scale, shift)
+    )
     lag = torch.cuda.Event() if device == "cuda" else None
     with Tracker(tmp_path) as tracker:
         tracker.images("kernels are loaded", shown, scale=scale_there, shift=shift_there, step=0)
@@ -294,7 +410,9 @@ def test_images_are_shown_as_they_were_before_normalising(device: str, tmp_path:
         goes_on.set()
     (image,) = curves(tmp_path).Images("train/images")
     assert image.step == 7
-    back = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).tobytes()), dtype=torch.uint8)
+    back = torch.tensor(
+        list(Image.open(io.BytesIO(image.encoded_image_string)).tobytes()), dtype=torch.uint8
+    )
     assert torch.equal(back.view(48, 48, 3).permute(2, 0, 1), grid(pixels[:64]))
 
 
@@ -310,7 +428,9 @@ def test_images_are_made_beside_the_step(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         goes_on = held(tracker)
         for step in (1, 2):
-            tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=step)
+            tracker.images(
+                "train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=step
+            )
         goes_on.set()
         tracker.flush()
         (image,) = curves(tmp_path).Images("train/images")
@@ -337,7 +457,9 @@ def test_a_picture_that_cannot_be_made_costs_no_curve(
     monkeypatch.setattr(pictures, "encoded", broken)
     life(tmp_path, 0, [10, 20, 30], loss=1)
     (record,) = caplog.records
-    assert record.getMessage().startswith("images cannot be written (RuntimeError: no encoder); training continues without")
+    assert record.getMessage().startswith(
+        "images cannot be written (RuntimeError: no encoder); training continues without"
+    )
     assert len(curve(curves(tmp_path), "train/loss")) == 3
 
 
@@ -347,27 +469,58 @@ def test_many_photographs_are_kept_small(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.images("train/images", pixels, scale=ONE, shift=ZERO, step=1)
     (image,) = curves(tmp_path).Images("train/images")
-    assert (image.width, image.height) == (8 * 224, 2 * 224) and len(image.encoded_image_string) < 400_000
-    back = torch.tensor(list(Image.open(io.BytesIO(image.encoded_image_string)).crop((224, 0, 448, 224)).tobytes()))
-    assert (back.view(224, 224, 3).permute(2, 0, 1) - pixels[1]).abs().mean() < 10  # noise is harder than a photograph
+    assert (image.width, image.height) == (8 * 224, 2 * 224) and len(
+        image.encoded_image_string
+    ) < 400_000
+    back = torch.tensor(
+        list(Image.open(io.BytesIO(image.encoded_image_string)).crop((224, 0, 448, 224)).tobytes())
+    )
+    assert (
+        back.view(224, 224, 3).permute(2, 0, 1) - pixels[1]
+    ).abs().mean() < 10  # noise is harder than a photograph
 
 
 def test_layout_shows_every_curve(tmp_path: Path) -> None:
     """Each scalar is in a chart of the group it belongs to; those of one chart have one unit."""
     life(tmp_path, 0, [20], loss=1)
     events = curves(tmp_path)
-    layout = Layout.FromString(events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
-    assert [group.title for group in layout.category] == ["learning", "throughput", "time", "gpu", "memory", "host"]
+    layout = Layout.FromString(
+        events.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    )
+    assert [group.title for group in layout.category] == [
+        "learning",
+        "throughput",
+        "time",
+        "gpu",
+        "memory",
+        "host",
+    ]
     charts = {
-        (group.title, chart.title): tag for group in layout.category for chart in group.chart for tag in chart.multiline.tag
+        (group.title, chart.title): tag
+        for group in layout.category
+        for chart in group.chart
+        for tag in chart.multiline.tag
     }
-    new = {"gpu/sm_clock_mhz_max", "gpu/jpeg_engine_utilization", "gpu/something_new", "memory/fragmentation",
-           "host/workers_rss_gib", "final/best_top1", "final/images_per_second", "gpu/throttled_power_fraction",
-           "gpu/memory_used_gib_min", "val/loss_raw", "val/top1_raw", "val/top5_raw"}  # fmt: skip
+    new = {
+        "gpu/sm_clock_mhz_max",
+        "gpu/jpeg_engine_utilization",
+        "gpu/something_new",
+        "memory/fragmentation",
+        "host/workers_rss_gib",
+        "final/best_top1",
+        "final/images_per_second",
+        "gpu/throttled_power_fraction",
+        "gpu/memory_used_gib_min",
+        "val/loss_raw",
+        "val/top1_raw",
+        "val/top5_raw",
+    }
     for tag in {*events.Tags()["scalars"], *ROW_TAGS.values(), *new}:
         (found,) = [where for where, pattern in charts.items() if re.match(pattern, tag)]
         group = "throughput" if "images_per_second" in tag else tag.split("/")[0]
-        assert found[0] == (group if group in ("throughput", "time", "gpu", "memory", "host") else "learning"), tag
+        assert found[0] == (
+            group if group in ("throughput", "time", "gpu", "memory", "host") else "learning"
+        ), tag
     assert re.match(charts["gpu", "clocks, MHz"], "gpu/sm_clock_mhz_max")
 
 
@@ -390,15 +543,23 @@ def test_mistakes_are_shown(tmp_path: Path) -> None:
     when = "validation after step 7"
     for tag, expected in {
         "val/confusion": pictures.confusion(f"confusions, {when}", table, CLASSES),
-        "val/per_class": pictures.per_class(f"top-1 of each class, {when}", table.sum(1), table.diagonal(), CLASSES),
+        "val/per_class": pictures.per_class(
+            f"top-1 of each class, {when}", table.sum(1), table.diagonal(), CLASSES
+        ),
         "val/worst": pictures.worst(
             f"the largest losses, {when}",
             torch.tensor([1, 2, 0], dtype=torch.uint8)[:, None, None, None].expand(3, 3, 8, 8),
-            [("cat", "dog", "loss 3.00"), ("fish", "fish", "loss 0.20"), ("cat", "cat", "loss 0.10")],
+            [
+                ("cat", "dog", "loss 3.00"),
+                ("fish", "fish", "loss 0.20"),
+                ("cat", "cat", "loss 0.10"),
+            ],
         ),
     }.items():
         shown, drawn = (np.asarray(image).astype(int) for image in (picture(events, tag), expected))
-        assert shown.shape == drawn.shape and np.abs(shown - drawn).mean() <= (1 if tag == "val/worst" else 0), tag  # a JPEG
+        assert shown.shape == drawn.shape and np.abs(shown - drawn).mean() <= (
+            1 if tag == "val/worst" else 0
+        ), tag  # a JPEG
         assert [image.step for image in events.Images(tag)] == [7]
     assert json.loads((tmp_path / "per_class.json").read_text()) == {
         "step": 7,
@@ -430,7 +591,9 @@ def test_pictures_that_cannot_be_drawn(
     (record,) = caplog.records
     assert record.getMessage().startswith("pictures cannot be written (ValueError: no such font)")
     events = curves(tmp_path)
-    assert curve(events, "val/top1") == [(20, 1), (40, 1)] and events.Tags()["images"] == ["train/images"]
+    assert curve(events, "val/top1") == [(20, 1), (40, 1)] and events.Tags()["images"] == [
+        "train/images"
+    ]
 
 
 def test_per_class_that_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -462,7 +625,9 @@ class Untraceable(nn.Module):
         return {"logits": object()}
 
 
-def test_graph_that_cannot_be_had(tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]) -> None:
+def test_graph_that_cannot_be_had(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Nobody hears of it, and the curves are written."""
 
     def refused() -> nn.Module:
@@ -483,11 +648,23 @@ def test_hyperparameters(tmp_path: Path) -> None:
     """In the life's own event file, every value, and the figures they are compared by."""
     with Tracker(tmp_path) as tracker:
         tracker.val_row(val_row(20), best=True)
-        tracker.hyperparameters({"optim.lr": 0.1, "train.epochs": 10, "optim.nesterov": True, "model.weights": None,
-                                 "augment.train": [{"flip": {"p": 0.5}}], "model.name": "resnet50"}, SUMMARY, 20)  # fmt: skip
+        tracker.hyperparameters(
+            {
+                "optim.lr": 0.1,
+                "train.epochs": 10,
+                "optim.nesterov": True,
+                "model.weights": None,
+                "augment.train": [{"flip": {"p": 0.5}}],
+                "model.name": "resnet50",
+            },
+            SUMMARY,
+            20,
+        )
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     events = curves(tmp_path)
-    found = {k: HParamsPluginData.FromString(v) for k, v in events.PluginTagToContent("hparams").items()}
+    found = {
+        k: HParamsPluginData.FromString(v) for k, v in events.PluginTagToContent("hparams").items()
+    }
     values = found["_hparams_/session_start_info"].session_start_info.hparams
     assert {k: v.number_value or v.string_value for k, v in values.items()} == {
         "optim.lr": 0.1,
@@ -499,12 +676,20 @@ def test_hyperparameters(tmp_path: Path) -> None:
     }
     assert found["_hparams_/session_end_info"].session_end_info.status == 1  # success
     tags = {metric.name.tag for metric in found["_hparams_/experiment"].experiment.metric_infos}
-    assert tags == {"val/loss", "val/top1", "val/top5", "final/best_top1", "final/images_per_second"}
+    assert tags == {
+        "val/loss",
+        "val/top1",
+        "val/top5",
+        "final/best_top1",
+        "final/images_per_second",
+    }
     assert tags <= set(events.Tags()["scalars"])
     assert curve(events, "final/best_top1") == [(20, 72.5)]
 
 
-def test_console_lines_stand_under_their_header(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_lines_stand_under_their_header(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
         tracker.progress(5)  # no terminal: nothing
         tracker.train_row(train_row(10), {})
@@ -515,8 +700,12 @@ def test_console_lines_stand_under_their_header(tmp_path: Path, capsys: pytest.C
     assert header == HEADER
     assert len(first) == len(second) == len(HEADER)
     assert first.split() == ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
-    for title, value in zip(("step", "loss", "top1 %", "img/s", "wait %", "lr", "left"), first.split()[1:], strict=True):
-        assert first.index(value, header.index(title) - 3) + len(value) == header.index(title) + len(title)
+    for title, value in zip(
+        ("step", "loss", "top1 %", "img/s", "wait %", "lr", "left"), first.split()[1:], strict=True
+    ):
+        assert first.index(value, header.index(title) - 3) + len(value) == header.index(
+            title
+        ) + len(title)
     assert best.endswith("validation: top5 95.00 %, 500 images, 2.0 s  best so far")
     assert other.endswith("500 images, 2.0 s")
 
@@ -537,7 +726,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_on_a_terminal_a_live_line_gives_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_a_live_line_gives_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
     with Tracker(tmp_path, total_steps=200, epochs=10, tensorboard=False) as tracker:
@@ -547,9 +738,19 @@ def test_on_a_terminal_a_live_line_gives_way(tmp_path: Path, monkeypatch: pytest
     assert screen.getvalue() == "\r\033[K  step 50 of 200  25.0 %\r\033[Khello\n\r\033[K"
 
 
-SUMMARY = {"status": "finished", "step": 1500, "epoch": 10.0, "top1": 71.25, "top5": 90.5, "best_top1": 72.5, "best_epoch": 9.0,
-           "best_checkpoint": "step-00001350.pt", "images_per_second": 2950.4,
-           "images_per_second_with_first_epoch": 2104.2, "seconds": 65.4}  # fmt: skip
+SUMMARY = {
+    "status": "finished",
+    "step": 1500,
+    "epoch": 10.0,
+    "top1": 71.25,
+    "top5": 90.5,
+    "best_top1": 72.5,
+    "best_epoch": 9.0,
+    "best_checkpoint": "step-00001350.pt",
+    "images_per_second": 2950.4,
+    "images_per_second_with_first_epoch": 2104.2,
+    "seconds": 65.4,
+}
 
 
 def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -560,7 +761,10 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert "curves" not in capsys.readouterr().out, "there are none"
     with Tracker(folder) as tracker:
         tracker.outcome(SUMMARY, compiles=True)
-        tracker.outcome({**SUMMARY, "status": "interrupted", "top1": None, "best_checkpoint": None}, compiles=True)
+        tracker.outcome(
+            {**SUMMARY, "status": "interrupted", "top1": None, "best_checkpoint": None},
+            compiles=True,
+        )
     text = capsys.readouterr().out
     for line in (
         "status    finished after 1,500 steps, 10 epochs, in 1:05",
@@ -579,7 +783,11 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("changes", "compiles", "says"),
     [
-        ({}, True, "2,950 images/s; 2,104 over all steps, including the first epoch and compilation"),
+        (
+            {},
+            True,
+            "2,950 images/s; 2,104 over all steps, including the first epoch and compilation",
+        ),
         ({}, False, "2,950 images/s; 2,104 over all steps, including the first epoch"),
         ({"epoch": 1.0}, True, "2,950 images/s; 2,104 over all steps, including compilation"),
         ({"epoch": 0.5}, False, "2,950 images/s; 2,104 over all steps"),
@@ -587,7 +795,11 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_speed_is_told_apart_by_what_it_includes(
-    changes: dict[str, Any], compiles: bool, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    changes: dict[str, Any],
+    compiles: bool,
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     with Tracker(tmp_path, tensorboard=False) as tracker:
         tracker.outcome({**SUMMARY, **changes}, compiles=compiles)

@@ -33,7 +33,10 @@ def agreement(world: World) -> dict[str, Any]:
 
         return inner
 
-    found: dict[str, Any] = {"values": [str(world.agree(decide(v))) for v in (Path("runs/a"), None, {"x": 1})], "errors": []}
+    found: dict[str, Any] = {
+        "values": [str(world.agree(decide(v))) for v in (Path("runs/a"), None, {"x": 1})],
+        "errors": [],
+    }
     for error in (UserError("run.dir=x: is a file"), OSError(28, "No space left on device")):
         try:
             world.agree(decide(error))
@@ -114,11 +117,17 @@ def validation(world: World) -> dict[str, Any]:
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for part in mine.split(5 if world.leads else 7):
             fill = 7 - len(part)
-            yield torch.cat([images[part], torch.zeros(fill, 6)]), torch.cat([labels[part], torch.full((fill,), -1)])
+            yield (
+                torch.cat([images[part], torch.zeros(fill, 6)]),
+                torch.cat([labels[part], torch.full((fill,), -1)]),
+            )
 
     mistakes = Mistakes(8, world.device)
     (found,) = evaluate([model], validation_loss, batches(), world, mistakes)
-    return {"metrics": [found.loss, found.top1, found.top5, found.images], "table": mistakes.table.tolist()}
+    return {
+        "metrics": [found.loss, found.top1, found.top5, found.images],
+        "table": mistakes.table.tolist(),
+    }
 
 
 def metering(world: World) -> list[float]:
@@ -169,7 +178,14 @@ def seconds_alive(limit: int) -> Iterator[None]:
 def main(folder: Path) -> None:
     with seconds_alive(120), join_world("cpu") as world:
         found = {
-            "world": [world.rank, world.size, world.local_rank, world.local_size, str(world.device), world.leads],
+            "world": [
+                world.rank,
+                world.size,
+                world.local_rank,
+                world.local_size,
+                str(world.device),
+                world.leads,
+            ],
             "agreement": agreement(world),
             "gathering": gathering(world),
             "sums": sums(world),

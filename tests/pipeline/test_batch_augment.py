@@ -52,7 +52,9 @@ def test_mixup_blends_pixels_and_targets_alike(alpha: float) -> None:
 
 def test_mixup_draws_its_weights_from_a_beta_distribution() -> None:
     mixup, images, targets = one("mixup", alpha=0.2), torch.zeros(COUNT, 3, 1, 1), torch.eye(COUNT)
-    weights = torch.cat([mixup(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(50)])
+    weights = torch.cat(
+        [mixup(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(50)]
+    )
     # Beta(a, a): mean 1/2, variance 1 / (4 (2a + 1)); 3,200 draws
     assert weights.mean().item() == pytest.approx(0.5, abs=0.03)
     assert weights.var().item() == pytest.approx(1 / (4 * 1.4), abs=0.01)
@@ -99,7 +101,9 @@ def test_erasing_clears_a_box_and_leaves_targets_alone() -> None:
             assert is_box(cleared[0])
             erased += bool(cleared.any())
             if cleared.any():
-                assert 0.08 < cleared[0].mean() < 0.23  # wherever it lies: the border does not cut it
+                assert (
+                    0.08 < cleared[0].mean() < 0.23
+                )  # wherever it lies: the border does not cut it
                 assert 0.4 < cleared[0].any(axis=1).sum() / cleared[0].any(axis=0).sum() < 2.5
     assert 0.2 < erased / (20 * COUNT) < 0.3
 
@@ -121,7 +125,9 @@ def test_erased_boxes_are_distributed_as_torchvisions(
         [RandomErasing.get_params(image, scale, ratio, [0.0])[:4] for _ in range(draws)]
     ).T.numpy()
     erased = height < side  # all of the image stands for a box that was not found
-    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(draws, side, batch_rng(0, 0, 0))
+    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(
+        draws, side, batch_rng(0, 0, 0)
+    )
     ours = boxes[:, 2] > boxes[:, 0]
     assert abs(ours.mean() - erased.mean()) < 0.03
     x, y, right, bottom = boxes[ours].T
@@ -147,9 +153,13 @@ def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
     torch.manual_seed(0)
     weights = np.array([theirs.make_params([image])["lam_adjusted"] for _ in range(2000)])
     images, targets = torch.zeros(200, 1, 224, 224), torch.eye(200)
-    ours = torch.cat([cutmix(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(10)]).numpy()
+    ours = torch.cat(
+        [cutmix(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(10)]
+    ).numpy()
     assert same_distribution(ours, weights)
-    assert not same_distribution(ours, np.random.default_rng(0).random(2000))  # not Beta(1, 1), from which the box follows
+    assert not same_distribution(
+        ours, np.random.default_rng(0).random(2000)
+    )  # not Beta(1, 1), from which the box follows
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
@@ -172,7 +182,10 @@ def test_never_changes_its_input_nor_what_p_0_leaves_out(name: str) -> None:
         assert torch.equal(images, before[0])
         assert torch.equal(targets, before[1])
         assert torch.equal(mixed[0], images) == (p == 0)
-        assert [(t.shape, t.dtype) for t in mixed] == [((8, 3, 16, 16), torch.float32), ((8, 8), torch.float32)]
+        assert [(t.shape, t.dtype) for t in mixed] == [
+            ((8, 3, 16, 16), torch.float32),
+            ((8, 8), torch.float32),
+        ]
         if p == 0:
             assert torch.equal(mixed[1], targets)
 
@@ -188,14 +201,18 @@ def test_p_is_the_share_of_images_that_are_mixed(name: str) -> None:
 def test_memory_format_makes_no_difference(name: str) -> None:
     images, targets = torch.randn(8, 3, 16, 16), torch.eye(8)
     plain, _ = one(name, p=1.0)(images, targets, batch_rng(0, 0, 0))
-    last, _ = one(name, p=1.0)(images.to(memory_format=torch.channels_last), targets, batch_rng(0, 0, 0))
+    last, _ = one(name, p=1.0)(
+        images.to(memory_format=torch.channels_last), targets, batch_rng(0, 0, 0)
+    )
     assert torch.equal(plain, last)
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_smallest_batches(name: str, count: int) -> None:
-    images, targets = one(name, p=1.0)(torch.ones(count, 3, 8, 8), torch.eye(count), batch_rng(0, 0, 0))
+    images, targets = one(name, p=1.0)(
+        torch.ones(count, 3, 8, 8), torch.eye(count), batch_rng(0, 0, 0)
+    )
     assert images.isfinite().all()
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
 
@@ -214,14 +231,21 @@ NAN, INF = math.nan, math.inf
     ],
 )  # fmt: skip
 def test_parameter_without_sense_is_refused(name: str, parameters: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"^augment.batch: {name}: {next(iter(parameters))}=.*: give "):
+    with pytest.raises(
+        UserError, match=f"^augment.batch: {name}: {next(iter(parameters))}=.*: give "
+    ):
         one(name, **parameters)
 
 
 def test_unknown_name_or_parameter_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^augment.batch: there is no transform mixp; choose from .*; did you mean mixup\?"):
+    with pytest.raises(
+        UserError,
+        match=r"^augment.batch: there is no transform mixp; choose from .*; did you mean mixup\?",
+    ):
         one("mixp")
-    with pytest.raises(UserError, match=r"^augment.batch: cutmix has no parameter beta; it has alpha, p$"):
+    with pytest.raises(
+        UserError, match=r"^augment.batch: cutmix has no parameter beta; it has alpha, p$"
+    ):
         one("cutmix", beta=1)
     with pytest.raises(UserError, match=r"^augment.batch: there is no transform horizontal_flip"):
         one("horizontal_flip")

@@ -131,7 +131,9 @@ JPEGS = {
 
 def photo(width: int, height: int) -> Image.Image:
     """A drawing of a given size; odd sizes end in the middle of a block."""
-    return draw_image("plaid", np.random.default_rng(3)).resize((width, height), Image.Resampling.BICUBIC)
+    return draw_image("plaid", np.random.default_rng(3)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
@@ -147,7 +149,13 @@ def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple
     width, height = size
     corner, strip = (width - 9, height - 7, width, height), (0, height // 2, 16, height // 2 + 1)
     inside = (width // 3, 1, width // 3 + 5, 8)
-    for left, top, right, bottom in [(0, 0, width, height), (1, 2, width, height), inside, corner, strip]:
+    for left, top, right, bottom in [
+        (0, 0, width, height),
+        (1, 2, width, height),
+        inside,
+        corner,
+        strip,
+    ]:
         region = picture.resized((right - left, bottom - top), (left, top, right, bottom))
         np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
 
@@ -161,18 +169,28 @@ def test_resize_is_torchvisions(decoder: str) -> None:
     data = encoded(photo(333, 251), quality=95)
     whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
     picture = opened(data, decoder)
-    for left, top, right, bottom in [(0, 0, 333, 251), (20, 10, 220, 180), (100, 100, 140, 150), (3, 3, 300, 9)]:
+    for left, top, right, bottom in [
+        (0, 0, 333, 251),
+        (20, 10, 220, 180),
+        (100, 100, 140, 150),
+        (3, 3, 300, 9),
+    ]:
         for size in [(64, 64), (150, 149), (250, 3)]:
-            theirs = functional.resized_crop(whole, top, left, bottom - top, right - left, [size[1], size[0]], antialias=True)
+            theirs = functional.resized_crop(
+                whole, top, left, bottom - top, right - left, [size[1], size[0]], antialias=True
+            )
             ours = picture.resized(size, (left, top, right, bottom)).pixels()
             np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize(
-    ("size", "box", "scale"), [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)]
+    ("size", "box", "scale"),
+    [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)],
 )
-def test_decoding_at_a_fraction_is_close(decoder: str, size: tuple[int, int], box: decode.Box, scale: int) -> None:
+def test_decoding_at_a_fraction_is_close(
+    decoder: str, size: tuple[int, int], box: decode.Box, scale: int
+) -> None:
     """A smaller decode averages blocks before the resize does: a slightly softer image, in the same place."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
     picture = opened(encoded(image, quality=95), decoder)
@@ -180,8 +198,14 @@ def test_decoding_at_a_fraction_is_close(decoder: str, size: tuple[int, int], bo
     ours = picture.resized((224, 224), box, quick=True).pixels().astype(float)
     exact = decode.Picture(np.asarray(image)).resized((224, 224), box).pixels().astype(float)
     assert abs(ours - exact).mean() < 2.5
-    moved = decode.Picture(np.asarray(image)).resized((224, 224), tuple(v + 2 * scale for v in box[:2]) + box[2:]).pixels()
-    assert abs(ours - exact).mean() < abs(ours - moved).mean()  # a region taken a little beside it would be told
+    moved = (
+        decode.Picture(np.asarray(image))
+        .resized((224, 224), tuple(v + 2 * scale for v in box[:2]) + box[2:])
+        .pixels()
+    )
+    assert (
+        abs(ours - exact).mean() < abs(ours - moved).mean()
+    )  # a region taken a little beside it would be told
 
 
 @pytest.mark.parametrize(
@@ -189,7 +213,9 @@ def test_decoding_at_a_fraction_is_close(decoder: str, size: tuple[int, int], bo
     [((0, 0, 224, 224), (224, 224), 1), ((0, 0, 447, 900), (224, 224), 1), ((0, 0, 448, 448), (224, 224), 2),
      ((5, 5, 1000, 1000), (224, 224), 4), ((0, 0, 9000, 9000), (224, 224), 8), ((0, 0, 10, 10), (224, 224), 1)],
 )  # fmt: skip
-def test_reduction_never_falls_below_the_result(box: decode.Box, size: tuple[int, int], scale: int) -> None:
+def test_reduction_never_falls_below_the_result(
+    box: decode.Box, size: tuple[int, int], scale: int
+) -> None:
     assert decode.reduction(box, size) == scale
 
 
@@ -234,5 +260,7 @@ def test_auto_is_the_first_that_is_installed() -> None:
 
 def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "installed", lambda: ["pillow"])
-    with pytest.raises(UserError, match=r"loader.decoder=simplejpeg: not installed; pip install simplejpeg"):
+    with pytest.raises(
+        UserError, match=r"loader.decoder=simplejpeg: not installed; pip install simplejpeg"
+    ):
         decode.resolve("simplejpeg")

@@ -22,7 +22,7 @@ from pipeline.feed import open_feed
 from pipeline.torchvision_transforms import NAMES
 
 AUGMENT = (
-    "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {num_ops: 2, magnitude: 9}},"
+    "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {num_ops: 2}},"
     " {v2.ColorJitter: {brightness: 0.4}}, horizontal_flip]"
 )
 # Unpickles a list of transforms as a worker does, then uses it.
@@ -68,9 +68,18 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> No
 
 
 def batches(image_root: Path, workers: int) -> list[tuple[Tensor, Tensor]]:
-    config = cli.load([f"data.root={image_root}", "data.image_size=32", "loader.batch_size=6", AUGMENT])
-    with open_feed(config, build_datasets(config), workers=workers, decoder="pillow",
-                   device=torch.device("cpu"), dtype=torch.float32, channels_last=False) as feed:  # fmt: skip
+    config = cli.load(
+        [f"data.root={image_root}", "data.image_size=32", "loader.batch_size=6", AUGMENT]
+    )
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    with open_feed(
+        config,
+        build_datasets(config),
+        workers=workers,
+        decoder="pillow",
+        channels_last=False,
+        **options,
+    ) as feed:
         return [(b.images.clone(), b.labels.clone()) for b in feed.train.batches(0, 8)]
 
 
@@ -90,8 +99,9 @@ def test_torchvision_is_imported_at_the_first_image() -> None:
     transform = Compose([one("v2.RandomVerticalFlip", p=1)])
     transform(picture(), random.Random(0))
     given = pickle.dumps(transform).hex()
-    done = subprocess.run([sys.executable, "-c", WORKER, given], cwd=Path(__file__).parents[2],
-                          capture_output=True, text=True, check=True)  # fmt: skip
+    command = [sys.executable, "-c", WORKER, given]
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["False", "True"]
 
 

@@ -1,4 +1,4 @@
-"""The report of a run: every figure from its files, from any files, and a page that is nobody else's."""
+"""Reports: values match the files, any file content is accepted, and the page is self-contained."""
 
 import fcntl
 import itertools
@@ -34,7 +34,7 @@ SHOWN = re.sub("[\x00\x1b\u202e\udcff]", "�", HOSTILE)
 
 
 class Page(HTMLParser):
-    """A page, taken apart and looked through."""
+    """A parsed page; checks that it is well-formed and self-contained."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ class Page(HTMLParser):
         return next(svg for svg in self.charts if svg.attrib["aria-label"] == title)
 
     def after(self, name: str) -> str:
-        """What follows a word: the figure beside a name."""
+        """Return the text after a name."""
         return self.said[self.said.index(name) + 1]
 
     def rows(self, heading: str) -> list[list[str]]:
-        """The cells of the table below a heading."""
+        """Return the cells of the table below a heading."""
         table = self.text.split(f"<h2>{heading}</h2>")[1].split("<table")[1].split("</table>")[0]
         return [[re.sub("<.*?>", "", cell) for cell in re.findall(r"<t[hd].*?>(.*?)</t[hd]>", row)]
                 for row in table.split("<tr>")[1:]]  # fmt: skip
@@ -93,7 +93,7 @@ def lines_of(svg: ElementTree.Element) -> list[str]:
 
 
 def made(*folders: Path, out: Path | None = None) -> Page:
-    """The page that the command writes."""
+    """Return the page that the command writes."""
     path = out or folders[0] / "report.html"
     assert report.main([*map(str, folders), *([] if out is None else ["--out", str(out)])]) == 0
     return Page(path.read_text(encoding="utf-8"))
@@ -110,7 +110,7 @@ def stored(folder: Path, split: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def runs(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three short real runs: first, second (another optimiser and size) and one that a signal stopped."""
+    """Three short runs: first, second (other hyperparameters) and one interrupted by a signal."""
     folder = tmp_path_factory.mktemp("runs")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -124,7 +124,7 @@ def runs(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stop_after(folder: Path, row: int) -> None:
-    """Ask this process to stop when a run has written a number of rows."""
+    """Send SIGTERM when a run has written this many rows."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if (folder / "metrics.jsonl").exists() and len((folder / "metrics.jsonl").read_text().splitlines()) >= row:
@@ -135,12 +135,12 @@ def stop_after(folder: Path, row: int) -> None:
 
 @pytest.fixture
 def copied(runs: Path, tmp_path: Path) -> Path:
-    """The first run, to be changed."""
+    """Return a copy of the first run, to be changed."""
     return Path(shutil.copytree(runs / "first", tmp_path / "first"))
 
 
 def synthetic(folder: Path, rows: list[dict[str, Any]], *, batch: int = 256, **summary: Any) -> Path:
-    """A run from its rows."""
+    """Make a run from rows."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(
         f"loader:\n  batch_size: {batch}\nlog:\n  every_steps: 50\nrun:\n  name: {folder.name}\n"
@@ -172,7 +172,7 @@ def test_the_page_of_a_run(runs: Path) -> None:
     assert (folder / "config.yaml").read_text().strip() in page.said
 
 
-def test_a_run_with_a_report_goes_on_as_before(copied: Path, image_root: Path) -> None:
+def test_a_run_with_a_report_resumes(copied: Path, image_root: Path) -> None:
     made(copied)
     before = {p.name for p in copied.iterdir()}
     assert trained(image_root, copied)["status"] == "finished"
@@ -209,17 +209,19 @@ def test_runs_side_by_side(runs: Path, tmp_path: Path) -> None:
     assert not (runs / "report.html").exists()
 
 
-def test_the_default_place_for_several_is_here(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_output_for_several_runs_is_the_current_folder(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     assert report.main([str(runs / "first"), str(runs / "second")]) == 0
     assert Page((tmp_path / "report.html").read_text()).said[0] == "first, second"
 
 
-def test_runs_that_do_not_differ(runs: Path, copied: Path, tmp_path: Path) -> None:
+def test_equal_runs(runs: Path, copied: Path, tmp_path: Path) -> None:
     page = made(runs / "first", copied, out=tmp_path / "page.html")
     assert "Only the names and folders of the runs differ." in page.said
     names = page.rows("Final values")[0][1:]
-    assert names[0].startswith("runs") and names[1].startswith("test_runs_that_do_not_differ")  # told apart by their places
+    assert names[0].startswith("runs") and names[1].startswith("test_equal_runs")  # by their folders
 
 
 def test_a_killed_run(copied: Path) -> None:
@@ -231,7 +233,7 @@ def test_a_killed_run(copied: Path) -> None:
     assert "No verdict: a run writes it at its end, and after epochs of at least 20 s." in page.said
     assert "summary.json does not exist" in page.said
     assert "metrics.jsonl: a line cannot be read (the last one is cut off after a kill)" in page.said
-    assert page.after("steps") == "9"  # the row cut off is the validation after it
+    assert page.after("steps") == "9"  # the truncated row is the validation after it
 
 
 def test_the_verdict_so_far(copied: Path) -> None:
@@ -242,14 +244,14 @@ def test_the_verdict_so_far(copied: Path) -> None:
 
 
 @pytest.mark.parametrize(("values", "end"), [((100.0, 100.0), 100), ((96.0, 99.9), 100), ((20.0, 60.0), 60)])
-def test_no_axis_of_percents_goes_beyond_100(values: tuple[float, float], end: float) -> None:
+def test_percent_axes_end_at_100(values: tuple[float, float], end: float) -> None:
     line = report_page.Curve("top-5", [(0.0, values[0]), (1.0, values[1])])
     chart = str(report_page.line_chart("Top-5, %", [line], report_page.linear_axis(0, 1), most=100.0))
     (found,) = re.findall(r'data-y="\S+ (\S+)"', chart)
     assert float(found) == end
 
 
-def test_a_run_under_way(copied: Path) -> None:
+def test_a_run_in_progress(copied: Path) -> None:
     (copied / "summary.json").unlink()
     with open(copied / ".lock", "a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -259,7 +261,7 @@ def test_a_run_under_way(copied: Path) -> None:
     assert "not finished" in made(copied).said
 
 
-# Whatever the files hold.
+# Any file content.
 
 
 @pytest.mark.parametrize("names", [kept for n in (1, 2) for kept in itertools.combinations(report.FILES, n)])
@@ -290,7 +292,7 @@ ODD = [0, -1, 1e299, -1e299, 5e-324, math.nan, math.inf, "x", None, True, [], {}
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_figure_may_be_anything(tmp_path: Path, seed: int) -> None:
+def test_a_value_may_be_anything(tmp_path: Path, seed: int) -> None:
     keys = ["loss", "top1", "lr", "epoch", "images_per_second", "seconds", "step_ms", "step_worst_ms", "mfu", "odd",
             "copy_fraction", "data_wait_fraction", "compute_fraction", "late_fraction", "memory_reserved_gib",
             "gpu_power_watts", "gpu_power_watts_max"]  # fmt: skip
@@ -319,16 +321,16 @@ def test_a_figure_may_be_anything(tmp_path: Path, seed: int) -> None:
         ({"workers": 1}, "1 worker"),
     ],
 )
-def test_what_limits_by_loader_workers_auto(tmp_path: Path, found: dict[str, Any], limit: str) -> None:
+def test_the_limit_according_to_loader_workers_auto(tmp_path: Path, found: dict[str, Any], limit: str) -> None:
     answer = {"workers": 15, "demand": 7000, "rate": 5900, "supply": {"cpu_ms": 2.0, "wait_ms": 0.0}, "slowed": False} | found
     rows = report.supply_and_demand(answer)
     assert [name for name, _, text in rows if text.endswith(", the limit")] == [limit]
     folder = synthetic(tmp_path / "run", [step_row(50)])
     (folder / "autotune.json").write_text(json.dumps(answer))
-    assert "500 images/s" in made(folder).said  # of one worker, alone or beside the step
+    assert "500 images/s" in made(folder).said  # of one worker, alone or during training
 
 
-def test_names_from_a_run_are_text(copied: Path, runs: Path, tmp_path: Path) -> None:
+def test_names_from_a_run_are_escaped(copied: Path, runs: Path, tmp_path: Path) -> None:
     config = (copied / "config.yaml").read_text()
     (copied / "config.yaml").write_text(config.replace("name: first", f"name: {json.dumps(HOSTILE)}")
                                         .replace("root: ", f"train: {json.dumps(HOSTILE)}\n  root: "))  # fmt: skip
@@ -343,14 +345,14 @@ def test_names_from_a_run_are_text(copied: Path, runs: Path, tmp_path: Path) -> 
     made(runs / "first", copied, out=tmp_path / "both.html")
 
 
-def test_rows_of_an_earlier_life_give_way(tmp_path: Path) -> None:
+def test_later_rows_of_the_same_steps_replace_earlier_ones(tmp_path: Path) -> None:
     steps = [50, 100, 150, 200, 120, 150, 150]
     folder = synthetic(tmp_path / "run", [step_row(step, loss=i) for i, step in enumerate(steps)])
     run = report.read_run(folder)
     assert [(row["step"], row["loss"]) for row in run.train] == [(50, 0), (100, 1), (120, 4), (150, 6)]
 
 
-def test_a_gap_is_a_gap(tmp_path: Path) -> None:
+def test_non_finite_values_are_gaps(tmp_path: Path) -> None:
     rows = [step_row(step, loss=math.nan if step == 150 else step) for step in range(50, 500, 50)]
     (line,) = lines_of(made(synthetic(tmp_path / "run", rows)).chart("Loss"))
     assert line.count("M") == 2 and line.count("L") == 6
@@ -379,10 +381,10 @@ def test_the_summary_of_an_older_version(tmp_path: Path, names: tuple[str, str])
     assert page.after("starts") == "3" and page.after("duration") == "8 min 20 s"
 
 
-# Where the time went.
+# The time breakdown.
 
 
-def test_the_parts_of_the_time_make_up_the_whole(tmp_path: Path) -> None:
+def test_the_time_breakdown_adds_up(tmp_path: Path) -> None:
     """50 steps of 256 at 6,400 images/s are 2 s."""
     rows = [step_row(step, data_wait_fraction=0.1, late_fraction=0.05, compute_fraction=0.85, copy_fraction=0.2)
             for step in range(50, 501, 50)]  # fmt: skip
@@ -398,8 +400,8 @@ def test_the_parts_of_the_time_make_up_the_whole(tmp_path: Path) -> None:
     assert sum(map(float, re.findall(r"width:([\d.]+)%", bar))) == pytest.approx(100, abs=0.01)
 
 
-def test_the_balance_of_all_lives_counts(tmp_path: Path) -> None:
-    """Four lives that trained for 60 s and lost 20: the last one's seconds are not the run's."""
+def test_the_time_breakdown_covers_all_starts(tmp_path: Path) -> None:
+    """Several starts with 60 s of training and 20 s lost; `seconds` are those of the last start."""
     rows = [step_row(50, data_wait_fraction=0.9), *(step_row(step, data_wait_fraction=0.25) for step in (100, 150))]
     lost = {"validation": 5.0, "checkpoint": 3.0, "start": 12.0}
     run = report.read_run(synthetic(tmp_path / "run", rows, seconds=9.0, seconds_lost=lost, effective_time=0.75))
@@ -418,11 +420,11 @@ def test_a_real_run_accounts_for_its_time(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(("compute", "parts"), [
-    (0.7, ["compute_fraction", "copy_fraction", "data_wait_fraction"]),  # between the steps, on a CPU
-    (0.9, ["compute_fraction", "data_wait_fraction"]),  # beside the step, on a GPU
-    (None, ["compute_fraction", "data_wait_fraction"]),  # it is not known
+    (0.7, ["compute_fraction", "copy_fraction", "data_wait_fraction"]),  # between steps, on a CPU
+    (0.9, ["compute_fraction", "data_wait_fraction"]),  # overlapping with the step, on a GPU
+    (None, ["compute_fraction", "data_wait_fraction"]),  # unknown
 ])  # fmt: skip
-def test_a_copy_beside_the_step_is_no_part(tmp_path: Path, compute: float | None, parts: list[str]) -> None:
+def test_an_overlapping_copy_is_not_a_part(tmp_path: Path, compute: float | None, parts: list[str]) -> None:
     known = {} if compute is None else {"compute_fraction": compute}
     rows = [step_row(step, data_wait_fraction=0.1, copy_fraction=0.2, **known) for step in (50, 100)]
     run = report.read_run(synthetic(tmp_path / "run", rows))
@@ -436,7 +438,7 @@ def test_an_older_run_has_no_parts(tmp_path: Path) -> None:
 
 
 def test_each_column_holds_its_share_of_a_validation(tmp_path: Path) -> None:
-    """A validation of 1 s after every 125 steps, which are 5 s: 16.7 % of every column, though rows come every 50 steps."""
+    """1 s of validation per 125 steps (5 s) is 16.7 % of every column, with rows every 50 steps."""
     rows: list[dict[str, Any]] = []
     for step in range(25, 1001, 25):
         rows += [step_row(step, late_fraction=1e-9)] if step % 50 == 0 else []
@@ -455,7 +457,7 @@ def test_top1_by_time_counts_training_and_validation(tmp_path: Path) -> None:
     assert report.read_run(synthetic(tmp_path / "run", rows)).top1_by_seconds() == [(6.0, 1.0), (12.0, 2.0)]
 
 
-def test_a_run_that_began_at_a_later_step(tmp_path: Path) -> None:
+def test_a_run_that_started_at_a_later_step(tmp_path: Path) -> None:
     run = report.read_run(synthetic(tmp_path / "run", [step_row(100_050), step_row(100_100)]))
     assert run.seconds() == pytest.approx(4.0)
 
@@ -465,7 +467,7 @@ def test_a_run_that_began_at_a_later_step(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """450,000 steps in 9,000 rows with every key there may be; one of them a spike."""
+    """450,000 steps in 9,000 rows with many keys and one spike."""
     rows = []
     for step in range(50, 450_001, 50):
         wave = math.sin(step * 1.7)
@@ -497,7 +499,7 @@ def test_a_long_run_is_a_small_page(long: Path) -> None:
     assert {"Host memory, GiB", "GPU power, W", "GPU temperature, °C", "Step, ms"} <= set(page.titles())
 
 
-def test_thinning_keeps_the_lowest_and_the_highest(long: Path) -> None:
+def test_thinning_keeps_minimum_and_maximum(long: Path) -> None:
     run = report.read_run(long)
     for key in ("loss", "step_worst_ms", "images_per_second"):
         points = [(row["epoch"], row[key]) for row in run.train]
@@ -511,7 +513,7 @@ def test_thinning_keeps_the_lowest_and_the_highest(long: Path) -> None:
 
 
 def test_a_spike_is_drawn(long: Path) -> None:
-    """9,000 ms among 41: the axis is logarithmic, the band reaches up to the spike, and it lies in the middle."""
+    """9,000 ms among 41 ms: a logarithmic axis, and a band that reaches the spike in the middle."""
     page = made(long)
     bands = [path.attrib["d"] for path in page.chart("Step, ms") if path.attrib["class"].startswith("band")]
     places = [tuple(map(int, pair)) for pair in re.findall(r"(\d+) (\d+)", bands[-1])]
@@ -565,7 +567,9 @@ def test_axes(low: float, high: float, texts: list[str]) -> None:
     ("nowhere", "no such folder; "),
     ("n" * 300, "no such folder; "),
 ])  # fmt: skip
-def test_what_is_not_a_run(copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str) -> None:
+def test_a_folder_that_is_not_a_run(
+    copied: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
     shutil.move(copied, tmp_path / "inner")
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("")
@@ -588,14 +592,14 @@ def test_a_page_that_cannot_be_written(runs: Path, tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize("out", [".", "..", "/", ""])
-def test_a_page_named_as_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
+def test_an_output_that_is_a_folder(runs: Path, capsys: pytest.CaptureFixture[str], out: str) -> None:
     with pytest.raises(SystemExit) as left:
         report.main([str(runs / "first"), "--out", out])
     said = capsys.readouterr().err
     assert left.value.code == 2 and len(said.splitlines()) == 1 and said.endswith(": is a folder; give a file with --out\n")
 
 
-def test_one_run_under_two_names_is_one(runs: Path, tmp_path: Path) -> None:
+def test_one_run_given_twice_is_one_run(runs: Path, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert report.main([str(runs / "first"), str(runs / "x" / ".." / "first"), str(runs / "first/"), "--out", str(page)]) == 0
     again = tmp_path / "again.html"

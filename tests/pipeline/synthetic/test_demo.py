@@ -32,9 +32,10 @@ import signal
 import sys
 from pathlib import Path
 from pipeline.synthetic.demo import ensure_demo_dataset
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started pytest with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
 root, train_images, val_images = sys.argv[1:]
-print(ensure_demo_dataset(Path(root), train_images=int(train_images), val_images=int(val_images), threads=2))
+counts = {"train_images": int(train_images), "val_images": int(val_images)}
+print(ensure_demo_dataset(Path(root), **counts))
 """
 
 
@@ -50,7 +51,11 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def images(root: Path) -> dict[str, bytes]:
@@ -63,12 +68,16 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start `ensure_demo_dataset(root, train_images=..., val_images=...)` in a process of its own."""
+    """Start `ensure_demo_dataset(root, train_images=..., val_images=...)` in another process."""
     processes: list[Process] = []
 
     def start(root: Path, train_images: int, val_images: int) -> Process:
         command = [sys.executable, "-c", SCRIPT, str(root), str(train_images), str(val_images)]
-        processes.append(subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+            )
+        )
         return processes[-1]
 
     yield start
@@ -119,7 +128,9 @@ def test_texture_uses_its_range(label: str) -> None:
 
 
 def test_drawing_is_a_function_of_the_generator() -> None:
-    first, again, other = (draw_image("cells", np.random.default_rng(seed)).tobytes() for seed in (1, 1, 2))
+    first, again, other = (
+        draw_image("cells", np.random.default_rng(seed)).tobytes() for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
@@ -181,7 +192,9 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"photos/train/cat.jpg": b"mine"}
 
 
-def test_killed_process_leaves_nothing_that_matters(drawn: Path, tmp_path: Path, start: Start) -> None:
+def test_killed_process_leaves_nothing_that_matters(
+    drawn: Path, tmp_path: Path, start: Start
+) -> None:
     root = tmp_path / "demo"
     process = start(root, 100_000, 0)
     await_first_image(process, root)
@@ -219,7 +232,9 @@ def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def undrawn(root: Path, split: str) -> UndrawnDataset:
-    return UndrawnDataset(root, split, Compose([RandomResizedCrop(size=24)]), decoder="auto", seed=0)
+    return UndrawnDataset(
+        root, split, Compose([RandomResizedCrop(size=24)]), decoder="auto", seed=0
+    )
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -245,7 +260,9 @@ def test_samples_are_known_before_they_are_drawn(
         assert label == files.load(0, place)[1]
 
 
-def test_of_processes_that_start_at_once_one_draws(drawn: Path, tmp_path: Path, start: Start) -> None:
+def test_of_processes_that_start_at_once_one_draws(
+    drawn: Path, tmp_path: Path, start: Start
+) -> None:
     root = tmp_path / "demo"
     processes = [start(root, 40, 20) for _ in range(4)]
     said = [process.communicate()[0].strip() for process in processes]
