@@ -371,7 +371,9 @@ MISTAKES = {
     "model.num_classes=10": "the number of classes follows from the folders in data.root",
     "gpus=4": "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
     "mixup=0.2": "write 'augment.batch=[{mixup: {alpha: 0.2}}]'",
-    "train.device=cuda:1": "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
+    "train.device=cuda:1": (
+        "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU"
+    ),
     "model.compile=true": "write model.compile=default",
     "model.compile=False": "write model.compile=off",
     "model.weights=true": "write model.weights=pretrained",
@@ -449,7 +451,9 @@ FLAGS = {
     "--wd 1e-4": "--wd: not an option; write optim.weight_decay=1e-4",
     "--weight-decay 1e-4": "--weight-decay: not an option; write optim.weight_decay=1e-4",
     "--opt adamw --sched cosine": "--opt, --sched: not options; write optim=adamw schedule=cosine",
-    "--warmup-epochs 5 --amp": "--warmup-epochs, --amp: not options; write schedule.warmup_epochs=5 train.precision=bf16",
+    "--warmup-epochs 5 --amp": (
+        "--warmup-epochs, --amp: not options; write schedule.warmup_epochs=5 train.precision=bf16"
+    ),
     "--img-size 192": "--img-size: not an option; write data.image_size=192",
     "--label-smoothing 0.1": "--label-smoothing: not an option; write train.label_smoothing=0.1",
     "--smoothing 0.1": "--smoothing: not an option; write train.label_smoothing=0.1",
@@ -460,23 +464,37 @@ FLAGS = {
     "--print-freq 10": "--print-freq: not an option; write log.every_steps=10",
     "--log-interval 10": "--log-interval: not an option; write log.every_steps=10",
     "-e": "-e: not an option; there is no evaluation mode yet: a run always validates at its end",
-    "--evaluate": "--evaluate: not an option; there is no evaluation mode yet: a run always validates at its end",
+    "--evaluate": (
+        "--evaluate: not an option; there is no evaluation mode yet: a run always validates at its "
+        "end"
+    ),
     "--output out": "--output: not an option; write run.dir=out",
-    "--experiment x": "--experiment: not an option; write recipe=x for a recipe or run.name=x for the name of the run",
-    "--gpu 0": "--gpu: not an option; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
-    "--local_rank=0 --dist-url tcp://x --world-size 2": "--local_rank, --dist-url, --world-size: not options; "
-    "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
+    "--experiment x": (
+        "--experiment: not an option; write recipe=x for a recipe or run.name=x for the name of "
+        "the run"
+    ),
+    "--gpu 0": (
+        "--gpu: not an option; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU"
+    ),
+    "--local_rank=0 --dist-url tcp://x --world-size 2": "--local_rank, --dist-url, --world-size: "
+    "not options; `torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
     "-m": "-m: not an option; sweeps are not supported; start one run per value",
     "--nesterov": "--nesterov: not an option; write optim.nesterov=true",
     "--name x": "--name: not an option; --help lists all keys",
     "--foo": "--foo: not an option; --help lists all keys",
     "-x": "-x: not an option; --help lists all keys",
     "--cfg=all": "--cfg=all: not an option; --help lists all keys",
-    "--foo --lr 0.1 data.root=/x": "--foo, --lr: not options; write optim.lr=0.1; --help lists all keys",
+    "--foo --lr 0.1 data.root=/x": (
+        "--foo, --lr: not options; write optim.lr=0.1; --help lists all keys"
+    ),
     "/imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
-    "-a resnet18 --lr 0.1 /imagenet": "-a, --lr: not options; write model.name=resnet18 optim.lr=0.1 data.root=/imagenet",
+    "-a resnet18 --lr 0.1 /imagenet": (
+        "-a, --lr: not options; write model.name=resnet18 optim.lr=0.1 data.root=/imagenet"
+    ),
     "optim.lr=0.1 /imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
-    "data.root=/my pics/a": "pics/a: is not key=value; a value with spaces needs quotes: 'data.root=/my pics/a'",
+    "data.root=/my pics/a": (
+        "pics/a: is not key=value; a value with spaces needs quotes: 'data.root=/my pics/a'"
+    ),
     "run.name=a /imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
     "demo": "demo: is not key=value; write recipe=demo",
     "@foo=1": "@foo=1: there is no key @foo=1; --help lists all keys",
@@ -484,18 +502,22 @@ FLAGS = {
     "help": "help: is not key=value; --help lists all keys",
     "data.root": "data.root: has no value; write data.root=VALUE",
     "optim.lr train.epochs=3": "optim.lr: has no value; write optim.lr=VALUE",
-    "recipe=demo optim.lr 0.3": "optim.lr 0.3: a key and its value are one word; write optim.lr=0.3",
+    "recipe=demo optim.lr 0.3": (
+        "optim.lr 0.3: a key and its value are one word; write optim.lr=0.3"
+    ),
     "optim.lr = 0.3": "optim.lr = 0.3: a key and its value are one word; write optim.lr=0.3",
     "optim.lr= 0.3": "optim.lr= 0.3: a key and its value are one word; write optim.lr=0.3",
     "optim.lr =0.3": "optim.lr =0.3: a key and its value are one word; write optim.lr=0.3",
-    "optim.lr: 0.3 train.epochs=3": "optim.lr: 0.3: a key and its value are one word; write optim.lr=0.3",
+    "optim.lr: 0.3 train.epochs=3": (
+        "optim.lr: 0.3: a key and its value are one word; write optim.lr=0.3"
+    ),
     "optim.lr:0.3": "optim.lr:0.3: a key and its value are one word; write optim.lr=0.3",
     "model: resnet18": "model: resnet18: a key and its value are one word; write model=resnet18",
     "optim.betas=[0.9, 0.95] train.epochs=3": "optim.betas=[0.9,: a bracket is not closed; "
     "write 'optim.betas=[0.9, 0.95]', in quotes",
     "optim.betas=[0.9": "optim.betas=[0.9: a bracket is not closed",
-    """'augment.batch={"mixup": 0.2}'""": """augment.batch={"mixup": 0.2}: cannot be read as key=value; """
-    "write 'augment.batch={mixup: 0.2}'",
+    """'augment.batch={"mixup": 0.2}'""": 'augment.batch={"mixup": 0.2}: cannot be read as '
+    "key=value; write 'augment.batch={mixup: 0.2}'",
 }
 
 
@@ -576,11 +598,13 @@ def test_a_path_is_taken_literally(path: str) -> None:
         ("model: {nam: resnet18}", "In 'recipe/mine': model.nam: Key 'nam' not in 'Model'"),
         (
             "train: {epochs: six}",
-            "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to Float",
+            "In 'recipe/mine': train.epochs: Value 'six' of type 'str' could not be converted to "
+            "Float",
         ),
         (
             "train: {epochs: 3",
-            "conf/recipe/mine.yaml: line 3: is not YAML (expected ',' or '}', but got '<stream end>'); correct",
+            "conf/recipe/mine.yaml: line 3: is not YAML (expected ',' or '}', but got "
+            "'<stream end>'); correct",
         ),
         (
             "train:\n  epochs: ???",

@@ -86,7 +86,8 @@ def test_groups_keep_values_that_they_do_not_set() -> None:
 def test_a_note_lists_the_values_that_a_typed_group_replaces() -> None:
     (note,) = cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim=adamw"]).notes
     assert note.startswith(
-        "optim=adamw replaces values of the recipe: optim.lr 1.024 -> 0.001, optim.momentum 0.875 -> 0.9, "
+        "optim=adamw replaces values of the recipe: optim.lr 1.024 -> 0.001, "
+        "optim.momentum 0.875 -> 0.9, "
     )
     assert cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim.lr=1"]).notes == []
     assert cli.load([DATA, "optim=sgd"]).notes == []  # the recipe sets nothing there
