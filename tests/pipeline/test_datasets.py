@@ -13,7 +13,8 @@ from pipeline import build
 from pipeline.augment import Compose
 from pipeline.build import DATASETS, Splits, build_datasets
 from pipeline.dataset import Dataset, FileDataset
-from pipeline.feed import choose_decoder, open_feed
+from pipeline.feed import open_feed
+from pipeline.sizing.plan import choose_decoder
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
