@@ -1,7 +1,6 @@
 """The table of datasets, and what a dataset of somebody's own must define."""
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from pipeline.build import DATASETS, Splits, build_datasets
 from pipeline.dataset import Dataset, FileDataset
 from pipeline.feed import open_feed
 from pipeline.sizing.plan import choose_decoder
+from tests.loader_plans import loader_plan, world_of
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -61,8 +61,9 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     assert (datasets.train_size, datasets.val_fingerprint) == (16, "4 grey images")
     assert not isinstance(datasets.train, FileDataset)
     decoder = choose_decoder(config, datasets.train, CPU)
-    options: dict[str, Any] = {"device": CPU, "dtype": torch.float32, "channels_last": False}
-    with open_feed(config, datasets, workers=workers, decoder=decoder, **options) as feed:
+    world = world_of(CPU)
+    plan = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
+    with open_feed(config, datasets, plan, world) as feed:
         labels = [batch.labels.tolist() for batch in feed.val.batches(0, feed.val_batches)]
         assert labels == [[0, 1, 0, 1]]
         assert len(list(feed.train.batches(0, 4))) == 4
