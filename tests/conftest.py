@@ -1,4 +1,4 @@
-"""Fixtures that all tests share: a small dataset of real JPEG files, and a cache folder of the test's own."""
+"""Fixtures of all tests: a small dataset of real JPEG files, and a separate cache folder."""
 
 import gc
 import itertools
@@ -28,7 +28,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """train/ and val/ with three classes of 12 and 5 JPEG files of 128-320 px. Shared: copy it before changing it."""
+    """train/ and val/ with 12 and 5 JPEG files of 128-320 px for each of three classes.
+
+    Tests share it: copy it before changing it.
+    """
     root = tmp_path_factory.mktemp("images")
     for (split, count), (label, name) in itertools.product(
         (("train", TRAIN_IMAGES), ("val", VAL_IMAGES)), enumerate(CLASSES)
@@ -43,22 +46,25 @@ def image_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep scans out of the user's cache folder; child processes inherit it."""
+    """Keep index caches out of the user's cache folder. Child processes inherit the variable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_torch_thread() -> None:
-    """Bits depend on the number of torch's threads. On a busy machine they wait for each other longer than a step takes.
+    """Use one thread: the number of torch's threads changes the bits of a result.
 
-    With a load of 6 on 2 cores, tests/models/test_gpu_layers.py takes 114 s with two threads and 27 s with one.
+    On a busy machine, threads also wait for each other. With a load of 6 on 2 cores, tests/models/test_gpu_layers.py takes 114 s with two threads and 27 s with one.
     """
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _event_files_in_order() -> None:
-    """TensorBoard reads event files by name, which ends in a count of this process: its tenth would come before its ninth."""
+    """Keep event files in order: TensorBoard sorts them by name, which ends in a counter.
+
+    Otherwise the tenth file of this process comes before the ninth.
+    """
     from tensorboard.summary.writer import event_file_writer
 
     event_file_writer._global_uid = event_file_writer.AtomicCounter(1000)
@@ -66,8 +72,8 @@ def _event_files_in_order() -> None:
 
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """For tests that call train() itself, and for what it starts: as many threads as here, and the same cache folder."""
-    gc.freeze()  # train() collects garbage: it need not look through what pytest and torch have imported
+    """For tests that call train(): its processes use one thread and the tests' cache folder."""
+    gc.freeze()  # train() collects garbage; skip the objects of pytest and torch
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
@@ -77,7 +83,7 @@ def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def own_logging() -> Iterator[None]:
-    """main() sets up the root logger for its process; here it is given back."""
+    """Restore the root logger, which main() configures."""
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     yield
@@ -86,7 +92,7 @@ def own_logging() -> Iterator[None]:
 
 
 class Clock:
-    """time.perf_counter and time.monotonic, which stand still until told."""
+    """Replaces time.perf_counter and time.monotonic; `now` is their value."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
@@ -101,15 +107,17 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 @pytest.fixture
 def jump(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Let a thousand seconds pass."""
-    jumped, seconds, monotonic = [0.0], time.perf_counter, time.monotonic
+    """Return a function that advances the clocks by 1000 seconds."""
+    jumped = [0.0]
+    seconds = time.perf_counter
+    monotonic = time.monotonic
     monkeypatch.setattr(time, "perf_counter", lambda: seconds() + jumped[0])
     monkeypatch.setattr(time, "monotonic", lambda: monotonic() + jumped[0])
 
-    def pass_by() -> None:
+    def advance() -> None:
         jumped[0] += 1000
 
-    return pass_by
+    return advance
 
 
 @pytest.fixture

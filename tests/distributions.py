@@ -1,4 +1,4 @@
-"""Comparing samples of random draws. Seeds are fixed, so an answer is the same at every run."""
+"""Comparison of random samples. Seeds are fixed, so that the result is reproducible."""
 
 import math
 
@@ -6,7 +6,10 @@ import numpy as np
 
 
 def same_distribution(one: np.ndarray, other: np.ndarray) -> bool:
-    """Whether two samples [n], [m] pass the two-sample Kolmogorov-Smirnov test at the 0.1 % level; ties make it milder."""
+    """Two-sample Kolmogorov-Smirnov test of samples [n] and [m] at the 0.1 % level.
+
+    Ties make the test less strict.
+    """
     places = np.sort(np.concatenate([one, other]))
     ours, theirs = (
         np.searchsorted(np.sort(x), places, side="right") / len(x) for x in (one, other)

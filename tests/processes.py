@@ -1,4 +1,4 @@
-"""Looking at processes from outside, for tests that kill them."""
+"""Functions to observe processes, for tests that kill them."""
 
 import subprocess
 import time
@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-HANGS_SECONDS = 120  # only ends a test that would hang
+HANGS_SECONDS = 120  # a test that takes longer hangs
 
 
 def process_state(pid: int) -> str:
-    """As in proc(5): R running, S sleeping, T stopped, Z zombie, ...; X when there is no such process."""
+    """Return a state as in proc(5): R running, S sleeping, T stopped, Z zombie; X for no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -22,7 +22,7 @@ def is_running(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Children, whichever thread started them, and theirs."""
+    """Return the children that any thread has started, and their descendants."""
     try:
         own = {
             int(c)
@@ -35,7 +35,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None) -> None:
-    """Return when it holds; a `process` that ends first, or HANGS_SECONDS, is a failure."""
+    """Wait for a condition. Fail after HANGS_SECONDS, or if `process` ends before."""
     deadline = time.monotonic() + HANGS_SECONDS
     while not condition():
         assert process is None or process.poll() is None, (

@@ -1,4 +1,4 @@
-"""What a run has left, for tests that look at a run or compare two bit for bit."""
+"""Functions to read the results of a run, and to compare two runs bit for bit."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from engine import checkpoint
 
 
 def rows(folder: Path, split: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, without what the clock says."""
+    """Return the rows of metrics.jsonl for a split, without durations."""
     everything = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {k: v for k, v in row.items() if k != "seconds"}
@@ -20,7 +20,7 @@ def rows(folder: Path, split: str) -> list[dict[str, Any]]:
 
 
 def stored(folder: Path) -> dict[str, Any]:
-    """The state in a run's newest checkpoint, without what the clock says."""
+    """Return the state in a run's newest checkpoint, without durations."""
     found = checkpoint.load_newest(folder / "checkpoints")
     assert found is not None
     state: dict[str, Any] = found[1]["state"]
@@ -29,7 +29,7 @@ def stored(folder: Path) -> dict[str, Any]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Bit for bit, through all containers."""
+    """Compare nested containers of tensors and values bit for bit."""
     if isinstance(a, torch.Tensor):
         return isinstance(b, torch.Tensor) and torch.equal(a, b)
     if isinstance(a, dict):
@@ -40,9 +40,9 @@ def same(a: Any, b: Any) -> bool:
 
 
 def check_not_trained(folder: Path) -> None:
-    """The thousand seconds of `jump` are in no row: neither in the rate, nor as waiting.
+    """Check that the 1000 seconds of `jump` count neither in images/s nor as waiting.
 
-    Waiting them beside a step of a second would be 0.999 of the time. A busy machine's own waits come to less.
+    Next to a step of one second, they would be 0.999 of the time; a busy machine waits for less.
     """
     found = rows(folder, "train")
     assert sum(8 / row["images_per_second"] for row in found) < 1000

@@ -1,4 +1,4 @@
-"""A run with train.ema_decay: the average and the raw model are validated, and both are told."""
+"""A run with train.ema_decay: the average and the raw model are validated and reported."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 def test_average_and_raw_model_are_validated(
     image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Both on the same images: what each validation says equals an evaluation of the stored weights, one image at a time."""
+    """Each result equals an evaluation of the stored weights, one image at a time."""
     config = cli.load(
         [
             "recipe=demo",
@@ -41,11 +41,9 @@ def test_average_and_raw_model_are_validated(
         max(found["top1"] for found in rows(tmp_path, "val")), abs=1e-3
     )
 
-    datasets, mean, std = (
-        build_datasets(config),
-        torch.tensor(config.data.mean),
-        torch.tensor(config.data.std),
-    )
+    datasets = build_datasets(config)
+    mean = torch.tensor(config.data.mean)
+    std = torch.tensor(config.data.std)
     samples = [datasets.val[i] for i in range(len(datasets.val))]
     images = torch.stack(
         [(torch.from_numpy(pixels) / 255 - mean) / std for pixels, _ in samples]
@@ -57,14 +55,14 @@ def test_average_and_raw_model_are_validated(
         with torch.no_grad():
             logits = torch.cat([model(image[None]) for image in images])
         top1 = 100 * (logits.argmax(1) == labels).float().mean().item()
-        for said in (row, summary):
-            assert said["loss" + suffix] == pytest.approx(
+        for reported in (row, summary):
+            assert reported["loss" + suffix] == pytest.approx(
                 nn.functional.cross_entropy(logits, labels).item(), rel=1e-3
             )
-            assert said["top1" + suffix] == pytest.approx(top1, abs=1e-3)
-            assert said["top5" + suffix] == 100  # of 3 classes
+            assert reported["top1" + suffix] == pytest.approx(top1, abs=1e-3)
+            assert reported["top5" + suffix] == 100  # of 3 classes
     assert row["loss"] != pytest.approx(row["loss_raw"], rel=1e-2), (
-        "the two models cannot be told apart"
+        "the two models have the same loss"
     )
 
     events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()

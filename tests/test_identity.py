@@ -1,4 +1,4 @@
-"""A run directory stands for one training: what a second command in it does, through the real program."""
+"""A run directory holds one training: the effect of a second command in it, with the real program."""
 
 import dataclasses
 import gzip
@@ -52,7 +52,7 @@ def program(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> Program:
-    """Run train.py in a folder of its own; return status, console and errors."""
+    """Run train.py in a new folder; return exit status, stdout and stderr."""
     monkeypatch.chdir(tmp_path)
 
     def program(*overrides: str) -> Answer:
@@ -79,10 +79,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("steps", [[], ["train.max_steps=5"]], ids=["finished", "unfinished"])
-def test_another_training_is_refused_and_nothing_changes(
+def test_changed_result_keys_are_refused_and_nothing_changes(
     program: Program, steps: list[str]
 ) -> None:
-    """After a finished run it would report the first one's accuracy, after an unfinished one mix the two."""
+    """Otherwise it would report the first run's accuracy, or mix both configs in one run."""
     assert program(*steps)[0] == 0
     before = content(Path("runs"))
     for override, line in CHANGES.items():
@@ -93,19 +93,23 @@ def test_another_training_is_refused_and_nothing_changes(
             and err.count("\n") == 1
         )
         assert f"{line}; " in err
-        for way in ("run.name=NAME", "checkpoint.resume=never", "checkpoint.accept_changes=true"):
-            assert way in err
+        for remedy in (
+            "run.name=NAME",
+            "checkpoint.resume=never",
+            "checkpoint.accept_changes=true",
+        ):
+            assert remedy in err
         assert content(Path("runs")) == before
 
 
-def test_the_default_name_gives_another_training_its_own_directory(program: Program) -> None:
+def test_default_name_depends_on_the_result_keys(program: Program) -> None:
     for lr in ("0.2", "0.4", "2e-1"):
         assert program("run.name=null", f"optim.lr={lr}", "train.max_steps=1")[0] == 0
     names = [p.name for p in Path("runs").iterdir()]
     assert len(names) == 2 and sum("optim.lr=0.4" in name for name in names) == 1
 
 
-def test_what_cannot_affect_the_result_resumes(program: Program) -> None:
+def test_keys_without_effect_on_the_result_can_change(program: Program) -> None:
     assert program("train.max_steps=5")[0] == 0
     changes = [
         "loader.workers=1",
@@ -129,7 +133,7 @@ def test_what_cannot_affect_the_result_resumes(program: Program) -> None:
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 7
 
 
-def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
+def test_accepted_changes_are_reported_by_every_start(program: Program) -> None:
     assert program("train.max_steps=5")[0] == 0
     accept = ["optim.lr=0.4", "checkpoint.accept_changes=true", "train.max_steps=7"]
     status, out, _ = program(*accept)
@@ -138,16 +142,16 @@ def test_accepted_changes_go_on_and_are_told(program: Program) -> None:
         "history  accepted at step 5: optim.lr was 0.2, is 0.4\n" in out
         and "resumed from step-00000005.pt" in out
     )
-    # They are the run's own from then on: the same command resumes, the first one no longer does.
+    # The run has the new values from then on: only a command with them resumes.
     history = "accepted at step 5: optim.lr was 0.2, is 0.4"
-    for steps in (8, 8):  # every start says it, also that of a finished run
+    for steps in (8, 8):  # also the start of a finished run
         status, out, _ = program("optim.lr=0.4", f"train.max_steps={steps}")
         assert status == 0 and f"history  {history}\n" in out
     assert json.loads(Path("runs/one/summary.json").read_text())["history"] == [history]
     assert program()[0] == 2
 
 
-def test_the_best_of_other_validation_images_is_not_compared_with(program: Program) -> None:
+def test_best_on_other_validation_images_is_dropped(program: Program) -> None:
     assert program("train.max_steps=5")[0] == 0
     path = Path("runs/one/checkpoints/step-00000005.pt")
     read = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
@@ -163,22 +167,22 @@ def test_the_best_of_other_validation_images_is_not_compared_with(program: Progr
     assert stored(Path("runs/one"))["best"]["step"] == 7
 
 
-def test_a_change_that_would_train_nothing_cannot_be_accepted(program: Program) -> None:
-    """The run is finished: with optim.lr=0.4 accepted it would report what 0.2 has reached."""
+def test_changes_to_a_finished_run_cannot_be_accepted(program: Program) -> None:
+    """It would report the accuracy of optim.lr=0.2 for optim.lr=0.4."""
     assert program()[0] == 0
     before = content(Path("runs"))
     status, out, err = program("optim.lr=0.4", "checkpoint.accept_changes=true")
     assert (status, out) == (2, "")
     assert (
-        "step-00000009.pt: training has ended at step 9, so these changes would have no effect: optim.lr was 0.2, is 0.4; give "
-        in err
+        "step-00000009.pt: training has ended at step 9, so these changes would have no effect: "
+        "optim.lr was 0.2, is 0.4; give " in err
     )
     assert content(Path("runs")) == before
     assert program("train.epochs=3", "checkpoint.accept_changes=true")[0] == 0
     assert json.loads(Path("runs/one/summary.json").read_text())["step"] == 14
 
 
-def test_a_finished_run_is_shown_again(program: Program) -> None:
+def test_finished_run_is_reported_again(program: Program) -> None:
     program()
     before = content(Path("runs"))
     status, out, _ = program("loader.workers=1")
@@ -187,14 +191,14 @@ def test_a_finished_run_is_shown_again(program: Program) -> None:
     assert content(Path("runs")) == before
 
 
-def test_never_trains_the_other_one(program: Program) -> None:
+def test_resume_never_starts_over(program: Program) -> None:
     program("train.max_steps=1")
     assert program("optim.lr=0.4", "checkpoint.resume=never", "train.max_steps=2")[0] == 0
     assert stored(Path("runs/one"))["step"] == 2 and stored(Path("runs/one.old-1"))["step"] == 1
 
 
-def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -> None:
-    """Name and folder of a run are no difference; a key that affects the result is."""
+def test_branch_from_another_run(program: Program, tmp_path: Path) -> None:
+    """The name and folder of a run may differ; keys that affect the result may not."""
     program("train.max_steps=5")
     branch = [
         f"checkpoint.resume={tmp_path}/runs/one/checkpoints/step-00000005.pt",
@@ -207,7 +211,7 @@ def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -
         f"history  began at step 5 with {tmp_path}/runs/one/checkpoints/step-00000005.pt\n"
         in program("run.name=two")[1]
     )
-    # A run that began elsewhere does not take it.
+    # A run with another origin refuses it.
     program("run.name=four", "train.max_steps=1", "train.seed=3")
     status, _, err = program(*branch, "run.name=four", "train.seed=3")
     assert status == 2 and "holds a run that did not start from this checkpoint" in err
@@ -218,10 +222,10 @@ def test_a_branch_needs_no_change_of_the_run(program: Program, tmp_path: Path) -
     )
 
 
-def test_other_images_by_the_same_names_are_other_data(
+def test_changed_images_with_the_same_names_are_refused(
     program: Program, image_root: Path, tmp_path: Path
 ) -> None:
-    """A shrunken copy of a dataset keeps its names. A copy as it is may lie anywhere."""
+    """A downscaled copy of a dataset keeps its names. An exact copy may be in any folder."""
     program("train.max_steps=2")
     moved = shutil.copytree(image_root, tmp_path / "moved")
     status, out, _ = program(f"data.root={moved}", "train.max_steps=3")
@@ -233,7 +237,7 @@ def test_other_images_by_the_same_names_are_other_data(
     assert status == 2 and "data.val was 15 images, SHA-256 " in err and "data.train was" not in err
 
 
-def test_validation_on_the_training_images_is_told(program: Program) -> None:
+def test_note_about_validation_on_training_images(program: Program) -> None:
     assert (
         "note     data.val holds the training images"
         in program("data.val=train", "train.max_steps=1")[1]
@@ -241,7 +245,7 @@ def test_validation_on_the_training_images_is_told(program: Program) -> None:
     assert "note" not in program("run.name=two", "train.max_steps=1")[1]
 
 
-def test_weights_are_known_by_what_they_hold(program: Program, tmp_path: Path) -> None:
+def test_weights_are_identified_by_their_content(program: Program, tmp_path: Path) -> None:
     program("train.max_steps=1")
     first = Path("first.pt")
     shutil.copy("runs/one/checkpoints/step-00000001.pt", first)
@@ -254,7 +258,7 @@ def test_weights_are_known_by_what_they_hold(program: Program, tmp_path: Path) -
     assert status == 2 and "model.weights was SHA-256 " in err
 
 
-def test_the_start_tells_what_it_doubts(program: Program) -> None:
+def test_notes_about_doubtful_values(program: Program) -> None:
     _, out, _ = program(
         "loader.batch_size=36",
         "optim=adamw",
@@ -262,20 +266,22 @@ def test_the_start_tells_what_it_doubts(program: Program) -> None:
         "augment.val=[{center_crop: {size: 48}}]",
     )
     for note in (
-        "1.0 optimiser steps per epoch are too few to train well; for 36 images, try loader.batch_size=8 optim.lr=0.000222\n",
+        "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
+        "loader.batch_size=8 optim.lr=0.000222\n",
         "optim=adamw replaces values of the recipe: ",
-        "augment.val makes images of 48 px whatever data.val_size=32 says; write size: ${data.val_size} in it\n",
+        "augment.val makes images of 48 px whatever data.val_size=32 says; write size: "
+        "${data.val_size} in it\n",
     ):
         assert f"note     {note}" in out
 
 
-def test_fewer_steps_than_were_taken_are_told(program: Program) -> None:
+def test_max_steps_below_the_steps_taken(program: Program) -> None:
     program()
     assert "this run is finished after 9 steps: give another" in program("train.max_steps=4")[1]
 
 
-def test_checkpoints_without_their_manifests_are_not_lost(program: Program) -> None:
-    """Somebody copied the .pt files alone."""
+def test_checkpoints_without_manifests_are_used(program: Program) -> None:
+    """A user may copy only the .pt files."""
     program("train.max_steps=5")
     for manifest in Path("runs/one/checkpoints").glob("*.json"):
         manifest.unlink()
@@ -285,17 +291,17 @@ def test_checkpoints_without_their_manifests_are_not_lost(program: Program) -> N
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "null", '{"status": "finished", "step": 9}'])
-def test_a_damaged_summary_is_written_again(program: Program, text: str) -> None:
+def test_damaged_summary_is_rewritten(program: Program, text: str) -> None:
     program("train.epochs=0.2")
     path = Path("runs/one/summary.json")
-    whole = json.loads(path.read_text())
+    summary = json.loads(path.read_text())
     path.write_text(text)
     assert program("train.epochs=0.2")[0] == 0
-    assert json.loads(path.read_text())["params_sha256"] == whole["params_sha256"]
+    assert json.loads(path.read_text())["params_sha256"] == summary["params_sha256"]
 
 
 @pytest.mark.parametrize("missing", ["state", "identity", "config", "step"])
-def test_a_checkpoint_that_lacks_something_is_one_line(program: Program, missing: str) -> None:
+def test_incomplete_checkpoint_is_refused_in_one_line(program: Program, missing: str) -> None:
     program("train.max_steps=1")
     content = checkpoint.load(Path("runs/one/checkpoints/step-00000001.pt"))
     torch.save({name: value for name, value in content.items() if name != missing}, "f.pt")
@@ -304,7 +310,7 @@ def test_a_checkpoint_that_lacks_something_is_one_line(program: Program, missing
     assert not Path("runs/two").exists()
 
 
-def test_the_command_line_is_kept(program: Program, image_root: Path) -> None:
+def test_overrides_are_stored(program: Program, image_root: Path) -> None:
     program("train.max_steps=1")
     typed = yaml.safe_load(Path("runs/one/overrides.yaml").read_text())
     assert typed == [*BASE, f"data.root={image_root}", "train.max_steps=1"]
@@ -314,7 +320,7 @@ def test_the_command_line_is_kept(program: Program, image_root: Path) -> None:
     )
 
 
-def test_an_older_run_directory_is_refused_in_one_line(program: Program) -> None:
+def test_older_run_directory_is_refused_in_one_line(program: Program) -> None:
     folder = Path("runs/one/checkpoints")
     folder.mkdir(parents=True)
     old = (Path(__file__).parent / "engine" / "format-1.pt.gz").read_bytes()
@@ -329,8 +335,8 @@ def test_an_older_run_directory_is_refused_in_one_line(program: Program) -> None
     assert program("run.name=two", "train.max_steps=1", weights)[0] == 0
 
 
-def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in a checkpoint of somebody else is resolved: it could read the environment."""
+def test_stored_config_is_not_resolved(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpolations in a foreign checkpoint could read the environment."""
     monkeypatch.setenv("SECRET", "hunter2")
     program("train.max_steps=2")
     path = Path("runs/one/checkpoints/step-00000002.pt")
@@ -351,15 +357,14 @@ def test_a_stored_config_is_data(program: Program, monkeypatch: pytest.MonkeyPat
 # Pixels.
 
 
-def test_whose_pixels_is_part_of_the_identity_and_kept(
+def test_resumed_decoder_gives_the_same_pixels(
     image_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [
         pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")
     ] == (["cpu"] * 4 + ["gpu", "hybrid"])
-    monkeypatch.setattr(
-        "pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None
-    )  # as if there were engines
+    # as on a GPU with JPEG engines
+    monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)
     monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
@@ -371,13 +376,12 @@ def test_whose_pixels_is_part_of_the_identity_and_kept(
     assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
     for kind in ("gpu", "hybrid"):
         assert chosen("auto", cuda, kind) == kind
-        assert (
-            pixels_of(chosen("auto", cpu, kind)) == "cpu"
-        )  # which is refused: the identity is another
+        # The other pixels change the identity, so that the run refuses to resume.
+        assert pixels_of(chosen("auto", cpu, kind)) == "cpu"
         assert pixels_of(chosen("pillow", cuda, kind)) == "cpu"
 
 
-def test_other_pixels_are_refused(program: Program) -> None:
+def test_decoder_with_other_pixels_is_refused(program: Program) -> None:
     program("train.max_steps=2")
     path = Path("runs/one/checkpoints/step-00000002.pt")
     read = checkpoint.load(path)
@@ -389,7 +393,7 @@ def test_other_pixels_are_refused(program: Program) -> None:
     assert status == 2 and "pixels was hybrid, is cpu; these changes affect the result" in err
 
 
-def test_a_resumed_run_asks_for_the_pixels_it_began_with(
+def test_choice_of_the_decoder_knows_the_stored_pixels(
     program: Program, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program("train.max_steps=2")
@@ -401,11 +405,13 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(
     asked: list[str] = []
     choose = loader_plan.choose_decoder
 
-    def noted(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str) -> str:
+    def recorded(
+        config: Config, dataset: Dataset, device: torch.device, stored_pixels: str
+    ) -> str:
         asked.append(stored_pixels)
         return choose(config, dataset, device, stored_pixels)
 
-    monkeypatch.setattr(loader_plan, "choose_decoder", noted)
+    monkeypatch.setattr(loader_plan, "choose_decoder", recorded)
     program("train.max_steps=4")
     program("run.name=two", "train.max_steps=1")
     assert asked == ["hybrid", "cpu"]
@@ -414,7 +420,7 @@ def test_a_resumed_run_asks_for_the_pixels_it_began_with(
 # Ranks.
 
 
-def test_ranks_agree_on_what_they_train() -> None:
+def test_ranks_with_other_values_are_refused() -> None:
     same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}])
     with pytest.raises(
         UserError,
@@ -443,13 +449,13 @@ def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.Com
     )
 
 
-def test_ranks_that_would_wait_for_each_other_are_refused(image_root: Path, tmp_path: Path) -> None:
-    """One would stop a step before the other, which then waits for it."""
+def test_ranks_with_other_numbers_of_steps_are_refused(image_root: Path, tmp_path: Path) -> None:
+    """One rank would wait forever for the other."""
     done = two_ranks(image_root, tmp_path, "train.max_steps=1${oc.env:RANK}")
     assert done.returncode == 1
     assert (
-        "train.py: train.max_steps: is 11 on rank 1 and 10 on rank 0; give every rank the same command"
-        in done.stderr
+        "train.py: train.max_steps: is 11 on rank 1 and 10 on rank 0; give every rank the same "
+        "command" in done.stderr
     )
     assert not (tmp_path / "runs").exists()
 

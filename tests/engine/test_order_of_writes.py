@@ -1,6 +1,6 @@
-"""What checkpoint.save does to files, call by call: the order of fsync, rename and unlink, and a kill before each of them.
+"""The system calls of checkpoint.save: the order of fsync, rename and unlink, and kills between them.
 
-A power cut keeps what was synced, and may lose the rest. Each call is noted with its paths and carried out.
+A power cut keeps synced data and may lose all other data. Each call is recorded and executed.
 """
 
 import json
@@ -21,27 +21,27 @@ Calls = list[tuple[str, ...]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """(`fsync`, path, bytes), (`replace`, source, target) and (`unlink`, path) in their order. Paths are the files' names."""
-    noted: Calls = []
+    """The calls in order: (fsync, name, bytes), (replace, source, target), (unlink, name)."""
+    recorded: Calls = []
     fsync, replace, unlink = os.fsync, os.replace, os.unlink
 
-    def note_fsync(file: int) -> None:
+    def record_fsync(file: int) -> None:
         path = Path(os.readlink(f"/proc/self/fd/{file}"))
-        noted.append(("fsync", path.name, "" if path.is_dir() else str(os.fstat(file).st_size)))
+        recorded.append(("fsync", path.name, "" if path.is_dir() else str(os.fstat(file).st_size)))
         fsync(file)
 
-    def note_replace(source: Path, target: Path) -> None:
-        noted.append(("replace", Path(source).name, Path(target).name))
+    def record_replace(source: Path, target: Path) -> None:
+        recorded.append(("replace", Path(source).name, Path(target).name))
         replace(source, target)
 
-    def note_unlink(path: Path, **options: Any) -> None:
-        noted.append(("unlink", Path(path).name))
+    def record_unlink(path: Path, **options: Any) -> None:
+        recorded.append(("unlink", Path(path).name))
         unlink(path, **options)
 
-    monkeypatch.setattr(os, "fsync", note_fsync)
-    monkeypatch.setattr(os, "replace", note_replace)
-    monkeypatch.setattr(os, "unlink", note_unlink)
-    return noted
+    monkeypatch.setattr(os, "fsync", record_fsync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    monkeypatch.setattr(os, "unlink", record_unlink)
+    return recorded
 
 
 def save(folder: Path, step: int) -> Path:
@@ -52,16 +52,12 @@ def save(folder: Path, step: int) -> Path:
     )
 
 
-def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(
-    tmp_path: Path, calls: Calls
-) -> None:
+def test_order_of_fsync_and_rename(tmp_path: Path, calls: Calls) -> None:
     folder = tmp_path / "checkpoints"
     save(folder, 1)
     written = [target for kind, *names in calls if kind == "replace" for target in names[1:]]
-    assert written[:2] == [
-        "step-00000001.pt",
-        "step-00000001.json",
-    ]  # the manifest, which makes the file count, comes second
+    # The manifest comes second, because it makes the file a checkpoint.
+    assert written[:2] == ["step-00000001.pt", "step-00000001.json"]
     assert set(written) == {path.name for path in folder.iterdir()}
     expected: Calls = [("fsync", tmp_path.name, "")]  # the folder is new
     for name in written:
@@ -73,8 +69,10 @@ def test_a_file_is_synced_whole_then_renamed_then_its_folder_is_synced(
     assert calls == expected
 
 
-def test_old_checkpoints_go_last_and_their_manifests_first(tmp_path: Path, calls: Calls) -> None:
-    """A file without a manifest does not count; a manifest without a file would."""
+def test_old_checkpoints_are_removed_last_and_their_manifests_first(
+    tmp_path: Path, calls: Calls
+) -> None:
+    """A file without a manifest is ignored; a manifest without a file would be an error."""
     save(tmp_path, 1)
     calls.clear()
     save(tmp_path, 2)
@@ -82,8 +80,8 @@ def test_old_checkpoints_go_last_and_their_manifests_first(tmp_path: Path, calls
     assert not any(kind == "unlink" for kind, *_ in calls[:-2])
 
 
-# Imports torch once. For each number it reads, a child saves step 20 again and then step 30 as the best, and is killed before
-# that call.
+# Imports torch once. For each number N that it reads, a child saves step 20 again and then step 30 as
+# the best, and is killed before the Nth call.
 KILLED = """
 import os, signal, sys
 from pathlib import Path
@@ -91,21 +89,21 @@ import torch
 from engine import checkpoint
 
 def killed_before(number):
-    left = [number]
+    remaining = [number]
     def counted(call):
         def inner(*arguments, **named):
-            left[0] -= 1
-            if left[0] == 0:
+            remaining[0] -= 1
+            if remaining[0] == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*arguments, **named)
         return inner
-    def half_written(content, path):
-        left[0] -= 1
-        whole(content, path)
-        if left[0] == 0:
+    def partly_written(content, path):
+        remaining[0] -= 1
+        save(content, path)
+        if remaining[0] == 0:
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-    whole, torch.save = torch.save, half_written
+    save, torch.save = torch.save, partly_written
     for name in ("fsync", "replace", "unlink"):
         setattr(os, name, counted(getattr(os, name)))
 
@@ -114,15 +112,17 @@ for line in sys.stdin:
     if child == 0:
         killed_before(int(line))
         for step in (20, 30):
-            content = {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}, "again": True}
-            checkpoint.save(Path(sys.argv[1]) / line.strip(), content, keep=1, best_step=30 if step == 30 else 10)
+            state = {"weights": torch.ones(1000)}
+            content = {"step": step, "state": state, "identity": {}, "config": {}, "again": True}
+            folder = Path(sys.argv[1]) / line.strip()
+            checkpoint.save(folder, content, keep=1, best_step=30 if step == 30 else 10)
         os._exit(0)
     print(os.waitpid(child, 0)[1], flush=True)
 """
 
 
 def test_kill_before_any_call(tmp_path: Path) -> None:
-    """The newest checkpoint that counted is whole, whatever the kill left behind, and the next save goes on from there."""
+    """After any kill, the newest checkpoint is intact, and the next save succeeds."""
     before = tmp_path / "before"
     for step in (10, 20):
         checkpoint.save(
@@ -148,7 +148,7 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
             shutil.copytree(before, folder)
             process.stdin.write(f"{folder.name}\n")
             ended = int(process.stdout.readline()) == 0
-            for _ in range(2):  # also after the next start has put things right
+            for _ in range(2):  # also after the next start has removed the leftovers
                 found = checkpoint.load_newest(folder)
                 assert found is not None
                 assert found[0].name == f"step-{found[1]['step']:08d}.pt"
@@ -164,6 +164,5 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
             assert checkpoint.load(folder / "step-00000040.pt")["step"] == 40
         process.stdin.close()
     assert newest == sorted(newest) and set(newest) == {20, 30}
-    assert (
-        len(newest) > 25
-    )  # each save writes three files or more: fsync, rename, fsync of the folder
+    # Each save writes at least three files, with three calls each.
+    assert len(newest) > 25

@@ -1,4 +1,4 @@
-"""What follows from config, data and machine: steps, when to validate, log and save, precision, FLOPs."""
+"""The plan of a run: steps, validations, log rows, checkpoints, precision, FLOPs."""
 
 import dataclasses
 import math
@@ -102,7 +102,7 @@ def test_count_steps(epochs: float, images: int, batch: int, steps: int) -> None
     ("images", "batch"), [(100, 30), (100, 100), (100, 1), (36, 8), (1_281_167, 1024)]
 )
 def test_every_epoch_is_validated_once(images: int, batch: int) -> None:
-    """After the first step at which it has ended: (step - 1) * batch < epoch * images <= step * batch."""
+    """After the first step with epoch * images <= step * batch."""
     found = steps_where(plan(images, batch, epochs=4), "validate")
     assert found == [math.ceil(epoch * images / batch) for epoch in (1, 2, 3, 4)]
 
@@ -122,7 +122,7 @@ def test_logs() -> None:
     assert steps_where(plan(100, 10, epochs=1.2), "log")[1:] == [5, 10, 12]
 
 
-def test_saves_every_so_often_and_whenever_it_validates() -> None:
+def test_checkpoints_at_an_interval_and_at_validations() -> None:
     assert steps_where(plan(100, 10, epochs=1.5), "save")[1:] == [4, 8, 10, 12, 15]
 
 
@@ -132,19 +132,17 @@ def test_epochs_of_a_step() -> None:
     assert [given.epochs_ended(step) for step in (0, 3, 4, 6, 7, 10)] == [0, 0, 1, 1, 2, 3]
     assert [given.epoch(step) for step in (0, 5, 10)] == pytest.approx([0, 1.5, 3])
     assert plan(1_281_167, 256).epochs_ended(450_411) == 90
-    assert (
-        given.stop_step == 14 and given.epoch(14) == 4
-    )  # of 4.2, which the rest of the last batch would be
+    assert given.stop_step == 14 and given.epoch(14) == 4  # without the rest of the last batch, 4.2
 
 
-def test_a_plan_does_not_change() -> None:
+def test_plan_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan().batch_size = 5  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(("hardware", "auto"), [(True, "bf16"), (False, "fp32")])
 def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool, auto: str) -> None:
-    """Torch emulates bf16 on older GPUs, and calls that supported unless it is asked for the hardware."""
+    """On older GPUs, torch emulates bf16, and reports it as supported by default."""
     monkeypatch.setattr(
         torch.cuda,
         "is_bf16_supported",
@@ -164,7 +162,7 @@ def test_precision(monkeypatch: pytest.MonkeyPatch, hardware: bool, auto: str) -
     assert (has_bf16(CPU), has_bf16(CUDA)) == (False, hardware)
 
 
-def test_a_gpu_without_bf16_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_note_about_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
     )
@@ -210,7 +208,7 @@ def test_compile() -> None:
     ]
 
 
-def test_batches_that_cannot_be() -> None:
+def test_invalid_batch_sizes() -> None:
     check_batch(12, 12, 4)
     with pytest.raises(
         UserError, match=r"^loader\.batch_size=12: larger than the training split \(11 images\)"
@@ -223,7 +221,7 @@ def test_batches_that_cannot_be() -> None:
         check_batch(12, 100, 5)
 
 
-def test_lines_say_what_was_derived() -> None:
+def test_lines() -> None:
     text = "\n".join(plan(1_281_167, 256, epochs=90).lines())
     for part in (
         "1,281,167 training and 20 validation images, 10 classes",
@@ -251,7 +249,7 @@ def test_published_flops() -> None:
     assert model.training
 
 
-def test_size_that_the_model_does_not_take() -> None:
+def test_image_size_that_the_model_does_not_accept() -> None:
     with torch.device("meta"):
         small, fixed = (
             models.build(name, num_classes=10, image_size=32) for name in ("alexnet", "vit_b_16")
@@ -273,11 +271,11 @@ def test_size_that_the_model_does_not_take() -> None:
         (2_000, 256, 1, "loader.batch_size=64 optim.lr=0.025"),
         (100, 64, 1, "loader.batch_size=8 optim.lr=0.0125"),
         (2_560, 256, 1, None),  # ten steps
-        (36, 8, 1, None),  # no smaller batch would do
+        (36, 8, 1, None),  # no smaller batch is advised
         (1_281_167, 1024, 8, None),
     ],
 )
-def test_a_batch_too_large_for_the_data(
+def test_batch_size_too_large_for_the_data(
     images: int, batch: int, ranks: int, advice: str | None
 ) -> None:
     found = few_steps(batch, 0.1, images, ranks)

@@ -1,4 +1,4 @@
-"""The run directory: one process at a time, nothing foreign touched, nothing changed by a refusal."""
+"""The run directory: one process at a time; foreign files and refused runs stay unchanged."""
 
 import json
 import os
@@ -30,7 +30,7 @@ def directory(path: Path, resume: str = "auto", accept_changes: bool = False) ->
 
 
 def open_run(path: Path, resume: str = "auto", identity: dict[str, Any] = IDENTITY) -> Path | None:
-    """Open and close."""
+    """Open and close a run directory; return the checkpoint to resume."""
     with directory(path, resume) as run:
         run.open(identity)
     assert run.accepted == {}
@@ -77,49 +77,50 @@ def test_nothing_is_created_before_open(tmp_path: Path) -> None:
         assert tree(tmp_path) == {}
 
 
-def test_empty_folder_is_taken(tmp_path: Path) -> None:
+def test_empty_folder_is_used(tmp_path: Path) -> None:
     assert open_run(tmp_path) is None
 
 
-def test_auto_goes_on_from_the_newest(run: Path) -> None:
+def test_auto_resumes_the_newest_checkpoint(run: Path) -> None:
     assert open_run(run) == run / "checkpoints" / "step-00000020.pt"
 
 
-def test_auto_passes_over_what_is_damaged(run: Path) -> None:
-    (run / "checkpoints" / "step-00000020.pt").write_bytes(b"half")
+def test_auto_skips_damaged_checkpoints(run: Path) -> None:
+    (run / "checkpoints" / "step-00000020.pt").write_bytes(b"partial")
     assert open_run(run) == run / "checkpoints" / "step-00000010.pt"
-    (run / "checkpoints" / "step-00000010.pt").write_bytes(b"half")
+    (run / "checkpoints" / "step-00000010.pt").write_bytes(b"partial")
     with pytest.raises(CheckpointError, match="every checkpoint is damaged"):
         open_run(run)
 
 
-def test_what_a_killed_process_left_is_removed(run: Path) -> None:
+def test_leftovers_of_a_killed_process_are_removed(run: Path) -> None:
     before = tree(run)
     (run / "checkpoints" / "step-00000030.pt").write_bytes(b"no manifest yet")
-    (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"half")
+    (run / "checkpoints" / "step-00000040.pt.tmp").write_bytes(b"partial")
     assert open_run(run) == run / "checkpoints" / "step-00000020.pt"
     assert tree(run) == before
 
 
-def test_a_path_is_where_a_new_run_begins(run: Path, tmp_path: Path) -> None:
+def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
     ten = run / "checkpoints" / "step-00000010.pt"
     branch = tmp_path / "branch"
     assert open_run(branch, str(ten)) == ten
     assert open_run(branch, str(ten)) == ten  # killed before its first checkpoint
     own = add_checkpoint(branch, 15, origin=str(ten))
-    ten.rename(tmp_path / "elsewhere.pt")  # its run has removed it
-    assert open_run(branch, str(ten)) == own  # the same command again goes on
+    ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
+    assert open_run(branch, str(ten)) == own  # the same command resumes
     (tmp_path / "elsewhere.pt").rename(ten)
     twenty = ten.with_name("step-00000020.pt")
     with pytest.raises(
         UserError,
-        match=r"checkpoint\.resume=.*: .*/branch holds a run that did not start from this checkpoint; leave",
+        match=r"checkpoint\.resume=.*: .*/branch holds a run that did not start from this "
+        r"checkpoint; leave",
     ):
         open_run(branch, str(twenty))
 
 
-def test_a_path_in_the_same_run(run: Path) -> None:
-    """Going back would leave two futures in one folder."""
+def test_path_in_the_same_run(run: Path) -> None:
+    """An earlier checkpoint is refused: one folder would hold two trainings."""
     ten, twenty = (run / "checkpoints" / f"step-000000{step}.pt" for step in (10, 20))
     assert open_run(run, str(twenty)) == twenty
     before = tree(run)
@@ -128,17 +129,17 @@ def test_a_path_in_the_same_run(run: Path) -> None:
     ):
         open_run(run, str(ten))
     assert tree(run) == before
-    twenty.write_bytes(b"half")
+    twenty.write_bytes(b"partial")
     assert open_run(run, str(ten)) == ten
 
 
-def test_a_path_without_manifest_survives(run: Path, tmp_path: Path) -> None:
-    """Somebody copied one file from another machine."""
-    brought = run / "checkpoints" / "step-00000030.pt"
-    add_checkpoint(tmp_path / "elsewhere", 30).rename(brought)
-    before = brought.read_bytes()
-    assert open_run(run, str(brought)) == brought
-    assert brought.read_bytes() == before
+def test_path_without_manifest_is_kept(run: Path, tmp_path: Path) -> None:
+    """A user may copy one file from another machine."""
+    copied = run / "checkpoints" / "step-00000030.pt"
+    add_checkpoint(tmp_path / "elsewhere", 30).rename(copied)
+    before = copied.read_bytes()
+    assert open_run(run, str(copied)) == copied
+    assert copied.read_bytes() == before
 
 
 def test_never_moves_aside(run: Path, tmp_path: Path) -> None:
@@ -153,8 +154,8 @@ def test_never_moves_aside(run: Path, tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "run", "run.old-1", "run.old-2"]
 
 
-def test_never_leaves_a_link_where_it_is(run: Path, tmp_path: Path) -> None:
-    """run.dir may lead to a large disk, on which the next run belongs, too."""
+def test_never_keeps_a_symbolic_link(run: Path, tmp_path: Path) -> None:
+    """run.dir may be a link to a large disk, which the next run needs as well."""
     (tmp_path / "link").symlink_to(run)
     before = tree(run)
     assert open_run(tmp_path / "link", "never") is None
@@ -162,9 +163,9 @@ def test_never_leaves_a_link_where_it_is(run: Path, tmp_path: Path) -> None:
     assert tree(tmp_path / "run.old-1") == before and set(tree(run)) == {".lock", "checkpoints"}
 
 
-def test_never_does_not_look_at_the_checkpoints(run: Path) -> None:
+def test_never_does_not_read_the_checkpoints(run: Path) -> None:
     for path in (run / "checkpoints").glob("*.pt"):
-        path.write_bytes(b"half")
+        path.write_bytes(b"partial")
     assert open_run(run, "never", {"dataset": "other"}) is None
 
 
@@ -205,7 +206,7 @@ def test_refusals_change_nothing(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resume", ["auto", "checkpoints/step-00000020.pt"])
-def test_another_training_is_refused_and_nothing_changes(run: Path, resume: str) -> None:
+def test_changed_identity_is_refused_and_nothing_changes(run: Path, resume: str) -> None:
     before = tree(run)
     path = resume if resume == "auto" else str(run / resume)
     with pytest.raises(
@@ -228,7 +229,7 @@ def test_accepted_changes_are_returned(run: Path) -> None:
     assert opened.accepted == {"dataset": "dataset was abc, is def"}
 
 
-def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path: Path) -> None:
+def test_stored_identity(run: Path, tmp_path: Path) -> None:
     other = add_checkpoint(tmp_path / "elsewhere", 5, {"pixels": "gpu"})
     before = tree(tmp_path)
     for path, resume, identity in (
@@ -241,8 +242,8 @@ def test_stored_identity_is_that_of_the_checkpoint_to_resume(run: Path, tmp_path
     assert tree(tmp_path) == before
 
 
-def test_a_run_that_went_on_since_it_was_looked_at(run: Path) -> None:
-    """Another process may train and end between the first look and the lock."""
+def test_checkpoint_added_before_open(run: Path) -> None:
+    """Another process may train and end between the first read and the lock."""
     with directory(run) as opened:
         assert opened.stored_identity() == IDENTITY
         thirty = add_checkpoint(run, 30)
@@ -250,9 +251,7 @@ def test_a_run_that_went_on_since_it_was_looked_at(run: Path) -> None:
         assert opened.resumed == thirty
 
 
-def test_another_training_named_by_path_leaves_an_empty_folder_empty(
-    run: Path, tmp_path: Path
-) -> None:
+def test_refused_path_leaves_an_empty_folder_empty(run: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(UserError, match="cannot resume"):
         open_run(
@@ -261,14 +260,14 @@ def test_another_training_named_by_path_leaves_an_empty_folder_empty(
     assert tree(tmp_path / "empty") == {}
 
 
-def test_lock_that_cannot_be_taken_is_one_line(run: Path) -> None:
+def test_lock_that_cannot_be_opened(run: Path) -> None:
     (run / ".lock").unlink()
     (run / ".lock").mkdir()
     with pytest.raises(UserError, match=r"run\.dir=.*: cannot be used: Is a directory"):
         open_run(run)
 
 
-def test_second_user_in_the_same_process_is_refused(run: Path) -> None:
+def test_second_open_in_the_same_process_is_refused(run: Path) -> None:
     before = tree(run)
     with directory(run) as first:
         first.open(IDENTITY)
@@ -291,7 +290,7 @@ sys.stdin.read()
 
 
 def start(code: str, *arguments: object, close_fds: bool = True) -> subprocess.Popen[str]:
-    """A Python process that ends, at the latest, when its standard input is closed."""
+    """Start a Python process that ends when its standard input is closed, or before."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -303,7 +302,7 @@ def start(code: str, *arguments: object, close_fds: bool = True) -> subprocess.P
     )
 
 
-def test_second_process_is_refused_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+def test_second_process_is_refused_until_the_first_one_is_killed(tmp_path: Path) -> None:
     with start(HOLDER, tmp_path / "run") as holder:
         assert holder.stdout is not None and holder.stdout.readline() == "open\n"
         with pytest.raises(UserError, match="another process is training in it"):
@@ -314,7 +313,7 @@ def test_second_process_is_refused_and_a_killed_one_lets_go(tmp_path: Path) -> N
 
 
 def test_lock_is_not_inherited(run: Path) -> None:
-    """A compiler or a viewer that outlives the trainer must not keep the folder locked."""
+    """A child process that outlives the trainer must not keep the lock."""
     with directory(run) as first:
         first.open(IDENTITY)
         with start(
@@ -331,15 +330,15 @@ def test_write(run: Path) -> None:
     assert not list(run.glob("*.tmp"))
 
 
-WHOLE = dict.fromkeys(SUMMARY, 5) | {"status": "finished", "step": 20}
+COMPLETE = dict.fromkeys(SUMMARY, 5) | {"status": "finished", "step": 20}
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
-        (json.dumps(WHOLE), WHOLE),
-        (json.dumps({**WHOLE, "step": 10}), None),
-        (json.dumps({**WHOLE, "status": "interrupted"}), None),
+        (json.dumps(COMPLETE), COMPLETE),
+        (json.dumps({**COMPLETE, "step": 10}), None),
+        (json.dumps({**COMPLETE, "status": "interrupted"}), None),
         ('{"status": "finished", "step": 20}', None),
         ("[]", None),
         ("3", None),
@@ -355,8 +354,8 @@ def test_finished_summary(run: Path, text: str | None, found: dict[str, Any] | N
     assert directory(run).finished_summary(20) == found
 
 
-def test_a_file_that_is_no_checkpoint_is_the_users_mistake(run: Path, tmp_path: Path) -> None:
-    """Also a pointer beside the checkpoints: it is whole, and still not what was meant."""
+def test_path_of_a_file_that_is_not_a_checkpoint(run: Path, tmp_path: Path) -> None:
+    """Also the path of a pointer or manifest."""
     for name in ("last.json", "step-00000010.json"):
         with pytest.raises(
             UserError, match=r"checkpoint\.resume: .*; give the path of a step-\*\.pt"

@@ -1,4 +1,4 @@
-"""The state: what is stored is all there is, to the bit."""
+"""The training state: a stored and loaded state continues bit for bit."""
 
 import copy
 import hashlib
@@ -37,7 +37,7 @@ def new_state(optim: Optim, *, seed: int = 0, ema: float | None = 0.9) -> TrainS
 
 
 def advance(state: TrainState, steps: int) -> None:
-    """Train on images that are a function of the step, with dropout that is one of (seed, step)."""
+    """Train on images that depend on the step only, with dropout that depends on (seed, step)."""
     for _ in range(steps):
         seed_step(0, state.step, 0)
         take_step(state)
@@ -46,10 +46,8 @@ def advance(state: TrainState, steps: int) -> None:
 
 def take_step(state: TrainState) -> None:
     generator = torch.Generator().manual_seed(state.step)
-    images, labels = (
-        torch.randn(8, 3, 16, 16, generator=generator),
-        torch.randint(0, 5, (8,), generator=generator),
-    )
+    images = torch.randn(8, 3, 16, 16, generator=generator)
+    labels = torch.randint(0, 5, (8,), generator=generator)
     network = nn.Sequential(nn.Dropout(0.2), state.model)
     batch = Batch(images, labels, labels, state.step)
     lr = state.optimizer.defaults["lr"]
@@ -59,7 +57,7 @@ def take_step(state: TrainState) -> None:
 
 
 def equal(a: object, b: object) -> bool:
-    """Equal to the bit, whatever is nested."""
+    """Compare nested containers bit for bit."""
     if isinstance(a, Tensor):
         return isinstance(b, Tensor) and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, dict):
@@ -71,9 +69,7 @@ def equal(a: object, b: object) -> bool:
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("ema", [0.9, None])
-def test_stored_and_loaded_it_trains_on_as_if_nothing_had_been(
-    tmp_path: Path, name: str, ema: float | None
-) -> None:
+def test_loaded_state_continues_bit_for_bit(tmp_path: Path, name: str, ema: float | None) -> None:
     straight = new_state(OPTIMIZERS[name], ema=ema)
     advance(straight, 3)
     straight.best, straight.last = {"step": 2, "top1": 40.0}, {"step": 3, "top1": 30.0}
@@ -98,8 +94,8 @@ def test_stored_and_loaded_it_trains_on_as_if_nothing_had_been(
     assert params_sha256(resumed.validated_model) == params_sha256(straight.validated_model)
 
 
-def test_every_part_matters(tmp_path: Path) -> None:
-    """Leave one part behind, and three steps later the weights differ: so the test above would see it."""
+def test_every_part_of_the_state_is_needed(tmp_path: Path) -> None:
+    """Without one part, the state differs three steps later: the test above can detect it."""
     straight = new_state(OPTIMIZERS["sgd"])
     advance(straight, 3)
     stored = checkpoint.load(
@@ -118,13 +114,13 @@ def test_every_part_matters(tmp_path: Path) -> None:
         assert not equal(resumed.state_dict(), straight.state_dict()), part
 
 
-def test_keys_are_the_models_own() -> None:
+def test_keys_are_those_of_the_model() -> None:
     state = new_state(OPTIMIZERS["sgd"])
     stored = state.state_dict()
     assert list(stored["model"]) == list(stored["ema"]) == list(resnet_tiny(5, 16).state_dict())
 
 
-def test_average_turned_on_at_a_resume_starts_from_the_weights() -> None:
+def test_average_enabled_at_a_resume_starts_from_the_weights() -> None:
     without = new_state(OPTIMIZERS["sgd"], ema=None)
     advance(without, 2)
     state = new_state(OPTIMIZERS["sgd"], seed=1)
@@ -134,7 +130,7 @@ def test_average_turned_on_at_a_resume_starts_from_the_weights() -> None:
     assert params_sha256(state.validated_model) != params_sha256(state.model)
 
 
-def test_average_turned_off_at_a_resume() -> None:
+def test_average_disabled_at_a_resume() -> None:
     averaged = new_state(OPTIMIZERS["sgd"])
     advance(averaged, 2)
     state = new_state(OPTIMIZERS["sgd"], seed=1, ema=None)
@@ -144,13 +140,14 @@ def test_average_turned_off_at_a_resume() -> None:
 
 
 def test_average_by_hand() -> None:
-    """The decay of update t is min(decay, 1 - (1 + t)^(-2/3)); (1 + t)^(-2/3) is 1, 0.629961, 0.480750, 0.396850 at first.
+    """The decay of update t is min(decay, 1 - (1 + t)^(-2/3)).
 
-    Running statistics are averaged alike; a count of batches is copied.
+    (1 + t)^(-2/3) is 1, 0.629961, 0.480750, 0.396850 for t = 0 to 3. Running statistics are
+    averaged as well; the number of batches is copied.
     """
     model = nn.BatchNorm1d(1)
     ema = MovingAverage(model, 0.6)
-    average = {"weight": 1.0, "running_mean": 0.0}  # forgotten by the first update
+    average = {"weight": 1.0, "running_mean": 0.0}  # the first update replaces them
     for count, (share, weight, mean) in enumerate(
         [
             (1.0, 2.0, 1.0),
@@ -177,7 +174,7 @@ def test_average_by_hand() -> None:
     [(0, 0.0), (7, 0.75), (26, 8 / 9), (999, 0.99), (999_999, 0.9999), (10**7, 0.9999)],
 )
 def test_decay_of_the_average_warms_up(updates: int, decay: float) -> None:
-    """1 - (1 + t)^(-2/3) up to 0.9999: what timm's ModelEmaV3(use_warmup=True).update(model, step=t + 1) uses."""
+    """The decay of timm's ModelEmaV3(use_warmup=True).update(model, step=t + 1)."""
     model = nn.Linear(1, 1, bias=False).double()
     nn.init.zeros_(model.weight)
     ema = MovingAverage(model, 0.9999)
@@ -187,8 +184,8 @@ def test_decay_of_the_average_warms_up(updates: int, decay: float) -> None:
     assert ema.module.weight.item() == pytest.approx(1 - decay, rel=1e-6)
 
 
-def test_average_of_a_short_run_is_near_its_weights() -> None:
-    """With a decay of 0.9999 and no warm-up, 97 % of it would still be the first weights after 300 steps."""
+def test_average_of_a_short_run_is_close_to_its_weights() -> None:
+    """Without warm-up of the decay, 97 % would be the initial weights after 300 steps."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     ema = MovingAverage(model, 0.9999)
@@ -201,7 +198,7 @@ def test_average_of_a_short_run_is_near_its_weights() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
-    """With all that a config can add to it: average, clipping, label smoothing, mixed targets."""
+    """With average, clipping, label smoothing and mixed targets."""
     config = cli.load(
         [
             "data=fake",
@@ -232,16 +229,15 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
                     state, state.model, loss, batch, lr=0.1, label_smoothing=0.1, clip_norm=1.0
                 )
                 meter.add(values)
-                torch.cuda.set_sync_debug_mode(
-                    "error"
-                )  # from the second on: the first makes the optimiser's state
+                # From the second step on: the first one creates the optimiser's state.
+                torch.cuda.set_sync_debug_mode("error")
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert all(bool(tensor.isfinite().all()) for tensor in state.model.state_dict().values())
 
 
-def test_params_sha256_is_what_design_says() -> None:
-    """SHA-256 over the state_dict's tensors, in order: worked out here with numpy."""
+def test_params_sha256_by_hand() -> None:
+    """SHA-256 over the bytes of the state_dict's tensors, computed with numpy."""
     model = resnet_tiny(5, 16)
     digest = hashlib.sha256(
         b"".join(t.numpy().tobytes() for t in model.state_dict().values())
@@ -273,23 +269,23 @@ def test_params_sha256_does_not_depend_on_the_memory_format() -> None:
 
 def test_seed_of_a_step() -> None:
     def draw(seed: int, step: int, rank: int) -> tuple[float, ...]:
-        torch.rand(step % 7)  # what was drawn before does not matter
+        torch.rand(step % 7)  # earlier random numbers have no effect
         seed_step(seed, step, rank)
         return tuple(torch.rand(4).tolist())
 
-    places = [
+    cases = [
         (seed, step, rank)
         for seed in (0, 1, 2**32 - 1)
         for step in (0, 1, 11, 10**7)
         for rank in (0, 1, 11)
     ]
-    first = {place: draw(*place) for place in places}
-    assert {place: draw(*place) for place in reversed(places)} == first
-    assert len(set(first.values())) == len(places)  # also (1, 11) and (11, 1)
+    first = {case: draw(*case) for case in cases}
+    assert {case: draw(*case) for case in reversed(cases)} == first
+    assert len(set(first.values())) == len(cases)  # also (1, 11) and (11, 1)
 
 
-def test_a_resumed_optimizer_does_what_the_config_says_now() -> None:
-    """Momentum buffers come from the checkpoint; weight decay and momentum are options, and options are the user's."""
+def test_resumed_optimizer_uses_the_options_of_the_current_config() -> None:
+    """Momentum buffers come from the checkpoint; weight decay and momentum from the config."""
     torch.manual_seed(0)
     model = torch.nn.Linear(4, 2)
     before = TrainState(
@@ -311,14 +307,14 @@ def test_a_resumed_optimizer_does_what_the_config_says_now() -> None:
         )
 
 
-# Steps that leave no trace.
+# Steps whose effects are undone.
 
 
 PLAIN_SGD = Optim(name="sgd", lr=0.1, momentum=0, weight_decay=5e-4)
 
 
 def tensors(state: TrainState) -> list[Tensor]:
-    """All that steps change: parameters and buffers of model and average, and what the optimiser keeps for each parameter."""
+    """Return all tensors that steps change, including the optimiser's state."""
     kept = [
         v
         for values in state.optimizer.state.values()
@@ -337,7 +333,7 @@ def tensors(state: TrainState) -> list[Tensor]:
     "optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"]
 )
 def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
-    """To the bit, and in the same memory, also when the block raises."""
+    """All values are restored, bit for bit and in place, also if the block raises."""
     state = new_state(optim, ema=ema)
     advance(state, steps)
     for group in state.optimizer.param_groups:
@@ -352,7 +348,7 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
                 group["lr"] = 0.5
             for _ in range(2):
                 take_step(state)
-            state.model(torch.ones(1, 3, 16, 16)).sum().backward()  # gradients are left behind
+            state.model(torch.ones(1, 3, 16, 16)).sum().backward()  # leaves gradients
             changed = state.state_dict()
             for part in (
                 ("model", "optimizer")
@@ -374,11 +370,11 @@ def test_untouched(optim: Optim, ema: float | None, steps: int) -> None:
 @pytest.mark.parametrize(
     "optim", [*OPTIMIZERS.values(), PLAIN_SGD], ids=[*OPTIMIZERS, "sgd without momentum"]
 )
-def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -> None:
+def test_untouched_steps_do_not_change_the_training(optim: Optim) -> None:
     straight, measured, touched = (new_state(optim) for _ in range(3))
     advance(straight, 4)
     for place in range(4):
-        if place != 1:  # before the first step, and with moments
+        if place != 1:  # before the first step, and later
             with untouched(measured):
                 for _ in range(2):
                     take_step(measured)
@@ -390,5 +386,5 @@ def test_training_goes_on_as_if_the_untouched_steps_had_not_been(optim: Optim) -
     take_step(touched)
     advance(touched, 4)
     assert params_sha256(touched.model) != params_sha256(straight.model), (
-        "a step that stays does not show: neither would others"
+        "the comparison does not detect an additional step"
     )
