@@ -180,7 +180,7 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
         stepper = Stepper(config, plan, world)
         with feed_of(small, datasets, plan, world) as feed:
             alone = stepper.alone(feed, seconds)
-        print(f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s each", flush=True)
+        print(f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
         cells = {setting: sweep.Cell(setting) for setting in settings}
         visits, start = sweep.visits(settings), 0
         for number, setting in enumerate(visits, 1):
@@ -376,7 +376,8 @@ class Stepper:
             self.step(next(resident))
         self.finish()
         plan = self.plan
-        name = f"{self.config.model.name}, batch {plan.batch_size}, {plan.precision}, compile {plan.compile}"
+        name = f"{self.config.model.name}, batch {plan.batch_size}"
+        name += f", {plan.precision}, compile {plan.compile}"
         rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
         return Rung("step", "images/s", rates, f"{name}, batch already on the device")
 
@@ -447,10 +448,9 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
         ratio = f"  x{rung.rate / earlier[rung.name]:.2f}" if rung.name in earlier else ""
         spread = f"{min(rung.rates):,.0f}-{max(rung.rates):,.0f}"
         lines.append(f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}")
-        lines += [
-            f"          {name:<30} {d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s  host free {100 * d['host_free']:3.0f} %"
-            for name, d in rung.details.items()
-        ]
+        for name, d in rung.details.items():
+            speed = f"{d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s"
+            lines.append(f"          {name:<30} {speed}  host free {100 * d['host_free']:3.0f} %")
     return "\n".join(lines)
 
 

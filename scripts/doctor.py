@@ -37,7 +37,7 @@ if __name__ == "__main__":
         (OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(), f"--json {OPTIONS.json}: no such folder; create it"),
         (
             CONFIG.data.source == "folder" and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
-            f"data.root={CONFIG.data.root}: no such folder; give one with train/<class>/*, val/<class>/*",
+            f"data.root={CONFIG.data.root}: no such folder; needs train/<class>/*, val/<class>/*",
         ),
     ):
         if wrong:
@@ -410,10 +410,10 @@ def plan(case: Case) -> Iterator[Row]:
     made = train.make_plan(config, datasets, world)
     case.plan = made, datasets, world
     yield from (warn(note, "training still starts") for note in made.notes if note not in config.notes)
-    yield ok(
-        f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; "
-        f"{made.stop_step:,} steps of {made.batch_size} images of {made.image_size} px on {made.device}"
-    )
+    model = f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters"
+    batch = f"{made.batch_size} images of {made.image_size} px on {made.device}"
+    steps = f"{made.stop_step:,} steps of {batch}"
+    yield ok(f"{model}, {made.num_classes:,} classes; {steps}")
 
 
 def cores(case: Case) -> Iterator[Row]:
