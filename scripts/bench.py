@@ -1,10 +1,10 @@
 """Measure the throughput of each stage: read, decode, loader, copy, step, end to end.
 
     python scripts/bench.py data.root=/imagenet
-    python scripts/bench.py data.root=/imagenet model=resnet18 --only loader step train --compare earlier.json
+    python scripts/bench.py data.root=/imagenet --only loader step train --compare earlier.json
     python scripts/bench.py data.root=/imagenet --only telemetry
     python scripts/bench.py data.root=/imagenet sweep=true
-    python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12] sweep.prefetch_factor=[2,3]
+    python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12]
 
 Accepts train.py's key=value overrides. Each stage ("rung") is warmed up and then measured in
 windows; the table shows the median window and the range. Writes bench.json and bench.png to --out.
@@ -50,10 +50,10 @@ def stored(path: Path, kind: str) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG",
-                        help=f"some of: {', '.join(RUNGS + ON_REQUEST)}")  # fmt: skip
-    parser.add_argument("--seconds", type=float,
-                        help="measurement time per rung (10), or per cell of a sweep and measure (4)")  # fmt: skip
+    parser.add_argument(
+        "--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG", help=f"some of: {', '.join(RUNGS + ON_REQUEST)}"
+    )
+    parser.add_argument("--seconds", type=float, help="measurement time per rung (10), or per cell of a sweep and measure (4)")
     parser.add_argument("--compare", type=Path, help="show the ratio to this bench.json or sweep.json")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
     OPTIONS, ARGUMENTS = parser.parse_known_args()
@@ -102,7 +102,7 @@ from pipeline.sizing.plan import choose_decoder
 from scripts.heat_map import heat_map
 
 WINDOWS = 5
-# Per window with and without telemetry: at least one log row, and shorter than the drift of a machine.
+# Per window with or without telemetry: at least one log row, shorter than the machine's drift.
 TURN_SECONDS = 2.0
 FOREVER = 1 << 40  # steps
 
@@ -180,7 +180,7 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
         stepper = Stepper(plan, world)
         with open_feed(small, datasets, plan.loader, world) as feed:
             alone = stepper.alone(feed, seconds)
-        print(f"{len(settings)} cells, each visited {sweep.ROUNDS} times for 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
+        print(f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
         cells = {setting: sweep.Cell(setting) for setting in settings}
         visits, start = sweep.visits(settings), 0
         for number, setting in enumerate(visits, 1):
@@ -189,8 +189,10 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
             visit, batches = measure_cell(setting, datasets, stepper, seconds / sweep.ROUNDS, start)
             start += batches  # other files if possible: another cell must not have cached them
             cells[setting] = cells[setting].with_rounds(visit)
-            rates = f"loader alone {visit.rate('loader'):,.0f}, with the step {visit.rate('train'):,.0f} images/s"
-            result = f"failed: {visit.failed}" if visit.failed else rates
+            result = f"failed: {visit.failed}"
+            if not visit.failed:
+                alone_rate, rate = visit.rate("loader"), visit.rate("train")
+                result = f"loader alone {alone_rate:,.0f}, with the step {rate:,.0f} images/s"
             print(f"{number:>3}/{len(visits)}  {setting}: {result}", flush=True)
     return alone, list(cells.values())
 
@@ -312,7 +314,9 @@ def measure_copy(plan: Plan, device: torch.device) -> Rung:
             source = source.pin_memory() if pinned else source
             target = torch.empty(shape, dtype=dtype, device=device)
             for non_blocking in (False, True):
-                name = f"{str(dtype)[6:]} {'pinned' if pinned else 'pageable'} {'non_blocking' if non_blocking else 'blocking'}"
+                memory = "pinned" if pinned else "pageable"
+                mode = "non_blocking" if non_blocking else "blocking"
+                name = f"{str(dtype)[6:]} {memory} {mode}"
                 details[name] = time_copy(source, target, non_blocking)
     best = details["uint8 pinned non_blocking"]
     rates = [plan.batch_size / (ms / 1e3) for ms in best["all_ms"]]
@@ -320,7 +324,7 @@ def measure_copy(plan: Plan, device: torch.device) -> Rung:
 
 
 def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> dict[str, Any]:
-    """Measure a copy: milliseconds, GB/s, and the fraction of the time in which the host was free."""
+    """Measure a copy: ms, GB/s, and the fraction of the time in which the host was free."""
     total, free = [], []
     for i in range(25):
         torch.cuda.synchronize()
@@ -371,7 +375,9 @@ class Stepper:
         for _ in range(20 if self.world.device.type == "cuda" else 2):
             self.step(next(resident))
         self.finish()
-        name = f"{self.config.model.name}, batch {self.plan.batch_size}, {self.plan.precision}, compile {self.plan.compile}"
+        plan = self.plan
+        name = f"{self.config.model.name}, batch {plan.batch_size}"
+        name += f", {plan.precision}, compile {plan.compile}"
         rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
         return Rung("step", "images/s", rates, f"{name}, batch already on the device")
 
@@ -442,10 +448,9 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
         ratio = f"  x{rung.rate / earlier[rung.name]:.2f}" if rung.name in earlier else ""
         spread = f"{min(rung.rates):,.0f}-{max(rung.rates):,.0f}"
         lines.append(f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}")
-        lines += [
-            f"          {name:<30} {d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s  host free {100 * d['host_free']:3.0f} %"
-            for name, d in rung.details.items()
-        ]
+        for name, d in rung.details.items():
+            speed = f"{d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s"
+            lines.append(f"          {name:<30} {speed}  host free {100 * d['host_free']:3.0f} %")
     return "\n".join(lines)
 
 
@@ -476,8 +481,12 @@ def main() -> int:
         return 1
     print(lines)
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "cores": len(os.sched_getaffinity(0)), "made_by": checkpoint.provenance(),
-              "config": cli.to_yaml(CONFIG)}  # fmt: skip
+    record = {
+        "machine": machine,
+        "cores": len(os.sched_getaffinity(0)),
+        "made_by": checkpoint.provenance(),
+        "config": cli.to_yaml(CONFIG),
+    }
     checkpoint.write_json(OPTIONS.out / f"{name}.json", record | content)
     picture.save(OPTIONS.out / f"{name}.png")
     print(f"written to {OPTIONS.out}/{name}.json and {name}.png")
@@ -509,7 +518,8 @@ def measure_sweep(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, An
         "knee": asdict(knee.setting),
         "cells": [asdict(c) for c in cells],
     }
-    title = f"{about}: best with {best.setting.workers} workers; knee, {sweep.KNEE} of it: {knee.setting.workers}"
+    fewest = f"knee, {sweep.KNEE} of it: {knee.setting.workers}"
+    title = f"{about}: best with {best.setting.workers} workers; {fewest}"
     return content, sweep.table(cells, alone.rate, earlier), heat_map(cells, title)
 
 

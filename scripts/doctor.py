@@ -35,9 +35,11 @@ if __name__ == "__main__":
         (OPTIONS.ranks < 1, f"--ranks {OPTIONS.ranks}: give 1 or more"),
         (OPTIONS.json and OPTIONS.json.is_dir(), f"--json {OPTIONS.json}: is a folder; give a file"),
         (OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(), f"--json {OPTIONS.json}: no such folder; create it"),
-        (CONFIG.data.source == "folder" and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
-         f"data.root={CONFIG.data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"),
-    ):  # fmt: skip
+        (
+            CONFIG.data.source == "folder" and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
+            f"data.root={CONFIG.data.root}: no such folder; needs train/<class>/*, val/<class>/*",
+        ),
+    ):
         if wrong:
             cli.fail(message, "doctor.py")
 
@@ -190,11 +192,17 @@ def layout(case: Case) -> Iterator[Row]:
         if empty := [c for c, files in split.classes.items() if not files and not any_within(os.path.join(root, c), denied)]:
             yield fail(f"{name}: {len(empty):,} class folders contain no images: {few(empty)}", "fill or remove them")
         if split.denied:
-            yield fail(f"{name}: {len(split.denied):,} entries cannot be read, training refuses to start",
-                       "give this user permission, or remove them", listed(split.denied))  # fmt: skip
+            yield fail(
+                f"{name}: {len(split.denied):,} entries cannot be read, training refuses to start",
+                "give this user permission, or remove them",
+                listed(split.denied),
+            )
         if split.skipped:
-            yield warn(f"{name}: {len(split.skipped):,} entries are named as images but are not files: ignored",
-                       "restore or remove them", listed(split.skipped))  # fmt: skip
+            yield warn(
+                f"{name}: {len(split.skipped):,} entries named as images are not files: ignored",
+                "restore or remove them",
+                listed(split.skipped),
+            )
         loose = len(split.loose)
         if not split.classes:
             flat = f", but {loose:,} images" if loose else ""
@@ -254,8 +262,12 @@ def readable(case: Case) -> Iterator[Row]:
     chosen = {name: choose(case, split.files) for name, split in case.splits.items()}
     if not any(chosen.values()):
         raise NotChecked("needs images, see layout")
-    found = survey.examine_all([path for paths in chosen.values() for path in paths], decoder=decode.resolve("auto"),
-                               workers=usable_cores(), tell=case.tell)  # fmt: skip
+    found = survey.examine_all(
+        [path for paths in chosen.values() for path in paths],
+        decoder=decode.resolve("auto"),
+        workers=usable_cores(),
+        tell=case.tell,
+    )
     by_path = {opened.path: opened for opened in found}
     for name, paths in chosen.items():
         case.opened[name] = [by_path[path] for path in paths]
@@ -277,8 +289,10 @@ def odd_files(case: Case) -> Iterator[Row]:
     if not opened:
         raise NotChecked("needs readable files, see readable")
     counts = Counter(kind for o in opened for kind in o.odd)
-    details = tuple(f"{count:,} {kind}: {ODD[kind][1]}: " + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
-                    for kind, count in counts.most_common())  # fmt: skip
+    details = tuple(
+        f"{count:,} {kind}: {ODD[kind][1]}: " + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
+        for kind, count in counts.most_common()
+    )
     text = f"of {len(opened):,} images: " + (", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()) or "none")
     if any(count > ODD[kind][0] * len(opened) for kind, count in counts.items()):
         yield warn(text, "training accepts them; scripts/shrink.py converts them to RGB JPEGs", details)
@@ -321,9 +335,12 @@ def sizes(case: Case) -> Iterator[Row]:
         (least, small), (most, large) = by_count[0], by_count[-1]
         sides = [min(o.size) for o in case.opened.get(name, []) if not o.problem]
         low, middle, high = np.percentile(sides or [0], [10, 50, 90]).tolist()
-        text = (f"{name}: {len(split.files):,} images, {total / 1e9:,.2f} GB, mean {total / len(split.files) / 1e3:,.0f} kB; "
-                f"short side: median {middle:.0f} px, 80 % in {low:.0f} to {high:.0f}; "
-                f"classes of {least:,} ({small}) to {most:,} ({large})")  # fmt: skip
+        text = (
+            f"{name}: {len(split.files):,} images, {total / 1e9:,.2f} GB, "
+            f"mean {total / len(split.files) / 1e3:,.0f} kB; "
+            f"short side: median {middle:.0f} px, 80 % in {low:.0f} to {high:.0f}; "
+            f"classes of {least:,} ({small}) to {most:,} ({large})"
+        )
         areas = np.square(sides or [1])
         gain = areas.mean() / np.minimum(areas, side**2).mean()
         if most > 10 * least:
@@ -395,14 +412,18 @@ def plan(case: Case) -> Iterator[Row]:
     made = make_plan(config, datasets, world)
     case.plan = made, datasets, world
     yield from (warn(note, "training still starts") for note in made.notes if note not in config.notes)
-    yield ok(f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; {made.stop_step:,} "
-             f"steps of {made.batch_size} images of {made.image_size} px on {made.device}")  # fmt: skip
+    model = f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters"
+    batch = f"{made.batch_size} images of {made.image_size} px on {made.device}"
+    steps = f"{made.stop_step:,} steps of {batch}"
+    yield ok(f"{model}, {made.num_classes:,} classes; {steps}")
 
 
 def cores(case: Case) -> Iterator[Row]:
     usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
-    text = (f"{usable} of {online} hardware threads by affinity ({usable // machine.threads_per_core()} physical cores), "
-            + ("no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"))  # fmt: skip
+    physical = usable // machine.threads_per_core()
+    text = f"{usable} of {online} hardware threads by affinity ({physical} physical cores), " + (
+        "no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"
+    )
     if min(usable, quota) < 2 * case.ranks:
         yield warn(
             f"{text}: under two for each rank", "the training process and its workers would share cores: give more cores"
@@ -416,9 +437,9 @@ def cores(case: Case) -> Iterator[Row]:
 def workers(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     limit = worker_limit()
-    text = (
-        f"{made.loader.workers} ({made.loader.reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
-    )
+    soft, hard = OPEN_FILES
+    allowed = f"{soft:,} open files (up to {hard:,}) allow {limit:,}"
+    text = f"{made.loader.workers} ({made.loader.reason}); {allowed}"
     if limit < usable_cores() // case.ranks:
         yield warn(text, "raise ulimit -n: fewer workers than cores")
     elif made.loader.workers > made.loader.cores + 1:  # on a CPU, one more can be faster
@@ -431,7 +452,7 @@ def memory(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     room = made.loader.memory
     if room.host > 0.8 * room.free:
-        yield warn(room.line(), "too little for the page cache and the model: lower loader.batch_size or loader.workers")
+        yield warn(room.line(), "little left for page cache and model: lower loader.batch_size or loader.workers")
     else:
         yield ok(room.line())
 
@@ -450,8 +471,10 @@ def run_directory(case: Case) -> Iterator[Row]:
     if stored and case.plan is not None:  # the plan's datasets have no fingerprint of the files
         made, datasets, _ = case.plan
         identity = run_identity(case.config, datasets, made)
-        before, now = ({key: value for key, value in values.items() if key not in ("data.train", "data.val", "pixels")}
-                       for values in (stored, identity))  # fmt: skip
+        before, now = (
+            {key: value for key, value in values.items() if key not in ("data.train", "data.val", "pixels")}
+            for values in (stored, identity)
+        )
         checkpoint.compare(before, now, path, accept_changes=case.config.checkpoint.accept_changes)
     if resume == "never" or not kept:
         yield ok(f"{path}: " + ("the existing run will be renamed" if kept else "new"))
@@ -502,7 +525,8 @@ def decoder(case: Case) -> Iterator[Row]:
 
 def clock(case: Case) -> Iterator[Row]:
     wall, steady = time.time() - BEGAN[0], time.monotonic() - BEGAN[1]
-    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {1e3 * abs(wall - steady):.1f} ms off the monotonic clock in {steady:.0f} s"
+    drift = f"{1e3 * abs(wall - steady):.1f} ms off the monotonic clock in {steady:.0f} s"
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {drift}"
     if abs(wall - steady) > 0.05 + 0.001 * steady:
         yield warn(text, "the wall clock jumps or drifts, logged times will be wrong: check NTP")
     elif not 2025 <= time.localtime().tm_year <= 2100:
@@ -511,8 +535,8 @@ def clock(case: Case) -> Iterator[Row]:
         yield ok(text)
 
 
-# The order matters: later checks use earlier results, and the GPU check must run before this process
-# uses a GPU.
+# The order matters: later checks use earlier results, and the GPU check must run before this
+# process uses a GPU.
 ON_FILES: dict[str, Callable[[Case], Iterator[Row]]] = {
     "layout": layout,
     "classes": classes,
@@ -631,7 +655,8 @@ def lines(row: Row) -> Iterator[str]:
 
 
 def main() -> int:
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a file name may not be UTF-8
+    # A file name may not be UTF-8.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     terminal = sys.stderr.isatty()
     rows: list[Row] = []
     shown = 0.0

@@ -424,18 +424,20 @@ def document(title: str, *content: str) -> str:
     """Make a self-contained page; its policy forbids connections and scripts other than its own."""
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'"
-    return "\n".join([
-        "<!DOCTYPE html>",
-        '<html lang="en">',
-        '<head><meta charset="utf-8">',
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
-        '<meta name="viewport" content="width=device-width, initial-scale=1">',
-        element("title", title),
-        f"<style>{STYLE}</style></head>",
-        element("body", element("main", *content)),
-        f"<script>{SCRIPT}</script>",
-        "</html>\n",
-    ])  # fmt: skip
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en">',
+            '<head><meta charset="utf-8">',
+            f'<meta http-equiv="Content-Security-Policy" content="{policy}">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            element("title", title),
+            f"<style>{STYLE}</style></head>",
+            element("body", element("main", *content)),
+            f"<script>{SCRIPT}</script>",
+            "</html>\n",
+        ]
+    )
 
 
 STYLE = """

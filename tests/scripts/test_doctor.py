@@ -344,7 +344,7 @@ def test_entries_that_are_not_files_are_reported_and_not_opened(root: Path) -> N
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(os.path.relpath(folder / "socket.jpg"))
         row = only(row for row in look(root)["layout"] if row.status != "ok")
-    assert row.status == "warn" and row.found.startswith("train: 5 entries are named as images but are not files")
+    assert row.status == "warn" and row.found.startswith("train: 5 entries named as images are not files")
     assert sorted(line.split("/")[-1] for line in row.details) == [
         "gone.JPEG: a dangling link", "pipe.jpg: a FIFO", "self.jpg: a link to itself", "socket.jpg: a socket",
         "zero.jpg: a device",
