@@ -212,7 +212,9 @@ def training_loss(
     return loss, {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
 
 
-def validation_loss(network: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def validation_loss(
+    network: nn.Module, images: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Forward pass and loss in validation, compiled likewise. Rows with a label below 0 do not count.
 
     Returns:

@@ -123,7 +123,12 @@ class Plan:
     @property
     def rewrites_layers(self) -> bool:
         """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
-        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16" and self.channels_last
+        return (
+            self.device_type == "cuda"
+            and self.compile != "off"
+            and self.precision == "bf16"
+            and self.channels_last
+        )
 
     @property
     def setup(self) -> Setup:
@@ -140,7 +145,9 @@ class Plan:
 
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass. bf16 needs no gradient scaler."""
-        return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(
+            self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
+        )
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
@@ -191,7 +198,9 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
 
     train_size = datasets.train_size
     with torch.device("meta"):
-        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=train_size)
+        model = models.build(
+            config.model.name, num_classes=len(datasets.classes), image_size=train_size
+        )
     flops = count_flops(model, train_size)
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
     precision = choose_precision(config.train.precision, world.device)
@@ -287,7 +296,9 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
             f"loader.batch_size={batch_size}: larger than the training split ({train_images} images); give at most that"
         )
     if batch_size % world_size:
-        raise UserError(f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks")
+        raise UserError(
+            f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks"
+        )
 
 
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
@@ -314,7 +325,9 @@ def same_images(datasets: Datasets) -> list[str]:
     """Return a note if both splits hold the same images."""
     if datasets.train_fingerprint != datasets.val_fingerprint:
         return []
-    return ["data.val holds the training images, so its accuracy says nothing about new images; give another split"]
+    return [
+        "data.val holds the training images, so its accuracy says nothing about new images; give another split"
+    ]
 
 
 def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
@@ -357,7 +370,9 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
         return []
     if choice == "auto":
         return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
-    return ["train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"]
+    return [
+        "train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"
+    ]
 
 
 def choose_compile(choice: str, device: torch.device) -> str:
@@ -383,6 +398,8 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
             model(torch.empty(1, 3, image_size, image_size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
-        raise UserError(f"{key}: the model does not take images of {image_size} px ({reason}); give another size") from None
+        raise UserError(
+            f"{key}: the model does not take images of {image_size} px ({reason}); give another size"
+        ) from None
     model.train(mode)
     return int(counter.get_total_flops())

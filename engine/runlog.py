@@ -45,7 +45,9 @@ class RunLog:
             left to train.
     """
 
-    def __init__(self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float) -> None:
+    def __init__(
+        self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float
+    ) -> None:
         self.plan, self.world, self.run, self.state = plan, world, run, state
         self._started = started
         self.finished = None
@@ -244,7 +246,9 @@ class RunLog:
         """Report a validation."""
         val = self.feed.val
         self.tracker.val_row(row, best=best)
-        self.tracker.mistakes(mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step)
+        self.tracker.mistakes(
+            mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step
+        )
 
     def _report(self) -> None:
         """Write a log row if an interval of steps was sent and not yet reported.
@@ -318,7 +322,9 @@ class RunLog:
         """Return what summary.json holds. The exit status follows from the signal's number."""
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
-        raw: dict[str, Any] = {key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last}
+        raw: dict[str, Any] = {
+            key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last
+        }
         speed = self.ledger.speed()
         return {
             "status": "interrupted" if signal_number else "finished",

@@ -49,16 +49,30 @@ def stored(path: Path, kind: str) -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG", help=f"some of: {', '.join(RUNGS + ON_REQUEST)}"
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, help="measurement time per rung (10), or per cell of a sweep and measure (4)")
-    parser.add_argument("--compare", type=Path, help="show the ratio to this bench.json or sweep.json")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=RUNGS + ON_REQUEST,
+        metavar="RUNG",
+        help=f"some of: {', '.join(RUNGS + ON_REQUEST)}",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="measurement time per rung (10), or per cell of a sweep and measure (4)",
+    )
+    parser.add_argument(
+        "--compare", type=Path, help="show the ratio to this bench.json or sweep.json"
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
     OPTIONS, ARGUMENTS = parser.parse_known_args()
     ABOUT_SWEEP, OVERRIDES = sweep.split(ARGUMENTS)
-    CONFIG = cli.parse(OVERRIDES, script="bench.py", purpose="Measure the throughput of each stage.")
+    CONFIG = cli.parse(
+        OVERRIDES, script="bench.py", purpose="Measure the throughput of each stage."
+    )
     try:
         AXES = sweep.read(ABOUT_SWEEP)
     except UserError as error:
@@ -67,7 +81,9 @@ if __name__ == "__main__":
         cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", "bench.py")
     if OPTIONS.only and AXES is not None:
         cli.fail("--only: cannot be combined with sweep=true; remove one of them", "bench.py")
-    EARLIER = stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
+    EARLIER = (
+        stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
+    )
 
 import io
 import logging
@@ -153,14 +169,18 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(plan, world.device))
         if "step" in only or "train" in only:
-            found += [r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only]
+            found += [
+                r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only
+            ]
         if "telemetry" in only:
             with open_feed(config, datasets, plan.loader, world) as feed:
                 found.append(Stepper(plan, world).watched(feed, seconds))
     return found
 
 
-def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4.0) -> tuple[Rung, list[sweep.Cell]]:
+def run_sweep(
+    config: Config, asked: dict[str, list[Any]], *, seconds: float = 4.0
+) -> tuple[Rung, list[sweep.Cell]]:
     """Measure every setting of the grid with one compiled step and print each result.
 
     Returns:
@@ -172,15 +192,22 @@ def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
         datasets.prepare()
-        budget = worker_budget(world.local_size, decoder=choose_decoder(config, datasets.train, world.device)).workers
-        settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
+        budget = worker_budget(
+            world.local_size, decoder=choose_decoder(config, datasets.train, world.device)
+        ).workers
+        settings = sweep.grid(
+            asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda"
+        )
         small = with_setting(config, **asdict(sweep.Setting(1, False, 1)))
         plan = plan_of(small, datasets, world)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         stepper = Stepper(plan, world)
         with open_feed(small, datasets, plan.loader, world) as feed:
             alone = stepper.alone(feed, seconds)
-        print(f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
+        print(
+            f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s",
+            flush=True,
+        )
         cells = {setting: sweep.Cell(setting) for setting in settings}
         visits, start = sweep.visits(settings), 0
         for number, setting in enumerate(visits, 1):
@@ -215,7 +242,14 @@ def measure_cell(
         with open_feed(config, datasets, plan.loader, world) as feed:
             loader = measure_loader(feed, plan, seconds, start, count=1)
             fed = stepper.fed(feed, seconds, start + loader.batches, count=1)
-    except (UserError, LoaderError, OSError, EOFError, MemoryError, RuntimeError) as error:  # RuntimeError: of CUDA
+    except (
+        UserError,
+        LoaderError,
+        OSError,
+        EOFError,
+        MemoryError,
+        RuntimeError,
+    ) as error:  # RuntimeError: of CUDA
         return sweep.Cell(setting, failed=" ".join(str(error).split()) or type(error).__name__), 0
     waited = [] if fed.waited is None else [fed.waited]
     return sweep.Cell(setting, loader.rates, fed.rates, waited), loader.batches + fed.batches
@@ -228,7 +262,11 @@ def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
 
 
 def windows(
-    step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None, *, count: int = WINDOWS
+    step: Callable[[], int],
+    seconds: float,
+    finish: Callable[[], None] = lambda: None,
+    *,
+    count: int = WINDOWS,
 ) -> list[float]:
     """Measure units per second in each of `count` windows.
 
@@ -278,10 +316,17 @@ def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
         decode()
     rates = windows(decode, seconds)
     torch.set_num_threads(threads)
-    return Rung("decode", "images/s", rates, f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px")
+    return Rung(
+        "decode",
+        "images/s",
+        rates,
+        f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px",
+    )
 
 
-def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
+def measure_loader(
+    feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS
+) -> Rung:
     """Take complete batches in host memory as fast as the loader delivers them."""
     batches = feed.train.loader.batches(start, FOREVER)
     taken = 0
@@ -295,7 +340,13 @@ def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, co
 
     warm_up(take, feed)
     rates = windows(take, seconds, count=count)
-    return Rung("loader", "images/s", rates, f"{plan.loader.workers} workers, batch {plan.batch_size}", batches=taken)
+    return Rung(
+        "loader",
+        "images/s",
+        rates,
+        f"{plan.loader.workers} workers, batch {plan.batch_size}",
+        batches=taken,
+    )
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
@@ -337,16 +388,27 @@ def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) ->
             total.append((ended - began) * 1e3)
             free.append((ended - returned) / (ended - began))
     ms = median(total)
-    return {"ms": ms, "gb_per_s": source.nbytes / ms / 1e6, "host_free": median(free), "all_ms": total}
+    return {
+        "ms": ms,
+        "gb_per_s": source.nbytes / ms / 1e6,
+        "host_free": median(free),
+        "all_ms": total,
+    }
 
 
-def measure_steps(config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float) -> list[Rung]:
+def measure_steps(
+    config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float
+) -> list[Rung]:
     """Measure the optimiser step on batches that stay on the device, then with the feed."""
     stepper = Stepper(plan, world)
     with open_feed(config, datasets, plan.loader, world) as feed:
         alone = stepper.alone(feed, seconds)
         fed = stepper.fed(feed, seconds)
-    waits = "" if fed.waited is None else f"; the device waited for data {100 * fed.waited:.0f} % of the time"
+    waits = (
+        ""
+        if fed.waited is None
+        else f"; the device waited for data {100 * fed.waited:.0f} % of the time"
+    )
     return [alone, replace(fed, note=f"{fed.rate / alone.rate:.2f} of the step alone{waits}")]
 
 
@@ -396,7 +458,13 @@ class Stepper:
         feed.train.timing()
         rates = windows(take, seconds, self.finish, count=count)
         timing = feed.train.timing()
-        return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
+        return Rung(
+            "train",
+            "images/s",
+            rates,
+            batches=taken,
+            waited=timing.wait_fraction if timing else None,
+        )
 
     def watched(self, feed: Feed, seconds: float) -> Rung:
         """Measure windows with and without everything that train.py reports, alternately.
@@ -427,7 +495,9 @@ class Stepper:
                     feed.train.timing()
                     with ExitStack() as stack:
                         if watched:
-                            log = stack.enter_context(RunLog(self.plan, self.world, run, self.state, started=0.0))
+                            log = stack.enter_context(
+                                RunLog(self.plan, self.world, run, self.state, started=0.0)
+                            )
                             stack.enter_context(log.watch(feed))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None
@@ -447,7 +517,9 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
     for rung in rungs:
         ratio = f"  x{rung.rate / earlier[rung.name]:.2f}" if rung.name in earlier else ""
         spread = f"{min(rung.rates):,.0f}-{max(rung.rates):,.0f}"
-        lines.append(f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}")
+        lines.append(
+            f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}"
+        )
         for name, d in rung.details.items():
             speed = f"{d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s"
             lines.append(f"          {name:<30} {speed}  host free {100 * d['host_free']:3.0f} %")
@@ -501,7 +573,9 @@ def measure_rungs(about: str) -> tuple[dict[str, Any], str, Image.Image]:
     return {"rungs": [asdict(r) for r in rungs]}, table(rungs, earlier), picture
 
 
-def measure_sweep(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, Any], str, Image.Image]:
+def measure_sweep(
+    about: str, asked: dict[str, list[Any]]
+) -> tuple[dict[str, Any], str, Image.Image]:
     """Measure the cells; return the contents of sweep.json, the console and sweep.png.
 
     Raises:
@@ -511,7 +585,9 @@ def measure_sweep(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, An
     best, knee = sweep.best(cells), sweep.knee(cells)
     if best is None or knee is None:
         raise LoaderError(f"no setting can run: {cells[0].failed}")
-    earlier = {sweep.Setting(**cell["setting"]): median(cell["train"]) for cell in EARLIER if cell["train"]}
+    earlier = {
+        sweep.Setting(**cell["setting"]): median(cell["train"]) for cell in EARLIER if cell["train"]
+    }
     content = {
         "step": alone.rates,
         "best": asdict(best.setting),

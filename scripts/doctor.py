@@ -22,7 +22,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
     parser.add_argument("--sample", type=int, default=2000, help="files to decode per split (2000)")
@@ -33,10 +35,17 @@ if __name__ == "__main__":
     for wrong, message in (
         (OPTIONS.sample < 1, f"--sample {OPTIONS.sample}: give 1 or more, or --all"),
         (OPTIONS.ranks < 1, f"--ranks {OPTIONS.ranks}: give 1 or more"),
-        (OPTIONS.json and OPTIONS.json.is_dir(), f"--json {OPTIONS.json}: is a folder; give a file"),
-        (OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(), f"--json {OPTIONS.json}: no such folder; create it"),
         (
-            CONFIG.data.source == "folder" and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
+            OPTIONS.json and OPTIONS.json.is_dir(),
+            f"--json {OPTIONS.json}: is a folder; give a file",
+        ),
+        (
+            OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(),
+            f"--json {OPTIONS.json}: no such folder; create it",
+        ),
+        (
+            CONFIG.data.source == "folder"
+            and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
             f"data.root={CONFIG.data.root}: no such folder; needs train/<class>/*, val/<class>/*",
         ),
     ):
@@ -77,7 +86,9 @@ from scripts.survey import Files, Opened, Split, Tell
 
 GIB = 1 << 30
 BEGAN = time.time(), time.monotonic()
-OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before pipeline.sizing.machine raises the soft limit
+OPEN_FILES = resource.getrlimit(
+    resource.RLIMIT_NOFILE
+)  # before pipeline.sizing.machine raises the soft limit
 NAMED = 10  # files per row on the console
 SUSPICIOUS_BYTES = 128  # no image is smaller: such files are always opened
 # A disk measurement writes at least PROBE_LEAST, and at most PROBE_BYTES or for PROBE_SECONDS.
@@ -96,7 +107,10 @@ ODD = {
     "misnamed": (0.01, "decoded by content, not by name; formats other than JPEG are slower"),
     "animated": (0.01, "only the first frame is used"),
     "progressive": (0.1, "two to three times slower to decode; the GPU's JPEG engines cannot"),
-    "very large": (0.01, f"over {survey.LARGE / 1e6:g} megapixels: slow, needs memory in every worker"),
+    "very large": (
+        0.01,
+        f"over {survey.LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
+    ),
     "tiny": (0.01, f"a side under {survey.TINY} px: enlarged"),
     "EXIF rotation": (0.01, "training ignores it"),
 }
@@ -186,11 +200,20 @@ def layout(case: Case) -> Iterator[Row]:
         try:
             split = case.splits[name] = survey.list_split(root, case.tell)
         except OSError as error:
-            yield fail(f"data.{name}={root}: {error.strerror}", "give a folder with one folder per class")
+            yield fail(
+                f"data.{name}={root}: {error.strerror}", "give a folder with one folder per class"
+            )
             continue
         denied = [path for path, _ in split.denied]
-        if empty := [c for c, files in split.classes.items() if not files and not any_within(os.path.join(root, c), denied)]:
-            yield fail(f"{name}: {len(empty):,} class folders contain no images: {few(empty)}", "fill or remove them")
+        if empty := [
+            c
+            for c, files in split.classes.items()
+            if not files and not any_within(os.path.join(root, c), denied)
+        ]:
+            yield fail(
+                f"{name}: {len(empty):,} class folders contain no images: {few(empty)}",
+                "fill or remove them",
+            )
         if split.denied:
             yield fail(
                 f"{name}: {len(split.denied):,} entries cannot be read, training refuses to start",
@@ -214,7 +237,10 @@ def layout(case: Case) -> Iterator[Row]:
             text = f"{name}: {loose:,} images are outside the class folders and ignored"
             yield warn(f"{text}: {few(split.loose)}", "move them into class folders")
         elif len(split.classes) == 1:
-            yield warn(f"{name}: a single class, {few(split.classes)}", "check that data.root is not one folder too high")
+            yield warn(
+                f"{name}: a single class, {few(split.classes)}",
+                "check that data.root is not one folder too high",
+            )
         elif not empty and not denied:
             yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
 
@@ -229,11 +255,17 @@ def classes(case: Case) -> Iterator[Row]:
     for mine, others, name, other in ((here, there, "train", "val"), (there, here, "val", "train")):
         if extra := sorted(mine - others):
             nearly = {each.casefold(): each for each in others - mine}
-            alike = [f"{each} is {nearly[each.casefold()]}" for each in extra if each.casefold() in nearly]
+            alike = [
+                f"{each} is {nearly[each.casefold()]}"
+                for each in extra
+                if each.casefold() in nearly
+            ]
             cure = "use the same class names in both splits"
             if alike:
                 cure += f"; {few(alike)} there: names are case-sensitive"
-            yield fail(f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", cure)
+            yield fail(
+                f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", cure
+            )
     if here == there:
         yield ok(f"the same {len(here):,} in both splits")
 
@@ -245,7 +277,9 @@ def class_order(case: Case) -> Iterator[Row]:
     if hashlib.sha256(os.fsencode(" ".join(names))).hexdigest() == IMAGENET_1K:
         yield ok(f"the 1,000 of ImageNet-1k in order, {span}: labels match published weights")
     elif ids:
-        strange = f"; not IDs: {few(sorted(set(names) - set(ids)))}" if len(ids) < len(names) else ""
+        strange = (
+            f"; not IDs: {few(sorted(set(names) - set(ids)))}" if len(ids) < len(names) else ""
+        )
         head = "would predict wrong classes" if len(names) == 1000 else "is replaced by a new one"
         text = f"{len(ids):,} WordNet IDs, {span}{strange}"
         yield warn(
@@ -253,7 +287,10 @@ def class_order(case: Case) -> Iterator[Row]:
             f"add missing classes, if any; label i is the i-th class, and a pretrained head {head}",
         )
     elif all(name.isdecimal() for name in names) and names != sorted(names, key=int):
-        yield warn(f"numbers sorted as text: {few(names)}", "label 2 is not folder 2: pad the names with zeros")
+        yield warn(
+            f"numbers sorted as text: {few(names)}",
+            "label 2 is not folder 2: pad the names with zeros",
+        )
     else:
         yield ok(f"by name, {span}: label i is the i-th class")
 
@@ -279,7 +316,9 @@ def readable(case: Case) -> Iterator[Row]:
                 cure += ", or set data.on_error=skip"
             if len(paths) < len(case.splits[name].files):
                 cure += "; --all finds all of them"
-            yield (warn if skips else fail)(f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad))
+            yield (warn if skips else fail)(
+                f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad)
+            )
         elif paths:
             yield ok(f"{name}: {case.how_many(name)} decoded without errors")
 
@@ -290,12 +329,17 @@ def odd_files(case: Case) -> Iterator[Row]:
         raise NotChecked("needs readable files, see readable")
     counts = Counter(kind for o in opened for kind in o.odd)
     details = tuple(
-        f"{count:,} {kind}: {ODD[kind][1]}: " + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
+        f"{count:,} {kind}: {ODD[kind][1]}: "
+        + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
         for kind, count in counts.most_common()
     )
-    text = f"of {len(opened):,} images: " + (", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()) or "none")
+    text = f"of {len(opened):,} images: " + (
+        ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()) or "none"
+    )
     if any(count > ODD[kind][0] * len(opened) for kind, count in counts.items()):
-        yield warn(text, "training accepts them; scripts/shrink.py converts them to RGB JPEGs", details)
+        yield warn(
+            text, "training accepts them; scripts/shrink.py converts them to RGB JPEGs", details
+        )
     else:
         yield ok(text, details=details)
 
@@ -349,7 +393,9 @@ def sizes(case: Case) -> Iterator[Row]:
                 "large classes dominate loss and accuracy: add images to small classes",
             )
         elif 0 < 2 * middle < trained:
-            yield ok(text, f"small compared with the {trained} px of training: lower data.image_size")
+            yield ok(
+                text, f"small compared with the {trained} px of training: lower data.image_size"
+            )
         elif gain > 1.3:
             yield ok(text, f"scripts/shrink.py --side {side} reduces decoding {gain:.1f} times")
         else:
@@ -363,7 +409,11 @@ def gpu(case: Case) -> Iterator[Row]:
     choice = case.config.train.device
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        driver = " although there is an NVIDIA driver" if os.path.exists("/proc/driver/nvidia/version") else ""
+        driver = (
+            " although there is an NVIDIA driver"
+            if os.path.exists("/proc/driver/nvidia/version")
+            else ""
+        )
         text = f"training will run on the CPU: torch {torch.__version__} {why}{driver}"
         cure = "sufficient for a small run; otherwise install a driver and PyTorch with CUDA"
         yield fail(text, cure) if choice == "cuda" else warn(text, cure)
@@ -393,7 +443,11 @@ def each_gpu(look: Callable[[Ask, int], Finding | None], case: Case) -> Iterator
     found = {i: look(ask, i) for i, ask in case.gpus.items()}
     for same in dict.fromkeys(filter(None, found.values())):
         status, text, do = same
-        yield Row(status, f"GPU {', '.join(str(i) for i, other in found.items() if other == same)}: {text}", do)
+        yield Row(
+            status,
+            f"GPU {', '.join(str(i) for i, other in found.items() if other == same)}: {text}",
+            do,
+        )
 
 
 # The machine.
@@ -411,7 +465,9 @@ def plan(case: Case) -> Iterator[Row]:
         datasets = build_datasets(config)
     made = make_plan(config, datasets, world)
     case.plan = made, datasets, world
-    yield from (warn(note, "training still starts") for note in made.notes if note not in config.notes)
+    yield from (
+        warn(note, "training still starts") for note in made.notes if note not in config.notes
+    )
     model = f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters"
     batch = f"{made.batch_size} images of {made.image_size} px on {made.device}"
     steps = f"{made.stop_step:,} steps of {batch}"
@@ -426,10 +482,14 @@ def cores(case: Case) -> Iterator[Row]:
     )
     if min(usable, quota) < 2 * case.ranks:
         yield warn(
-            f"{text}: under two for each rank", "the training process and its workers would share cores: give more cores"
+            f"{text}: under two for each rank",
+            "the training process and its workers would share cores: give more cores",
         )
     elif usable < online or quota < usable:
-        yield warn(text, "if unintended, check taskset, the container's --cpus, the scheduler's --cpus-per-task")
+        yield warn(
+            text,
+            "if unintended, check taskset, the container's --cpus, the scheduler's --cpus-per-task",
+        )
     else:
         yield ok(text)
 
@@ -443,7 +503,10 @@ def workers(case: Case) -> Iterator[Row]:
     if limit < usable_cores() // case.ranks:
         yield warn(text, "raise ulimit -n: fewer workers than cores")
     elif made.loader.workers > made.loader.cores + 1:  # on a CPU, one more can be faster
-        yield warn(f"{text}; the cores suffice for {made.loader.cores}", "use loader.workers=auto, unless storage is slow")
+        yield warn(
+            f"{text}; the cores suffice for {made.loader.cores}",
+            "use loader.workers=auto, unless storage is slow",
+        )
     else:
         yield ok(text)
 
@@ -452,14 +515,19 @@ def memory(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     room = made.loader.memory
     if room.host > 0.8 * room.free:
-        yield warn(room.line(), "little left for page cache and model: lower loader.batch_size or loader.workers")
+        yield warn(
+            room.line(),
+            "little left for page cache and model: lower loader.batch_size or loader.workers",
+        )
     else:
         yield ok(room.line())
 
 
 def shared_memory(case: Case) -> Iterator[Row]:
     usage = shutil.disk_usage("/dev/shm")
-    yield ok(f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free; the loader does not use it")
+    yield ok(
+        f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free; the loader does not use it"
+    )
 
 
 def run_directory(case: Case) -> Iterator[Row]:
@@ -472,7 +540,11 @@ def run_directory(case: Case) -> Iterator[Row]:
         made, datasets, _ = case.plan
         identity = run_identity(case.config, datasets, made)
         before, now = (
-            {key: value for key, value in values.items() if key not in ("data.train", "data.val", "pixels")}
+            {
+                key: value
+                for key, value in values.items()
+                if key not in ("data.train", "data.val", "pixels")
+            }
             for values in (stored, identity)
         )
         checkpoint.compare(before, now, path, accept_changes=case.config.checkpoint.accept_changes)
@@ -480,7 +552,8 @@ def run_directory(case: Case) -> Iterator[Row]:
         yield ok(f"{path}: " + ("the existing run will be renamed" if kept else "new"))
     else:
         yield ok(
-            f"{path}: contains a run up to {kept[-1].stem}", "the same command resumes it; for a new run, give another run.name"
+            f"{path}: contains a run up to {kept[-1].stem}",
+            "the same command resumes it; for a new run, give another run.name",
         )
 
 
@@ -491,7 +564,10 @@ def disk(case: Case) -> Iterator[Row]:
         rate, written = write_rate(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        yield fail(f"{folder}: cannot be written: {error.strerror}", "give a run.dir with free space and write permission")
+        yield fail(
+            f"{folder}: cannot be written: {error.strerror}",
+            "give a run.dir with free space and write permission",
+        )
         return
     speed = f"{rate / 1e6:,.0f} MB/s ({written >> 20} MiB written with fsync)"
     text = f"{folder}: {free / 1e9:,.1f} GB free, {speed}"
@@ -500,13 +576,19 @@ def disk(case: Case) -> Iterator[Row]:
         return
     optim, ema = case.config.optim, case.config.train.ema_decay
     copies = 1 + (2 if optim.name == "adamw" else int(optim.momentum > 0)) + (ema is not None)
-    size, number = 4 * case.plan[0].parameters * copies, case.config.checkpoint.keep + 2  # the best, and the one being written
+    size, number = (
+        4 * case.plan[0].parameters * copies,
+        case.config.checkpoint.keep + 2,
+    )  # the best, and the one being written
     text += f"; {number} checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
     if free < number * size:
         missing = f"{(number * size - free) / 1e9:,.1f} GB"
         yield fail(text, f"free {missing} more, or lower checkpoint.keep")
     elif free < 2 * number * size or size / rate > 30:
-        yield warn(text, "training waits for each checkpoint: use another disk or raise checkpoint.every_steps")
+        yield warn(
+            text,
+            "training waits for each checkpoint: use another disk or raise checkpoint.every_steps",
+        )
     else:
         yield ok(text)
 
@@ -626,7 +708,9 @@ def write_rate(folder: Path) -> tuple[float, int]:
     written = 0
     began = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < PROBE_LEAST or (written < PROBE_BYTES and time.perf_counter() - began < PROBE_SECONDS):
+        while written < PROBE_LEAST or (
+            written < PROBE_BYTES and time.perf_counter() - began < PROBE_SECONDS
+        ):
             written += file.write(block)
         os.fsync(file.fileno())
         return written / (time.perf_counter() - began), written
@@ -670,7 +754,9 @@ def main() -> int:
             print(f"\r{text[:120]}\x1b[K", end="", file=sys.stderr, flush=True)
 
     try:
-        for row in check(Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks, tell)):
+        for row in check(
+            Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks, tell)
+        ):
             rows.append(row)
             print(clear, end="", file=sys.stderr, flush=True)
             print("\n".join(lines(row)), flush=True)
@@ -680,7 +766,11 @@ def main() -> int:
     counts = Counter(row.status for row in rows)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     if OPTIONS.json:
-        content = {"counts": counts, "rows": [asdict(row) for row in rows], "made_by": checkpoint.provenance()}
+        content = {
+            "counts": counts,
+            "rows": [asdict(row) for row in rows],
+            "made_by": checkpoint.provenance(),
+        }
         try:
             checkpoint.write_json(OPTIONS.json, content)
         except OSError as error:

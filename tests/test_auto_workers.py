@@ -35,10 +35,28 @@ from tests.results import rows, same, stored
 ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 # 36 images in batches of 8: 9 steps, validated after 5 and 9.
-BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=auto", "train.epochs=2",
-        "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
-ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_norm=1", "augment.batch=[{mixup: {alpha: 0.4}}]"]
-BUDGET, MOST = 3, 6  # workers: of four cores one is left to the training process; there is room for twice as many
+BASE = [
+    "recipe=demo",
+    "data=folder",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "loader.workers=auto",
+    "train.epochs=2",
+    "train.device=cpu",
+    "log.every_steps=1",
+    "log.tensorboard=false",
+]
+ADAMW = [
+    "optim=adamw",
+    "optim.lr=0.001",
+    "train.ema_decay=0.9",
+    "optim.clip_norm=1",
+    "augment.batch=[{mixup: {alpha: 0.4}}]",
+]
+BUDGET, MOST = (
+    3,
+    6,
+)  # workers: of four cores one is left to the training process; there is room for twice as many
 
 
 @pytest.fixture(autouse=True)
@@ -63,8 +81,14 @@ def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
 
 def command(notes: Path, root: Path, folder: Path, *overrides: str) -> list[str]:
     """The command line of such a machine; what it finds is in `notes`."""
-    return [str(Path(__file__).with_name("measured_on_cpu.py")), str(notes), *BASE, f"data.root={root}", f"run.dir={folder}",
-            *overrides]  # fmt: skip
+    return [
+        str(Path(__file__).with_name("measured_on_cpu.py")),
+        str(notes),
+        *BASE,
+        f"data.root={root}",
+        f"run.dir={folder}",
+        *overrides,
+    ]
 
 
 @pytest.fixture
@@ -86,7 +110,9 @@ def running(process: int) -> set[int]:
             if state not in "ZX":
                 relatives[int(stat.parent.name)] = int(parent)
     found = {process}
-    while more := {pid for pid, parent in relatives.items() if parent in found and pid not in found}:
+    while more := {
+        pid for pid, parent in relatives.items() if parent in found and pid not in found
+    }:
         found |= more
     return found & relatives.keys()
 
@@ -105,15 +131,23 @@ def tuning(console: str) -> list[str]:
     return [line[9:] for line in lines[first:]]
 
 
-def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_changed_by_measuring(
+    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """And what was found once is remembered, until it is asked for again."""
-    expected = [run(image_root, tmp_path / name, f"loader.workers={name}")["params_sha256"] for name in "01"]
+    expected = [
+        run(image_root, tmp_path / name, f"loader.workers={name}")["params_sha256"] for name in "01"
+    ]
     processes = running(os.getpid())  # the forkserver stays
     assert expected[0] == expected[1]
     expected_result = result(tmp_path / "1")
 
     found, said = [], []
-    for name, options in (("measured", ["log.tensorboard=true"]), ("remembered", []), ("again", ["autotune.refresh=true"])):
+    for name, options in (
+        ("measured", ["log.tensorboard=true"]),
+        ("remembered", []),
+        ("again", ["autotune.refresh=true"]),
+    ):
         capfd.readouterr()
         assert run(image_root, tmp_path / name, *options)["params_sha256"] == expected[1], name
         assert same(result(tmp_path / name), expected_result), name
@@ -132,7 +166,9 @@ def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd
         assert lines[0].startswith("the step takes ") and lines[1].startswith("one worker gives ")
         assert lines[2].startswith(f"workers={kept['workers']} ")
 
-    board = EventAccumulator(str(tmp_path / "measured" / "tensorboard"), size_guidance={"images": 0, "tensors": 0}).Reload()
+    board = EventAccumulator(
+        str(tmp_path / "measured" / "tensorboard"), size_guidance={"images": 0, "tensors": 0}
+    ).Reload()
     assert len(board.Images("autotune/supply and demand")) == 1
     text = board.Tensors("autotune/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "the step takes " in text
@@ -161,13 +197,19 @@ def test_nothing_is_changed_by_measuring_when_resumed(
         summary = run(image_root, tmp_path / "parts", *ADAMW, *part)
         assert tuning(capfd.readouterr().out)[-1].startswith("measured in ")
     assert summary["params_sha256"] == whole["params_sha256"]
-    (state, validated), (expected_state, expected) = result(tmp_path / "parts"), result(tmp_path / "whole")
+    (state, validated), (expected_state, expected) = (
+        result(tmp_path / "parts"),
+        result(tmp_path / "whole"),
+    )
     assert same({**state, "best": 0}, {**expected_state, "best": 0})
     assert [row["step"] for row in validated] == [3, 5, 9] and validated[1:] == expected
 
 
 def test_remembered_number_has_room(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """There may be less memory than at the last start."""
     sizes = []
@@ -183,16 +225,26 @@ def test_remembered_number_has_room(
     assert sizes == [MOST]
     lines = tuning(capfd.readouterr().out)
     assert any(line.startswith(f"workers={MOST} ") for line in lines)
-    assert lines[-1].startswith(f"remembered; it was {MOST + 2} workers, and there is room for {MOST};")
+    assert lines[-1].startswith(
+        f"remembered; it was {MOST + 2} workers, and there is room for {MOST};"
+    )
 
 
 def test_few_steps_are_not_worth_measuring(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 4)
-    for steps, first_line in (("3", "not measured, workers=3: 3 steps are over before it matters"), ("7", "the step takes ")):
+    for steps, first_line in (
+        ("3", "not measured, workers=3: 3 steps are over before it matters"),
+        ("7", "the step takes "),
+    ):
         capfd.readouterr()
-        run(image_root, tmp_path / "run", f"train.max_steps={steps}")  # the second goes on after the first's three
+        run(
+            image_root, tmp_path / "run", f"train.max_steps={steps}"
+        )  # the second goes on after the first's three
         assert tuning(capfd.readouterr().out)[0].startswith(first_line)
 
 
@@ -223,10 +275,14 @@ def test_unreadable_file_among_those_that_are_measured(
     assert running(os.getpid()) == processes
 
 
-def test_signal_while_measuring(image_root: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_signal_while_measuring(
+    image_root: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     """A checkpoint, and 128 + signal, as at any other time."""
     arguments = [sys.executable, *command(tmp_path, image_root, tmp_path / "run")]
-    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         wait_until((tmp_path / "measuring-0").exists, process)
         family = running(process.pid)
         assert len(family) > 1
@@ -236,26 +292,55 @@ def test_signal_while_measuring(image_root: Path, tmp_path: Path, environment: d
     assert process.returncode == 128 + signal.SIGTERM
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == summary["step"] < 9
+    assert (
+        json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"]
+        == summary["step"]
+        < 9
+    )
 
     rest = run(image_root, tmp_path / "run", "loader.workers=1")
-    assert rest["params_sha256"] == run(image_root, tmp_path / "straight", "loader.workers=1")["params_sha256"]
+    assert (
+        rest["params_sha256"]
+        == run(image_root, tmp_path / "straight", "loader.workers=1")["params_sha256"]
+    )
 
 
-def test_ranks_choose_together(image_root: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_ranks_choose_together(
+    image_root: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     """One number, within what is one rank's of the cores; and the steps of the measuring leave no trace in any.
 
     Three, for sums of two round alike in any order.
     """
     ranks, hashes = 3, {}
     for workers in ("auto", "1"):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
         arguments = command(
-            tmp_path, image_root, tmp_path / workers, *ADAMW, "loader.batch_size=12", f"loader.workers={workers}"
+            tmp_path,
+            image_root,
+            tmp_path / workers,
+            *ADAMW,
+            "loader.batch_size=12",
+            f"loader.workers={workers}",
         )
-        done = subprocess.run([*launcher, *arguments], env=environment, capture_output=True, text=True, timeout=HANGS_SECONDS)
+        done = subprocess.run(
+            [*launcher, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+        )
         assert done.returncode == 0, done.stderr
-        hashes[workers] = json.loads((tmp_path / workers / "summary.json").read_text())["params_sha256"]
+        hashes[workers] = json.loads((tmp_path / workers / "summary.json").read_text())[
+            "params_sha256"
+        ]
         if workers == "auto":
             assert tuning(done.stdout)[-1].startswith("measured in ")
             assert done.stdout.count("the step takes ") == 1
@@ -267,5 +352,11 @@ def test_ranks_choose_together(image_root: Path, tmp_path: Path, environment: di
         assert found["workers"] == answer["workers"] == everyones[0]["workers"]
         assert answer["budget"] == 1 and answer["batch_size"] == 12 // ranks
         # Only workers that wait for storage more than they compute leave room for another.
-        assert 1 <= found["workers"] <= (1 if supply["wait_ms"] < supply["cpu_ms"] else 2) <= found["most"] == 2
+        assert (
+            1
+            <= found["workers"]
+            <= (1 if supply["wait_ms"] < supply["cpu_ms"] else 2)
+            <= found["most"]
+            == 2
+        )
     assert hashes["auto"] == hashes["1"]

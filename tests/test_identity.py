@@ -405,9 +405,7 @@ def test_choice_of_the_decoder_knows_the_stored_pixels(
     asked: list[str] = []
     choose = loader_plan.choose_decoder
 
-    def recorded(
-        config: Config, dataset: Dataset, device: torch.device, stored_pixels: str
-    ) -> str:
+    def recorded(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str) -> str:
         asked.append(stored_pixels)
         return choose(config, dataset, device, stored_pixels)
 

@@ -68,8 +68,11 @@ def test_attention_with_three_projection_weights_is_decayed() -> None:
         Optim(weight_decay=0.5, decay_norms=False),
     )
     assert {name for name, decay in found.items() if decay} == {
-        "q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"
-    }  # fmt: skip
+        "q_proj_weight",
+        "k_proj_weight",
+        "v_proj_weight",
+        "out_proj.weight",
+    }
     assert {"bias_k", "bias_v", "in_proj_bias", "out_proj.bias"} == {
         name for name, decay in found.items() if not decay
     }

@@ -7,9 +7,26 @@ import pytest
 import torch
 from PIL import Image, ImageColor
 
-from engine.pictures import BLUE, RED, bars, confusion, encoded, grid, most_confused, per_class, worst
+from engine.pictures import (
+    BLUE,
+    RED,
+    bars,
+    confusion,
+    encoded,
+    grid,
+    most_confused,
+    per_class,
+    worst,
+)
 
-STRANGE = ["plain", "a name far longer than any picture has room for " * 3, "ねこ", "\udcff\udcfe", "", "a\nb"]
+STRANGE = [
+    "plain",
+    "a name far longer than any picture has room for " * 3,
+    "ねこ",
+    "\udcff\udcfe",
+    "",
+    "a\nb",
+]
 
 
 def colours(image: Image.Image) -> dict[tuple[int, int, int], int]:
@@ -25,13 +42,21 @@ def lengths(image: Image.Image, colour: str) -> list[int]:
 
 
 def test_grid() -> None:
-    for count, shape in {1: (3, 5, 5), 7: (3, 5, 35), 8: (3, 5, 40), 9: (3, 10, 40), 64: (3, 40, 40)}.items():
+    for count, shape in {
+        1: (3, 5, 5),
+        7: (3, 5, 35),
+        8: (3, 5, 40),
+        9: (3, 10, 40),
+        64: (3, 40, 40),
+    }.items():
         images = torch.randint(1, 256, (count, 3, 5, 5), dtype=torch.uint8)
         sheet = grid(images)
         assert (sheet.shape, sheet.dtype) == (shape, torch.uint8)
         for i in range(count):
             row, column = divmod(i, 8)
-            assert torch.equal(sheet[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5], images[i])
+            assert torch.equal(
+                sheet[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5], images[i]
+            )
     assert grid(torch.ones(9, 3, 5, 5, dtype=torch.uint8))[:, 5:, 5:].sum() == 0
 
 
@@ -61,7 +86,9 @@ def test_worst_shows_every_image_in_its_place() -> None:
     assert (sheet[200:262, 176:336] == red).all(2).any()
 
 
-@pytest.mark.parametrize(("side", "tile"), [(32, 160), (64, 192), (160, 160), (224, 224), (384, 256)])
+@pytest.mark.parametrize(
+    ("side", "tile"), [(32, 160), (64, 192), (160, 160), (224, 224), (384, 256)]
+)
 def test_worst_of_any_size(side: int, tile: int) -> None:
     image = worst("title", torch.zeros(1, 3, side, side, dtype=torch.uint8), [("a", "b", "c")])
     assert colours(image)[0, 0, 0] >= tile * tile and image.height == 40 + tile + 62
@@ -101,7 +128,10 @@ def test_confusion_of_any_number_of_classes(classes: int) -> None:
 
 def test_names_that_are_not_text() -> None:
     table = np.ones((6, 6), dtype=np.int32)
-    for image in (confusion("title", table, STRANGE), per_class("title", table.sum(1), table.diagonal(), STRANGE)):
+    for image in (
+        confusion("title", table, STRANGE),
+        per_class("title", table.sum(1), table.diagonal(), STRANGE),
+    ):
         assert image.width < 1000
 
 
@@ -128,13 +158,20 @@ def test_per_class_of_many() -> None:
     hits = np.random.default_rng(0).permutation(count) % 101
     image = per_class("title", np.full(count, 100), hits, [f"n{i:08d}" for i in range(count)])
     assert len(lengths(image, RED)) == 20 and image.width == 900
-    assert per_class("title", np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64), ["a", "b", "c"]).width == 900
+    assert (
+        per_class(
+            "title", np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64), ["a", "b", "c"]
+        ).width
+        == 900
+    )
 
 
 @pytest.mark.parametrize(("side", "kind"), [(32, "PNG"), (64, "JPEG"), (224, "JPEG")])
 def test_encoded(side: int, kind: str) -> None:
     """64 CIFAR images and drawings are lossless; Tiny ImageNet images as PNG would take 500 kB."""
-    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
+    small = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    )
     sheet = small.resize((8 * side, 8 * side))  # no sharper than a photograph
     for photos in (False, True):
         back = Image.open(io.BytesIO(encoded(sheet, photos=photos)))

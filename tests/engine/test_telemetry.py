@@ -60,7 +60,11 @@ class NvmlError(Exception):
         self.value = value
 
 
-NOT_SUPPORTED, NOT_FOUND, LOST = NvmlError(3, "Not Supported"), NvmlError(6, "Not Found"), NvmlError(15, "GPU is lost")
+NOT_SUPPORTED, NOT_FOUND, LOST = (
+    NvmlError(3, "Not Supported"),
+    NvmlError(6, "Not Found"),
+    NvmlError(15, "GPU is lost"),
+)
 FUNCTION_NOT_FOUND = NvmlError(13, "Function Not Found")
 
 
@@ -71,10 +75,14 @@ class Nvml:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
         self.answers: dict[str, Any] = {
             "nvmlInit": None,
-            "nvmlDeviceGetHandleByUUID": lambda uuid: "gpu" if uuid.startswith(b"GPU-") else NOT_FOUND,
+            "nvmlDeviceGetHandleByUUID": lambda uuid: (
+                "gpu" if uuid.startswith(b"GPU-") else NOT_FOUND
+            ),
             "nvmlDeviceGetDeviceHandleFromMigDeviceHandle": NvmlError(2, "Invalid Argument"),
             "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=90, memory=30),
-            "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=20 * GIB, free=60 * GIB, total=80 * GIB),
+            "nvmlDeviceGetMemoryInfo": SimpleNamespace(
+                used=20 * GIB, free=60 * GIB, total=80 * GIB
+            ),
             "nvmlDeviceGetPowerUsage": 650_000,
             "nvmlDeviceGetTemperature": 61,
             "nvmlDeviceGetClockInfo": lambda handle, clock: {1: 1980, 2: 3201}[clock],
@@ -100,7 +108,10 @@ class Nvml:
         return ask
 
     def count(self, name: str, *arguments: Any) -> int:
-        return sum(call[0] == name and call[1][-len(arguments) or len(call[1]) :] == arguments for call in self.calls)
+        return sum(
+            call[0] == name and call[1][-len(arguments) or len(call[1]) :] == arguments
+            for call in self.calls
+        )
 
     @property
     def samples(self) -> int:
@@ -132,7 +143,11 @@ OF_QUERY = {
     "temperature": ("nvmlDeviceGetTemperature", 0, ["gpu/temperature_celsius"]),
     "SM clock": ("nvmlDeviceGetClockInfo", 1, ["gpu/sm_clock_mhz"]),
     "memory clock": ("nvmlDeviceGetClockInfo", 2, ["gpu/memory_clock_mhz"]),
-    "throttling": ("nvmlDeviceGetCurrentClocksThrottleReasons", "gpu", [t for t in EVERYTHING if "throttled" in t]),
+    "throttling": (
+        "nvmlDeviceGetCurrentClocksThrottleReasons",
+        "gpu",
+        [t for t in EVERYTHING if "throttled" in t],
+    ),
     "JPEG engines": ("nvmlDeviceGetJpgUtilization", "gpu", ["gpu/jpeg_engine_utilization"]),
     "video decoders": ("nvmlDeviceGetDecoderUtilization", "gpu", ["gpu/decoder_utilization"]),
     "PCIe transmit": ("nvmlDeviceGetPcieThroughput", 0, ["gpu/pcie_transmit_mb_per_second"]),
@@ -146,7 +161,11 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
     def install(nvml: Nvml) -> Nvml:
         monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 0.001)
         monkeypatch.setitem(sys.modules, "pynvml", nvml)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=UUIDS[device.index]))
+        monkeypatch.setattr(
+            torch.cuda,
+            "get_device_properties",
+            lambda device: SimpleNamespace(uuid=UUIDS[device.index]),
+        )
         return nvml
 
     return install
@@ -189,7 +208,9 @@ def test_means_since_the_last_read(install) -> None:
             means.append(monitor.read()["gpu/power_watts"])
     rest = monitor.read().get("gpu/power_watts", 10**9)
     assert 0 < means[0] < means[1] < means[2] < rest
-    assert monitor.read("epoch")["gpu/power_watts"] == (next(values) - 1) / 2  # another reader: all samples
+    assert (
+        monitor.read("epoch")["gpu/power_watts"] == (next(values) - 1) / 2
+    )  # another reader: all samples
     assert monitor.read("epoch") == {}
 
 
@@ -205,7 +226,9 @@ def test_pcie_is_queried_every_second_time(install) -> None:
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [LOST, RuntimeError("something else"), ValueError("no number")])
-def test_a_failing_query_is_one_warning(install, caplog: pytest.LogCaptureFixture, query: str, error: Exception) -> None:
+def test_a_failing_query_is_one_warning(
+    install, caplog: pytest.LogCaptureFixture, query: str, error: Exception
+) -> None:
     nvml = install(Nvml())
     mend = breaking(nvml, query, error)
     lost = OF_QUERY[query][2]
@@ -224,24 +247,37 @@ def test_a_failing_query_is_one_warning(install, caplog: pytest.LogCaptureFixtur
 
 
 @pytest.mark.parametrize("value", ["warm", None, math.nan, math.inf])
-def test_values_that_are_not_numbers_are_ignored(install, caplog: pytest.LogCaptureFixture, value: Any) -> None:
+def test_values_that_are_not_numbers_are_ignored(
+    install, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
     nvml = install(Nvml(nvmlDeviceGetTemperature=value))
     with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.samples > 20)
         assert EVERYTHING.keys() - monitor.read().keys() == {"gpu/temperature_celsius"}
-    assert [record.levelname for record in caplog.records] == ["WARNING"] * (not isinstance(value, float))
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (
+        not isinstance(value, float)
+    )
 
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_an_unsupported_query_is_left_out(install, caplog: pytest.LogCaptureFixture, query: str, error: NvmlError) -> None:
+def test_an_unsupported_query_is_left_out(
+    install, caplog: pytest.LogCaptureFixture, query: str, error: NvmlError
+) -> None:
     """Old drivers and small GPUs: not a warning, and not queried again."""
     nvml = install(Nvml())
     breaking(nvml, query, error)
     name, last, lost = OF_QUERY[query]
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: nvml.count("nvmlDeviceGetClockInfo") + nvml.count("nvmlDeviceGetDecoderUtilization") > 40)
-        assert monitor.read() == {tag: value for tag, value in EVERYTHING.items() if tag not in lost}
+        wait_until(
+            lambda: (
+                nvml.count("nvmlDeviceGetClockInfo") + nvml.count("nvmlDeviceGetDecoderUtilization")
+                > 40
+            )
+        )
+        assert monitor.read() == {
+            tag: value for tag, value in EVERYTHING.items() if tag not in lost
+        }
     assert nvml.count(name, last) == 1
     (record,) = caplog.records
     assert record.levelname == "INFO" and query in record.getMessage()
@@ -286,7 +322,9 @@ def test_the_gpu_is_found_by_its_uuid(install, index: int) -> None:
     with GpuMonitor(torch.device("cuda", index)):
         wait_until(lambda: nvml.samples)
     assert (
-        nvml.count("nvmlDeviceGetHandleByUUID") == nvml.count("nvmlDeviceGetHandleByUUID", f"GPU-{UUIDS[index]}".encode()) == 1
+        nvml.count("nvmlDeviceGetHandleByUUID")
+        == nvml.count("nvmlDeviceGetHandleByUUID", f"GPU-{UUIDS[index]}".encode())
+        == 1
     )
 
 
@@ -294,12 +332,16 @@ def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
     """Memory is the instance's, the rest the whole GPU's; with MIG, NVML reports no utilisation."""
     nvml = install(
         Nvml(
-            nvmlDeviceGetHandleByUUID=lambda uuid: "instance" if uuid == b"MIG-12-34" else NOT_FOUND,
+            nvmlDeviceGetHandleByUUID=lambda uuid: (
+                "instance" if uuid == b"MIG-12-34" else NOT_FOUND
+            ),
             nvmlDeviceGetDeviceHandleFromMigDeviceHandle=lambda handle: {"instance": "gpu"}[handle],
             nvmlDeviceGetUtilizationRates=NOT_SUPPORTED,
             nvmlDeviceGetJpgUtilization=NOT_SUPPORTED,
             nvmlDeviceGetDecoderUtilization=NOT_SUPPORTED,
-            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(used={"instance": 3 * GIB}[handle]),
+            nvmlDeviceGetMemoryInfo=lambda handle: SimpleNamespace(
+                used={"instance": 3 * GIB}[handle]
+            ),
         )
     )
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
@@ -317,9 +359,13 @@ def test_the_reasons_for_reduced_clocks(install) -> None:
     """An idle GPU and clocks set by a user are not slowdowns."""
     masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x048, 0x000]
     asked = iter(range(10**9))
-    nvml = install(Nvml(nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: masks[min(next(asked), 7)]))
+    nvml = install(
+        Nvml(nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: masks[min(next(asked), 7)])
+    )
     release = threading.Event()
-    nvml.answers["nvmlDeviceGetTemperature"] = lambda *_: release.wait() and 61 if nvml.samples == 9 else 61
+    nvml.answers["nvmlDeviceGetTemperature"] = lambda *_: (
+        release.wait() and 61 if nvml.samples == 9 else 61
+    )
     with GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.samples == 9)  # the ninth blocks in the driver: eight are complete
         found = monitor.read()
@@ -342,7 +388,9 @@ def test_the_reasons_for_reduced_clocks(install) -> None:
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 
-def test_closing_does_not_wait_for_the_next_sample(install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_does_not_wait_for_the_next_sample(
+    install, monkeypatch: pytest.MonkeyPatch
+) -> None:
     install(Nvml())
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 3600)
     with GpuMonitor(CUDA) as monitor:
@@ -463,11 +511,24 @@ def map_and_wait(region: mmap.mmap, ready: Any, end: Any) -> None:
 def test_host_figures_of_real_processes() -> None:
     with holding(0) as small, holding(100) as large, holding(100) as other:
         base = host_figures([small], 0)["host/workers_rss_gib"]
-        assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx((100 / 1024) + base, abs=0.02)
-        assert host_figures([large, other], 0)["host/workers_rss_gib"] == pytest.approx(2 * (base + 100 / 1024), abs=0.02)
+        assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx(
+            (100 / 1024) + base, abs=0.02
+        )
+        assert host_figures([large, other], 0)["host/workers_rss_gib"] == pytest.approx(
+            2 * (base + 100 / 1024), abs=0.02
+        )
         found = host_figures([], 3 * GIB)
-    assert set(found) == {"host/trainer_rss_gib", "host/workers_rss_gib", "host/pinned_gib", "host/shm_used_gib"}
-    assert found["host/pinned_gib"] == 3 and found["host/workers_rss_gib"] == 0 and found["host/shm_used_gib"] >= 0
+    assert set(found) == {
+        "host/trainer_rss_gib",
+        "host/workers_rss_gib",
+        "host/pinned_gib",
+        "host/shm_used_gib",
+    }
+    assert (
+        found["host/pinned_gib"] == 3
+        and found["host/workers_rss_gib"] == 0
+        and found["host/shm_used_gib"] >= 0
+    )
     assert 0.05 < found["host/trainer_rss_gib"] < 100
 
 
@@ -484,7 +545,10 @@ def test_buffers_that_workers_share_count_once() -> None:
     for _ in workers:
         ready.acquire()
     with_them = host_figures([w.pid for w in workers if w.pid], 0)
-    resident = [int(Path(f"/proc/{w.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / GIB for w in workers]
+    resident = [
+        int(Path(f"/proc/{w.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / GIB
+        for w in workers
+    ]
     end.set()
     for worker in workers:
         worker.join()
@@ -512,7 +576,9 @@ sys.stdin.read()
 
 
 def test_pages_shared_with_a_forkserver_count_once() -> None:
-    with subprocess.Popen([sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
         assert process.stdin and process.stdout
         pids = [int(pid) for pid in process.stdout.readline().split()]
         found = host_figures(pids, 0)["host/workers_rss_gib"] * 1024
@@ -523,10 +589,15 @@ def test_pages_shared_with_a_forkserver_count_once() -> None:
 def test_workers_that_have_died() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass  # it has been reaped
-    with subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as zombie, holding(50) as alive:
+    with (
+        subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as zombie,
+        holding(50) as alive,
+    ):
         assert zombie.stdout and zombie.stdout.read() == b""
         wait_until(lambda: ") Z " in Path(f"/proc/{zombie.pid}/stat").read_text())
-        assert host_figures([gone.pid, zombie.pid, alive, 2**31 - 1], 0) == pytest.approx(host_figures([alive], 0), abs=0.01)
+        assert host_figures([gone.pid, zombie.pid, alive, 2**31 - 1], 0) == pytest.approx(
+            host_figures([alive], 0), abs=0.01
+        )
         assert host_figures([gone.pid, zombie.pid], 0)["host/workers_rss_gib"] == 0
 
 
@@ -548,11 +619,20 @@ class TestOnAGpu:
         allocator_figures(CUDA)
         tensor = torch.ones(2**28, device="cuda")  # 1 GiB
         figures = allocator_figures(CUDA)
-        assert 1 <= figures["memory/allocated_gib"] <= figures["memory/active_gib"] <= figures["memory/reserved_gib"]
-        assert figures["memory/allocated_peak_gib"] >= 1 and figures["memory/reserved_peak_gib"] >= 1
+        assert (
+            1
+            <= figures["memory/allocated_gib"]
+            <= figures["memory/active_gib"]
+            <= figures["memory/reserved_gib"]
+        )
+        assert (
+            figures["memory/allocated_peak_gib"] >= 1 and figures["memory/reserved_peak_gib"] >= 1
+        )
         assert 0 <= figures["memory/fragmentation"] <= 1 and figures["memory/alloc_retries"] >= 0
         del tensor
-        assert allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1  # of the interval in which it was freed
+        assert (
+            allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1
+        )  # of the interval in which it was freed
         assert allocator_figures(CUDA)["memory/allocated_peak_gib"] < 1
 
     def test_the_allocator_does_not_synchronise(self) -> None:
@@ -571,7 +651,12 @@ class TestOnAGpu:
         with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
             found: dict[str, float] = {}
             # queries run one after another, some take 20 ms; power is among the first, PCIe is last
-            wait_until(lambda: found.update(monitor.read()) or {"gpu/power_watts", "gpu/memory_used_gib"} <= found.keys())
+            wait_until(
+                lambda: (
+                    found.update(monitor.read())
+                    or {"gpu/power_watts", "gpu/memory_used_gib"} <= found.keys()
+                )
+            )
         print(found, monitor.slowdowns(), [record.getMessage() for record in caplog.records])
         assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
         assert 10 < found["gpu/power_watts"] < 2000 and 0 < found["gpu/memory_used_gib"] < 1000
@@ -585,13 +670,21 @@ class TestOnAGpu:
         pynvml.nvmlInit()
         last = pynvml.nvmlDeviceGetCount() - 1
         uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(last))
-        code = ("import pynvml, torch; from engine.telemetry import find_gpu; pynvml.nvmlInit(); "
-                "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).whole))")  # fmt: skip
+        code = (
+            "import pynvml, torch; from engine.telemetry import find_gpu; pynvml.nvmlInit(); "
+            "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).whole))"
+        )
         environment = {
             **os.environ,
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "CUDA_VISIBLE_DEVICES": uuid if by_uuid else str(last),
         }
-        done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=Path(__file__).parents[2], capture_output=True,
-                              text=True, check=True)  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == uuid

@@ -54,12 +54,16 @@ def psnr(a: Image.Image, b: Image.Image) -> float:
     return float(10 * np.log10(255**2 / max(1e-9, (difference**2).mean())))
 
 
-def shrunk(data: bytes, name: str = "a.JPEG", *, side: int = 96, quality: int = 90) -> tuple[bytes, str]:
+def shrunk(
+    data: bytes, name: str = "a.JPEG", *, side: int = 96, quality: int = 90
+) -> tuple[bytes, str]:
     return shrink.shrink(data, name, side=side, quality=quality, decoder="pillow")
 
 
 def files(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
+    }
 
 
 def images(root: Path) -> dict[str, bytes]:
@@ -71,7 +75,9 @@ def command(root: Path, to: Path, *options: str) -> list[str]:
 
 
 def run(root: Path, to: Path, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(root, to, *options), cwd=ROOT, capture_output=True, text=True, timeout=60, **how)
+    return subprocess.run(
+        command(root, to, *options), cwd=ROOT, capture_output=True, text=True, timeout=60, **how
+    )
 
 
 @pytest.fixture
@@ -80,9 +86,15 @@ def start() -> Iterator[Start]:
     started: list[subprocess.Popen[str]] = []
 
     def start(root: Path, to: Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(command(root, to, "--workers", "2"), cwd=ROOT, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, process_group=0,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+        process = subprocess.Popen(
+            command(root, to, "--workers", "2"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         started.append(process)
         return process
 
@@ -95,9 +107,13 @@ def start() -> Iterator[Start]:
 # One image.
 
 
-@pytest.mark.parametrize("size", [(200, 300), (300, 200), (200, 200), (97, 1000), (1000, 97), (333, 111)])
+@pytest.mark.parametrize(
+    "size", [(200, 300), (300, 200), (200, 200), (97, 1000), (1000, 97), (333, 111)]
+)
 @pytest.mark.parametrize("side", [64, 96])
-def test_the_short_side_is_exact_and_the_aspect_ratio_kept(size: tuple[int, int], side: int) -> None:
+def test_the_short_side_is_exact_and_the_aspect_ratio_kept(
+    size: tuple[int, int], side: int
+) -> None:
     made = opened(shrunk(encoded(drawn().resize(size)), side=side)[0])
     assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", side)
     assert max(made.size) == pytest.approx(side * max(size) / min(size), abs=1)
@@ -143,8 +159,19 @@ def test_exif_and_profile_are_removed_and_rotation_is_ignored() -> None:
 
 
 @pytest.mark.parametrize("size", [(60, 90), (200, 300)])
-@pytest.mark.parametrize(("kind", "mode"), [("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA"), ("PNG", "I;16"),
-                                            ("GIF", "P"), ("WEBP", "RGB"), ("BMP", "RGB")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("JPEG", "CMYK"),
+        ("PNG", "RGB"),
+        ("PNG", "P"),
+        ("PNG", "RGBA"),
+        ("PNG", "I;16"),
+        ("GIF", "P"),
+        ("WEBP", "RGB"),
+        ("BMP", "RGB"),
+    ],
+)
 def test_a_file_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple[int, int]) -> None:
     image = drawn("L" if mode == "I;16" else mode).resize(size)
     if mode == "I;16":
@@ -154,7 +181,11 @@ def test_a_file_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple
     assert odd.startswith(f"{kind} {mode}") and "converted" in odd
     assert (opened(made).format, opened(made).mode) == ("JPEG", "RGB")
     assert min(opened(made).size) == min(96, *size)
-    exact = decode.open_picture(data, "pillow").pillow().resize(opened(made).size, Image.Resampling.BILINEAR)
+    exact = (
+        decode.open_picture(data, "pillow")
+        .pillow()
+        .resize(opened(made).size, Image.Resampling.BILINEAR)
+    )
     assert psnr(opened(made), opened(encoded(exact, quality=90, subsampling="4:2:0"))) > 40
 
 
@@ -164,7 +195,9 @@ def test_grey_images_stay_grey_and_are_not_unusual() -> None:
     assert not odd and (pixels == pixels[..., :1]).all()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("a.png", "PNG"), ("a.PNG", "JPEG"), ("a.webp", "WEBP"), ("a.gif", "GIF")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.png", "PNG"), ("a.PNG", "JPEG"), ("a.webp", "WEBP"), ("a.gif", "GIF")]
+)
 def test_files_with_other_names_are_copied(name: str, kind: str) -> None:
     data = encoded(drawn(), kind)
     made, odd = shrunk(data, name)
@@ -209,7 +242,9 @@ BROKEN = ["train/checks/empty.jpg", "train/checks/half.jpg", "val/checks/text.JP
 
 
 @pytest.fixture(scope="module")
-def done(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def done(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     to = tmp_path_factory.mktemp("done") / "new" / "imagenet256"
     return to, run(source, to, "--side", "256")
 
@@ -236,11 +271,21 @@ def test_the_report(source: Path, done: tuple[Path, subprocess.CompletedProcess[
     report = json.loads((to / "shrink.json").read_text())
     after, before = images(to), images(source)
     same = sum(after[name] == before[name] for name in after)
-    assert report["images"] == len(after) + 3 == report["copied"] + report["encoded"] + report["unreadable"]
+    assert (
+        report["images"]
+        == len(after) + 3
+        == report["copied"] + report["encoded"] + report["unreadable"]
+    )
     assert (report["copied"], report["unreadable"], report["odd"]) == (same, 3, 3)
     assert report["bytes_after"] == sum(map(len, after.values()))
     assert report["bytes_before"] == sum(len(before[name]) for name in after)
-    assert report["settings"] == {"version": 1, "source": str(source), "splits": ["train", "val"], "side": 256, "quality": 90}
+    assert report["settings"] == {
+        "version": 1,
+        "source": str(source),
+        "splits": ["train", "val"],
+        "side": 256,
+        "quality": 90,
+    }
     assert report["train_with"] == f"python train.py data.root={to}"
     assert report["train_with"] in process.stdout and "images/s" in process.stdout
     assert [line.split("\t")[0] for line in (to / "odd.txt").read_text().splitlines()] == ODD
@@ -251,18 +296,30 @@ def test_the_report(source: Path, done: tuple[Path, subprocess.CompletedProcess[
 
 def test_a_model_can_be_trained_on_the_copy(source: Path, done: tuple[Path, Any]) -> None:
     to, _ = done
-    transform = Compose(build([{"resize": {"size": 72}}, {"center_crop": {"size": 64}}], TRANSFORMS, key="augment.val"))
+    transform = Compose(
+        build(
+            [{"resize": {"size": 72}}, {"center_crop": {"size": 64}}], TRANSFORMS, key="augment.val"
+        )
+    )
     for split in ("train", "val"):
-        old, new = (FolderDataset(load_index(root / split, key="data.root"), transform) for root in (source, to))
+        old, new = (
+            FolderDataset(load_index(root / split, key="data.root"), transform)
+            for root in (source, to)
+        )
         assert new.index.classes == old.index.classes
-        labels = {os.path.relpath(old.name(i), source): int(old.index.labels.array[i]) for i in range(len(old))}
+        labels = {
+            os.path.relpath(old.name(i), source): int(old.index.labels.array[i])
+            for i in range(len(old))
+        }
         for i in range(len(new)):
             pixels, label = new.load(0, i)
             assert pixels.shape == (64, 64, 3)
             assert label == labels[os.path.relpath(new.name(i), to)]
 
 
-def test_a_second_run_only_retries_unreadable_files(source: Path, done: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_second_run_only_retries_unreadable_files(
+    source: Path, done: tuple[Path, Any], tmp_path: Path
+) -> None:
     root, to = (shutil.copytree(folder, tmp_path / folder.name) for folder in (source, done[0]))
     settings = json.loads((to / "shrink.json").read_text())
     settings["settings"]["source"] = str(root)
@@ -275,11 +332,17 @@ def test_a_second_run_only_retries_unreadable_files(source: Path, done: tuple[Pa
     assert {p: p.stat().st_mtime_ns for p in times} == times
     assert images(to).keys() == images(root).keys() - {"train/dots/notes.txt"}
     report = json.loads((to / "shrink.json").read_text())
-    assert (report["unreadable"], report["done_earlier"], report["odd"]) == (0, report["images"] - 3, 3)
+    assert (report["unreadable"], report["done_earlier"], report["odd"]) == (
+        0,
+        report["images"] - 3,
+        3,
+    )
     assert not (to / "unreadable.txt").exists()
     for split in ("train", "val"):
         old, new = (load_index(folder / split, key="data.root") for folder in (root, to))
-        assert new.fingerprint() == old.fingerprint()  # the same samples: a run can resume with the copy
+        assert (
+            new.fingerprint() == old.fingerprint()
+        )  # the same samples: a run can resume with the copy
 
 
 # Interrupted runs.
@@ -305,7 +368,9 @@ def test_an_odd_file_is_listed_even_if_the_run_is_killed(
     assert (tmp_path / ODD[0]).exists() == (killed == "after")
     shrink.shrink_file(job, ODD[0])  # the same command again
     shrink.write_report(job, shrink.Tally(), seconds=1, workers=1, command="")
-    assert [line.split("\t")[0] for line in (tmp_path / "odd.txt").read_text().splitlines()] == ODD[:1]
+    assert [line.split("\t")[0] for line in (tmp_path / "odd.txt").read_text().splitlines()] == ODD[
+        :1
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -338,7 +403,9 @@ def await_images(process: subprocess.Popen[str], to: Path) -> set[int]:
     return family
 
 
-def test_a_killed_run_leaves_no_process_and_can_resume(large: Path, tmp_path: Path, start: Start) -> None:
+def test_a_killed_run_leaves_no_process_and_can_resume(
+    large: Path, tmp_path: Path, start: Start
+) -> None:
     to = tmp_path / "to"
     process = start(large, to)
     family = await_images(process, to)
@@ -357,7 +424,10 @@ def test_a_killed_run_leaves_no_process_and_can_resume(large: Path, tmp_path: Pa
     assert not list(to.rglob(".shrink*"))
     after = images(to)
     assert after.keys() == images(large).keys()
-    assert len(set(after.values())) == 1 and opened(after["val/a/000.JPEG"]).size == (352 * 1200 // 900, 352)
+    assert len(set(after.values())) == 1 and opened(after["val/a/000.JPEG"]).size == (
+        352 * 1200 // 900,
+        352,
+    )
     report = json.loads((to / "shrink.json").read_text())
     assert report["done_earlier"] == len(finished) and report["encoded"] == 300
     assert report["bytes_before"] == sum(map(len, images(large).values()))
@@ -371,10 +441,16 @@ def test_ctrl_c_ends_promptly(large: Path, tmp_path: Path, start: Start) -> None
     output, errors = process.communicate(timeout=10)
     assert time.monotonic() - began < 3
     assert (process.returncode, output) == (130, "")
-    assert errors.splitlines()[-1] == "shrink.py: interrupted; run the same command again to resume" and "Trace" not in errors
+    assert (
+        errors.splitlines()[-1] == "shrink.py: interrupted; run the same command again to resume"
+        and "Trace" not in errors
+    )
     await_gone(family)
     assert not list((tmp_path / "to").rglob(".shrink*"))
-    assert all(opened(data).size == (352 * 1200 // 900, 352) for name, data in images(tmp_path / "to").items())
+    assert all(
+        opened(data).size == (352 * 1200 // 900, 352)
+        for name, data in images(tmp_path / "to").items()
+    )
 
 
 def test_a_dead_worker_is_a_one_line_error(large: Path, tmp_path: Path, start: Start) -> None:
@@ -384,16 +460,24 @@ def test_a_dead_worker_is_a_one_line_error(large: Path, tmp_path: Path, start: S
     os.kill(min(workers), signal.SIGKILL)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("shrink.py: worker died (exit status -9") and "Trace" not in errors
+    assert (
+        errors.splitlines()[-1].startswith("shrink.py: worker died (exit status -9")
+        and "Trace" not in errors
+    )
     await_gone(family)
 
 
 def test_a_write_error_is_a_one_line_error(large: Path, tmp_path: Path) -> None:
     limits = (5000, resource.RLIM_INFINITY)  # maximum file size, bytes
-    process = run(large, tmp_path / "to", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+    process = run(
+        large, tmp_path / "to", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    )
     assert process.returncode == 1
     last = process.stderr.splitlines()[-1]
-    assert last == "shrink.py: OSError: [Errno 27] File too large; run the same command again to resume"
+    assert (
+        last
+        == "shrink.py: OSError: [Errno 27] File too large; run the same command again to resume"
+    )
     assert not images(tmp_path / "to")
 
 
@@ -409,25 +493,39 @@ def test_a_full_disk_error_reports_the_sizes(image_root: Path, tmp_path: Path) -
     job = planned(image_root, tmp_path)
     half = shrink.Tally(encoded=20, copied=5, bytes_after=25_000_000)
     line = shrink.cannot_write(OSError(errno.ENOSPC, "No space left on device"), job, half)
-    assert line.startswith(f"{tmp_path}: No space left on device: about 0.026 GB needed, ") and "GB free" in line
+    assert (
+        line.startswith(f"{tmp_path}: No space left on device: about 0.026 GB needed, ")
+        and "GB free" in line
+    )
 
 
 @pytest.mark.parametrize("present", ["file.txt", "train/a/a.jpg", ".hidden"])
-def test_a_folder_with_other_files_is_refused_and_not_changed(source: Path, tmp_path: Path, present: str) -> None:
+def test_a_folder_with_other_files_is_refused_and_not_changed(
+    source: Path, tmp_path: Path, present: str
+) -> None:
     (tmp_path / present).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / present).write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"^--to .*: contains other files \(.*\); give a new or an empty folder$"):
+    with pytest.raises(
+        UserError, match=r"^--to .*: contains other files \(.*\); give a new or an empty folder$"
+    ):
         shrink.open_destination(planned(source, tmp_path))
     assert files(tmp_path) == {present: b"mine"}
 
 
-def test_other_settings_or_another_source_are_refused(source: Path, large: Path, tmp_path: Path) -> None:
+def test_other_settings_or_another_source_are_refused(
+    source: Path, large: Path, tmp_path: Path
+) -> None:
     shrink.open_destination(planned(source, tmp_path)).close()
     shrink.open_destination(planned(source, tmp_path)).close()
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"other settings \(side 256, not 128\); give the same options or another folder$"):
+    with pytest.raises(
+        UserError,
+        match=r"other settings \(side 256, not 128\); give the same options or another folder$",
+    ):
         shrink.open_destination(planned(source, tmp_path, side=128))
-    with pytest.raises(UserError, match=f"started with other settings \\(source {source}, not {large}\\)"):
+    with pytest.raises(
+        UserError, match=f"started with other settings \\(source {source}, not {large}\\)"
+    ):
         shrink.open_destination(planned(large, tmp_path))
     assert files(tmp_path) == before
     (tmp_path / "shrink.json").write_text("{}")
@@ -458,22 +556,34 @@ def test_a_destination_in_the_dataset_is_refused(source: Path, tmp_path: Path, p
     assert files(source) == before
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["data.root=/nowhere"], "data.train=/nowhere/train: no such folder"),
-    (["data.val=/elsewhere"], "data.val=/elsewhere: not under data.root="),
-    (["data=fake"], "data=fake: has no folder to shrink"),
-])  # fmt: skip
-def test_an_invalid_source(source: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.root=/nowhere"], "data.train=/nowhere/train: no such folder"),
+        (["data.val=/elsewhere"], "data.val=/elsewhere: not under data.root="),
+        (["data=fake"], "data=fake: has no folder to shrink"),
+    ],
+)
+def test_an_invalid_source(
+    source: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         planned(source, tmp_path / "to", *overrides)
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("options", [["--side", "3"], ["--quality", "0"], ["--workers", "0"], ["--sides", "3"], ["data.rot=3"]])
-def test_a_mistake_is_one_line_and_status_2(source: Path, tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [["--side", "3"], ["--quality", "0"], ["--workers", "0"], ["--sides", "3"], ["data.rot=3"]],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    source: Path, tmp_path: Path, options: list[str]
+) -> None:
     process = run(source, tmp_path / "to", *options)
     assert (process.returncode, process.stdout) == (2, "")
-    assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(f"shrink.py: {options[0]}")
+    assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(
+        f"shrink.py: {options[0]}"
+    )
     assert not (tmp_path / "to").exists()
 
 
@@ -482,5 +592,7 @@ def test_a_refused_destination_is_one_line_and_status_2(source: Path, tmp_path: 
     for to in (tmp_path, tmp_path / "mine"):
         process = run(source, to)
         assert (process.returncode, process.stdout) == (2, "")
-        assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(f"shrink.py: --to {to}: ")
+        assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(
+            f"shrink.py: --to {to}: "
+        )
     assert list(files(tmp_path)) == ["mine"]
