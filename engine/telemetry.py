@@ -40,13 +40,13 @@ class Gpu:
     """NVML and its handles.
 
     Attributes:
-        whole: handle of the GPU.
-        ours: handle of the MIG instance in use; without MIG, of the GPU.
+        gpu: handle of the GPU.
+        instance: handle of the MIG instance in use; without MIG, of the GPU.
     """
 
     nvml: Any
-    whole: Any
-    ours: Any
+    gpu: Any
+    instance: Any
 
 
 def find_gpu(nvml: Any, device: torch.device) -> Gpu:
@@ -57,20 +57,20 @@ def find_gpu(nvml: Any, device: torch.device) -> Gpu:
     """
     uuid = torch.cuda.get_device_properties(device).uuid
     try:
-        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        return Gpu(nvml, whole, whole)
+        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        return Gpu(nvml, handle, handle)
     except Exception as error:
         not_found = error
     try:
-        ours = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
-        return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(ours), ours)
+        instance = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
+        return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance), instance)
     except Exception:
         raise not_found from None
 
 
 def _throttling(gpu: Gpu) -> dict[str, float]:
     # The function's older name: old and new drivers have it.
-    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)
+    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.gpu)
     active = [(kind, words) for bit, kind, words in SLOWDOWNS if mask & bit]
     kinds = {f"gpu/throttled_{kind}_fraction": 0.0 for _, kind, _ in SLOWDOWNS}
     kinds |= {f"gpu/throttled_{kind}_fraction": 1.0 for kind, _ in active}
@@ -83,27 +83,27 @@ def _throttling(gpu: Gpu) -> dict[str, float]:
 
 # Queries by their name in warnings. Each one can fail alone.
 QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
-    "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.whole).gpu},
-    "memory": lambda g: {"gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.ours).used / GIB},
-    "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.whole) / 1000},
-    "temperature": lambda g: {
-        "gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)
+    "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.gpu).gpu},
+    "memory": lambda g: {
+        "gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.instance).used / GIB
     },
-    "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 1)},
-    "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 2)},
+    "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.gpu) / 1000},
+    "temperature": lambda g: {"gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.gpu, 0)},
+    "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.gpu, 1)},
+    "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.gpu, 2)},
     "throttling": _throttling,
     "JPEG engines": lambda g: {
-        "gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]
+        "gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.gpu)[0]
     },
     "video decoders": lambda g: {
-        "gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]
+        "gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.gpu)[0]
     },
     # in kB/s; the driver measures the bus for 20 ms, which blocks this thread
     "PCIe transmit": lambda g: {
-        "gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000
+        "gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.gpu, 0) / 1000
     },
     "PCIe receive": lambda g: {
-        "gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000
+        "gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.gpu, 1) / 1000
     },
 }
 EVERY_SECOND_SAMPLE = {"PCIe transmit", "PCIe receive"}
@@ -183,7 +183,8 @@ class GpuMonitor:
     def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:
         """Return the sums and counts of samples since this reader's last call."""
         with self._lock:
-            sums, counts = dict(self._sums), self._counts.copy()
+            sums = dict(self._sums)
+            counts = self._counts.copy()
         sums_before, counts_before = self._read.get(reader, ({}, Counter()))
         self._read[reader] = sums, counts
         new = counts - counts_before
@@ -248,7 +249,9 @@ def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -
 
 
 def allocator_figures(device: torch.device) -> dict[str, float]:
-    """Return the CUDA caching allocator's figures; peaks are since the last call. No synchronisation.
+    """Return the CUDA caching allocator's figures, without synchronisation.
+
+    Peaks are those since the last call.
 
     `fragmentation` is the share of reserved memory in inactive splits, the free parts of segments
     in use: they can be neither returned to CUDA nor merged for a large tensor. Free segments are
@@ -259,7 +262,8 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
         return {}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
-    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
+    reserved = stats["reserved_bytes.all.current"]
+    split = stats["inactive_split_bytes.all.current"]
     return {
         "memory/allocated_gib": stats["allocated_bytes.all.current"] / GIB,
         "memory/allocated_peak_gib": stats["allocated_bytes.all.peak"] / GIB,

@@ -30,7 +30,8 @@ ALONE = world()
 
 def out() -> torch.cuda.OutOfMemoryError:
     return torch.cuda.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
+        "of which 1.00 GiB is free. "
         "Including non-PyTorch memory, this process has 79.00 GiB memory in use."
     )
 
@@ -339,7 +340,7 @@ def convnet() -> nn.Module:
 @pytest.mark.parametrize("first", [144, 512, 4096])
 @pytest.mark.parametrize("expects", [False, True])
 def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> None:
-    """The suggested batch fits: at once with an estimate of the activations, else after a few tries."""
+    """The suggested batch fits: at once with `image_bytes`, otherwise after a few attempts."""
     with torch.device("meta"):
         expected = activation_bytes(convnet(), 128, torch.float32) if expects else 0
     model = convnet().to(CUDA)

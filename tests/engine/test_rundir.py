@@ -211,7 +211,8 @@ def test_changed_identity_is_refused_and_nothing_changes(run: Path, resume: str)
     path = resume if resume == "auto" else str(run / resume)
     with pytest.raises(
         UserError,
-        match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; model\.name cannot change",
+        match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; "
+        r"model\.name cannot change",
     ):
         open_run(run, path, {**IDENTITY, "model.name": "resnet50"})
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Telemetry of the GPU, the allocator and the host; a missing source is one warning, not an error."""
+"""Telemetry of the GPU, the allocator and the host; a missing source is one warning."""
 
 import logging
 import math
@@ -683,7 +683,7 @@ class TestOnAGpu:
         uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(last))
         code = (
             "import pynvml, torch; from engine.telemetry import find_gpu; pynvml.nvmlInit(); "
-            "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).whole))"
+            "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).gpu))"
         )
         environment = {
             **os.environ,
