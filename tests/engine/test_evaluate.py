@@ -132,7 +132,7 @@ def classed(
 
 @pytest.mark.parametrize("size", [1, 5, 37, 100])
 def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
-    """For any batch size; rows that fill up are neither counted nor shown, however wrong."""
+    """For any batch size; padding is neither counted nor shown."""
     mistakes = Mistakes(7, ALONE.device, worst=4)
     (found,) = evaluate([model], measure, padded(*data, size), ALONE, mistakes)
     table, losses, predictions = classed(model, *data)

@@ -142,7 +142,7 @@ def test_path_without_manifest_is_kept(run: Path, tmp_path: Path) -> None:
     assert copied.read_bytes() == before
 
 
-def test_never_moves_aside(run: Path, tmp_path: Path) -> None:
+def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     before = tree(run)
     for number in (1, 2):
         assert open_run(run, "never") is None
