@@ -43,10 +43,10 @@ from engine.distributed import StopSignal, World, join_world, same_on_all_ranks
 from engine.evaluate import hits, sums
 from engine.optim import build_optimizer
 from engine.out_of_memory import explain_out_of_memory
-from engine.plan import Plan, make_plan
+from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
-from engine.state import MovingAverage, TrainingError, TrainState, seed_step
+from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
 from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
@@ -111,7 +111,7 @@ def train(config: Config) -> dict[str, Any]:
                 image_bytes=plan.activation_bytes,
             )
         )
-        log.tuned(*tune_loader(feed, step, datasets, plan, state, world))
+        log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train_fingerprint))
         measure = compiled(validation_loss, plan.compile)
         validate = Validator(measure, feed=feed, plan=plan, world=world, log=log, stop=stop)
         use(log.watch(feed))
@@ -212,7 +212,9 @@ def training_loss(
     return loss, {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
 
 
-def validation_loss(network: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def validation_loss(
+    network: nn.Module, images: Tensor, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Forward pass and loss in validation, compiled likewise. Rows with a label below 0 do not count.
 
     Returns:
@@ -281,7 +283,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = build_state(plan, world)
-    # datasets.materialise()  # draws the demo's images, where they are missing
+    datasets.prepare()  # draws the demo's images, where they are missing
     same_on_all_ranks(world.gather(run_identity(config, datasets, plan)))
     return datasets, plan, state
 
@@ -332,14 +334,33 @@ def build_state(plan: Plan, world: World) -> TrainState:
 
 
 def tune_loader(
-    feed: Feed, step: Step, datasets: Datasets, plan: Plan, state: TrainState, world: World
+    feed: Feed, step: Step, plan: Plan, state: TrainState, world: World, train_fingerprint: str
 ) -> tuple[autotune.Answer | None, list[str]]:
     """Set the number of workers for loader.workers=auto. The steps that it takes leave no trace.
 
     Returns:
         What real steps have shown, now or at an earlier start on this machine; and lines to print.
     """
-    raise NotImplementedError
+    config, loader = plan.config, plan.loader
+    unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
+    if loader.not_measured is not None:
+        return None, [f"not measured, workers={loader.workers}: {loader.not_measured}{unused}"]
+    if not loader.measured:
+        fixed = f"loader.workers={loader.workers} is fixed{unused}; it needs loader.workers=auto"
+        return None, [fixed] if unused else []
+    tuner = autotune.Tuner(
+        feed,
+        step,
+        first_step=state.step,
+        setup=plan.setup,
+        choices=config.loader,
+        ranks=world,
+    )
+    question = tuning_question(plan, world, train_fingerprint)
+    with untouched(state):
+        return autotune.settle(
+            tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
+        )
 
 
 def main(config: Config) -> int:

@@ -1,11 +1,11 @@
-"""What a user may choose. Nothing here imports torch, so a mistake is answered in under a second."""
+"""The configuration. It imports no torch, so that a mistake is answered in under a second."""
 
 import os
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-# Module -> package that brings it. Without tensorboard a run warns and continues.
+# Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {
     "hydra": "hydra-core",
     "numpy": "numpy",
@@ -17,9 +17,9 @@ PACKAGES = {
 
 
 def _refuse_missing_packages() -> None:
-    """Leave with status 2 and one line when a package is not installed, as it is outside the virtual environment.
+    """Exit with status 2 and one line if a package is missing, usually outside the environment.
 
-    This runs before any other import of the project, so that no program needs a check of its own.
+    This runs before any other import of the project, so that no script needs its own check.
     """
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if not missing:
@@ -28,11 +28,15 @@ def _refuse_missing_packages() -> None:
     if (environment / "bin" / "activate").exists() and Path(sys.prefix) != environment:
         remedy = f"run `source {os.path.relpath(environment)}/bin/activate` first"
     else:
-        remedy = "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
-    names = ", ".join(missing[:-1]) + " and " * (len(missing) > 1) + missing[-1]
+        remedy = (
+            "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
+        )
+    names = f"{missing[0]} is"
+    if len(missing) > 1:
+        names = f"{', '.join(missing[:-1])} and {missing[-1]} are"
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: {names} {'are' if len(missing) > 1 else 'is'} not installed for {sys.executable}; "
-              f"{remedy}", file=sys.stderr)  # fmt: skip
+        message = f"{names} not installed for {sys.executable}; {remedy}"
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 
 

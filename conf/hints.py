@@ -1,10 +1,11 @@
-"""What to write for the options of other trainers: flags of pytorch/examples, torchvision and timm (`--lr 0.1`), keys of
-Hydra and Lightning templates (`trainer.max_epochs=5`), and values that other programs accept.
+"""The equivalents of options of other trainers.
 
-A name that equals the last part of a key in conf/schema.py (`--epochs`, `batch_size=64`) needs no entry.
+These are flags of pytorch/examples, torchvision and timm (`--lr 0.1`), keys of Hydra and Lightning
+templates (`trainer.max_epochs=5`), and values that other programs accept. A name that equals the
+last part of a key in conf/schema.py (`--epochs`, `batch_size=64`) needs no entry.
 """
 
-# What to write -> its names elsewhere, with - for _. {} stands for the value.
+# Override -> names in other programs, with - for _. {} stands for the value.
 _OVERRIDES = {
     "augment.batch=[{mixup: {alpha: {}}}]": "mixup mixup-alpha",
     "augment.batch=[{cutmix: {alpha: {}}}]": "cutmix cutmix-alpha",
@@ -41,29 +42,38 @@ _OVERRIDES = {
     "train.precision=bf16": "amp bf16 fp16 mixed-precision",
     "train.seed={}": "random-seed",
 }
-# What to do -> names elsewhere of what no key stands for.
+# Advice -> names in other programs of options without an equivalent key.
 _SENTENCES = {
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
-    "there is no evaluation mode yet: a run always validates at its end": "e eval evaluate test-only validate",
+    "there is no evaluation mode yet: a run always validates at its end": (
+        "e eval evaluate test-only validate"
+    ),
     "there is no gradient accumulation; lower loader.batch_size, and optim.lr in proportion": (
         "accum-iter grad-accum grad-accum-steps accumulate-grad-batches"
     ),
     "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs": (
-        "devices dist dist-backend dist-url distributed gpus local-rank multiprocessing-distributed ngpus nnodes nodes num-gpus"
-        " num-nodes rank world-size"
+        "devices dist dist-backend dist-url distributed gpus local-rank "
+        "multiprocessing-distributed ngpus nnodes nodes num-gpus num-nodes rank world-size"
     ),
     "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU": "gpu gpu-id",
     "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",
 }
-REMEDIES = {name: remedy for table in (_OVERRIDES, _SENTENCES) for remedy, names in table.items() for name in names.split()}
+REMEDIES = {
+    name: remedy
+    for table in (_OVERRIDES, _SENTENCES)
+    for remedy, names in table.items()
+    for name in names.split()
+}
 
-# The beginning of an override whose value other programs take -> what to do.
+# Start of an override with a value of other programs -> advice.
 VALUES = {
     "model.compile=false": "write model.compile=off",
     "model.compile=true": "write model.compile=default",
     "model.weights=true": "write model.weights=pretrained",
-    "train.device=cuda:": "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU",
+    "train.device=cuda:": (
+        "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU"
+    ),
 }
-# Key -> what a value means that other programs count otherwise.
+# Key -> explanation, if other programs define its value differently.
 MEANINGS = {"loader.batch_size": "loader.batch_size is the batch over all GPUs (timm's is per GPU)"}

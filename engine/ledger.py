@@ -1,64 +1,103 @@
-"""Where the time of a run goes: steps, waiting, validation, checkpoints, starts; and what follows from it."""
+"""Where the time of a run goes: steps, waiting, validation, checkpoints, starts; the verdict."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from engine.meters import Interval
-from engine.plan import Plan
-from engine.verdict import Account, slowest, verdict
+from pipeline.clock import Timing
+from pipeline.sizing.diagnosis import LoaderState, Observation, Setup, diagnose, slowest
 
-# Dense bf16 operations per second, by NVIDIA's data sheets.
-PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12, "A30": 165e12, "L40S": 362e12, "L4": 121e12,
-              "A10": 125e12, "4090": 165e12, "3090": 71e12}  # fmt: skip
-SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; fewer are not judged
+# Dense bf16 operations per second, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; shorter ones get no verdict
 LOST = ("validation", "checkpoint", "start", "profile")
+FIGURES = (
+    "late_fraction",
+    "copy_fraction",
+    "compute_fraction",
+    "drained_fraction",
+    "copy_ms",
+    "step_ms",
+    "step_p95_ms",
+    "step_worst_ms",
+)  # of Timing, under the same name in a log row
+MEANS = ("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "copy_ms")
+
+Gather = Callable[[Observation | None], list[Observation | None]]
 
 
-Timing = Any
-"""A pipeline.prefetcher.Timing: the packages do not import each other."""
-Gather = Callable[[Account | None], list[Account | None]]
+def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
+    """Images/s at which the model's operations would take the whole peak of all GPUs.
 
+    A step takes three times the operations of a forward pass: the backward pass takes two.
 
-@dataclass(frozen=True)
-class Input:
-    """How the loader runs at this moment: a part of engine.verdict.Account."""
+    Args:
+        device: name of the GPU.
 
-    workers: int
-    cpu_ms: float
-    wait_ms: float
-    core_ms: float
-    pinned: bool
-    few: float = 0.0
-    slow_files: tuple[str, ...] = ()
+    Returns:
+        None for a device or precision whose peak is not known.
+    """
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+    if peak is None or precision != "bf16":
+        return None
+    return peak * ranks / (3 * flops_per_image)
 
 
 class Ledger:
-    """Collects the log intervals' figures and the seconds that are lost; gives rows, verdicts and a balance.
+    """Collects the figures of the log intervals and the seconds lost; gives rows and verdicts.
 
     Args:
-        plan: what the run does.
-        spent: what the starts so far took, by kind: seconds, and images with the seconds they took. Kept in the checkpoint.
+        setup: what the run is made of.
+        spent: what the starts so far took, by kind: seconds, and images with the seconds they took.
+            Kept in the checkpoint.
+        train_images: number of training images, the length of an epoch.
         step: where this start begins.
-        alone: images/s that the step takes on all ranks without the loader; 0 when that was not measured.
+        step_alone: images/s of the step on all ranks without the loader; 0 when not measured.
+        peak_rate: images/s at the peak of all GPUs; None when not known.
     """
 
-    def __init__(self, plan: Plan, spent: dict[str, float], step: int = 0, alone: float = 0.0) -> None:
-        self.plan, self.spent, self.alone = plan, spent, alone
-        self._run: list[tuple[Interval, Timing]] = []
-        self._epoch: list[tuple[Interval, Timing]] = []
-        self._warm = False  # the first interval of a start holds compilation: nothing is judged by it
+    def __init__(
+        self,
+        setup: Setup,
+        spent: dict[str, float],
+        *,
+        train_images: int,
+        step: int = 0,
+        step_alone: float = 0.0,
+        peak_rate: float | None = None,
+    ) -> None:
+        self.setup = setup
+        self.spent = spent
+        self.train_images = train_images
+        self.step_alone = step_alone
+        self.peak_rate = peak_rate
+        self._run: list[Timing] = []
+        self._epoch: list[Timing] = []
+        self._warm = False  # the first interval of a start compiles, and is not judged
         self._first_step = self._step = step
-        self._begun: float | None = None  # since when steps are taken that are not in `spent` yet
-        self._lost_here = self._lost_at_start = 0.0  # since then, and before the first step
-        self.spent["lives"] = self.spent.get("lives", 0) + 1
+        self._begun: float | None = None  # since when steps run that are not in `spent` yet
+        self._lost_here = 0.0  # seconds lost since then
+        self._lost_at_start = 0.0  # seconds lost before the first step
+        # Checkpoints of earlier versions call a start a life.
+        self.spent["starts"] = self.spent.pop("lives", 0) + self.spent.get("starts", 0) + 1
 
     def started(self, seconds: float) -> None:
-        """The first step is done: what came before it, and its compiling, is the price of a start."""
+        """The first step is done: the time until then, with compilation, is the cost of a start."""
         self._add("start", max(0.0, seconds - self._lost_at_start))
-        self._begun, self._lost_here = time.monotonic(), 0.0
+        self._begun = time.monotonic()
+        self._lost_here = 0.0
 
     @contextmanager
     def lost(self, kind: str) -> Iterator[None]:
@@ -72,134 +111,113 @@ class Ledger:
             self._lost_here += seconds
             self._lost_at_start += seconds
 
-    def _add(self, kind: str, amount: float) -> None:
-        self.spent[kind] = self.spent.get(kind, 0.0) + amount
-
     def settle(self) -> None:
-        """Bring `spent` up to now, for a checkpoint."""
+        """Bring `spent` up to date, for a checkpoint."""
         now = time.monotonic()
         if self._begun is not None:
             self._add("training", max(0.0, now - self._begun - self._lost_here))
-            self._begun, self._lost_here = now, 0.0
+            self._begun = now
+            self._lost_here = 0.0
 
-    def note(self, timing: Timing | None, interval: Interval) -> dict[str, float]:
-        """Take in a log interval; return what its row says of time."""
-        self._count(interval)
-        row: dict[str, float] = {}
-        if self.plan.world_size > 1:
-            row["images_per_second_per_rank"] = interval.images_per_second / self.plan.world_size
-        if (use := self.mfu(interval.images_per_second)) is not None:
-            row["mfu"] = use
-        if timing is None:  # the device has finished no batch since the last row
-            return row
+    def note(self, timing: Timing, step: int) -> dict[str, float]:
+        """Add the log interval that ends with step `step`; return the time figures of its row."""
+        images = timing.batches * self.setup.batch_size
+        kind = self._kind()
+        self._add(f"{kind} images", images)
+        self._add(f"{kind} seconds", timing.seconds)
+        self._step = step
         if self._warm:
-            self._epoch.append((interval, timing))
-            self._run.append((interval, timing))
+            self._epoch.append(timing)
+            self._run.append(timing)
         self._warm = True
-        compute = 1.0 - timing.wait_fraction - timing.late_fraction - (0 if self._on_gpu else timing.copy_fraction)
-        return row | {
-            "data_wait_fraction": timing.wait_fraction,
-            "late_fraction": timing.late_fraction,
-            "copy_fraction": timing.copy_fraction,
-            "compute_fraction": max(0.0, compute),
-            "drained_fraction": timing.drained_fraction,
-            "copy_ms": timing.copy_ms,
-            "step_ms": timing.step_ms,
-            "step_p95_ms": timing.step_p95_ms,
-            "step_worst_ms": timing.step_worst_ms,
-        }
-
-    def _count(self, interval: Interval) -> None:
-        """Images and seconds over all starts, apart by what else they hold: the first interval compiles, and the first
-        epoch meets files that no cache has yet.
-        """
-        kind = ("starting" if self._step == self._first_step
-                else "first epoch" if self.plan.epochs_ended(self._step) == 0 else "later")  # fmt: skip
-        self._add(f"{kind} images", interval.images)
-        self._add(f"{kind} seconds", interval.seconds)
-        self._step = interval.step
+        rate = images / timing.seconds
+        row = {"images_per_second": rate, "data_wait_fraction": timing.wait_fraction}
+        row |= {name: getattr(timing, name) for name in FIGURES}
+        if self.setup.ranks > 1:
+            row["images_per_second_per_rank"] = rate / self.setup.ranks
+        if (utilisation := self.mfu(rate)) is not None:
+            row["mfu"] = utilisation
+        return row
 
     def speed(self) -> dict[str, float]:
-        """Images/s of training over all starts: without the first epoch and each first interval, where there is more
-        than those; and with all of it.
+        """Images/s of training over all starts.
+
+        `images_per_second` is without the first epoch, whose files no cache holds yet, and without
+        each first interval, which compiles; where there is nothing else, with them.
         """
-
-        def rate(*kinds: str) -> float:
-            images, seconds = (sum(self.spent.get(f"{kind} {unit}", 0.0) for kind in kinds) for unit in ("images", "seconds"))
-            return images / seconds if seconds else 0.0
-
         kinds = ("later", "first epoch", "starting")
         return {
-            "images_per_second": next(filter(None, map(rate, kinds)), 0.0),
-            "images_per_second_with_first_epoch": rate(*kinds),
+            "images_per_second": next(filter(None, map(self._rate, kinds)), 0.0),
+            "images_per_second_with_first_epoch": self._rate(*kinds),
         }
 
-    def epoch_verdict(self, now: Input, gather: Gather = lambda account: [account]) -> list[str]:
-        """Of the intervals since the last call; of an epoch of seconds none, the run's is enough.
+    def epoch_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
+        """Judge the intervals since the last call; nothing for less than SHORT_EPOCH seconds.
 
         Args:
-            now: of this rank's loader.
-            gather: what every rank has, to every rank.
+            loader: state of this rank's loader.
+            gather: exchanges a value between all ranks.
         """
-        entries, self._epoch = self._epoch, []
-        account = slowest(gather(self._account(entries, now) if _seconds(entries) > SHORT_EPOCH else None))
-        return verdict(account) if account is not None else []
+        timings = self._epoch
+        self._epoch = []
+        long_enough = _seconds(timings) > SHORT_EPOCH
+        seen = slowest(gather(self._observation(timings, loader) if long_enough else None))
+        return diagnose(seen).sentences if seen is not None else []
 
-    def run_verdict(self, now: Input, gather: Gather = lambda account: [account]) -> list[str]:
-        """Of this start; arguments as for `epoch_verdict`."""
-        account = slowest(gather(self._account(self._run, now) if _seconds(self._run) >= SHORT_RUN else None))
-        if account is None:
+    def run_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
+        """Judge this start; arguments as for `epoch_verdict`."""
+        long_enough = _seconds(self._run) >= SHORT_RUN
+        seen = slowest(gather(self._observation(self._run, loader) if long_enough else None))
+        if seen is None:
             return [f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"]
-        return verdict(account)
+        return diagnose(seen).sentences
 
     def balance(self) -> dict[str, Any]:
-        """For summary.json, over all starts: seconds, those that were lost by kind, and the share that was training."""
+        """Seconds over all starts for summary.json: total, lost by kind, and training's share."""
         self.settle()
-        lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in LOST if kind in self.spent or kind != "profile"}
+        kinds = [kind for kind in LOST if kind in self.spent or kind != "profile"]
+        lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in kinds}
         training = self.spent.get("training", 0.0)
         total = training + sum(lost.values())
-        return {"seconds_of_all_lives": total, "seconds_lost": lost, "lives": int(self.spent["lives"]),
-                "effective_time": training / max(total, 1e-9)}  # fmt: skip
+        return {
+            "total_seconds": total,
+            "seconds_lost": lost,
+            "starts": int(self.spent["starts"]),
+            "effective_time": training / max(total, 1e-9),
+        }
 
     def mfu(self, images_per_second: float) -> float | None:
-        """Model FLOPs utilisation (arXiv 2204.02311): the operations the model needs (forward, and twice that backward) as a
-        share of the GPUs' peak. NVML's utilisation is the share of time in which any kernel ran, however small.
+        """Model FLOPs utilisation (arXiv 2204.02311): the model's operations, relative to the peak.
+
+        NVML's utilisation, in contrast, is the share of time in which any kernel ran.
         """
-        peak = next((peak for name, peak in PEAK_FLOPS.items() if name in self.plan.device), None)
-        if peak is None or self.plan.precision != "bf16" or not self._on_gpu:
-            return None
-        return 3 * self.plan.flops_per_image * images_per_second / (peak * self.plan.world_size)
+        return images_per_second / self.peak_rate if self.peak_rate else None
 
-    @property
-    def _on_gpu(self) -> bool:
-        return self.plan.device_type == "cuda"
+    def _kind(self) -> str:
+        """Kind of the current interval, by which images and seconds are summed."""
+        if self._step == self._first_step:
+            return "starting"
+        return "first epoch" if self._step * self.setup.batch_size < self.train_images else "later"
 
-    def _account(self, entries: list[tuple[Interval, Timing]], now: Input) -> Account:
-        total = _seconds(entries)
+    def _add(self, kind: str, amount: float) -> None:
+        self.spent[kind] = self.spent.get(kind, 0.0) + amount
 
-        def mean(name: str) -> float:
-            found: float = sum(interval.seconds * getattr(timing, name) for interval, timing in entries) / total
-            return found
+    def _rate(self, *kinds: str) -> float:
+        images = sum(self.spent.get(f"{kind} images", 0.0) for kind in kinds)
+        seconds = sum(self.spent.get(f"{kind} seconds", 0.0) for kind in kinds)
+        return images / seconds if seconds else 0.0
 
-        plan = self.plan
-        return Account(
-            images_per_second=sum(interval.images for interval, _ in entries) / total,
-            alone=self.alone,
-            copy_ms=mean("copy_ms"),
-            wait=mean("wait_fraction"),
-            late=mean("late_fraction"),
-            copy=mean("copy_fraction"),
-            drained=mean("drained_fraction"),
-            batch_size=plan.batch_size,
-            on_gpu=self._on_gpu,
-            ranks=plan.world_size,
-            most_workers=plan.most_workers,
-            large_files=plan.large_files,
-            decoder=plan.decoder,
-            compile=plan.compile,
-            **vars(now),
+    def _observation(self, timings: list[Timing], loader: LoaderState) -> Observation:
+        """Means over time: an interval counts by its seconds."""
+        total = _seconds(timings)
+        return Observation(
+            self.setup,
+            loader,
+            images_per_second=sum(t.batches for t in timings) * self.setup.batch_size / total,
+            step_alone=self.step_alone,
+            **{name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS},
         )
 
 
-def _seconds(entries: list[tuple[Interval, Timing]]) -> float:
-    return sum(interval.seconds for interval, _ in entries)
+def _seconds(timings: list[Timing]) -> float:
+    return sum(timing.seconds for timing in timings)

@@ -1,41 +1,64 @@
-"""The optimiser, and the learning rate as a pure function of the step."""
+"""The optimisers, and the learning rate as a function of the step.
+
+To add an optimiser, add a function to OPTIMIZERS and a file conf/optim/NAME.yaml. To add a
+schedule, add a function to SCHEDULES and a file conf/schedule/NAME.yaml.
+"""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conf.schema import Optim, Schedule
 
+Groups = list[dict[str, Any]]
+
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """SGD or AdamW over at most two parameter groups: decayed, and with decay_norms=false those that are not."""
+    """Create the optimiser with at most two parameter groups: with and without weight decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = linear_weights(model)
-    decayed = [p for p in trained if config.decay_norms or p in matrices]
-    spared = [p for p in trained if not (config.decay_norms or p in matrices)]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
-    groups = [g for g in groups if g["params"]]
-    fused = trained[0].device.type == "cuda"
-    if config.name == "adamw":
-        betas = (config.betas[0], config.betas[1])
-        return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused)
+    decayed = set(trained) if config.decay_norms else linear_weights(model)
+    groups: Groups = [
+        {"params": [p for p in trained if p in decayed], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p not in decayed], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return OPTIMIZERS[config.name](groups, config, trained[0].device.type == "cuda")
+
+
+def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(
+        groups, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, fused=fused
+    )
+
+
+def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
+    betas = (config.betas[0], config.betas[1])
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+
+
+OPTIMIZERS: dict[str, Callable[[Groups, Optim, bool], torch.optim.Optimizer]] = {
+    "sgd": sgd,
+    "adamw": adamw,
+}
 
 
 def linear_weights(model: nn.Module) -> set[Tensor]:
-    """The weights of linear and convolution layers, those inside torch's attention included.
+    """The weights of linear and convolution layers, including those in nn.MultiheadAttention.
 
-    By the type of the module: a bias or norm cannot be told by its name, and class tokens, positions, bias tables and layer
-    scales have as many dimensions as weights.
+    Selected by the type of the module. Names do not identify biases and norms. Class tokens,
+    position embeddings, bias tables and layer scales have as many dimensions as weights.
     """
     found: set[Tensor | None] = set()
     for module in model.modules():
         if isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)):
             found.add(module.weight)
-        elif isinstance(module, nn.MultiheadAttention):  # its maps are parameters of its own, in one piece or in three
-            found |= {module.in_proj_weight, module.q_proj_weight, module.k_proj_weight, module.v_proj_weight}
+        elif isinstance(module, nn.MultiheadAttention):  # one projection weight, or three
+            found |= {module.in_proj_weight, module.q_proj_weight}
+            found |= {module.k_proj_weight, module.v_proj_weight}
     return {weight for weight in found if weight is not None}
 
 
@@ -44,9 +67,9 @@ class Curve:
     """The learning rate of every step.
 
     Attributes:
-        peak: where warm-up ends.
-        warmup_steps: steps of linear rise from zero.
-        total_steps: where cosine and linear reach `config.final_lr`.
+        peak: learning rate at the end of the warm-up.
+        warmup_steps: steps of linear increase from zero.
+        total_steps: step at which cosine and linear reach `config.final_lr`.
     """
 
     config: Schedule
@@ -56,15 +79,40 @@ class Curve:
     steps_per_epoch: float
 
     def at(self, step: int) -> float:
-        """The learning rate of step `step`, from 0."""
+        """The learning rate of step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
-        if self.config.name == "constant":
-            return self.peak
-        if self.config.name == "step":
-            # The small number keeps a drop that falls on a whole step from being rounded one step late.
-            drops = math.floor(step / (self.steps_per_epoch * self.config.step_epochs) + 1e-9)
-            return self.peak * self.config.step_gamma**drops
-        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
-        left = (1 + math.cos(math.pi * done)) / 2 if self.config.name == "cosine" else 1 - done
-        return self.config.final_lr + (self.peak - self.config.final_lr) * left
+        return SCHEDULES[self.config.name](self, step)
+
+    def progress(self, step: int) -> float:
+        """The part of the steps after the warm-up that is done, in [0, 1]."""
+        return min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+
+
+def constant(curve: Curve, step: int) -> float:
+    return curve.peak
+
+
+def step_decay(curve: Curve, step: int) -> float:
+    # 1e-9 keeps rounding from delaying by one step a drop that falls on a whole step.
+    drops = math.floor(step / (curve.steps_per_epoch * curve.config.step_epochs) + 1e-9)
+    return curve.peak * curve.config.step_gamma**drops
+
+
+def cosine(curve: Curve, step: int) -> float:
+    final = curve.config.final_lr
+    return final + (curve.peak - final) * ((1 + math.cos(math.pi * curve.progress(step))) / 2)
+
+
+def linear(curve: Curve, step: int) -> float:
+    final = curve.config.final_lr
+    return final + (curve.peak - final) * (1 - curve.progress(step))
+
+
+SCHEDULES: dict[str, Callable[[Curve, int], float]] = {
+    "constant": constant,
+    "step": step_decay,
+    "cosine": cosine,
+    "linear": linear,
+}
+"""Name -> learning rate of a step after the warm-up."""

@@ -1,19 +1,23 @@
 """What one run will do, derived from the config, the data and the machine: computed once, printed once, never changed."""
 
 import math
+import platform
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from conf.schema import Config, UserError
+from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
 from engine.distributed import World
 from engine.optim import Curve
 from engine.out_of_memory import activation_bytes
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
+from pipeline.sizing import autotune
+from pipeline.sizing.diagnosis import Setup
 from pipeline.sizing.plan import LoaderPlan, plan_loader
 
 FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
@@ -119,11 +123,31 @@ class Plan:
     @property
     def rewrites_layers(self) -> bool:
         """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
-        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16" and self.channels_last
+        return (
+            self.device_type == "cuda"
+            and self.compile != "off"
+            and self.precision == "bf16"
+            and self.channels_last
+        )
+
+    @property
+    def setup(self) -> Setup:
+        """The part of the plan that a diagnosis of the speed needs."""
+        return Setup(
+            batch_size=self.batch_size,
+            ranks=self.world_size,
+            on_gpu=self.device_type == "cuda",
+            most_workers=self.loader.cores,
+            large_files=self.large_files,
+            decoder=self.loader.decoder,
+            compile=self.compile,
+        )
 
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass. bf16 needs no gradient scaler."""
-        return torch.autocast(self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16")
+        return torch.autocast(
+            self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
+        )
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
@@ -172,11 +196,13 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
     stop_step = min(steps, config.train.max_steps or steps)
     check_profile(config.profile.steps, stop_step)
 
-    train_size = datasets.train_side
+    train_size = datasets.train_size
     with torch.device("meta"):
-        model = models.build(config.model.name, num_classes=len(datasets.classes), image_size=train_size)
+        model = models.build(
+            config.model.name, num_classes=len(datasets.classes), image_size=train_size
+        )
     flops = count_flops(model, train_size)
-    count_flops(model, datasets.val_side, key="data.val_size, augment.val")  # fails here, not later
+    count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
     precision = choose_precision(config.train.precision, world.device)
     channels_last = config.model.channels_last
     if channels_last == "auto":
@@ -198,7 +224,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         val_images=len(datasets.val),
         classes=datasets.classes,
         image_size=train_size,
-        val_size=datasets.val_side,
+        val_size=datasets.val_size,
         schedule_steps=steps,
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
@@ -220,6 +246,22 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
             *literal_sizes(config, datasets),
         ),
     )
+
+
+def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[str, Any]:
+    """Return everything on which the answer of loader.workers=auto depends.
+
+    An answer is remembered for exactly these values.
+    """
+    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
+    decoder, workers = plan.loader.decoder, plan.loader.workers
+    return {
+        "keys": keys,
+        "data": [train_fingerprint, plan.num_classes],
+        "plan": [plan.precision, plan.compile, decoder, plan.channels_last],
+        "machine": [plan.device, platform.node(), workers, world.size, world.local_size],
+        "versions": [torch.__version__, autotune.VERSION],
+    }
 
 
 def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
@@ -254,7 +296,9 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
             f"loader.batch_size={batch_size}: larger than the training split ({train_images} images); give at most that"
         )
     if batch_size % world_size:
-        raise UserError(f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks")
+        raise UserError(
+            f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks"
+        )
 
 
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
@@ -281,14 +325,16 @@ def same_images(datasets: Datasets) -> list[str]:
     """Return a note if both splits hold the same images."""
     if datasets.train_fingerprint != datasets.val_fingerprint:
         return []
-    return ["data.val holds the training images, so its accuracy says nothing about new images; give another split"]
+    return [
+        "data.val holds the training images, so its accuracy says nothing about new images; give another split"
+    ]
 
 
 def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
     """Return a note for each list of transforms that ignores the key for the image size."""
     sizes = [
-        ("augment.train", datasets.train_side, "data.image_size", config.data.image_size),
-        ("augment.val", datasets.val_side, "data.val_size", config.data.val_size),
+        ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
+        ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
     ]
     return [
         f"{transforms} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"
@@ -324,7 +370,9 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
         return []
     if choice == "auto":
         return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
-    return ["train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"]
+    return [
+        "train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"
+    ]
 
 
 def choose_compile(choice: str, device: torch.device) -> str:
@@ -350,6 +398,8 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
             model(torch.empty(1, 3, image_size, image_size, device="meta"))
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
-        raise UserError(f"{key}: the model does not take images of {image_size} px ({reason}); give another size") from None
+        raise UserError(
+            f"{key}: the model does not take images of {image_size} px ({reason}); give another size"
+        ) from None
     model.train(mode)
     return int(counter.get_total_flops())

@@ -239,7 +239,9 @@ class RunDirectory:
         }
         keep = self.config.checkpoint.keep
         best = int(state.best["step"]) if state.best else None
-        self.world.agree(lambda: checkpoint.save(self.checkpoints, content, keep=keep, best_step=best))
+        self.world.agree(
+            lambda: checkpoint.save(self.checkpoints, content, keep=keep, best_step=best)
+        )
 
     def _find(self) -> _Found | None:
         """Return the checkpoint to resume. Its gigabytes are read once."""
@@ -259,7 +261,9 @@ class RunDirectory:
             return own  # the same command again; the checkpoint it began with may be gone
         if not os.path.isfile(resume):
             reason = "is a folder" if os.path.isdir(resume) else "no such file"
-            raise UserError(f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), auto or never")
+            raise UserError(
+                f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), auto or never"
+            )
         try:
             given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
         except checkpoint.CheckpointError as error:
@@ -348,14 +352,18 @@ class RunDirectory:
         try:
             yield
         except OSError as error:
-            raise UserError(f"run.dir={self.path}: cannot be used: {error.strerror}; give a writable folder") from None
+            raise UserError(
+                f"run.dir={self.path}: cannot be used: {error.strerror}; give a writable folder"
+            ) from None
 
     def _refuse_foreign(self) -> None:
         if not self.path.is_dir():
             raise UserError(f"run.dir={self.path}: is a file; give a folder")
         content = {p.name for p in self.path.iterdir()}
         if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-            raise UserError(f"run.dir={self.path}: holds files that are not of a run; give a folder of its own")
+            raise UserError(
+                f"run.dir={self.path}: holds files that are not of a run; give a folder of its own"
+            )
 
     def _claim(self) -> None:
         """Lock the folder. The kernel releases the lock when the process ends, however it ends."""

@@ -17,7 +17,7 @@ import models
 from conf.schema import config_values
 from engine.distributed import World
 from engine.evaluate import Mistakes
-from engine.ledger import Ledger
+from engine.ledger import Ledger, peak_rate
 from engine.meters import Meter
 from engine.pictures import bars
 from engine.plan import Plan
@@ -29,6 +29,7 @@ from engine.tracker import Tracker, duration
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
 from pipeline.sizing.autotune import Answer
+from pipeline.sizing.diagnosis import describe_loader
 
 
 class RunLog:
@@ -44,7 +45,9 @@ class RunLog:
             left to train.
     """
 
-    def __init__(self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float) -> None:
+    def __init__(
+        self, plan: Plan, world: World, run: RunDirectory, state: TrainState, *, started: float
+    ) -> None:
         self.plan, self.world, self.run, self.state = plan, world, run, state
         self._started = started
         self.finished = None
@@ -64,7 +67,7 @@ class RunLog:
         folder = run.path / "profile" if world.leads else None
         self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
         self._first_step = state.step
-        self._wants_images = run.begins
+        self._wants_images = run.begins or plan.due(state.step).epoch
         self._step_alone = 0.0
 
     def __enter__(self) -> "RunLog":
@@ -134,7 +137,7 @@ class RunLog:
         self._step_alone = answer.demand * self.world.size
         self.tracker.record("autotune.json", asdict(answer))
         self.tracker.text("autotune", "\n".join(lines))
-        rows, limits = answer.bars()
+        rows, limits = answer.bars(self.plan.setup)
         chart = bars(f"{self.plan.config.model.name}, images/s", rows, marked=limits)
         self.tracker.picture("autotune/supply and demand", chart)
 
@@ -142,7 +145,20 @@ class RunLog:
     def watch(self, feed: Feed) -> Iterator[None]:
         """Observe the training steps of the `with` block, which take their batches from `feed`."""
         self.feed = feed
-        self.ledger = Ledger(self.plan, self.state.spent, self.state.step, self._step_alone)
+        plan = self.plan
+        self.ledger = Ledger(
+            plan.setup,
+            self.state.spent,
+            train_images=plan.train_images,
+            step=self.state.step,
+            step_alone=self._step_alone,
+            peak_rate=peak_rate(
+                plan.device,
+                precision=plan.precision,
+                flops_per_image=plan.flops_per_image,
+                ranks=plan.world_size,
+            ),
+        )
         with GpuMonitor(self.world.device) as self.monitor:
             try:
                 yield
@@ -193,7 +209,7 @@ class RunLog:
         step = self.state.step
         self._wants_images = True
         with self._paused():
-            lines = self.ledger.epoch_verdict(self.feed, self.world.gather)
+            lines = self.ledger.epoch_verdict(describe_loader(self.feed), self.world.gather)
             for line in lines:
                 self.say(f"verdict  {line}")
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
@@ -230,7 +246,9 @@ class RunLog:
         """Report a validation."""
         val = self.feed.val
         self.tracker.val_row(row, best=best)
-        self.tracker.mistakes(mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step)
+        self.tracker.mistakes(
+            mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step
+        )
 
     def _report(self) -> None:
         """Write a log row if an interval of steps was sent and not yet reported.
@@ -245,7 +263,9 @@ class RunLog:
         loss = interval.values["loss"]
         if not math.isfinite(loss):
             raise diverged(f"the loss is {loss} at step {step} (lr {interval.lr:g})")
-        times = self.ledger.note(self.feed.train.timing(interval.steps), step)
+        timing = self.feed.train.timing(interval.steps)
+        assert timing is not None, "every step of an interval has been ended"
+        times = self.ledger.note(timing, step)
         images_left = (self.plan.stop_step - step) * self.plan.batch_size
         row = {
             "step": step,
@@ -302,7 +322,9 @@ class RunLog:
         """Return what summary.json holds. The exit status follows from the signal's number."""
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
-        raw = {key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last}
+        raw: dict[str, Any] = {
+            key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last
+        }
         speed = self.ledger.speed()
         return {
             "status": "interrupted" if signal_number else "finished",
@@ -323,5 +345,5 @@ class RunLog:
             **self.ledger.balance(),
             "mfu": self.ledger.mfu(speed["images_per_second"]),
             "workers": len(self.feed.train.loader.pool.workers),
-            "verdict": self.ledger.run_verdict(self.feed, self.world.gather),
+            "verdict": self.ledger.run_verdict(describe_loader(self.feed), self.world.gather),
         }

@@ -1,6 +1,6 @@
-"""Figures of the GPU, the CUDA caching allocator and the host's memory during training.
+"""Metrics of the GPU, the CUDA caching allocator and host memory during training.
 
-Telemetry never stops training: a missing NVML or a failing query causes one warning.
+Telemetry never stops training: a missing NVML or a failing query is logged once as a warning.
 """
 
 import itertools
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-UNAVAILABLE = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
-# Clock throttle reasons: bit in NVML's mask, kind, name. Idle GPUs and clocks set by a user do not
-# count.
+NOT_SUPPORTED = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
+# Reasons for reduced clocks: bit in NVML's mask, kind, description. An idle GPU and clocks set by a
+# user are not slowdowns.
 SLOWDOWNS = [
     (0x004, "power", "power limit"),
     (0x080, "power", "external power brake"),
-    (0x200, "power", "board power limit"),
-    (0x020, "thermal", "software thermal throttling"),
-    (0x040, "thermal", "hardware thermal throttling"),
+    (0x200, "power", "board limit"),
+    (0x020, "thermal", "thermal throttling by the driver"),
+    (0x040, "thermal", "thermal throttling by the hardware"),
     (0x008, "other", "hardware slowdown"),
     (0x010, "other", "sync boost with slower GPUs"),
     (0x400, "other", "reliability limit"),
@@ -37,87 +37,79 @@ SLOWDOWNS = [
 
 @dataclass(frozen=True)
 class Gpu:
-    """NVML and its handles.
-
-    Attributes:
-        gpu: handle of the GPU.
-        instance: handle of the MIG instance in use; without MIG, of the GPU.
-    """
+    """NVML, the handle of the whole GPU, and the handle of the MIG instance in use, if any."""
 
     nvml: Any
-    gpu: Any
-    instance: Any
+    whole: Any
+    used: Any
 
 
 def find_gpu(nvml: Any, device: torch.device) -> Gpu:
-    """Find NVML's handle of a torch device by its UUID.
+    """Find a torch device in NVML by its UUID.
 
-    Their indices differ: NVML counts all GPUs of the machine, torch those in CUDA_VISIBLE_DEVICES.
-    Of a MIG instance, NVML reports the memory only; clocks, power and the rest are the GPU's.
+    The indices differ: NVML counts all GPUs of the machine, torch counts those listed in
+    CUDA_VISIBLE_DEVICES, in that order. For a MIG instance NVML reports only the memory; clocks,
+    power and the other metrics belong to the whole GPU.
     """
     uuid = torch.cuda.get_device_properties(device).uuid
     try:
-        handle = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
-        return Gpu(nvml, handle, handle)
+        whole = nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
+        return Gpu(nvml, whole, whole)
     except Exception as error:
-        not_found = error
+        no_gpu = error
     try:
         instance = nvml.nvmlDeviceGetHandleByUUID(f"MIG-{uuid}".encode())
         return Gpu(nvml, nvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(instance), instance)
     except Exception:
-        raise not_found from None
+        raise no_gpu from None
 
 
 def _throttling(gpu: Gpu) -> dict[str, float]:
-    # The function's older name: old and new drivers have it.
-    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.gpu)
-    active = [(kind, words) for bit, kind, words in SLOWDOWNS if mask & bit]
+    # This name exists in old and new drivers.
+    mask = gpu.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu.whole)
+    active = [(kind, reason) for bit, kind, reason in SLOWDOWNS if mask & bit]
     kinds = {f"gpu/throttled_{kind}_fraction": 0.0 for _, kind, _ in SLOWDOWNS}
     kinds |= {f"gpu/throttled_{kind}_fraction": 1.0 for kind, _ in active}
-    return {
-        "gpu/throttled_fraction": float(bool(active)),
-        **kinds,
-        **{words: 1.0 for _, words in active},
-    }
+    reasons = {reason: 1.0 for _, reason in active}
+    return {"gpu/throttled_fraction": float(bool(active)), **kinds, **reasons}
 
 
-# Queries by their name in warnings. Each one can fail alone.
+# Queries by the name used in warnings. Each one can fail without the others.
 QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
-    "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.gpu).gpu},
-    "memory": lambda g: {
-        "gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.instance).used / GIB
+    "utilisation": lambda g: {"gpu/utilization": g.nvml.nvmlDeviceGetUtilizationRates(g.whole).gpu},
+    "memory": lambda g: {"gpu/memory_used_gib": g.nvml.nvmlDeviceGetMemoryInfo(g.used).used / GIB},
+    "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.whole) / 1000},
+    "temperature": lambda g: {
+        "gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.whole, 0)
     },
-    "power": lambda g: {"gpu/power_watts": g.nvml.nvmlDeviceGetPowerUsage(g.gpu) / 1000},
-    "temperature": lambda g: {"gpu/temperature_celsius": g.nvml.nvmlDeviceGetTemperature(g.gpu, 0)},
-    "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.gpu, 1)},
-    "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.gpu, 2)},
+    "SM clock": lambda g: {"gpu/sm_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 1)},
+    "memory clock": lambda g: {"gpu/memory_clock_mhz": g.nvml.nvmlDeviceGetClockInfo(g.whole, 2)},
     "throttling": _throttling,
     "JPEG engines": lambda g: {
-        "gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.gpu)[0]
+        "gpu/jpeg_engine_utilization": g.nvml.nvmlDeviceGetJpgUtilization(g.whole)[0]
     },
     "video decoders": lambda g: {
-        "gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.gpu)[0]
+        "gpu/decoder_utilization": g.nvml.nvmlDeviceGetDecoderUtilization(g.whole)[0]
     },
-    # in kB/s; the driver measures the bus for 20 ms, which blocks this thread
+    # in kB/s; the driver measures for 20 ms and blocks this thread meanwhile
     "PCIe transmit": lambda g: {
-        "gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.gpu, 0) / 1000
+        "gpu/pcie_transmit_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 0) / 1000
     },
     "PCIe receive": lambda g: {
-        "gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.gpu, 1) / 1000
+        "gpu/pcie_receive_mb_per_second": g.nvml.nvmlDeviceGetPcieThroughput(g.whole, 1) / 1000
     },
 }
-EVERY_SECOND_SAMPLE = {"PCIe transmit", "PCIe receive"}
+EVERY_SECOND_TIME = {"PCIe transmit", "PCIe receive"}
 
 
 class GpuMonitor:
-    """Samples one GPU through NVML (nvidia-ml-py) in a thread; without NVML it reports nothing."""
+    """Samples one GPU in a thread through NVML (nvidia-ml-py); reports nothing without NVML."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums: dict[str, float] = defaultdict(float)  # over `_counts` samples since the start
+        self._sums: dict[str, float] = defaultdict(float)  # of all samples since the start
         self._counts: Counter[str] = Counter()
-        self._read: dict[
-            str, tuple[dict[str, float], Counter[str]]
-        ] = {}  # sums and counts at each reader's last call
+        # Sums and counts at each reader's last call.
+        self._read: dict[str, tuple[dict[str, float], Counter[str]]] = {}
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -132,11 +124,7 @@ class GpuMonitor:
             gpu = find_gpu(pynvml, device)
         except Exception as error:
             remedy = "; pip install nvidia-ml-py" if isinstance(error, ImportError) else ""
-            logger.warning(
-                "no GPU telemetry: NVML is not available (%s)%s",
-                error,
-                remedy,
-            )
+            logger.warning("no GPU metrics: NVML is not available (%s)%s", error, remedy)
             return
         self._thread = threading.Thread(
             target=self._sample, args=(gpu,), daemon=True, name="telemetry"
@@ -144,36 +132,35 @@ class GpuMonitor:
         self._thread.start()
 
     def _sample(self, gpu: Gpu) -> None:
-        """Run all queries twice a second. ctypes releases the GIL while the driver answers."""
-        missing: set[str] = set()  # queries that this GPU, driver or nvidia-ml-py does not have
+        """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""
+        missing: set[str] = set()  # queries that this GPU, driver or nvidia-ml-py does not support
         warned: set[str] = set()
         for turn in itertools.count():
             if self._stop.wait(SAMPLE_SECONDS):
                 return
             failed: dict[tuple[int, str], list[str]] = defaultdict(list)
             for name, query in QUERIES.items():
-                if name in missing or (turn % 2 and name in EVERY_SECOND_SAMPLE):
+                if name in missing or (turn % 2 and name in EVERY_SECOND_TIME):
                     continue
                 if self._stop.is_set():
                     return
                 try:
                     self._add(query(gpu))
-                except Exception as error:  # try again next time: the driver may recover
-                    absent = (
-                        isinstance(error, AttributeError)
-                        or getattr(error, "value", None) in UNAVAILABLE
+                except Exception as error:  # retried next time: the driver may recover
+                    unsupported = isinstance(error, AttributeError) or (
+                        getattr(error, "value", None) in NOT_SUPPORTED
                     )
-                    if absent:
+                    if unsupported:
                         missing.add(name)
                     if name not in warned:
                         warned.add(name)
-                        failed[logging.INFO if absent else logging.WARNING, str(error)].append(name)
-            for (level, error_text), names in failed.items():
-                queries = ", ".join(names)
-                logger.log(level, "NVML cannot query this GPU's %s: %s", queries, error_text)
+                        level = logging.INFO if unsupported else logging.WARNING
+                        failed[level, str(error)].append(name)
+            for (level, reason), names in failed.items():
+                logger.log(level, "no GPU metrics for %s: NVML: %s", ", ".join(names), reason)
 
     def _add(self, sample: dict[str, float]) -> None:
-        # isfinite raises a TypeError for a value that is not a number.
+        # Raises TypeError for a value that is not a number.
         values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}
         with self._lock:
             self._counts.update(values.keys())
@@ -181,10 +168,9 @@ class GpuMonitor:
                 self._sums[name] += value
 
     def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:
-        """Return the sums and counts of samples since this reader's last call."""
+        """Return the sums and counts of the samples since this reader's last call."""
         with self._lock:
-            sums = dict(self._sums)
-            counts = self._counts.copy()
+            sums, counts = dict(self._sums), self._counts.copy()
         sums_before, counts_before = self._read.get(reader, ({}, Counter()))
         self._read[reader] = sums, counts
         new = counts - counts_before
@@ -193,26 +179,23 @@ class GpuMonitor:
     def read(self, reader: str = "log") -> dict[str, float]:
         """Return the means since this reader's last call, by TensorBoard tag.
 
-        The end of a tag names the unit: percent, GiB, watts, degrees Celsius, MHz, MB/s;
-        `_fraction`: share of the samples.
-
-        Args:
-            reader: log intervals and epochs are read independently.
+        Log interval and epoch are two readers. Units are in the tags: percent, GiB, watts, degrees
+        Celsius, MHz, MB/s; a `_fraction` is a fraction of the samples.
         """
         sums, counts = self._since(reader)
         return {name: sums[name] / counts[name] for name in sums if name.startswith("gpu/")}
 
     def slowdowns(self) -> list[str]:
-        """Return the throttle reasons since the last call, as "power limit, 83 % of the time".
+        """Return why clocks were reduced since the last call, the most frequent reason first.
 
-        The most frequent comes first.
+        For example: "power limit, 83 % of the time".
         """
         _, counts = self._since("slowdowns")
         samples = counts["gpu/throttled_fraction"]
         return [
-            f"{words}, {100 * count / samples:.0f} % of the time"
-            for words, count in counts.most_common()
-            if not words.startswith("gpu/")
+            f"{reason}, {100 * count / samples:.0f} % of the time"
+            for reason, count in counts.most_common()
+            if not reason.startswith("gpu/")
         ]
 
     def close(self) -> None:
@@ -239,7 +222,7 @@ SPREAD = (
 
 
 def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -> dict[str, float]:
-    """Return `<tag>_min` and `<tag>_max` over the ranks that have a finite value."""
+    """Return `<tag>_min` and `<tag>_max` over the ranks that report the tag."""
     found: dict[str, float] = {}
     for tag in tags:
         values = [figures[tag] for figures in ranks if math.isfinite(figures.get(tag, math.nan))]
@@ -249,21 +232,19 @@ def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -
 
 
 def allocator_figures(device: torch.device) -> dict[str, float]:
-    """Return the CUDA caching allocator's figures, without synchronisation.
+    """Return the state of the CUDA caching allocator, with peaks since the last call.
 
-    Peaks are those since the last call.
-
-    `fragmentation` is the share of reserved memory in inactive splits, the free parts of segments
-    in use: they can be neither returned to CUDA nor merged for a large tensor. Free segments are
-    cache and do not count. Memory that is active but not allocated was freed while a stream still
-    uses it.
+    These are host-side counters: reading them does not synchronise. `fragmentation` is the fraction
+    of the reserved memory in inactive splits, the free parts of blocks that are partly in use. They
+    can neither be returned to the driver nor be merged for a large tensor. Blocks that are entirely
+    free are cache and do not count. Active memory beyond the allocated memory has been freed but
+    waits for a stream that still uses it.
     """
     if device.type != "cuda":
         return {}
     stats = torch.cuda.memory_stats(device)
     torch.cuda.reset_peak_memory_stats(device)
-    reserved = stats["reserved_bytes.all.current"]
-    split = stats["inactive_split_bytes.all.current"]
+    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
     return {
         "memory/allocated_gib": stats["allocated_bytes.all.current"] / GIB,
         "memory/allocated_peak_gib": stats["allocated_bytes.all.peak"] / GIB,
@@ -278,12 +259,12 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
 
 
 def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, float]:
-    """Return the memory of this process and of its loader workers, where the system reports it.
+    """Return the memory of this process and of its loader workers, as far as the system reports it.
 
-    The trainer's figure is its resident memory, including shared and pinned batch buffers. The
-    workers' figure is their private memory, so that shared buffers count once, in the trainer's
-    figure. Memory shared with the forkserver counts once. With loader.start_method=fork, memory
-    still shared with the trainer counts in every worker.
+    The trainer's value is its resident memory, including shared and page-locked batch buffers. The
+    workers' value is their private memory: the buffers that all of them map count once, in the
+    trainer's value, and pages shared with the fork server count once, too. With
+    loader.start_method=fork, pages still shared with the trainer count in every worker.
     """
     figures = {"host/pinned_gib": pinned_bytes / GIB}
     page = os.sysconf("SC_PAGE_SIZE")
@@ -303,10 +284,11 @@ def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, flo
 
 
 def _private_pages(pids: Iterable[int]) -> int:
-    """Count the private pages of processes and of their parents, from /proc/PID/statm.
+    """Count the private pages of processes.
 
-    statm takes 20 microseconds per process. smaps_rollup also counts the pages still shared after a
-    fork, but it walks the page tables: 2 to 8 ms, in which the worker cannot map memory.
+    Reading statm takes 20 microseconds per process. smaps_rollup also knows which pages are still
+    shared after a fork, but it walks the page tables: 2 to 8 ms per worker, during which the worker
+    cannot map memory.
     """
 
     def anonymous(pid: int) -> int:

@@ -62,7 +62,9 @@ class Validator:
             worst = WORST_IMAGES if self.log.draws else 0
             mistakes = Mistakes(self.plan.num_classes, self.world.device, worst=worst)
             with self.plan.autocast(), self.feed.for_validation():
-                found, *raw = evaluate(networks, self.measure, self._batches(), self.world, mistakes)
+                found, *raw = evaluate(
+                    networks, self.measure, self._batches(), self.world, mistakes
+                )
             if found.images < self.plan.val_images:
                 return
             row = {
@@ -73,13 +75,21 @@ class Validator:
                 "top5": found.top5,
             }
             for metrics in raw:
-                row |= {"loss_raw": metrics.loss, "top1_raw": metrics.top1, "top5_raw": metrics.top5}
+                row |= {
+                    "loss_raw": metrics.loss,
+                    "top1_raw": metrics.top1,
+                    "top5_raw": metrics.top5,
+                }
             state.last = row
             best = not state.best or found.top1 > state.best["top1"]
             if best:
                 state.best = row
             seconds = time.perf_counter() - began
-            self.log.validated({**row, "split": "val", "images": found.images, "seconds": seconds}, mistakes, best=best)
+            self.log.validated(
+                {**row, "split": "val", "images": found.images, "seconds": seconds},
+                mistakes,
+                best=best,
+            )
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self.feed.val.batches(0, self.feed.val_batches):

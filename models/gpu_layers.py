@@ -1,6 +1,7 @@
-"""The same network in fewer milliseconds: three layers that cuDNN and the compiler do slowly, done another way.
+"""Faster versions of three layers that cuDNN and torch.compile execute slowly on a GPU.
 
-Parameters, their names and what is computed stay; only rounding differs. One H200, ResNet-50, batch 256: docs/benchmarks.md.
+Parameters, their names and the function stay the same; only rounding differs. Measurements (one
+H200, ResNet-50, batch 256) are in docs/benchmarks.md.
 """
 
 from collections.abc import Callable
@@ -10,13 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-PADDED_CHANNELS = 16  # of the image as blocks, 12 and zeros: tensor cores take multiples of 8
+# 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
+PADDED_CHANNELS = 16
 
 
 def rewrite(model: nn.Module) -> None:
-    """Exchange the layers of a model that have a faster counterpart here; parameters, buffers and keys are kept.
+    """Replace the classes of layers that have a faster version here, in place.
 
-    For bf16 and channels_last under torch.compile on a GPU: elsewhere the plain layers are as fast, or faster.
+    Parameters, buffers and state_dict keys stay the same. For bf16 and channels_last with
+    torch.compile on a GPU; in other settings the plain layers are at least as fast.
     """
     for module in model.modules():
         for faster, fits in LAYERS.items():
@@ -25,42 +28,55 @@ def rewrite(model: nn.Module) -> None:
 
 
 class BlockConv(nn.Conv2d):
-    """ResNet's first convolution, 7x7 over 3 channels with stride 2, as 4x4 over blocks of 2x2 pixels with stride 1.
+    """The first convolution of a ResNet, computed on blocks of 2x2 pixels (space to depth).
 
-    MLPerf's entries for TPUs call it space to depth. cuDNN takes 3 channels as 8, and a kernel made for the chips before.
+    The 7x7 kernel over 3 channels with stride 2 becomes 4x4 over 12 channels with stride 1, as in
+    MLPerf submissions for TPUs. For 3 channels, cuDNN pads to 8 channels and selects a kernel of
+    the previous GPU generation.
     """
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, C, S / 2, S / 2]."""
         if input.shape[2] % 2 or input.shape[3] % 2:
             return super().forward(input)
-        # A row and a column of zeros before the weights make them 8x8: output o is then made of the blocks o ... o + 3.
+        # A row and a column of zeros before the weights make them 8x8, so that output o depends on
+        # blocks o to o + 3.
         weight = F.pixel_unshuffle(F.pad(self.weight, (1, 0, 1, 0)), 2)
         blocks = F.pixel_unshuffle(F.pad(input, (4, 2, 4, 2)), 2)
         more = (0, 0, 0, 0, 0, PADDED_CHANNELS - blocks.shape[1])
-        return F.conv2d(F.pad(blocks, more).contiguous(memory_format=torch.channels_last), F.pad(weight, more))
+        return F.conv2d(
+            F.pad(blocks, more).contiguous(memory_format=torch.channels_last), F.pad(weight, more)
+        )
 
 
 class OnePassBatchNorm(nn.BatchNorm2d):
-    """Batch normalisation whose mean and variance come from two sums in one pass.
+    """Batch normalisation that computes mean and variance from two sums in one pass.
 
-    The compiler's own takes Welford's way, which divides at every element and reads memory at half its speed. The sums are
-    float32 and taken around one of the values (Chan, Golub and LeVeque 1983), which lies a few deviations from the mean, so
-    that little cancels: bf16 inputs are rounded far more coarsely.
+    torch.compile uses Welford's algorithm, which divides for every element and reaches half the
+    memory bandwidth. The sums here are float32, of values shifted by one of the inputs (Chan, Golub
+    and LeVeque 1983). That input lies within a few standard deviations of the mean, so the
+    cancellation error is far smaller than the rounding error of bf16 inputs.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """float [B, C, H, W] -> the same shape and type."""
+        """float [B, C, H, W] -> the same shape and dtype."""
         if not self.training:
             return super().forward(input)
-        assert self.running_mean is not None and self.running_var is not None and self.momentum is not None
+        assert (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.momentum is not None
+        )
         self._check_input_dim(input)
         count = input.numel() // input.shape[1]
         if count == 1:
-            raise ValueError(f"batch normalisation needs more than 1 value per channel in training, not {list(input.shape)}")
+            raise ValueError(
+                "batch normalisation in training needs more than 1 value per channel, "
+                f"not {list(input.shape)}"
+            )
         whole = input.to(torch.promote_types(input.dtype, torch.float32))
-        # Not the running mean: the compiler makes `x` again for the backward pass, when that has changed. Not in a corner,
-        # which a convolution fills with zeros.
+        # Not the running mean: torch.compile recomputes `x` in the backward pass, after the running
+        # mean has changed. Not a corner, which depends on the zero padding of the convolution.
         near = whole[0, :, input.shape[2] // 2, input.shape[3] // 2].detach()
         x = whole - near[:, None, None]
         mean = x.mean((0, 2, 3))
@@ -71,11 +87,13 @@ class OnePassBatchNorm(nn.BatchNorm2d):
             self.running_mean.lerp_(near + mean, self.momentum)
             self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
-        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(input.dtype)
+        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(
+            input.dtype
+        )
 
 
 class PlacedMaxPool(nn.MaxPool2d):
-    """ResNet's 3x3 pooling with stride 2, whose backward pass writes every gradient once."""
+    """3x3 max pooling with stride 2 and a backward pass that writes every gradient once."""
 
     def forward(self, input: Tensor) -> Tensor:
         """float [B, C, S, S] -> [B, C, S / 2, S / 2]."""
@@ -92,7 +110,7 @@ class PlacedMaxPool(nn.MaxPool2d):
 
 
 class _PlacedMaxPool(torch.autograd.Function):
-    """Keeps of each window the place of its maximum, int8 0 ... 8."""
+    """Saves the position of the maximum in each window, int8 in 0 to 8."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor) -> Tensor:
@@ -102,7 +120,10 @@ class _PlacedMaxPool(torch.autograd.Function):
         for k in range(1, 9):
             value = padded[:, :, k // 3 :: 2, k % 3 :: 2][:, :, : best.shape[2], : best.shape[3]]
             better = (value > best) | value.isnan()
-            best, place = torch.where(better, value, best), torch.where(better, k, place).to(torch.int8)
+            best, place = (
+                torch.where(better, value, best),
+                torch.where(better, k, place).to(torch.int8),
+            )
         ctx.save_for_backward(place)
         return best
 
@@ -116,13 +137,20 @@ class _PlacedMaxPool(torch.autograd.Function):
 def _is_stem(module: nn.Module) -> bool:
     return (
         type(module) is nn.Conv2d
-        and (module.in_channels, module.kernel_size, module.stride, module.padding) == (3, (7, 7), (2, 2), (3, 3))
-        and (module.groups, module.dilation, module.bias, module.padding_mode) == (1, (1, 1), None, "zeros")
+        and (module.in_channels, module.kernel_size, module.stride, module.padding)
+        == (3, (7, 7), (2, 2), (3, 3))
+        and (module.groups, module.dilation, module.bias, module.padding_mode)
+        == (1, (1, 1), None, "zeros")
     )
 
 
 def _is_batch_norm(module: nn.Module) -> bool:
-    return type(module) is nn.BatchNorm2d and module.affine and module.track_running_stats and module.momentum is not None
+    return (
+        type(module) is nn.BatchNorm2d
+        and module.affine
+        and module.track_running_stats
+        and module.momentum is not None
+    )
 
 
 def _is_pooling(module: nn.Module) -> bool:

@@ -1,4 +1,7 @@
-"""The backward pass of 3x3 max pooling with stride 2. Imported only on a GPU: Triton comes with torch's CUDA builds."""
+"""The backward pass of 3x3 max pooling with stride 2.
+
+Imported only on a GPU: Triton is part of the CUDA builds of torch.
+"""
 
 import torch
 import triton
@@ -9,11 +12,12 @@ BLOCK = 1024
 
 
 def place_gradients(grad: Tensor, place: Tensor) -> Tensor:
-    """Bring each window's gradient to the pixel that was its maximum.
+    """Add the gradient of each window to the pixel that was its maximum.
 
     Args:
-        grad: float [B, C, H, W], of the pooled image.
-        place: int8 [B, C, H, W], 3 * row + column of the maximum in its window; windows begin at 2 * index - 1.
+        grad: float [B, C, H, W], gradient of the pooled image.
+        place: int8 [B, C, H, W], 3 * row + column of the maximum in its window. A window starts at
+            2 * index - 1.
 
     Returns:
         float [B, C, 2H, 2W], channels_last.
@@ -21,18 +25,31 @@ def place_gradients(grad: Tensor, place: Tensor) -> Tensor:
     grad, place = (t.contiguous(memory_format=torch.channels_last) for t in (grad, place))
     batch, channels, height, width = grad.shape
     out = torch.empty(
-        (batch, channels, 2 * height, 2 * width), dtype=grad.dtype, device=grad.device, memory_format=torch.channels_last
+        (batch, channels, 2 * height, 2 * width),
+        dtype=grad.dtype,
+        device=grad.device,
+        memory_format=torch.channels_last,
     )
     count = grad.numel()
-    _place_gradients[(triton.cdiv(count, BLOCK),)](grad, place, out, count, channels, height, width, BLOCK)
+    _place_gradients[(triton.cdiv(count, BLOCK),)](
+        grad, place, out, count, channels, height, width, BLOCK
+    )
     return out
 
 
 @triton.jit
 def _place_gradients(  # type: ignore[no-untyped-def]
-    grad, place, out, count, channels: tl.constexpr, height: tl.constexpr, width: tl.constexpr, block: tl.constexpr
+    grad,
+    place,
+    out,
+    count,
+    channels: tl.constexpr,
+    height: tl.constexpr,
+    width: tl.constexpr,
+    block: tl.constexpr,
 ):
-    # One lane makes 2x2 pixels of one channel: they lie in the window of the same index and those right and below of it.
+    # Each lane computes 2x2 pixels of one channel. They lie in the window with the same index and
+    # in the windows to the right, below, and to the right below.
     i = tl.program_id(0) * block + tl.arange(0, block)
     channel, x, y = i % channels, i // channels % width, i // (channels * width) % height
     image = i // (channels * width * height)
@@ -48,7 +65,9 @@ def _place_gradients(  # type: ignore[no-untyped-def]
     p_both = tl.load(place + i + row + channels, right & below, -1)
     first = out + ((image * 2 * height + 2 * y) * 2 * width + 2 * x) * channels + channel
     tl.store(first, tl.where(p == 4, g, 0.0), here)
-    tl.store(first + channels, tl.where(p == 5, g, 0.0) + tl.where(p_right == 3, g_right, 0.0), here)
+    tl.store(
+        first + channels, tl.where(p == 5, g, 0.0) + tl.where(p_right == 3, g_right, 0.0), here
+    )
     first += 2 * row
     tl.store(first, tl.where(p == 7, g, 0.0) + tl.where(p_below == 1, g_below, 0.0), here)
     tl.store(

@@ -1,4 +1,4 @@
-"""Small residual networks for small images, in torchvision's layout and with its key names."""
+"""Residual networks for small images, with the structure and key names of torchvision."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,9 @@ class BasicBlock(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         self.downsample = None
         if stride != 1 or width_in != width:
-            self.downsample = nn.Sequential(nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width))
+            self.downsample = nn.Sequential(
+                nn.Conv2d(width_in, width, 1, stride, bias=False), nn.BatchNorm2d(width)
+            )
 
     def forward(self, x: Tensor) -> Tensor:
         shortcut = x if self.downsample is None else self.downsample(x)
@@ -30,13 +32,15 @@ class SmallResNet(nn.Module):
     """A ResNet without ImageNet's pooling stem.
 
     Args:
-        num_classes: outputs.
-        widths: channels of each stage; every stage but the first halves the resolution.
-        depths: blocks of each stage.
-        stem_stride: 1 keeps 32 px images whole, 2 halves 64 px ones at once.
+        num_classes: number of classes.
+        widths: channels of each stage. Each stage after the first halves the resolution.
+        depths: number of blocks of each stage.
+        stem_stride: stride of the first convolution: 1 for 32 px images, 2 for 64 px.
     """
 
-    def __init__(self, *, num_classes: int, widths: Sequence[int], depths: Sequence[int], stem_stride: int) -> None:
+    def __init__(
+        self, *, num_classes: int, widths: Sequence[int], depths: Sequence[int], stem_stride: int
+    ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, widths[0], 3, stem_stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(widths[0])
@@ -64,10 +68,14 @@ class SmallResNet(nn.Module):
 
 
 def resnet_tiny(num_classes: int, image_size: int) -> nn.Module:
-    """0.3 M parameters, for 64 px."""
-    return SmallResNet(num_classes=num_classes, widths=(32, 64, 128), depths=(1, 1, 1), stem_stride=2)
+    """A ResNet with 0.3 M parameters, for 64 px images."""
+    return SmallResNet(
+        num_classes=num_classes, widths=(32, 64, 128), depths=(1, 1, 1), stem_stride=2
+    )
 
 
 def resnet18_cifar(num_classes: int, image_size: int) -> nn.Module:
-    """ResNet-18 for 32 px: 11 M parameters."""
-    return SmallResNet(num_classes=num_classes, widths=(64, 128, 256, 512), depths=(2, 2, 2, 2), stem_stride=1)
+    """ResNet-18 with a 3x3 stem and 11 M parameters, for 32 px images."""
+    return SmallResNet(
+        num_classes=num_classes, widths=(64, 128, 256, 512), depths=(2, 2, 2, 2), stem_stride=1
+    )

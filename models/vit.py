@@ -1,6 +1,7 @@
-"""A plain vision transformer, as "Better plain ViT baselines for ImageNet-1k" trains it (arXiv 2205.01580).
+"""The vision transformer of "Better plain ViT baselines for ImageNet-1k" (arXiv 2205.01580).
 
-Details that the paper leaves out (initialisation, GELU, epsilon) are those of its code, google-research/big_vision.
+Details that the paper omits (initialisation, GELU, epsilon) follow its code,
+google-research/big_vision.
 """
 
 import math
@@ -13,15 +14,18 @@ from conf.schema import UserError
 
 
 def positions(rows: int, columns: int, width: int, device: torch.device | None = None) -> Tensor:
-    """The fixed position of each patch: sines and cosines of its column and row, a quarter of the channels each.
+    """Fixed 2D sine-cosine position embeddings, as in MoCo v3 (arXiv 2104.02057).
 
-    Frequencies fall from 1 to 1/10000 in equal ratios, both ends included (as in MoCo v3, arXiv 2104.02057).
+    sin(column), cos(column), sin(row) and cos(row) take a quarter of the channels each. Frequencies
+    decrease geometrically from 1 to 1/10000, both included.
 
     Returns:
         float32 [rows * columns, width], row by row.
     """
     frequency = 10_000 ** -torch.linspace(0, 1, width // 4, device=device)
-    y, x = torch.meshgrid(torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij")
+    y, x = torch.meshgrid(
+        torch.arange(rows, device=device), torch.arange(columns, device=device), indexing="ij"
+    )
     y, x = y.reshape(-1, 1) * frequency, x.reshape(-1, 1) * frequency
     return torch.cat([x.sin(), x.cos(), y.sin(), y.cos()], dim=1)
 
@@ -34,19 +38,21 @@ class Attention(nn.Module):
         self.heads = heads
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
-        for weight in (*self.qkv.weight.chunk(3), self.proj.weight):  # qkv is three maps, each from width to width
+        for weight in (*self.qkv.weight.chunk(3), self.proj.weight):  # three projections
             nn.init.xavier_uniform_(weight)
         for bias in (self.qkv.bias, self.proj.bias):
             nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, N, width] -> the same shape."""
-        q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # each [B, heads, N, width / heads]
+        q, k, v = (
+            self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        )  # each [B, heads, N, width / heads]
         return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
 class Mlp(nn.Module):
-    """Two linear layers; GELU in its tanh form, which is JAX's default."""
+    """Two linear layers with the tanh form of GELU, the default in JAX."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -61,7 +67,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each after a layer norm and beside a shortcut."""
+    """Attention and MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -76,13 +82,14 @@ class Block(nn.Module):
 
 
 class PatchEmbed(nn.Module):
-    """Cuts an image into patches and maps each to a vector: a convolution whose stride is its size."""
+    """Embed each patch of an image: a convolution with stride equal to its kernel size."""
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
         self.patch = patch
         self.proj = nn.Conv2d(3, width, patch, patch)
-        # JAX's "LeCun normal": cut off at two deviations, which leaves 0.8796 of the deviation.
+        # lecun_normal of JAX: truncated at two standard deviations, which scales the standard
+        # deviation by 0.8796.
         deviation = math.sqrt(1 / (3 * patch * patch)) / 0.87962566
         nn.init.trunc_normal_(self.proj.weight, std=deviation, a=-2 * deviation, b=2 * deviation)
         assert self.proj.bias is not None
@@ -92,33 +99,44 @@ class PatchEmbed(nn.Module):
         """float [B, 3, H, W] -> [B, width, H / patch, W / patch].
 
         Raises:
-            ValueError: H or W is not a multiple of the patch: the convolution would drop the rest of the image.
+            ValueError: H or W is not a multiple of the patch size, so the convolution would ignore
+                part of the image.
         """
         if x.shape[2] % self.patch or x.shape[3] % self.patch:
-            raise ValueError(f"{x.shape[3]}x{x.shape[2]} px is not a multiple of the {self.patch} px patches")
+            size = f"{x.shape[3]}x{x.shape[2]} px"
+            raise ValueError(f"{size} is not a multiple of the {self.patch} px patches")
         return self.proj(x)
 
 
 class VisionTransformer(nn.Module):
-    """Patches, fixed positions, blocks, the mean over all patches, a linear head. There is no class token.
+    """Patch embedding, fixed positions, blocks, mean over all patches, linear head; no class token.
 
     Args:
-        num_classes: outputs.
-        image_size: side for which positions are kept; for images of another size they are computed at each call.
-        patch: side of a patch; the sides of an image must be multiples of it.
-        width: channels; a multiple of 4 * heads.
-        depth: blocks.
-        heads: of the attention.
-        hidden: channels inside the MLP.
+        num_classes: number of classes.
+        image_size: image side in pixels, for which the positions are stored. For other sizes they
+            are computed at each call.
+        patch: patch side in pixels; the image side must be a multiple of it.
+        width: number of channels, a multiple of 4 * heads.
+        depth: number of blocks.
+        heads: number of attention heads.
+        hidden: number of channels inside the MLP.
 
-    The code's run that reached the paper's 76.5 % has one more layer before the head (tanh, `width` channels), which the paper
-    finds to make no difference.
+    The published run with 76.5 % has one more layer before the head (tanh, `width` channels). The
+    paper finds that it makes no difference.
     """
 
     positions: Tensor
 
     def __init__(
-        self, *, num_classes: int, image_size: int, patch: int, width: int, depth: int, heads: int, hidden: int
+        self,
+        *,
+        num_classes: int,
+        image_size: int,
+        patch: int,
+        width: int,
+        depth: int,
+        heads: int,
+        hidden: int,
     ) -> None:
         super().__init__()
         self.grid = image_size // patch
@@ -131,34 +149,44 @@ class VisionTransformer(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, 3, H, W] -> [B, num_classes]; H and W are multiples of the patch's side."""
+        """float [B, 3, H, W] -> [B, num_classes]; H and W are multiples of the patch side."""
         x = self.patch_embed(x)
         rows, columns = x.shape[2:]
         places = self.positions
         if (rows, columns) != (self.grid, self.grid):
             places = positions(rows, columns, x.shape[1], places.device).to(places.dtype)
-        x = x.flatten(2).transpose(1, 2) + places  # under autocast bf16 + float32: the sum of all blocks stays float32
+        # bf16 + float32 under autocast: the residual stream is float32.
+        x = x.flatten(2).transpose(1, 2) + places
         return self.head(self.norm(self.blocks(x)).mean(1))
 
 
 def vit_s16(num_classes: int, image_size: int) -> nn.Module:
-    """The "small" vision transformer with patches of 16 px: 22 M parameters.
+    """ViT-S/16: 22 M parameters.
 
     Raises:
         UserError: the image size is not a multiple of 16.
     """
     require_multiple(image_size, 16, "vit_s16")
     return VisionTransformer(
-        num_classes=num_classes, image_size=image_size, patch=16, width=384, depth=12, heads=6, hidden=1536
+        num_classes=num_classes,
+        image_size=image_size,
+        patch=16,
+        width=384,
+        depth=12,
+        heads=6,
+        hidden=1536,
     )
 
 
 def require_multiple(image_size: int, patch: int, name: str) -> None:
-    """Refuse an image size that `name`'s patches do not divide.
+    """Refuse an image size that is not a multiple of the patch size.
 
     Raises:
-        UserError: it is not a multiple of `patch`.
+        UserError: names the model and the next larger multiple.
     """
     if image_size % patch:
-        raise UserError(f"data.image_size={image_size}: {name} needs a multiple of its {patch} px patches; give "
-                        f"{-(-image_size // patch) * patch}")  # fmt: skip
+        multiple = -(-image_size // patch) * patch
+        raise UserError(
+            f"data.image_size={image_size}: {name} needs a multiple of its {patch} px patches; "
+            f"give {multiple}"
+        )

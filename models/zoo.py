@@ -1,20 +1,18 @@
-"""The table of models: torchvision's classifiers by name, our own small ones, timm's behind `timm/`.
+"""Models by name: those of torchvision, our own, and those of timm as `timm/<name>`.
 
-Checkpoints hold the keys as these libraries name them, so weights go both ways.
+The state_dict keys are those of the libraries, so that weights can be exchanged with them.
 """
 
 import hashlib
 import importlib.util
 import logging
-import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import torch
 from torch import nn
 
+from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean
 from models.resnet import resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
@@ -27,35 +25,38 @@ def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = Fa
 
     Args:
         name: from `available()`, or `timm/<name>`.
-        num_classes: outputs of the head.
-        image_size: S, for models whose shape depends on it.
-        pretrained: start from the library's published weights (downloads them); a head for another number of classes stays
-            fresh.
+        num_classes: number of classes.
+        image_size: S, for models whose parameters depend on it.
+        pretrained: download and load the published weights. If the number of classes differs, the
+            head keeps its initial weights.
 
     Raises:
-        UserError: no such model, or its published weights do not exist or cannot be downloaded.
+        UserError: the model or its published weights do not exist, or the download fails.
     """
     if name in OURS:
         if pretrained:
-            raise UserError(f"model.weights=pretrained: there are no published weights for {name}; give a file")
+            raise UserError(
+                f"model.weights=pretrained: there are no published weights for {name}; give a file"
+            )
         return OURS[name](num_classes, image_size)
     if name.startswith("timm/"):
         return _build_timm(name, num_classes, pretrained)
     if name not in _torchvision_names():
         hint = did_you_mean(name, available(), count=3)
-        hint += " " if hint else ""
-        raise UserError(f"model.name={name}: no such model; {hint}timm/<name> works when timm is installed; "
-                        f"our own are {', '.join(OURS)}")  # fmt: skip
+        raise UserError(
+            f"model.name={name}: no such model; {hint}{' ' if hint else ''}timm/<name> works if "
+            f"timm is installed; our own are {', '.join(OURS)}"
+        )
     return _build_torchvision(name, num_classes, image_size, pretrained)
 
 
 def available() -> list[str]:
-    """Every name `build` takes, apart from timm's."""
+    """All names that `build` accepts, except those of timm."""
     return sorted([*OURS, *_torchvision_names()])
 
 
 def is_convnet(model: nn.Module) -> bool:
-    """Whether channels_last pays: a transformer has one convolution, the one that cuts patches."""
+    """Whether channels_last makes the model faster. A transformer has only its patch embedding."""
     return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
 
 
@@ -70,30 +71,10 @@ OURS: dict[str, Callable[[int, int], nn.Module]] = {
 }
 
 
-def import_torchvision() -> ModuleType:
-    """Import torchvision, also when its compiled detection operators do not fit the installed torch.
-
-    A torchvision built for CUDA beside a CPU torch cannot load them, and then fails to import because it describes their
-    shapes. Classifiers use none of them, so a declaration without an implementation is enough.
-    """
-    for _ in range(4):
-        try:
-            import torchvision
-
-            return torchvision
-        except RuntimeError as error:
-            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
-            if missing is None:
-                raise
-            torch.library.define(f"torchvision::{missing[1]}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
-                del sys.modules[name]
-    raise RuntimeError("torchvision cannot be imported: it does not fit the installed torch")
-
-
 def _torchvision_names() -> list[str]:
     vision = import_torchvision()
-    return [n for n in vision.models.list_models(module=vision.models) if n not in ("googlenet", "inception_v3")]  # two outputs
+    names = vision.models.list_models(module=vision.models)
+    return [n for n in names if n not in ("googlenet", "inception_v3")]  # they have two outputs
 
 
 def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained: bool) -> nn.Module:
@@ -107,7 +88,7 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
         published = vision.models.get_model_weights(name).DEFAULT
         try:
             weights = published.get_state_dict(progress=False)
-        except Exception as error:  # urllib and torch.hub raise many kinds, a cut-off file in the cache others
+        except Exception as error:  # many types: urllib, torch.hub, a truncated file in the cache
             folder = Path(torch.hub.get_dir()) / "checkpoints"
             raise _not_loaded(published.url, error, f"put it into {folder}, or ") from None
         adopt_weights(model, weights, origin=f"{name}'s published weights")
@@ -117,13 +98,14 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
 def _build_timm(name: str, num_classes: int, pretrained: bool) -> nn.Module:
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"model.name={name}: timm is not installed; pip install timm")
-    import_torchvision()  # before timm imports it, which cannot if the compiled operators do not fit
+    import_torchvision()  # timm imports it too, without this handling of operators
     import timm
 
     short = name.removeprefix("timm/")
     if not timm.is_model(short):
         close = timm.list_models(f"*{short.split('.')[0][:6]}*")[:5]
-        raise UserError(f"model.name={name}: timm has no such model{'; it has ' + ', '.join(close) if close else ''}")
+        hint = f"; it has {', '.join(close)}" if close else ""
+        raise UserError(f"model.name={name}: timm has no such model{hint}")
     try:
         model: nn.Module = timm.create_model(short, pretrained=pretrained, num_classes=num_classes)
     except Exception as error:
@@ -135,63 +117,77 @@ def _build_timm(name: str, num_classes: int, pretrained: bool) -> nn.Module:
 
 def _not_loaded(what: str, error: Exception, otherwise: str = "") -> UserError:
     reason = (str(error).splitlines() or [""])[0]
-    return UserError(f"model.weights=pretrained: {what} cannot be loaded ({type(error).__name__}: {reason}); {otherwise}"
-                     "give a file with model.weights=/path/to/file.pth")  # fmt: skip
+    return UserError(
+        f"model.weights=pretrained: {what} cannot be loaded ({type(error).__name__}: {reason}); "
+        f"{otherwise}give a file with model.weights=/path/to/file.pth"
+    )
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
-    """Start from a file: a state_dict, or a checkpoint of ours (its moving average when it has one).
+    """Load weights from a state_dict or a checkpoint (its moving average if it has one).
 
     Raises:
-        UserError: missing, not readable with weights_only, or another model's.
+        UserError: the file is missing, cannot be read with weights_only, or is of another model.
     """
     try:
         stored = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"model.weights={path}: no such file") from None
-    except Exception as error:  # torch.load raises many kinds for what is not a checkpoint
+    except Exception as error:  # torch.load raises many types
         raise UserError(
-            f"model.weights={path}: cannot be read ({type(error).__name__}); give a state_dict or a checkpoint"
+            f"model.weights={path}: cannot be read ({type(error).__name__}); "
+            "give a state_dict or a checkpoint"
         ) from None
     if isinstance(stored, dict) and isinstance(stored.get("state"), dict):
         stored = stored["state"].get("ema") or stored["state"].get("model")
-    if not isinstance(stored, dict) or not all(isinstance(value, torch.Tensor) for value in stored.values()):
-        raise UserError(f"model.weights={path}: holds no table of tensors; give a state_dict or a checkpoint")
+    if not isinstance(stored, dict) or not all(
+        isinstance(v, torch.Tensor) for v in stored.values()
+    ):
+        raise UserError(
+            f"model.weights={path}: is not a state_dict; give a state_dict or a checkpoint"
+        )
     adopt_weights(model, stored, origin=str(path))
 
 
 def file_fingerprint(path: Path) -> str:
-    """What a file of weights holds, whatever it is named.
+    """Identify the content of a weights file, independent of its name.
 
     Raises:
-        UserError: it cannot be read.
+        UserError: the file cannot be read.
     """
     try:
         with open(path, "rb") as file:
             return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
     except OSError as error:
-        raise UserError(f"model.weights={path}: {error.strerror}; the file is read at every start, also when a run resumes: "
-                        "give its path") from None  # fmt: skip
+        raise UserError(
+            f"model.weights={path}: {error.strerror}; every start reads the file, even if the run "
+            "resumes: give its path"
+        ) from None
 
 
 def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin: str) -> None:
-    """Load weights by name; a head for another number of classes stays as it was initialised.
+    """Load weights by name. If the number of classes differs, the head keeps its initial weights.
 
     Raises:
-        UserError: other keys are missing or have another shape: these are another model's weights.
+        UserError: other keys are missing, unknown or of another shape: another model's weights.
     """
     own = model.state_dict()
-    # torchvision's first weights are older than BatchNorm's counters
+    # The oldest weights of torchvision have no num_batches_tracked.
     missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
     unknown = [k for k in weights if k not in own]
     other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    # Another number of classes changes the first dimension of the head's tensors, alike in all, and nothing else.
+    # The number of classes is the first dimension of the head's tensors.
     first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
     only_head = len(first) <= 1 and all(own[k].shape[1:] == weights[k].shape[1:] for k in other)
     if missing or unknown or not only_head:
         wrong = missing + unknown + other
-        raise UserError(f"model.weights: {origin} does not fit the model: {len(wrong)} tensors are missing, unknown "
-                        f"or of another shape, e.g. {wrong[0]}")  # fmt: skip
+        raise UserError(
+            f"model.weights: {origin} does not fit the model: {len(wrong)} tensors are missing, "
+            f"unknown or of another shape, e.g. {wrong[0]}"
+        )
     if other:
-        logger.warning("%s: %s stay freshly initialised (another number of classes)", origin, ", ".join(other))
+        names = ", ".join(other)
+        logger.warning(
+            "%s: %s keep their initial weights (number of classes differs)", origin, names
+        )
     model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

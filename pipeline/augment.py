@@ -1,10 +1,12 @@
 """Transforms of one image, written as an ordered list in the config.
 
-Journey of a batch, 3: picture -> picture. Runs in a worker. A transform is a function of (picture, rng); its generator is a
-pure function of (seed, epoch, index), so an image is augmented alike whichever worker, start or restart it falls to.
+Journey of a batch, 3: picture -> picture, in a worker. A transform is a function of (picture, rng).
+Its generator is a pure function of (seed, epoch, index), so the result depends neither on the
+worker nor on restarts.
 
-To add one: write a class with keyword-only parameters, and name it in TRANSFORMS. One that changes the image's size says so
-in `side`: the side of the square it makes, or None where that depends on the image.
+To add a transform, write a class with keyword-only parameters and name it in TRANSFORMS. If it
+changes the size of the image, it has an attribute `image_size`: the side of the resulting square in
+pixels, or None if that depends on the image.
 """
 
 import inspect
@@ -16,15 +18,16 @@ from typing import Any
 from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError, did_you_mean
-from pipeline.decode import Picture
+from pipeline.decode import Box, Picture
 from pipeline.parameters import number, span, whole
+from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
-    """The generator of one sample's augmentation."""
-    # Python hashes an integer seed of any length into its state, so the three fields need only not overlap.
+    """Return the generator of one sample's augmentation."""
+    # random.Random hashes an integer of any length, so the three fields must only not overlap.
     return random.Random((seed << 80) | (epoch << 48) | index)
 
 
@@ -32,19 +35,19 @@ class Compose:
     """Apply transforms in order.
 
     Args:
-        transforms: built by `build`.
+        transforms: the result of `build`.
     """
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self.transforms = list(transforms)
 
     @property
-    def side(self) -> int | None:
-        """Side of the square image that comes out, pixels; None when the list does not fix one."""
-        side = None
+    def image_size(self) -> int | None:
+        """Side of the resulting square image in pixels; None if the list does not fix it."""
+        image_size = None
         for transform in self.transforms:
-            side = getattr(transform, "side", side)
-        return side
+            image_size = getattr(transform, "image_size", image_size)
+        return image_size
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -53,84 +56,104 @@ class Compose:
 
 
 class RandomResizedCrop:
-    """A region of random area and aspect ratio, scaled to size x size (Inception's crop, arXiv 1409.4842).
+    """Scale a region of random area and aspect ratio to size x size (Inception, arXiv 1409.4842).
 
     Args:
-        size: side of the result, pixels.
-        scale: range of the region's share of the image's area.
-        ratio: range of its width / height.
+        size: side of the result in pixels.
+        scale: range of the region's area as a fraction of the image's area.
+        ratio: range of the region's width / height.
     """
 
-    def __init__(self, *, size: int, scale: Sequence[float] = (0.08, 1.0), ratio: Sequence[float] = (3 / 4, 4 / 3)) -> None:
-        self.side, self.scale, self.ratio = _side(size), span("scale", scale, 1), span("ratio", ratio, 1000)
+    def __init__(
+        self,
+        *,
+        size: int,
+        scale: Sequence[float] = (0.08, 1.0),
+        ratio: Sequence[float] = (3 / 4, 4 / 3),
+    ) -> None:
+        self.image_size = _checked_size(size)
+        self.scale = span("scale", scale, 1)
+        self.ratio = span("ratio", ratio, 1000)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        return picture.resized((self.side, self.side), self.box(*picture.size, rng), quick=True)
+        size = (self.image_size, self.image_size)
+        return picture.resized(size, self.box(*picture.size, rng), quick=True)
 
-    def box(self, width: int, height: int, rng: random.Random) -> tuple[int, int, int, int]:
-        """As torchvision draws it: ten tries, then the largest centred region of an allowed ratio."""
+    def box(self, width: int, height: int, rng: random.Random) -> Box:
+        """Draw a region as torchvision does: ten tries, then the largest centred valid region."""
         low, high = math.log(self.ratio[0]), math.log(self.ratio[1])
         for _ in range(10):
             area = width * height * rng.uniform(*self.scale)
             aspect = math.exp(rng.uniform(low, high))
             w, h = round(math.sqrt(area * aspect)), round(math.sqrt(area / aspect))
             if 0 < w <= width and 0 < h <= height:
-                left, top = int(rng.random() * (width - w + 1)), int(rng.random() * (height - h + 1))
+                left = int(rng.random() * (width - w + 1))
+                top = int(rng.random() * (height - h + 1))
                 return left, top, left + w, top + h
         aspect = min(max(width / height, self.ratio[0]), self.ratio[1])
-        w, h = min(width, max(1, round(height * aspect))), min(height, max(1, round(width / aspect)))
+        w = min(width, max(1, round(height * aspect)))
+        h = min(height, max(1, round(width / aspect)))
         left, top = (width - w) // 2, (height - h) // 2
         return left, top, left + w, top + h
 
 
 class Resize:
-    """Scale so that the shorter side is `size / crop_ratio` pixels, of which a crop of `size` keeps the share `crop_ratio`.
+    """Scale the image so that its shorter side is `size / crop_ratio` pixels.
 
     Args:
-        size: of the crop that follows; with the default ratio, of the shorter side itself.
-        crop_ratio: ImageNet models are validated at 0.875: 256 px before the crop of 224 px.
+        size: side of the following crop in pixels; with the default ratio, the shorter side itself.
+        crop_ratio: 0.875 is usual for ImageNet: 256 px before a crop of 224 px.
     """
 
-    side = None
+    image_size = None
 
     def __init__(self, *, size: int, crop_ratio: float = 1.0) -> None:
-        self.size = round(_side(size) / number("crop_ratio", crop_ratio, 0.01, 1))
+        self.size = round(_checked_size(size) / number("crop_ratio", crop_ratio, 0.01, 1))
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
         short = min(width, height)
-        return picture.resized((int(self.size * width / short), int(self.size * height / short)))
+        size = int(self.size * width / short), int(self.size * height / short)
+        return picture.resized(size)
 
 
 class CenterCrop:
-    """The middle size x size pixels; a smaller image is padded with black."""
+    """Crop the centre to size x size pixels; pad a smaller image with black."""
 
     def __init__(self, *, size: int) -> None:
-        self.side = _side(size)
+        self.image_size = _checked_size(size)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        width, height = picture.size
-        left, top = round((width - self.side) / 2), round((height - self.side) / 2)
-        return picture.cropped((left, top, left + self.side, top + self.side))
+        size, (width, height) = self.image_size, picture.size
+        left, top = round((width - size) / 2), round((height - size) / 2)
+        return picture.cropped((left, top, left + size, top + size))
 
 
 class RandomCrop:
-    """size x size pixels from a random place of the image, padded with black by `padding` on every side."""
+    """Crop a random region of size x size pixels.
+
+    Args:
+        size: side of the result in pixels.
+        padding: width of the black border that is added on every side first, in pixels.
+    """
 
     def __init__(self, *, size: int, padding: int = 0) -> None:
-        self.side, self.padding = _side(size), whole("padding", padding, 0, 4096)
+        self.image_size = _checked_size(size)
+        self.padding = whole("padding", padding, 0, 4096)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        width, height = picture.size
-        if min(width, height) + 2 * self.padding < self.side:
-            raise ValueError(f"random_crop: {width}x{height} with padding {self.padding} is smaller than size {self.side}")
-        left = int(rng.random() * (width + 2 * self.padding - self.side + 1)) - self.padding
-        top = int(rng.random() * (height + 2 * self.padding - self.side + 1)) - self.padding
-        return picture.cropped((left, top, left + self.side, top + self.side))
+        size, padding, (width, height) = self.image_size, self.padding, picture.size
+        if min(width, height) + 2 * padding < size:
+            raise ValueError(
+                f"random_crop: {width}x{height} with padding {padding} is smaller than size {size}"
+            )
+        left = int(rng.random() * (width + 2 * padding - size + 1)) - padding
+        top = int(rng.random() * (height + 2 * padding - size + 1)) - padding
+        return picture.cropped((left, top, left + size, top + size))
 
 
 class HorizontalFlip:
-    """Mirror left to right with probability p."""
+    """Flip left to right with probability p."""
 
     def __init__(self, *, p: float = 0.5) -> None:
         self.p = number("p", p, 0, 1)
@@ -140,10 +163,10 @@ class HorizontalFlip:
 
 
 class RandAugment:
-    """`count` random operations of strength `magnitude` (arXiv 1909.13719), as torchvision's RandAugment.
+    """Apply random operations of a fixed strength (arXiv 1909.13719), as torchvision's RandAugment.
 
     Args:
-        count: operations per image.
+        count: number of operations per image.
         magnitude: strength from 0 to STRENGTHS.
     """
 
@@ -159,34 +182,57 @@ class RandAugment:
 
 
 class TrivialAugment:
-    """One random operation of random strength (arXiv 2103.10158, the wide space), as torchvision's TrivialAugmentWide."""
+    """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
+
+    The search space is the wide one of arXiv 2103.10158.
+    """
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
-        return Picture.of_pillow(operate(picture.pillow(), *_draw(rng), strength, wide=True))
+        image = operate(picture.pillow(), *_draw(rng), strength, wide=True)
+        return Picture.of_pillow(image)
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    return image.transform(image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST)
+    return image.transform(
+        image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST
+    )
 
 
-STRENGTHS = 30  # steps from the weakest to the strongest; torchvision counts them from 0 as 31 bins
+STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
+
+
+def _solarize(image: Image.Image, strength: float) -> Image.Image:
+    # The threshold is a multiple of 0.5; rounding restores the last bit that a product may lose.
+    threshold = round(255 * (1 - abs(strength)), 6)
+    return ImageOps.solarize(image, threshold)  # type: ignore[arg-type]
+
+
+Operation = Callable[[Image.Image, float], Image.Image]
 Unit = float | Callable[[Image.Image], float]
-# name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment, for TrivialAugment wide)
-OPERATIONS: dict[str, tuple[Callable[[Image.Image, float], Image.Image], Unit, Unit]] = {
+# name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment,
+# unit at strength 1 for TrivialAugment wide)
+OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
     "shear_x": (lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), 0.3, 0.99),
     "shear_y": (lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), 0.3, 0.99),
-    "translate_x": (lambda image, v: _affine(image, 1, 0, -int(v), 0, 1, 0), lambda image: 150 / 331 * image.width, 32),
-    "translate_y": (lambda image, v: _affine(image, 1, 0, 0, 0, 1, -int(v)), lambda image: 150 / 331 * image.height, 32),
+    "translate_x": (
+        lambda image, v: _affine(image, 1, 0, -int(v), 0, 1, 0),
+        lambda image: 150 / 331 * image.width,
+        32,
+    ),
+    "translate_y": (
+        lambda image, v: _affine(image, 1, 0, 0, 0, 1, -int(v)),
+        lambda image: 150 / 331 * image.height,
+        32,
+    ),
     "rotate": (lambda image, v: image.rotate(v), 30, 135),
     "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
     "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),
     "contrast": (lambda image, v: ImageEnhance.Contrast(image).enhance(1 + v), 0.9, 0.99),
     "sharpness": (lambda image, v: ImageEnhance.Sharpness(image).enhance(1 + v), 0.9, 0.99),
     "posterize": (lambda image, v: ImageOps.posterize(image, 8 - round(abs(v))), 4, 6),
-    # The threshold is a multiple of 0.5, without the last bit that a product of fractions may miss.
-    "solarize": (lambda image, v: ImageOps.solarize(image, round(255 * (1 - abs(v)), 6)), 1, 1),  # type: ignore[arg-type]
+    "solarize": (_solarize, 1, 1),
     "autocontrast": (lambda image, v: ImageOps.autocontrast(image), 0, 0),
     "equalize": (lambda image, v: ImageOps.equalize(image), 0, 0),
 }
@@ -194,12 +240,22 @@ NAMES = tuple(OPERATIONS)
 
 
 def _draw(rng: random.Random) -> tuple[str, int]:
-    """Name of an operation and the sign of its strength."""
+    """Draw the name of an operation and the sign of its strength."""
     return NAMES[int(rng.random() * len(NAMES))], 1 if rng.random() < 0.5 else -1
 
 
-def operate(image: Image.Image, name: str, sign: int, strength: float, *, wide: bool) -> Image.Image:
-    """Apply an operation of `strength` 0 to 1; `wide` chooses TrivialAugment's units instead of RandAugment's."""
+def operate(
+    image: Image.Image, name: str, sign: int, strength: float, *, wide: bool
+) -> Image.Image:
+    """Apply an operation.
+
+    Args:
+        image: the input.
+        name: a name in OPERATIONS.
+        sign: 1 or -1.
+        strength: from 0 to 1.
+        wide: use TrivialAugment's units instead of RandAugment's.
+    """
     operation, *units = OPERATIONS[name]
     unit = units[wide]
     return operation(image, sign * strength * (unit(image) if callable(unit) else unit))
@@ -213,50 +269,65 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
     "horizontal_flip": HorizontalFlip,
     "rand_augment": RandAugment,
     "trivial_augment": TrivialAugment,
+    **V2_TRANSFORMS,
 }
 
 
 def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: str) -> list[Any]:
-    """Build the transforms a config list names, through an explicit table.
+    """Build the transforms that a config list names, through an explicit table.
 
     Args:
         entries: each `name` or `{name: {parameter: value}}`.
-        table: what names are allowed: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
+        table: the allowed names: TRANSFORMS here, BATCH_TRANSFORMS for whole batches.
         key: the config key, for messages.
 
     Raises:
-        UserError: an unknown name or parameter, or a value the transform refuses; says what is allowed.
+        UserError: an unknown name or parameter, or a value that the transform refuses.
     """
     return [_build_one(entry, table, key) for entry in entries]
 
 
 def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
-    if isinstance(entry, dict) and len(entry) == 1:
-        name, parameters = next(iter(entry.items()))
-        parameters = {} if parameters is None else parameters
-    else:
-        name, parameters = entry, {}
-    if not isinstance(name, str) or not isinstance(parameters, dict):
-        raise UserError(f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`")
+    name, parameters = _parsed(entry, key)
     if name not in table:
         hint = did_you_mean(name, table)
-        raise UserError(f"{key}: there is no transform {name}; choose from {', '.join(table)}{'; ' if hint else ''}{hint}")
-    signature = inspect.signature(table[name]).parameters.values()
-    accepted = [p for p in signature if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    allowed = [p.name for p in accepted]
-    unknown = next((p for p in parameters if p not in allowed), None)
-    if unknown is not None:
-        raise UserError(f"{key}: {name} has no parameter {unknown}; it has {', '.join(allowed) or 'none'}")
-    missing = [p.name for p in accepted if p.default is p.empty and p.name not in parameters]
-    if missing:
-        example = {p: 224 if p == "size" else "..." for p in missing} | parameters
-        text = ", ".join(f"{parameter}: {value}" for parameter, value in example.items())
-        raise UserError(f"{key}: {name} needs {' and '.join(missing)}; write {name}: {{{text}}}")
+        known = "; ".join(filter(None, [", ".join(table), hint]))
+        raise UserError(f"{key}: there is no transform {name}; choose from {known}")
     try:
+        _check_parameters(name, parameters, inspect.signature(table[name]))
         return table[name](**parameters)
+    except UserError as error:
+        raise UserError(f"{key}: {error}") from None
     except (TypeError, ValueError, IndexError) as error:
         raise UserError(f"{key}: {name}: {error}") from None
 
 
-def _side(size: Any) -> int:
+def _parsed(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
+    name, parameters = entry, None
+    if isinstance(entry, dict) and len(entry) == 1:
+        name, parameters = next(iter(entry.items()))
+    parameters = {} if parameters is None else parameters
+    if not isinstance(name, str) or not isinstance(parameters, dict):
+        raise UserError(
+            f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`"
+        )
+    return name, parameters
+
+
+def _check_parameters(name: str, given: dict[str, Any], signature: inspect.Signature) -> None:
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    accepted = {p.name: p.default for p in signature.parameters.values() if p.kind in kinds}
+    unknown = next((p for p in given if p not in accepted), None)
+    if unknown is not None:
+        known = ", ".join(accepted) or "none"
+        raise UserError(f"{name} has no parameter {unknown}; it has {known}")
+    required = [p for p, default in accepted.items() if default is inspect.Parameter.empty]
+    missing = [p for p in required if p not in given]
+    if missing:
+        example = {p: 224 if p == "size" else "..." for p in missing} | given
+        text = ", ".join(f"{parameter}: {value}" for parameter, value in example.items())
+        raise UserError(f"{name} needs {' and '.join(missing)}; write {name}: {{{text}}}")
+
+
+def _checked_size(size: Any) -> int:
     return whole("size", size, 1, 4096)

@@ -1,98 +1,137 @@
-"""Config in, datasets out: the transforms and sample tables of both splits."""
+"""Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
 import os
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from conf.schema import Config, Data, UserError
-from pipeline import augment, decode
+from conf.schema import Config, Data, UserError, did_you_mean
+from pipeline import augment
+from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU
 from pipeline.index import check_splits, load_index
-from pipeline.synthetic.demo import CLASSES, MARKER, TRAIN_IMAGES, ensure_demo_dataset
+from pipeline.synthetic.demo import CLASSES, SPLITS, UndrawnDataset, is_drawn
 
 
 @dataclass(frozen=True)
 class Datasets:
-    """Both splits and what follows from them.
+    """Both splits.
 
     Attributes:
-        train_side, val_side: side of the images after the transforms, pixels.
-        train_fingerprint, val_fingerprint: which samples these are, wherever their folders are.
+        classes: names of the classes; a label is a position in it.
+        train_size, val_size: side of the images after the transforms in pixels.
     """
 
     train: Dataset
     val: Dataset
     classes: tuple[str, ...]
-    train_side: int
-    val_side: int
-    train_fingerprint: str
-    val_fingerprint: str
+    train_size: int
+    val_size: int
+
+    @property
+    def train_fingerprint(self) -> str:
+        return self.train.fingerprint()
+
+    @property
+    def val_fingerprint(self) -> str:
+        return self.val.fingerprint()
+
+    def prepare(self) -> None:
+        """Create missing files, such as the images of data=demo.
+
+        Raises:
+            UserError: they cannot be written.
+        """
+        self.train.prepare()
+        self.val.prepare()
 
 
 def build_datasets(config: Config) -> Datasets:
-    """Build both splits' transforms and sample tables. Writes nothing but the index cache and, for data=demo, the images.
+    """Build the transforms and the sample tables of both splits; write only the index cache.
 
     Raises:
-        UserError: a transform, a folder or its content is not as it must be.
+        UserError: a transform, a folder or its content is wrong.
     """
-    train_transform = augment.Compose(augment.build(config.augment.train, augment.TRANSFORMS, key="augment.train"))
-    val_transform = augment.Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
-    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    train_side, val_side = _side(train_transform, "augment.train"), _side(val_transform, "augment.val")
-    data, seed = config.data, config.train.seed
-    if data.source == "fake":
-        train = FakeDataset(num_samples=data.fake_images, num_classes=data.fake_classes, size=train_side)
-        val = FakeDataset(num_samples=data.fake_images // 10, num_classes=data.fake_classes, size=val_side)
-        classes = tuple(f"fake{i:04d}" for i in range(data.fake_classes))
-        return Datasets(train, val, classes, train_side, val_side, f"{len(train)} fake images", f"{len(val)} fake images")
-    root = _root(config)
-    if data.source == "demo":
-        try:
-            ensure_demo_dataset(root)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-        except OSError as error:
-            raise UserError(f"data.root={root}: {error}") from None
-    elif not root.is_dir():
-        raise UserError(f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*")
-    else:
-        _check_layout(root, data)
+    lists, source, decoder = config.augment, config.data.source, config.loader.decoder
+    train = Compose(augment.build(lists.train, augment.TRANSFORMS, key="augment.train"))
+    val = Compose(augment.build(lists.val, augment.TRANSFORMS, key="augment.val"))
+    augment.build(lists.batch, BATCH_TRANSFORMS, key="augment.batch")
+    train_size = _image_size(train, "augment.train")
+    val_size = _image_size(val, "augment.val")
+    if source not in DATASETS:
+        known = "; ".join(filter(None, [", ".join(DATASETS), did_you_mean(source, DATASETS)]))
+        raise UserError(f"data.source={source}: there is no such dataset; choose from {known}")
+    # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
+    decoder = "auto" if decoder in ON_GPU else decoder
+    splits = DATASETS[source](config.data, train, val, decoder, config.train.seed)
+    return Datasets(*splits, train_size, val_size)
+
+
+Splits = tuple[Dataset, Dataset, tuple[str, ...]]
+"""Training split, validation split, names of the classes."""
+
+
+def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    root = _root(data)
+    if not root.is_dir():
+        raise UserError(
+            f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"
+        )
+    _check_layout(root, data)
     train_index = load_index(root / data.train, key="data.train")
     val_index = load_index(root / data.val, key="data.val")
     check_splits(train_index, val_index)
-    # With gpu and hybrid, the best of these decodes the validation images and what the engines do not take.
-    decoder = decode.resolve("auto" if config.loader.decoder in ON_GPU else config.loader.decoder)
-    train_files = FolderDataset(train_index, train_transform, decoder=decoder, seed=seed)
-    val_files = FolderDataset(val_index, val_transform, decoder=decoder, seed=seed)
-    return Datasets(train_files, val_files, train_index.classes, train_side, val_side, train_files.fingerprint(),
-                    val_files.fingerprint())  # fmt: skip
+    return (
+        FolderDataset(train_index, train, decoder=decoder, seed=seed),
+        FolderDataset(val_index, val, decoder=decoder, seed=seed),
+        train_index.classes,
+    )
 
 
-def stand_in(config: Config) -> Datasets | None:
-    """Fake datasets of the demo's size while it is not drawn: they show what is wrong with a config before 2,500 images are
-    drawn for it. Else None.
-    """
-    if config.data.source != "demo" or os.path.exists(_root(config) / MARKER):
-        return None
-    data = replace(config.data, source="fake", fake_images=TRAIN_IMAGES, fake_classes=len(CLASSES))
-    return build_datasets(replace(config, data=data))
+def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    root = _root(data)
+    if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
+        return folder(data, train, val, decoder, seed)
+    return (
+        UndrawnDataset(root, data.train, train, decoder=decoder, seed=seed),
+        UndrawnDataset(root, data.val, val, decoder=decoder, seed=seed),
+        tuple(sorted(CLASSES)),
+    )
 
 
-def _root(config: Config) -> Path:
-    return Path(config.data.root or "").expanduser()
+def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    images, classes = data.fake_images, data.fake_classes
+    return (
+        FakeDataset(images, classes, _image_size(train, "augment.train")),
+        FakeDataset(images // 10, classes, _image_size(val, "augment.val")),
+        tuple(f"fake{i:04d}" for i in range(classes)),
+    )
+
+
+DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
+    "folder": folder,
+    "demo": demo,
+    "fake": fake,
+}
+"""data.source -> function of (data, training and validation transform, CPU decoder, seed)."""
+
+
+def _root(data: Data) -> Path:
+    return Path(data.root or "").expanduser()
 
 
 def _check_layout(root: Path, data: Data) -> None:
-    """Refuse a folder that does not hold both splits, and name the one that does when it is near.
+    """Refuse a folder that does not hold both splits; suggest a folder nearby that does.
 
     Raises:
-        UserError: names what the folder holds instead.
+        UserError: names the content of the folder.
     """
     splits = (data.train, data.val)
-    here, parent = f"data.root={data.root}", Path(os.path.abspath(root)).parent
+    here = f"data.root={data.root}"
+    parent = Path(os.path.abspath(root)).parent
 
     def holds_splits(folder: Path) -> bool:
         return all(os.path.isdir(folder / split) for split in splits)
@@ -100,28 +139,48 @@ def _check_layout(root: Path, data: Data) -> None:
     if holds_splits(root):
         return
     if holds_splits(parent) and any((parent / split).samefile(root) for split in splits):
-        raise UserError(f"{here}: is one split; write data.root={parent}, the folder that holds {data.train} and {data.val}")
+        raise UserError(
+            f"{here}: is one split; write data.root={parent}, "
+            f"the folder that holds {data.train} and {data.val}"
+        )
     try:
-        folders = sorted(path.name for path in root.iterdir() if path.is_dir() and not path.name.startswith("."))
+        folders = sorted(
+            p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")
+        )
     except OSError as error:
-        raise UserError(f"{here}: cannot be read ({error}); check its permissions and the file system") from None
+        raise UserError(
+            f"{here}: cannot be read ({error}); check its permissions and the file system"
+        ) from None
     if any(os.path.isdir(root / split) for split in splits):
-        others = [name for name in folders if name not in splits]
-        key, split = ("data.val", data.val) if os.path.isdir(root / data.train) else ("data.train", data.train)
-        hint = f"did you mean {key}={others[0]}?" if len(others) == 1 else f"give {key}=FOLDER with one folder per class"
-        raise UserError(f"{key}={root / split}: no such folder; {hint}")
+        raise UserError(_missing_split(root, data, folders))
     if not folders:
         raise UserError(f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*")
     for pattern in ("*", "*/*", "*/*/*"):  # Kaggle's archive has them in ILSVRC/Data/CLS-LOC
         if inner := next(filter(holds_splits, islice(root.glob(pattern), 1000)), None):
-            raise UserError(f"{here}: holds no {data.train} and no {data.val}; write data.root={inner}")
-    raise UserError(f"{here}: holds no {data.train} and no {data.val}, but folders such as {folders[0]}; "
-                    f"put the class folders into {data.train} and {data.val} inside it")  # fmt: skip
+            raise UserError(
+                f"{here}: holds no {data.train} and no {data.val}; write data.root={inner}"
+            )
+    raise UserError(
+        f"{here}: holds no {data.train} and no {data.val}, but folders such as {folders[0]}; "
+        f"put the class folders into {data.train} and {data.val} inside it"
+    )
 
 
-def _side(transform: augment.Compose, key: str) -> int:
-    if transform.side is None:
+def _missing_split(root: Path, data: Data, folders: list[str]) -> str:
+    others = [name for name in folders if name not in (data.train, data.val)]
+    key, split = "data.train", data.train
+    if os.path.isdir(root / data.train):
+        key, split = "data.val", data.val
+    hint = f"give {key}=FOLDER with one folder per class"
+    if len(others) == 1:
+        hint = f"did you mean {key}={others[0]}?"
+    return f"{key}={root / split}: no such folder; {hint}"
+
+
+def _image_size(transform: Compose, key: str) -> int:
+    if transform.image_size is None:
         raise UserError(
-            f"{key}: the list does not end in images of one size; add random_resized_crop or center_crop: {{size: 224}}"
+            f"{key}: the list does not end in images of one size; "
+            "add random_resized_crop or center_crop: {size: 224}"
         )
-    return transform.side
+    return transform.image_size

@@ -1,6 +1,9 @@
 """One sample: number in, pixels and label out.
 
-Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a label. Runs in a worker.
+Journey of a batch, 2: (epoch, index) -> file bytes -> uint8 [S, S, 3] and a label, in a worker.
+
+To add a dataset, write a subclass of `Dataset`, a function that builds both splits for the table in
+pipeline/build.py, and conf/data/NAME.yaml.
 """
 
 import hashlib
@@ -8,10 +11,10 @@ import os
 import re
 import time
 import traceback
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -23,81 +26,117 @@ from pipeline.index import Index
 from pipeline.shared import SharedArray
 
 
-class Dataset(Protocol):
-    """What a loader needs; also a map-style dataset for torch's own DataLoader."""
+class Dataset(ABC):
+    """One split; also a map-style dataset for torch's own DataLoader.
 
+    A subclass calls `super().__init__()`, defines `__len__`, `load`, `name` and `fingerprint`, and
+    overrides the other methods if they apply to it.
+    """
+
+    def __init__(self) -> None:
+        # Shared: the persistent workers of a DataLoader have copies of this object.
+        self._epoch = SharedArray((1,), np.int64)
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """`load` for the epoch given to `set_epoch`."""
-
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch whose augmentation `dataset[index]` draws; 0 until then.
-
-        For torch's DataLoader: call it before each epoch's iteration, as with DistributedSampler. Running workers see it too.
-        """
-
+    @abstractmethod
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        """uint8 [S, S, 3] and the label of one sample as epoch `epoch` sees it."""
+        """Return the pixels, uint8 [S, S, 3], and the label of a sample in epoch `epoch`."""
 
+    @abstractmethod
     def name(self, index: int) -> str:
-        """What to call a sample in a message: its path."""
+        """Return the name of a sample for messages, such as its path."""
+
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Identify the samples, wherever they are stored; a run resumes only with the same."""
+
+    def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
+        """Create the files if they are missing; called once the rest of the config is checked."""
+
+    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
+        """Return the sample for the GPU's JPEG engines; None if a CPU must decode it."""
+        return None
 
     def mean_bytes(self) -> float:
-        """Mean size of a sample's file; 0 when there are none."""
+        """Return the mean file size in bytes; 0 if there are no files."""
+        return 0.0
+
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """Return `load` for the epoch given to `set_epoch`."""
+        return self.load(int(self._epoch.array[0]), index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of `dataset[index]`, 0 at first.
+
+        Call it before each epoch of torch's DataLoader, as with DistributedSampler. Running workers
+        see the change.
+        """
+        self._epoch.array[0] = epoch
 
 
-SHRUNK_SIDE = 352  # pixels: the short side that scripts/shrink.py leaves, for training on 224
-LARGE_FILE = 80e3  # bytes, on average; ImageNet's own files have 111,000, those that scripts/shrink.py makes 62,000
+class FileDataset(Dataset):
+    """A dataset that decodes files; `name` is the path of a file."""
+
+    @abstractmethod
+    def time_decoding(self, index: int, data: bytes) -> float:
+        """Measure the CPU seconds of sample `index` in epoch 0 with `data` in place of its file."""
+
+
+# Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
+SHRUNK_SIDE = 352
+# Mean bytes per file. ImageNet's own files have 111,000, those of scripts/shrink.py 62,000.
+LARGE_FILE = 80e3
 
 
 class BadImageError(RuntimeError):
     """A file that cannot become a sample: names the path and the reason."""
 
 
-class FolderDataset:
+class FolderDataset(FileDataset):
     """JPEG and other image files in class folders.
 
     Args:
         index: the sample table.
         transform: from `augment.build`.
-        decoder: a name in `decode.DECODERS`.
-        seed: of the augmentation.
+        decoder: a name in `decode.DECODERS`, or auto.
+        seed: seed of the augmentation.
+
+    Raises:
+        UserError: the decoder is not installed.
     """
 
-    def __init__(self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0) -> None:
-        self.index, self.transform, self.decoder, self.seed = index, transform, decoder, seed
-        self._epoch = SharedArray((1,), np.int64)  # a DataLoader's persistent workers have copies of this object
+    def __init__(
+        self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.index = index
+        self.transform = transform
+        self.decoder = decode.resolve(decoder)
+        self.seed = seed
 
     def __len__(self) -> int:
         return len(self.index)
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.load(int(self._epoch.array[0]), index)
-
-    def set_epoch(self, epoch: int) -> None:
-        self._epoch.array[0] = epoch
-
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        """uint8 [S, S, 3] and the label.
+        """Read, decode and augment a sample.
 
         Raises:
-            BadImageError: the file cannot be read, decoded or cropped; names it.
+            BadImageError: the file cannot be read, decoded or cropped.
         """
-        with self._blamed(index):
+        with self._naming_file(index):
             picture = decode.open_picture(self._read(index), self.decoder)
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, int(self.index.labels.array[index])
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """The file, and the transforms with the same random numbers as in `load`.
-
-        Returns None if the JPEG engines do not support the file or a transform needs pixels.
+        """Read a sample and record what its transforms do, with the same draws as in `load`.
 
         Raises:
             BadImageError: the file cannot be read.
         """
-        with self._blamed(index):
+        with self._naming_file(index):
             data = self._read(index)
             picture = open_noted(data)
             if picture is None:
@@ -110,27 +149,27 @@ class FolderDataset:
         return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
 
     def time_decoding(self, index: int, data: bytes) -> float:
-        """Seconds of this thread's computing to make sample `index` of epoch 0, were `data` its file."""
         began = time.thread_time()
-        self.transform(decode.open_picture(data, self.decoder), sample_rng(self.seed, 0, index)).pixels()
+        picture = decode.open_picture(data, self.decoder)
+        self.transform(picture, sample_rng(self.seed, 0, index)).pixels()
         return time.thread_time() - began
 
     def mean_bytes(self) -> float:
-        """Mean size of the files, from a sample of them."""
+        """Estimate the mean file size in bytes from a sample of the files."""
         sizes = [size for size in self._sizes if size]
         return float(np.mean(sizes)) if sizes else 0.0
 
     def fingerprint(self) -> str:
-        """Which samples these are, wherever the folder is: names, labels and the sizes of a sample of the files.
+        """Hash the names, the labels and the sizes of a sample of the files.
 
-        The sizes distinguish copies of a dataset with the same names, such as one that scripts/shrink.py has made.
+        The sizes distinguish copies with the same names, such as those of scripts/shrink.py.
         """
         digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes}".encode())
         return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Bytes of up to 256 files spread over the split; 0 of those that are gone."""
+        """Sizes in bytes of up to 256 files spread over the split; 0 for a missing file."""
 
         def size(path: str) -> int:
             try:
@@ -146,42 +185,40 @@ class FolderDataset:
             return file.read()
 
     @contextmanager
-    def _blamed(self, index: int) -> Iterator[None]:
-        """Turn whatever goes wrong into an error that names the file."""
+    def _naming_file(self, index: int) -> Iterator[None]:
+        """Turn every error into one that names the file."""
         try:
             yield
-        # Pillow's plugins raise many kinds of error on broken files (struct.error, IndexError, SyntaxError, ...).
+        # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            last = traceback.extract_tb(error.__traceback__)[-1]  # tells a broken file from a mistake in a transform
+            # The place in the source tells a broken file from a mistake in a transform.
+            last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{os.path.basename(last.filename)}:{last.lineno}"
-            raise BadImageError(f"{self.index.path(index)}: {describe(error)} ({where})") from error
+            raise BadImageError(f"{self.name(index)}: {describe(error)} ({where})") from error
 
     def name(self, index: int) -> str:
         return self.index.path(index)
 
 
-class FakeDataset:
-    """Made-up samples that cost next to nothing: to measure everything but reading and decoding.
+class FakeDataset(Dataset):
+    """Synthetic samples that cost nearly nothing, to measure everything but reading and decoding.
 
     Args:
-        num_samples: how many to pretend.
-        num_classes: labels are index modulo this.
-        size: side of the image, pixels.
+        num_samples: length of the dataset.
+        num_classes: the label of a sample is its index modulo this.
+        size: side of the image in pixels.
     """
 
-    def __init__(self, *, num_samples: int, num_classes: int, size: int) -> None:
-        self.num_samples, self.num_classes = num_samples, num_classes
+    def __init__(self, num_samples: int, num_classes: int, size: int) -> None:
+        super().__init__()
+        self.num_samples = num_samples
+        self.num_classes = num_classes
         # A few different images, so that a matrix product is not timed on constants.
-        self._pixels = np.random.default_rng(0).integers(0, 256, (8, size, size, 3), dtype=np.uint8)
+        rng = np.random.default_rng(0)
+        self._pixels = rng.integers(0, 256, (8, size, size, 3), dtype=np.uint8)
 
     def __len__(self) -> int:
         return self.num_samples
-
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        return self.load(0, index)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Every epoch has the same images."""
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return self._pixels[index % len(self._pixels)], index % self.num_classes
@@ -189,10 +226,11 @@ class FakeDataset:
     def name(self, index: int) -> str:
         return f"fake sample {index}"
 
-    def mean_bytes(self) -> float:
-        return 0.0
+    def fingerprint(self) -> str:
+        return f"{len(self)} fake images"
 
 
 def describe(error: BaseException) -> str:
-    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))  # Pillow's name for what has a path of ours
+    """Return the type and the message of an error without the address of a buffer of ours."""
+    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

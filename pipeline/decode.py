@@ -1,9 +1,10 @@
-"""From file bytes to pixels, as late and as little as the transforms allow.
+"""File bytes to pixels, decoded as late and as little as the transforms allow.
 
-Journey of a batch, 2: file bytes -> uint8 [H, W, 3], or only the part a crop needs. Runs in a worker.
+Journey of a batch, 2: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
-A JPEG is a grid of frequency blocks, so a decoder can give it at 1/2, 1/4 or 1/8 of its size for less work, and TurboJPEG can
-leave out blocks outside a region. `resized` asks for both. What is not a plain colour JPEG goes through Pillow.
+A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
+less work, and TurboJPEG can skip blocks outside a region. `resized` uses both. Pillow decodes all
+files that are not a plain colour JPEG.
 """
 
 import ctypes
@@ -25,17 +26,19 @@ from conf.schema import UserError
 Box = tuple[int, int, int, int]
 """left, top, right, bottom in pixels."""
 
-# A 17 kB PNG can unpack to gigabytes (Pillow warns at this many pixels and refuses at twice as many).
+# A 17 kB PNG can unpack to gigabytes. Pillow warns above this number of pixels, and refuses above
+# twice this number.
 MAX_PIXELS = 178_956_970
 Image.MAX_IMAGE_PIXELS = MAX_PIXELS
-# What a file may be, whatever its name. Pillow reads many other formats: for EPS it starts Ghostscript, which runs programs.
+# The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
+# Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 class Picture:
-    """One image on its way through the transforms. Every method gives another picture."""
+    """An image between two transforms. Every method returns a new picture."""
 
     def __init__(self, pixels: np.ndarray) -> None:
         self._pixels = pixels
@@ -45,31 +48,38 @@ class Picture:
         """(width, height)."""
         return self._pixels.shape[1], self._pixels.shape[0]
 
-    def resized(self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False) -> "Picture":
-        """The region `box` scaled to `size` = (width, height), bilinear and antialiased, as torchvision crops and resizes.
+    def resized(
+        self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False
+    ) -> "Picture":
+        """Crop and resize as torchvision does, bilinear with antialiasing.
 
-        With `quick`, a JPEG's decoder may shrink it first by 2, 4 or 8: much less work on large photos, a little softer.
+        Args:
+            size: (width, height) of the result.
+            box: region of this picture; None is all of it.
+            quick: let the JPEG decoder shrink the image by 2, 4 or 8 first: much less work on large
+                photos, a little softer.
         """
         left, top, right, bottom = box or (0, 0, *self.size)
         return Picture(resize(self.pixels()[top:bottom, left:right], size))
 
     def cropped(self, box: Box) -> "Picture":
-        """The region `box`; outside the image it is black."""
+        """Crop the region `box`; pixels outside the image are black."""
         left, top, right, bottom = box
         width, height = self.size
         if left >= 0 and top >= 0 and right <= width and bottom <= height:
             return Picture(self.pixels()[top:bottom, left:right])
         made = np.zeros((bottom - top, right - left, 3), np.uint8)
-        x0, y0, x1, y1 = max(left, 0), max(top, 0), min(right, width), min(bottom, height)
+        x0, x1 = max(left, 0), min(right, width)
+        y0, y1 = max(top, 0), min(bottom, height)
         made[y0 - top : y1 - top, x0 - left : x1 - left] = self.pixels()[y0:y1, x0:x1]
         return Picture(made)
 
     def mirrored(self) -> "Picture":
-        # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18
+        # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
         return Picture(as_tensor(self.pixels()).flip(1).numpy())
 
     def pixels(self) -> np.ndarray:
-        """uint8 [H, W, 3]; may be read-only or shared: copy it before you write."""
+        """Return uint8 [H, W, 3]; may be read-only or shared: copy it before writing."""
         return self._pixels
 
     def pillow(self) -> Image.Image:
@@ -81,10 +91,10 @@ class Picture:
 
 
 class EncodedPicture(Picture):
-    """A colour JPEG of which only the header has been read.
+    """A colour JPEG whose header alone has been read.
 
     Args:
-        data: the file.
+        data: content of the file.
         size: (width, height).
         decode: from DECODERS.
     """
@@ -96,73 +106,90 @@ class EncodedPicture(Picture):
     def size(self) -> tuple[int, int]:
         return self._size
 
-    def resized(self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False) -> Picture:
+    def resized(
+        self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False
+    ) -> Picture:
         box = box or (0, 0, *self.size)
         scale = reduction(box, size) if quick else 1
         if scale == 1:
-            return Picture(resize(self._part(box, 1), size))
-        # The region's edges lie between the pixels of the smaller image, which Pillow's resize takes as fractions.
+            return Picture(resize(self._region(box, 1), size))
+        # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
         outer = box[0] // scale, box[1] // scale, -(-box[2] // scale), -(-box[3] // scale)
-        part = Image.fromarray(np.ascontiguousarray(self._part(outer, scale)))
+        region = Image.fromarray(np.ascontiguousarray(self._region(outer, scale)))
         left, top = box[0] / scale - outer[0], box[1] / scale - outer[1]
-        right, bottom = min(box[2] / scale - outer[0], part.width), min(box[3] / scale - outer[1], part.height)
-        return Picture(np.asarray(part.resize(size, Image.Resampling.BILINEAR, box=(left, top, right, bottom))))
+        right = min(box[2] / scale - outer[0], region.width)
+        bottom = min(box[3] / scale - outer[1], region.height)
+        inner = (left, top, right, bottom)
+        return Picture.of_pillow(region.resize(size, Image.Resampling.BILINEAR, box=inner))
 
     def pixels(self) -> np.ndarray:
-        return self._part((0, 0, *self.size), 1)
+        return self._region((0, 0, *self.size), 1)
 
-    def _part(self, box: Box, scale: int) -> np.ndarray:
-        """The region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
+    def _region(self, box: Box, scale: int) -> np.ndarray:
+        """Decode the region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
         try:
             return self._decode(self._data, box, scale)
-        except DecodeError:  # Pillow reads more than the quick decoders do, and its errors say more
+        except DecodeError:  # Pillow reads more files, and its errors are clearer
             return decode_pillow(self._data, box, scale)
 
 
 Decode = Callable[[bytes, Box, int], np.ndarray]
-"""(file, box, scale) -> uint8 [bottom - top, right - left, 3]: the image at 1 / scale, cut to `box` of that smaller image."""
+"""(file, box, scale) -> uint8 [bottom - top, right - left, 3].
+
+The result is the region `box` of the image at 1 / scale; `box` is in pixels of that smaller image.
+"""
 
 
 class DecodeError(Exception):
-    """A quick decoder does not take this file."""
+    """A quick decoder cannot decode this file."""
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
-    """uint8 [H, W, 3] -> uint8 [height, width, 3], bilinear with antialiasing: the kernel torchvision's resize calls."""
+    """Resize with the kernel of torchvision's resize, bilinear with antialiasing.
+
+    Args:
+        pixels: uint8 [H, W, 3].
+        size: (width, height) of the result.
+    """
     if pixels.shape[1::-1] == size:
         return pixels
-    # In this order the result keeps the layout of rows of pixels; else copying it into the batch takes 110 us instead of 2.
+    # In this order the result keeps the layout [H, W, 3] in memory; otherwise copying it into the
+    # batch takes 110 us instead of 2.
     planes = as_tensor(pixels).unsqueeze(0).permute(0, 3, 1, 2)
     made = torch.nn.functional.interpolate(planes, size[::-1], mode="bilinear", antialias=True)
     return made[0].permute(1, 2, 0).numpy()
 
 
 def as_tensor(pixels: np.ndarray) -> torch.Tensor:
-    """The same memory. It may be Pillow's, which is read-only, and of which from_numpy would warn: do not write into it."""
+    """Return a tensor on the same memory. Do not write to it: it may be read-only memory of Pillow.
+
+    For read-only memory, torch.from_numpy would print a warning.
+    """
     return torch.from_dlpack(pixels)
 
 
 def reduction(box: Box, size: tuple[int, int]) -> int:
-    """How many times smaller, 1, 2, 4 or 8, the region may be decoded and still not be smaller than the result."""
+    """Return the largest of 1, 2, 4, 8 by which the region can shrink and still cover `size`."""
     factor = min((box[2] - box[0]) / size[0], (box[3] - box[1]) / size[1])
     return 1 << min(3, max(0, int(math.log2(factor)) if factor >= 1 else 0))
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Read the header of a file in one of FORMATS; its pixels are decoded when they are asked for.
+    """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
     Raises:
-        PIL.UnidentifiedImageError: the content is of another format, or no image.
-        OSError, ValueError, SyntaxError, Image.DecompressionBombError: the header is damaged, or the image is too large.
+        PIL.UnidentifiedImageError: the content has another format, or is no image.
+        OSError, ValueError, SyntaxError, Image.DecompressionBombError: the header is damaged, or
+            the image is too large.
     """
     return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
 def open_picture(data: bytes, decoder: str) -> Picture:
-    """Read the header of a file; decode it when it is not a plain colour JPEG.
+    """Read the header of a file; decode the file unless it is a plain colour JPEG.
 
     Raises:
-        OSError, ValueError, SyntaxError, Image.DecompressionBombError: not an image Pillow can read.
+        OSError, ValueError, SyntaxError, Image.DecompressionBombError: Pillow cannot read it.
     """
     image = open_image(data)
     width, height = image.size
@@ -187,16 +214,17 @@ def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
         if scale == 1:
             return simplejpeg.decode_jpeg(data)[box[1] : box[3], box[0] : box[2]]
         height, width, *_ = simplejpeg.decode_jpeg_header(data)
-        small = simplejpeg.decode_jpeg(data, min_height=-(-height // scale), min_width=-(-width // scale), min_factor=scale)
+        height, width = -(-height // scale), -(-width // scale)
+        small = simplejpeg.decode_jpeg(data, min_height=height, min_width=width, min_factor=scale)
     except ValueError as error:
         raise DecodeError from error
-    if small.shape[0] != -(-height // scale):
+    if small.shape[0] != height:
         raise DecodeError
     return small[box[1] : box[3], box[0] : box[2]]
 
 
 class _Turbo:
-    """TurboJPEG 3 through ctypes: the one library that can leave out what lies outside a region."""
+    """TurboJPEG 3 through ctypes: the only library that can skip pixels outside a region."""
 
     INIT_DECOMPRESS, SUBSAMPLING, WIDTH, RGB = 1, 4, 5, 0  # from turbojpeg.h
     # Width of a block row's unit (iMCU) for 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1
@@ -206,10 +234,11 @@ class _Turbo:
         _fields_ = [("num", ctypes.c_int), ("denom", ctypes.c_int)]
 
     class Region(ctypes.Structure):
-        _fields_ = [("x", ctypes.c_int), ("y", ctypes.c_int), ("w", ctypes.c_int), ("h", ctypes.c_int)]
+        _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        void, integer, text, size = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t
+        void, integer = ctypes.c_void_p, ctypes.c_int
+        text, size = ctypes.c_char_p, ctypes.c_size_t
         signatures = {
             "tj3Init": (void, [integer]),
             "tj3DecompressHeader": (integer, [void, text, size]),
@@ -226,17 +255,20 @@ class _Turbo:
 
     def decode(self, data: bytes, box: Box, scale: int) -> np.ndarray:
         tj, handle = self.library, self.handle
-        tj.tj3SetCroppingRegion(handle, self.Region(0, 0, 0, 0))  # forget the last image's before its header is replaced
+        # Reset the region of the last image before its header is replaced.
+        tj.tj3SetCroppingRegion(handle, self.Region(0, 0, 0, 0))
         tj.tj3SetScalingFactor(handle, self.Factor(1, 1))
-        if tj.tj3DecompressHeader(handle, data, len(data)) or tj.tj3SetScalingFactor(handle, self.Factor(1, scale)):
+        if tj.tj3DecompressHeader(handle, data, len(data)):
+            raise DecodeError
+        if tj.tj3SetScalingFactor(handle, self.Factor(1, scale)):
             raise DecodeError
         subsampling = tj.tj3Get(handle, self.SUBSAMPLING)
         if not 0 <= subsampling < len(self.UNIT):
             raise DecodeError
         left, top, right, bottom = box
         unit = max(1, self.UNIT[subsampling] // scale)
-        # A region begins where a block begins. A few columns more give the colours at its edges the neighbours they are
-        # interpolated from, so that the pixels are those of the whole image.
+        # A region starts at a block boundary. Chroma at its edges is interpolated from neighbours:
+        # a few more columns give the same pixels as decoding the whole image.
         start = max(0, left - 1) // unit * unit
         end = min(right + 2, -(-tj.tj3Get(handle, self.WIDTH) // scale))
         if tj.tj3SetCroppingRegion(handle, self.Region(start, top, end - start, bottom - top)):
@@ -249,9 +281,9 @@ class _Turbo:
 
 @cache
 def _turbo() -> _Turbo | None:
-    """The installed TurboJPEG, if it is version 3 or newer. One handle a process: workers have one thread."""
-    names = ["libturbojpeg.so.0", str(Path(sys.prefix) / "lib" / "libturbojpeg.so.0"), "libturbojpeg.dylib"]
-    for name in names:
+    """Load TurboJPEG 3 or newer if installed; one handle will do, as workers have one thread."""
+    in_prefix = Path(sys.prefix) / "lib" / "libturbojpeg.so.0"
+    for name in ("libturbojpeg.so.0", str(in_prefix), "libturbojpeg.dylib"):
         try:
             return _Turbo(ctypes.CDLL(name))
         except (OSError, AttributeError):
@@ -261,39 +293,53 @@ def _turbo() -> _Turbo | None:
 
 def decode_turbojpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
     turbo = _turbo()
-    assert turbo is not None, "chosen by resolve() only where it is installed"
+    assert turbo is not None, "resolve() returns only installed decoders"
     return turbo.decode(data, box, scale)
 
 
-DECODERS: dict[str, Decode] = {"turbojpeg": decode_turbojpeg, "simplejpeg": decode_simplejpeg, "pillow": decode_pillow}
-"""Best first."""
+DECODERS: dict[str, Decode] = {
+    "turbojpeg": decode_turbojpeg,
+    "simplejpeg": decode_simplejpeg,
+    "pillow": decode_pillow,
+}
+"""Fastest first."""
 ON_GPU = ("gpu", "hybrid")
-"""Values of loader.decoder that leave files to the GPU."""
+"""Values of loader.decoder that use the GPU's JPEG engines."""
 
 
 def installed() -> list[str]:
-    """The decoders that can be used here, best first."""
-    have = {"turbojpeg": lambda: _turbo() is not None, "simplejpeg": lambda: importlib.util.find_spec("simplejpeg") is not None}
-    return [name for name in DECODERS if have.get(name, lambda: True)()]
+    """Return the installed decoders, fastest first."""
+    usable = {
+        "turbojpeg": _turbo() is not None,
+        "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
+        "pillow": True,
+    }
+    return [name for name in DECODERS if usable[name]]
 
 
 def resolve(name: str) -> str:
-    """The decoder `auto` stands for: the best that is installed.
+    """Return the name of a CPU decoder; `auto` is the fastest installed one.
 
     Raises:
-        UserError: a decoder that is not installed.
+        UserError: the decoder is not installed.
     """
     usable = installed()
     if name == "auto":
         return usable[0]
     if name not in usable:
-        cure = {"simplejpeg": "pip install simplejpeg", "turbojpeg": "install libturbojpeg 3 (conda install libjpeg-turbo)"}
-        raise UserError(f"loader.decoder={name}: not installed; {cure[name]}, or use one of auto, {', '.join(usable)}")
+        remedy = {
+            "simplejpeg": "pip install simplejpeg",
+            "turbojpeg": "install libturbojpeg 3 (conda install libjpeg-turbo)",
+        }[name]
+        raise UserError(
+            f"loader.decoder={name}: not installed; {remedy}, "
+            f"or use one of auto, {', '.join(usable)}"
+        )
     return name
 
 
 def _to_rgb(image: Image.Image) -> Image.Image:
-    """As torchvision's loader converts, except that 16-bit grey keeps its upper byte instead of being clipped to white."""
+    """Convert as torchvision's loader, but keep the upper byte of 16-bit grey, unclipped."""
     if image.mode == "RGB":
         image.load()
         return image

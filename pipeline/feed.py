@@ -16,7 +16,7 @@ from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, Upload, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.sizing.memory import TASKS_IN_HAND
+from pipeline.sizing.memory import PREFETCH_FACTOR
 from pipeline.sizing.plan import LoaderPlan
 from pipeline.sizing.ranks import Ranks
 
@@ -71,12 +71,14 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     train_source = start_source(
         datasets.train,
         batch_size=share,
-        size=datasets.train_side,
+        size=datasets.train_size,
         slots=memory.slots,
         file_bytes=memory.file_bytes,
         skip_unreadable=config.data.on_error == "skip",
     )
-    val_source = start_source(datasets.val, batch_size=share, size=datasets.val_side, slots=memory.slots)
+    val_source = start_source(
+        datasets.val, batch_size=share, size=datasets.val_size, slots=memory.slots
+    )
     train_sampler = TrainSampler(
         num_samples=len(datasets.train),
         batch_size=loader.batch_size,
@@ -99,7 +101,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
             WorkerPool(
                 [train_source, val_source],
                 workers=plan.start_workers,
-                prefetch_factor=TASKS_IN_HAND if factor == "auto" else factor,
+                prefetch_factor=PREFETCH_FACTOR if factor == "auto" else factor,
                 timeout_seconds=loader.timeout_seconds,
                 start_method=loader.start_method,
             )

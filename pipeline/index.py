@@ -1,9 +1,10 @@
-"""Which images there are: a scan of <split>/<class>/**, kept as packed bytes and cached on disk.
+"""The sample table of a split: a scan of <split>/<class>/**, packed into arrays and cached on disk.
 
-Journey of a batch: this is what a sample's number refers to.
+Journey of a batch: a sample's number is a row of this table.
 
-A list of 1.28 million Python strings would be copied page by page into every worker, because reading a Python object
-writes its reference count (pytorch#13246). Here all paths are one bytes array and one offsets array in shared memory.
+A list of 1.28 million Python strings would be copied page by page into every worker, because
+reading a Python object writes its reference count (pytorch#13246). Here all paths are one bytes
+array and one offsets array in shared memory.
 """
 
 import errno
@@ -12,9 +13,10 @@ import logging
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,10 @@ from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
-EXTENSIONS = (b".jpg", b".jpeg", b".png", b".webp", b".bmp", b".ppm", b".pgm", b".tif", b".tiff", b".gif")
+EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
 CACHE_FORMAT = 2  # 1 counted images below links to a parent folder
-# A folder changed within this many seconds of the scan could change again without its mtime moving: not cached.
+# A folder that changed this shortly before the scan could change again with the same mtime, so the
+# scan is not cached.
 SETTLED_SECONDS = 2.0
 
 
@@ -48,6 +51,16 @@ class Index:
     offsets: SharedArray
     labels: SharedArray
 
+    @classmethod
+    def of_files(cls, root: str, files: Mapping[str, Sequence[bytes]]) -> "Index":
+        """Make the table of known files.
+
+        Args:
+            root: the split's folder.
+            files: class name -> sorted paths below `root`; the classes are sorted too.
+        """
+        return cls(root, tuple(files), *map(SharedArray.copy_of, _packed(list(files.values()))))
+
     def __len__(self) -> int:
         return len(self.labels.array)
 
@@ -56,7 +69,7 @@ class Index:
         return os.path.join(self.root, os.fsdecode(self.paths.array[start:stop].tobytes()))
 
     def fingerprint(self) -> str:
-        """SHA-256 of class names, relative paths and labels: which samples these are, wherever the folder is."""
+        """Return the SHA-256 of class names, relative paths and labels, but not of the root."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         for shared in (self.paths, self.offsets, self.labels):
             digest.update(shared.array.tobytes())
@@ -64,32 +77,37 @@ class Index:
 
 
 def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
-    """Scan a split, or read its cached scan when no folder below it has changed since.
+    """Scan a split, or read its cached scan if no folder below it has changed since.
 
-    Links to folders are followed, except to a parent folder; a class counts each folder once. A link to a file is a sample
-    of its own, as a copy is: the same file may have two labels.
+    Links to folders are followed, except to a parent folder; a class counts each folder once. A
+    link to a file is a separate sample, like a copy: the same file may have two labels.
 
     Args:
         folder: holds one folder per class.
-        key: the config key that named it, for messages.
-        cache_dir: where scans are kept; None is the user's cache directory.
+        key: the config key of the folder, for messages.
+        cache_dir: folder of the cached scans; None is the user's cache directory.
 
     Raises:
-        UserError: the folder is missing or cannot be read, holds no class folders, a class holds no images, or a folder is
-            reached under two classes.
+        UserError: the folder is missing, cannot be read or holds no class folders, a class holds no
+            images, or two classes share a folder.
     """
     root = os.path.abspath(os.fspath(folder))
     if not os.path.isdir(root):
         raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
-    cache = (cache_dir or default_cache_dir()) / f"{hashlib.sha256(os.fsencode(root)).hexdigest()[:24]}.npz"
+    digest = hashlib.sha256(os.fsencode(root)).hexdigest()
+    cache = (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
     scan = _read_cache(cache, root)
     if scan is None:
         try:
             scan = _scan(root, key)
         except OSError as error:
-            raise UserError(f"{key}={root}: cannot be read ({error}); start again when it can") from None
+            raise UserError(
+                f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
+            ) from None
         _write_cache(cache, root, scan)
-    return Index(root, scan.classes, *(SharedArray.copy_of(a) for a in (scan.paths, scan.offsets, scan.labels)))
+    return Index(
+        root, scan.classes, *map(SharedArray.copy_of, (scan.paths, scan.offsets, scan.labels))
+    )
 
 
 def default_cache_dir() -> Path:
@@ -97,17 +115,18 @@ def default_cache_dir() -> Path:
 
 
 def check_splits(train: Index, val: Index) -> None:
-    """Refuse splits whose classes differ: labels would shift silently.
+    """Refuse splits with different classes: their labels would not mean the same.
 
     Raises:
-        UserError: names up to five classes that are in one split only.
+        UserError: names up to five classes that only one split has.
     """
     for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
         extra = sorted(set(here.classes) - set(there.classes))
         if extra:
             names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
             raise UserError(
-                f"data.{other}={there.root}: has no class {names}, which {name} has; both splits need the same classes"
+                f"data.{other}={there.root}: has no class {names}, which {name} has; "
+                "both splits need the same classes"
             )
 
 
@@ -117,7 +136,7 @@ class _Scan:
     paths: np.ndarray
     offsets: np.ndarray
     labels: np.ndarray
-    folders: list[bytes]  # every folder looked into, relative to the root
+    folders: list[bytes]  # every scanned folder, relative to the root
     mtimes: np.ndarray  # int64 nanoseconds, one per folder
     settled: bool
 
@@ -126,57 +145,73 @@ def _scan(root: str, key: str) -> _Scan:
     started = time.time()
     base = os.fsencode(root)
     with os.scandir(base) as entries:
-        names = sorted(e.name for e in entries if not e.name.startswith(b".") and _leads_to(e.is_dir))
+        names = sorted(e.name for e in entries if _is_visible_folder(e))
     if not names:
         raise UserError(f"{key}={root}: no class folders in it; it must hold one folder per class")
     parents = _parents(base)
-    # Threads: on a network file system the scan is latency, and listing 1,000 folders one by one takes minutes.
+    # Threads hide the latency of a network file system: 1,000 folders in sequence take minutes.
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda name: _scan_class(base, name, parents), names))
     _refuse_two_labels(root, key, [folders for _, folders in found])
     empty = [os.fsdecode(name) for name, (files, _) in zip(names, found, strict=True) if not files]
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
-        raise UserError(f"{key}={root}: class folder {empty[0]}{more} holds no images "
-                        f"({', '.join(e.decode() for e in EXTENSIONS[:4])}, ...); fill it or remove it")  # fmt: skip
-    files = [f for files, _ in found for f in files]
+        raise UserError(
+            f"{key}={root}: class folder {empty[0]}{more} holds no images "
+            f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
+        )
     folders = [b"."] + [folder for _, looked in found for folder in looked.values()]
     mtimes = _mtimes(base, folders)
     if mtimes is None:
-        raise UserError(f"{key}={root}: changed while it was read; start again when it is complete")
-    lengths = np.fromiter((len(f) for f in files), np.int64, len(files))
+        raise UserError(f"{key}={root}: changed during the scan; start again when it is complete")
     return _Scan(
-        classes=tuple(os.fsdecode(name) for name in names),
-        paths=np.frombuffer(b"".join(files), np.uint8),
-        offsets=np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
-        labels=np.repeat(np.arange(len(names)), [len(files) for files, _ in found]).astype(np.int64),
+        tuple(os.fsdecode(name) for name in names),
+        *_packed([files for files, _ in found]),
         folders=folders,
         mtimes=mtimes,
         settled=bool(mtimes.max() < (started - SETTLED_SECONDS) * 1e9),
     )
 
 
+def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Pack the paths of each class into the paths, offsets and labels of an Index."""
+    files = list(chain.from_iterable(classes))
+    lengths = np.fromiter(map(len, files), np.int64, len(files))
+    return (
+        np.frombuffer(b"".join(files), np.uint8),
+        np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64),
+        np.repeat(np.arange(len(classes)), list(map(len, classes))).astype(np.int64),
+    )
+
+
 _Identity = tuple[int, int]
-"""Device and inode: what a folder is, whatever path leads to it."""
+"""Device and inode: the same for every path to a folder."""
 
 
-def _scan_class(base: bytes, name: bytes, parents: frozenset[_Identity]) -> tuple[list[bytes], dict[_Identity, bytes]]:
-    """All images below one class folder, sorted, and the folders looked into; paths are relative to `base`."""
+def _scan_class(
+    base: bytes, name: bytes, parents: frozenset[_Identity]
+) -> tuple[list[bytes], dict[_Identity, bytes]]:
+    """Return the sorted images below a class folder and the scanned folders, relative to `base`."""
     files: list[bytes] = []
     folders: dict[_Identity, bytes] = {}
     for folder in _walk(base, name, parents, folders):
         with os.scandir(os.path.join(base, folder)) as entries:
             # is_file follows links: a dangling link, a FIFO or a socket is not an image.
-            files += [
-                os.path.join(folder, e.name) for e in entries if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)
+            names = [
+                e.name
+                for e in entries
+                if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)
             ]
+        files += [os.path.join(folder, name) for name in names]
     return sorted(files), folders
 
 
-def _walk(base: bytes, folder: bytes, parents: frozenset[_Identity], seen: dict[_Identity, bytes]) -> Iterator[bytes]:
-    """Yield `folder` and those below it, depth first, each once, and note them in `seen`.
+def _walk(
+    base: bytes, folder: bytes, parents: frozenset[_Identity], seen: dict[_Identity, bytes]
+) -> Iterator[bytes]:
+    """Yield `folder` and the folders below it, depth first, each once, and add them to `seen`.
 
-    `parents` are left out: a link to one of them would bring in the images of other classes and splits.
+    `parents` are skipped: a link to one would add the images of other classes and splits.
     """
     path = os.path.join(base, folder)
     identity = _identity(path)
@@ -187,7 +222,7 @@ def _walk(base: bytes, folder: bytes, parents: frozenset[_Identity], seen: dict[
     if os.path.islink(path):
         parents |= _parents(path)
     with os.scandir(path) as entries:
-        inner = sorted(e.name for e in entries if not e.name.startswith(b".") and _leads_to(e.is_dir))
+        inner = sorted(e.name for e in entries if _is_visible_folder(e))
     for name in inner:
         yield from _walk(base, os.path.join(folder, name), parents, seen)
 
@@ -198,7 +233,7 @@ def _identity(path: bytes) -> _Identity:
 
 
 def _parents(path: bytes) -> frozenset[_Identity]:
-    """A folder and all folders above it, by the path given and by the path without links."""
+    """Return a folder and all folders above it, by the given path and by the path without links."""
     places = {path, os.path.realpath(path)}
     for place in list(places):
         while (place := os.path.dirname(place)) not in places:
@@ -207,22 +242,29 @@ def _parents(path: bytes) -> frozenset[_Identity]:
 
 
 def _refuse_two_labels(root: str, key: str, classes: Sequence[dict[_Identity, bytes]]) -> None:
-    """Refuse a folder that two classes reach.
+    """Refuse a folder that belongs to two classes.
 
     Raises:
-        UserError: names both paths to it, those of the first two classes.
+        UserError: names the path to it in each of the first two classes.
     """
     first: dict[_Identity, bytes] = {}
     for folders in classes:
         for identity, folder in folders.items():
             if identity in first:
-                raise UserError(f"{key}={root}: {os.fsdecode(first[identity])} and {os.fsdecode(folder)} are the same folder, "
-                                "so its images would have two labels; remove the link that is wrong")  # fmt: skip
+                one, other = os.fsdecode(first[identity]), os.fsdecode(folder)
+                raise UserError(
+                    f"{key}={root}: {one} and {other} are the same folder, so its images would "
+                    "have two labels; remove the link that is wrong"
+                )
         first |= folders
 
 
+def _is_visible_folder(entry: os.DirEntry[bytes]) -> bool:
+    return not entry.name.startswith(b".") and _leads_to(entry.is_dir)
+
+
 def _leads_to(kind: Callable[[], bool]) -> bool:
-    """DirEntry.is_file or is_dir; False also for a link to itself, for which they raise."""
+    """Call DirEntry.is_file or is_dir; a link to itself, for which they raise, is neither."""
     try:
         return kind()
     except OSError as error:
@@ -234,23 +276,32 @@ def _leads_to(kind: Callable[[], bool]) -> bool:
 def _mtimes(base: bytes, folders: Sequence[bytes]) -> np.ndarray | None:
     try:
         with ThreadPoolExecutor(16) as pool:
-            values = list(pool.map(lambda folder: os.stat(os.path.join(base, folder)).st_mtime_ns, folders))
+            stats = list(pool.map(lambda folder: os.stat(os.path.join(base, folder)), folders))
     except OSError:
         return None
-    return np.array(values, np.int64)
+    return np.array([stat.st_mtime_ns for stat in stats], np.int64)
 
 
 def _read_cache(cache: Path, root: str) -> _Scan | None:
     try:
         with np.load(cache, allow_pickle=False) as stored:
-            if int(stored["format"]) != CACHE_FORMAT or stored["root"].tobytes() != os.fsencode(root):
+            if int(stored["format"]) != CACHE_FORMAT:
+                return None
+            if stored["root"].tobytes() != os.fsencode(root):
                 return None
             folders = stored["folders"].tobytes().split(b"\0")
             mtimes = _mtimes(os.fsencode(root), folders)
             if mtimes is None or not np.array_equal(mtimes, stored["mtimes"]):
                 return None
-            classes = tuple(os.fsdecode(name) for name in stored["classes"].tobytes().split(b"\0"))
-            return _Scan(classes, stored["paths"], stored["offsets"], stored["labels"], folders, mtimes, True)
+            return _Scan(
+                classes=tuple(map(os.fsdecode, stored["classes"].tobytes().split(b"\0"))),
+                paths=stored["paths"],
+                offsets=stored["offsets"],
+                labels=stored["labels"],
+                folders=folders,
+                mtimes=mtimes,
+                settled=True,
+            )
     except FileNotFoundError:
         return None
     except Exception as error:  # zipfile and numpy raise almost anything on a damaged file
@@ -259,7 +310,7 @@ def _read_cache(cache: Path, root: str) -> _Scan | None:
 
 
 def _write_cache(cache: Path, root: str, scan: _Scan) -> None:
-    """Best effort: a cache that cannot be written costs the next start a scan, nothing else."""
+    """Try to cache a scan; without the cache, the next start scans again."""
     if not scan.settled:
         return
     temporary = None
@@ -280,6 +331,7 @@ def _write_cache(cache: Path, root: str, scan: _Scan) -> None:
             )
         os.replace(temporary, cache)
     except OSError as error:
-        logger.warning("index cache %s cannot be written (%s); the next start scans again", cache, error)
+        message = "index cache %s cannot be written (%s); the next start scans again"
+        logger.warning(message, cache, error)
         if temporary:
             Path(temporary).unlink(missing_ok=True)

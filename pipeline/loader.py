@@ -69,7 +69,9 @@ class HostBatch:
     release: Callable[[Any], None]
 
 
-def buffer_layout(*, batch_size: int, size: int, slots: int, file_bytes: int = 0) -> dict[str, tuple[tuple[int, ...], Any]]:
+def buffer_layout(
+    *, batch_size: int, size: int, slots: int, file_bytes: int = 0
+) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of each buffer of a ring: `slots` batches of square images.
 
     Args:
@@ -105,7 +107,9 @@ def start_source(
     return Source(dataset, buffers["pixels"], buffers["labels"], encoded, skip_unreadable)
 
 
-def slots_needed(*, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
+def slots_needed(
+    *, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int
+) -> int:
     """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
     in_progress = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
     return max(1, in_progress) + 1 + prefetch_batches + 1
@@ -129,7 +133,8 @@ class Pinned:
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             if int(error) != 0:
                 logger.warning(
-                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), copies will be slower; raise ulimit -l",
+                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), "
+                    "copies will be slower; raise ulimit -l",
                     tensor.nbytes / 2**20,
                     error,
                 )
@@ -254,7 +259,9 @@ class WorkerPool:
         """Process IDs of the workers."""
         return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
 
-    def submit(self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0) -> int:
+    def submit(
+        self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0
+    ) -> int:
         """Queue a task and return its number. Tasks start in the order of the calls."""
         task = Task(self._next_number, source, slot, row, samples, encoded)
         self._next_number += 1
@@ -285,7 +292,7 @@ class WorkerPool:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
     def resize(self, workers: int) -> None:
-        """Change the number of workers. A worker finishes its tasks before it ends; at least one stays.
+        """Change the number of workers, to at least 1. They finish their tasks before they end.
 
         Raises:
             LoaderError: a task failed meanwhile, or is not done within the timeout.
@@ -295,7 +302,9 @@ class WorkerPool:
         for worker in self.workers[max(1, workers) :]:
             worker.leaving = True
         self._last_reply = time.monotonic()
-        while numbers := [number for worker in self.workers if worker.leaving for number in worker.tasks]:
+        while numbers := [
+            number for worker in self.workers if worker.leaving for number in worker.tasks
+        ]:
             self._receive(timeout=min(self.timeout_seconds, 1.0))
             if time.monotonic() - self._last_reply > self.timeout_seconds:
                 raise LoaderError(self._stuck(numbers))
@@ -314,7 +323,7 @@ class WorkerPool:
                 self.workers[place] = self._start()
 
     def _note_slow(self, reply: Reply) -> None:
-        """Record a very slow sample. Logs one per SLOW_PAUSE_SECONDS: a long list would fill the log."""
+        """Record a very slow sample. Logs at most one per SLOW_PAUSE_SECONDS."""
         seconds, index = reply.slowest
         if seconds <= SLOW_SAMPLE_SECONDS:
             return
@@ -357,7 +366,9 @@ class WorkerPool:
 
     def _start(self) -> _Worker:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=worker_main, args=(theirs, self.sources), daemon=True, name="loader")
+        process = self._context.Process(
+            target=worker_main, args=(theirs, self.sources), daemon=True, name="loader"
+        )
         with _signals_blocked(), _main_module_hidden():
             if self._context.get_start_method() != "fork":
                 resource_tracker.ensure_running()  # process.start() would unblock the signals
@@ -437,7 +448,9 @@ class WorkerPool:
         for task in list(dead.tasks.values())[:1]:  # it had not started the tasks behind the first
             self._deaths[task.number] = self._deaths.get(task.number, 0) + 1
             if self._deaths[task.number] >= DEATHS_PER_TASK:
-                raise LoaderError(f"loader workers died twice ({cause}) on the samples near {self._current(task)}")
+                raise LoaderError(
+                    f"loader workers died twice ({cause}) on the samples near {self._current(task)}"
+                )
         logger.warning(
             "loader worker %d died (%s); a new worker takes over its %d tasks",
             dead.process.pid,
@@ -509,7 +522,9 @@ class Loader:
         encoded_share: share of the rows of later batches that may stay encoded.
     """
 
-    def __init__(self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int) -> None:
+    def __init__(
+        self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int
+    ) -> None:
         self.pool = pool
         self.source = source
         self.samples = samples
@@ -524,7 +539,7 @@ class Loader:
         self._queue: deque[tuple[int, int, list[int]]] = deque()  # step, slot, task numbers
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
-        """Yield the batches of steps start ... stop - 1; the workers are up to `ahead` batches ahead."""
+        """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
         for _, _, numbers in self._queue:  # of an iteration that ended early: it still has slots
             self.pool.wait(numbers)
         self._queue.clear()
@@ -546,7 +561,9 @@ class Loader:
 
     def _submit(self, step: int) -> tuple[int, int, list[int]]:
         slot = step % self.slots
-        assert slot not in self._held, "a batch is still in use: release batches in order, hold no more than `hold`"
+        assert slot not in self._held, (
+            "a batch is still in use: release batches in order, hold no more than `hold`"
+        )
         event = self._copied.pop(slot, None)
         if event is not None:
             event.synchronize()  # keeps the host only a few batches ahead of the device

@@ -1,33 +1,37 @@
-"""What a transform's parameters may be; `augment.build` puts the config key and the transform's name before the message."""
+"""Checks of a transform's parameters.
+
+`augment.build` puts the config key and the transform's name before the message of a ValueError.
+"""
 
 import math
 from typing import Any
 
 
 def whole(name: str, value: Any, low: int, high: int) -> int:
-    """A whole number in [low, high]."""
+    """Return `value` if it is a whole number in [low, high]."""
     if not (isinstance(value, int) and low <= value <= high):
         raise ValueError(f"{name}={value}: give a whole number from {low} to {high}")
     return value
 
 
 def number(name: str, value: Any, low: float, high: float) -> float:
-    """A number in [low, high]."""
+    """Return `value` if it is a number in [low, high]."""
     if not (isinstance(value, (int, float)) and low <= value <= high):
         raise ValueError(f"{name}={value}: give a number from {low:g} to {high:g}")
     return value
 
 
 def positive(name: str, value: Any) -> float:
-    """A finite number > 0."""
+    """Return `value` if it is a finite number > 0."""
     if not (isinstance(value, (int, float)) and 0 < value < math.inf):
         raise ValueError(f"{name}={value}: give a number > 0")
     return value
 
 
 def span(name: str, values: Any, most: float) -> tuple[float, float]:
-    """Two numbers, 0 < low <= high <= most."""
-    pair = isinstance(values, (list, tuple)) and len(values) == 2 and all(isinstance(v, (int, float)) for v in values)
-    if not (pair and 0 < values[0] <= values[1] <= most):
+    """Return `values` if they are two numbers with 0 < low <= high <= most."""
+    pair = isinstance(values, (list, tuple)) and len(values) == 2
+    numbers = pair and all(isinstance(v, (int, float)) for v in values)
+    if not (numbers and 0 < values[0] <= values[1] <= most):
         raise ValueError(f"{name}={values}: give two numbers, 0 < low <= high <= {most:g}")
     return values[0], values[1]

@@ -9,21 +9,18 @@ batch, and the side stream waits for the event after the step before it overwrit
 that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
-import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
-from statistics import median
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_rng
+from pipeline.clock import Marks, StepClock, Timing
 from pipeline.loader import HostBatch, Loader
 
 
@@ -53,73 +50,36 @@ class Batch:
         return Batch(self.images.clone(), labels, targets, self.step)
 
 
-@dataclass(frozen=True)
-class Timing:
-    """Where the time of the batches since the last reading went, by the device's clock; on a CPU by the host's.
-
-    Attributes:
-        batches: how many they are.
-        wait_fraction: share of the time the device stood idle because the next batch had not come.
-        late_fraction: likewise, because the host had not launched what comes next though the batch was there.
-        copy_fraction: share of the time in which copy, normalisation and batch transforms ran: beside the step on a GPU,
-            between the steps on a CPU.
-        drained_fraction: share of the batches at which the device had done all that was launched before: the host is not ahead.
-        copy_ms: median of copy, normalisation and batch transforms.
-        step_ms, step_p95_ms, step_worst_ms: of what the consumer did with a batch.
-    """
-
-    batches: int
-    wait_fraction: float
-    late_fraction: float
-    copy_fraction: float
-    drained_fraction: float
-    copy_ms: float
-    step_ms: float
-    step_p95_ms: float
-    step_worst_ms: float
-
-
-@dataclass
-class _Marks:
-    """Points in time around one batch: CUDA events, or host seconds on a CPU."""
-
-    copy: list[Any] = field(default_factory=list)  # begin, end
-    use: list[Any] = field(default_factory=list)  # before waiting, batch at hand, consumer done
-    drained: bool = False
-
-
-@dataclass(frozen=True)
 class ImageFormat:
     """Format of the images on the device.
 
-    Attributes:
-        device: where they are.
+    Args:
+        device: where the images are.
         mean: per channel, in [0, 1], to subtract.
         std: per channel, in [0, 1], to divide by.
         dtype: bf16 halves the bytes that the first layer reads.
-        channels_last: memory format.
+        channels_last: memory format of the images.
+
+    Attributes:
         scale, shift: float32 [3, 1, 1]; a pixel x in 0 ... 255 becomes scale * x + shift.
     """
 
-    device: torch.device
-    mean: Sequence[float]
-    std: Sequence[float]
-    dtype: torch.dtype = torch.float32
-    channels_last: bool = False
-
-    @property
-    def memory_format(self) -> torch.memory_format:
-        return torch.channels_last if self.channels_last else torch.contiguous_format
-
-    # (x / 255 - mean) / std as one multiplication and one addition
-    @cached_property
-    def scale(self) -> Tensor:
-        return torch.tensor([1 / (255 * s) for s in self.std], device=self.device)[:, None, None]
-
-    @cached_property
-    def shift(self) -> Tensor:
-        shift = [-m / s for m, s in zip(self.mean, self.std, strict=True)]
-        return torch.tensor(shift, device=self.device)[:, None, None]
+    def __init__(
+        self,
+        device: torch.device,
+        mean: Sequence[float],
+        std: Sequence[float],
+        dtype: torch.dtype = torch.float32,
+        channels_last: bool = False,
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        # (x / 255 - mean) / std as one multiplication and one addition
+        scale = [1 / (255 * s) for s in std]
+        shift = [-m / s for m, s in zip(mean, std, strict=True)]
+        self.scale = torch.tensor(scale, device=device)[:, None, None]
+        self.shift = torch.tensor(shift, device=device)[:, None, None]
 
 
 class DeviceSlot:
@@ -143,18 +103,18 @@ class DeviceSlot:
             # "raw" has the layout of the host memory
             layout = torch.channels_last if name == "raw" else self._layout(shape)
             device = self.format.device
-            self._tensors[name] = torch.empty(shape, dtype=dtype, device=device, memory_format=layout)
+            self._tensors[name] = torch.empty(
+                shape, dtype=dtype, device=device, memory_format=layout
+            )
         return self._tensors[name]
 
     def _layout(self, shape: Sequence[int]) -> torch.memory_format:
         return self.format.memory_format if len(shape) == 4 else torch.contiguous_format
 
 
+# Makes normalised images [B, 3, S, S] on the device from a batch on the host. The last argument
+# tells whether batch transforms follow: then the images are float32, in memory that is not kept.
 Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
-"""Makes normalised images [B, 3, S, S] on the device from a batch on the host.
-
-The last argument tells whether batch transforms follow: then the images are float32 and not kept.
-"""
 
 
 def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
@@ -215,15 +175,14 @@ class Prefetcher:
         self.mixing = mixing
         self.upload = upload
         self.device = format.device
-        self.dtype = format.dtype
-        self.scale, self.shift = format.scale, format.shift  # made here, before the side stream is
+        self.scale = format.scale
+        self.shift = format.shift
         self.cuda = format.device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
         self.slots = [DeviceSlot(format) for _ in range(depth + 1)]
-        self._marks: deque[_Marks] = deque()
-        self._at: tuple[int, _Marks] | None = None  # slot and marks of the consumer's batch
-        self._idle_from: Any = None  # when the device finished the batch before
+        self.clock = StepClock(self.cuda)
+        self._slot = 0  # of the consumer's batch
         self._consumed: dict[int, Any] = {}  # slot -> when its last reader was done
         self._thread = ThreadPoolExecutor(1, "upload") if in_thread else None
 
@@ -232,12 +191,10 @@ class Prefetcher:
         if self._thread is not None:  # it may still use a slot for an iteration that ended early
             self._thread.submit(lambda: None).result()
         host = self.loader.batches(start, stop)
-        ready: deque[tuple[int, Future[tuple[Batch, Any, _Marks]]]] = deque()
+        ready: deque[tuple[int, Future[tuple[Batch, Any, Marks]]]] = deque()
         taken = 0
-        self._at = None
-        self._idle_from = self._mark()
+        self.clock.start()
         self._consumed.clear()
-        self._marks.clear()  # those of an earlier iteration are not needed
         if self.side is not None:  # kernels of an iteration that ended early may still read a slot
             self.side.wait_stream(torch.cuda.current_stream(self.device))
         while True:
@@ -253,12 +210,10 @@ class Prefetcher:
                 return
             slot, future = ready.popleft()
             batch_ready, event, marks = future.result()
-            marks.use.append(self._idle_from)
             if self.cuda:
-                marks.drained = self._idle_from.query()
                 torch.cuda.current_stream(self.device).wait_event(event)
-            marks.use.append(self._mark())
-            self._at = slot, marks
+            self.clock.begin_step(marks)
+            self._slot = slot
             yield batch_ready
             self.end_step()
 
@@ -270,18 +225,16 @@ class Prefetcher:
         """
         self.end_step()
         yield
-        self._idle_from = self._mark()
+        self.clock.skip()
 
     def end_step(self) -> None:
         """Note that the consumer has launched all kernels that read its batch.
 
         Taking the next batch does the same.
         """
-        if self._at is not None:
-            (slot, marks), self._at = self._at, None
-            self._idle_from = self._consumed[slot] = self._mark()
-            marks.use.append(self._idle_from)
-            self._marks.append(marks)
+        end = self.clock.end_step()
+        if end is not None:
+            self._consumed[self._slot] = end
 
     def close(self) -> None:
         """Wait for the thread and the stream. After this the loader's memory may be freed."""
@@ -290,68 +243,33 @@ class Prefetcher:
         if self.side is not None:
             self.side.synchronize()
 
-    def timing(self) -> Timing | None:
-        """Figures of the batches that the device has finished since the last call; None when there are none."""
-        finished = []
-        while self._marks and (not self.cuda or self._marks[0].use[2].query()):
-            finished.append(self._marks.popleft())
-        if not finished:
-            return None
-        gaps = [_milliseconds(m.use[0], m.use[1]) for m in finished]
-        steps = sorted(_milliseconds(m.use[1], m.use[2]) for m in finished)
-        copies = [_milliseconds(*m.copy) for m in finished]
-        if self.cuda:  # until the batch was there; the rest of a gap is the host's
-            waits = [min(gap, max(0.0, _milliseconds(m.use[0], m.copy[1]))) for gap, m in zip(gaps, finished, strict=True)]
-        else:  # the copy is made between the steps, by who waits for it
-            waits = [max(0.0, gap - copy) for gap, copy in zip(gaps, copies, strict=True)]
-        total = max(sum(gaps) + sum(steps), 1e-9)
-        busy_between = 0.0 if self.cuda else sum(copies)
-        return Timing(
-            batches=len(finished),
-            wait_fraction=sum(waits) / total,
-            late_fraction=max(0.0, sum(gaps) - sum(waits) - busy_between) / total,
-            copy_fraction=sum(copies) / total,
-            drained_fraction=sum(m.drained for m in finished) / len(finished),
-            copy_ms=median(copies),
-            step_ms=median(steps),
-            step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
-            step_worst_ms=steps[-1],
-        )
+    def timing(self, batches: int | None = None) -> Timing | None:
+        """Read the figures of the oldest unread batches; see `StepClock.timing`."""
+        return self.clock.timing(batches)
 
-    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, _Marks]]":
+    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, Marks]]":
         """Enqueue a batch now, or in the thread if there is one."""
         if self._thread is not None:
             return self._thread.submit(self._enqueue, host, slot, after)
-        done: Future[tuple[Batch, Any, _Marks]] = Future()
+        done: Future[tuple[Batch, Any, Marks]] = Future()
         done.set_result(self._enqueue(host, slot, after))
         return done
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, _Marks]:
+    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, Marks]:
         """Launch upload and transforms of one batch into a slot, once `after` has completed."""
-        marks, memory = _Marks(), self.slots[slot]
+        marks = Marks()
+        memory = self.slots[slot]
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
             if self.side is not None and after is not None:
                 self.side.wait_event(after)
-            marks.copy.append(self._mark())
+            marks.copy_begin = self.clock.now()
             # Before the labels: the upload may replace an unreadable sample by another.
             images = self.upload(host, memory, self.mixing is not None)
             labels = targets = memory.copy("labels", host.labels, torch.int64)
-            host.release(self._mark() if self.cuda else None)
+            host.release(self.clock.now() if self.cuda else None)
             if self.mixing is not None:
                 images, targets = self.mixing.apply(images, labels, host.step)
                 targets = memory.copy("targets", targets, torch.float32)
-            images = memory.copy("images", images, self.dtype)
-            marks.copy.append(self._mark())
-        return Batch(images, labels, targets, host.step), marks.copy[1], marks
-
-    def _mark(self) -> Any:
-        """Now, on the current stream's clock: an event to be read later, or host seconds on a CPU."""
-        if not self.cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-
-def _milliseconds(begin: Any, end: Any) -> float:
-    return begin.elapsed_time(end) if hasattr(begin, "elapsed_time") else (end - begin) * 1000
+            images = memory.copy("images", images, memory.format.dtype)
+            marks.copy_end = self.clock.now()
+        return Batch(images, labels, targets, host.step), marks.copy_end, marks

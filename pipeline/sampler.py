@@ -1,11 +1,11 @@
-"""Which samples a step sees: a pure function of (seed, step, world size).
+"""The samples of a step: a pure function of (seed, step, world size).
 
 Journey of a batch, 1: step -> this rank's [(epoch, index), ...].
 
-The epochs' shuffled orders are laid end to end into one endless stream, and step s takes the s-th stretch of `batch_size`
-samples. A batch may straddle two epochs: no short batch, none dropped, and every sample is used exactly once an epoch.
-Because nothing is carried from step to step, resuming needs the step alone, and another number of ranks only cuts each
-stretch differently.
+The shuffled epochs form one endless stream, and step s takes samples s * batch_size ... of it. A
+batch may contain samples of two epochs: no batch is short, none is dropped, and every epoch uses
+each sample exactly once. There is no state between steps: resuming needs only the step, and another
+number of ranks only splits each batch differently.
 """
 
 import math
@@ -24,18 +24,25 @@ class TrainSampler:
         seed: of the order.
     """
 
-    def __init__(self, *, num_samples: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> None:
+    def __init__(
+        self, *, num_samples: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         assert batch_size % world_size == 0
-        self.num_samples, self.batch_size, self.seed = num_samples, batch_size, seed
-        self.rank, self.world_size = rank, world_size
-        # Two orders live at a time: a batch may straddle the end of an epoch.
+        self.num_samples = num_samples
+        self.batch_size = batch_size
+        self.seed = seed
+        self.rank = rank
+        self.world_size = world_size
+        # Two orders are needed at a time: a batch may contain the end of an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(self.num_samples)
+        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
+            self.num_samples
+        )
 
     def samples(self, step: int) -> np.ndarray:
-        """This rank's share of a step as int64 [batch_size / world_size, 2] rows of (epoch, index)."""
+        """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2]."""
         share = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * share
         position = np.arange(first, first + share)
@@ -48,14 +55,19 @@ class TrainSampler:
 
 
 class ValSampler:
-    """Every sample once, in order: rank r takes samples r, r + world_size, ...; the last batch may be short."""
+    """Every sample once, in order: rank r takes samples r, r + world_size, ...
 
-    def __init__(self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1) -> None:
+    The last batch may be short.
+    """
+
+    def __init__(
+        self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
         self._mine = np.arange(rank, num_samples, world_size)
         self._share = batch_size // world_size
 
     def __len__(self) -> int:
-        """Batches of this rank."""
+        """Number of batches of this rank."""
         return -(-len(self._mine) // self._share)
 
     def samples(self, step: int) -> np.ndarray:
@@ -65,8 +77,10 @@ class ValSampler:
 
 
 def scattered(count: int) -> Iterator[int]:
-    """Positions far from each other, each once before any comes again: for measuring on files from all over a dataset."""
-    stride = next(s for s in range(int(count * 0.618) or 1, 2 * count + 2) if math.gcd(s, count) == 1)
+    """Yield positions far apart, each once before any repeats, to measure on all of a dataset."""
+    stride = next(
+        s for s in range(int(count * 0.618) or 1, 2 * count + 2) if math.gcd(s, count) == 1
+    )
     place = 0
     while True:
         place = (place + stride) % count

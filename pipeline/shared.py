@@ -1,7 +1,8 @@
-"""Memory that the training process and its workers share: anonymous, gone with the last process that maps it.
+"""Anonymous memory shared by the training process and its workers.
 
-`memfd_create` has no name in /dev/shm, so a killed run leaves nothing behind, and the size of a container's /dev/shm mount
-(64 MiB in Docker) does not limit it; ordinary memory does.
+The kernel frees it with the last process that maps it. `memfd_create` uses no name in /dev/shm: a
+killed run leaves nothing behind, and the size of a container's /dev/shm mount (64 MiB in Docker)
+does not limit it; ordinary memory does.
 """
 
 import mmap
@@ -15,15 +16,16 @@ from conf.schema import UserError
 
 
 class SharedArray:
-    """A numpy array in shared memory that can be handed to a child process under any start method.
+    """A numpy array in shared memory that a child process gets with any start method.
 
-    Under fork the mapping is inherited; under spawn and forkserver pickling passes the file descriptor, never the bytes.
+    With fork it inherits the mapping; with spawn and forkserver, pickling passes the file
+    descriptor, never the bytes.
 
     Attributes:
-        array: the array; writes are seen by every process that holds it.
+        array: the array; every process that has it sees all writes.
 
     Raises:
-        UserError: the system refuses the memory.
+        UserError: the system does not allocate the memory.
     """
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
@@ -34,8 +36,10 @@ class SharedArray:
             self._map(fd, shape, np.dtype(dtype))
         except OSError as error:
             self._fd = fd  # closed with this object
-            raise UserError(f"{size / 2**20:.1f} MiB of shared memory are refused ({error.strerror}): "
-                            "ulimit -f, or a limit of the container, is too low") from None  # fmt: skip
+            raise UserError(
+                f"{size / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror}); "
+                "raise ulimit -f or the memory limit of the container"
+            ) from None
 
     @classmethod
     def copy_of(cls, values: np.ndarray) -> "SharedArray":
@@ -46,7 +50,9 @@ class SharedArray:
     def _map(self, fd: int, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self._fd = fd
         self._memory = mmap.mmap(fd, 0)
-        self.array = np.frombuffer(self._memory, dtype=dtype, count=int(np.prod(shape, dtype=np.int64))).reshape(shape)
+        self.array = np.frombuffer(
+            self._memory, dtype=dtype, count=int(np.prod(shape, dtype=np.int64))
+        ).reshape(shape)
 
     def __getstate__(self) -> tuple[Any, tuple[int, ...], str]:
         return reduction.DupFd(self._fd), self.array.shape, self.array.dtype.str
@@ -56,6 +62,6 @@ class SharedArray:
         self._map(handle.detach(), shape, np.dtype(dtype))
 
     def __del__(self) -> None:
-        # The mapping itself ends when the last array over it does; the descriptor is ours to close.
+        # The mapping ends with the last array that uses it; the descriptor does not.
         if hasattr(self, "_fd"):
             os.close(self._fd)

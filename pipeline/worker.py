@@ -23,7 +23,10 @@ from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1
 """Label of a row without a sample; the loss and the metrics ignore it."""
-REMEDY = "run scripts/doctor.py --all to check every file, or set data.on_error=skip to skip unreadable training images"
+REMEDY = (
+    "run scripts/doctor.py --all to check every file, "
+    "or set data.on_error=skip to skip unreadable training images"
+)
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -102,7 +105,7 @@ class Reply:
 
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
-    """Fill the rows of a task. An exception becomes part of the reply, so that the worker lives on."""
+    """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
     started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
     source = sources[task.source]
     labels = source.labels.array[task.slot]
@@ -147,7 +150,9 @@ def _waited_for_core() -> float:
         return 0.0
 
 
-def _fill_row(source: Source, task: Task, files: FileWriter | None, row: int, epoch: int, index: int) -> int:
+def _fill_row(
+    source: Source, task: Task, files: FileWriter | None, row: int, epoch: int, index: int
+) -> int:
     """Write a sample into its row, encoded or as pixels, and return its label.
 
     Raises:
@@ -170,8 +175,13 @@ def _fill_row(source: Source, task: Task, files: FileWriter | None, row: int, ep
     return label
 
 
-def _first_readable(source: Source, index: int, skipped: list[str], fill: Callable[[int], int]) -> int:
-    """Fill a row with the sample, or with the next readable one if the source skips; return the label."""
+def _first_readable(
+    source: Source, index: int, skipped: list[str], fill: Callable[[int], int]
+) -> int:
+    """Fill a row with a sample and return its label.
+
+    With `source.skip_unreadable`, the next readable sample replaces an unreadable one.
+    """
     size = len(source.dataset)
     for step in range(min(size, 100)):
         try:
@@ -180,7 +190,9 @@ def _first_readable(source: Source, index: int, skipped: list[str], fill: Callab
             if not source.skip_unreadable:
                 raise BadImageError(f"{error}; {REMEDY}") from error
             skipped.append(str(error))
-    raise BadImageError(f"{skipped[-1]} (and the {len(skipped) - 1} images before it: none can be read)")
+    raise BadImageError(
+        f"{skipped[-1]} (and the {len(skipped) - 1} images before it: none can be read)"
+    )
 
 
 def worker_main(pipe: Connection, sources: Sequence[Source]) -> None:

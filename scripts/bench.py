@@ -1,17 +1,19 @@
-"""Measure where the time goes, rung by rung: read, decode, loader, copy, step, end to end.
+"""Measure the throughput of each stage: read, decode, loader, copy, step, end to end.
 
     python scripts/bench.py data.root=/imagenet
-    python scripts/bench.py data.root=/imagenet model=resnet18 --only loader step train --compare earlier.json
+    python scripts/bench.py data.root=/imagenet --only loader step train --compare earlier.json
     python scripts/bench.py data.root=/imagenet --only telemetry
     python scripts/bench.py data.root=/imagenet sweep=true
-    python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12] sweep.prefetch_factor=[2,3]
+    python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12]
 
-Takes train.py's key=value overrides. Every rung is warmed up first and then measured in windows; the table gives the median
-window and the range. Writes bench.json and bench.png to --out. What train.py's telemetry costs is measured when asked for.
+Accepts train.py's key=value overrides. Each stage ("rung") is warmed up and then measured in
+windows; the table shows the median window and the range. Writes bench.json and bench.png to --out.
+--only telemetry measures the cost of train.py's telemetry.
 
-sweep=true measures the loader alone and with the training step instead, for every combination of workers, prefetch_factor and
-pin_memory in a grid, which it goes over in rounds; sweep.<one of them>=[values] chooses the values. It names the best and the
-knee, the fewest workers that reach 0.98 of the best, and writes sweep.json and sweep.png, a heat map.
+sweep=true measures the loader alone and with the training step, for all combinations of workers,
+prefetch_factor and pin_memory, in several rounds; sweep.<key>=[values] sets the values. It reports
+the best setting and the knee, the fewest workers that reach 0.98 of the best rate, and writes
+sweep.json and sweep.png, a heat map.
 """
 
 import argparse
@@ -34,27 +36,43 @@ ON_REQUEST = ("telemetry",)
 
 
 def stored(path: Path, kind: str) -> list[dict[str, Any]]:
-    """The `rungs` or `cells` of an earlier file; leaves when there are none."""
+    """Read the `rungs` or `cells` of an earlier file; exit if it has none."""
     if not path.is_file():
         cli.fail(f"--compare {path}: no such file", "bench.py")
     try:
         content: list[dict[str, Any]] = json.loads(path.read_text())[kind]
     except (OSError, ValueError, KeyError, TypeError):
         name = "sweep.json" if kind == "cells" else "bench.json"
-        cli.fail(f"--compare {path}: holds no {kind}; give the {name} of an earlier run", "bench.py")
+        message = f"contains no {kind}; give the {name} of an earlier run"
+        cli.fail(f"--compare {path}: {message}", "bench.py")
     return content
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=RUNGS + ON_REQUEST, metavar="RUNG",
-                        help=f"some of: {', '.join(RUNGS + ON_REQUEST)}")  # fmt: skip
-    parser.add_argument("--seconds", type=float, help="time to measure each rung for (10), or each cell of a sweep, twice (4)")
-    parser.add_argument("--compare", type=Path, help="an earlier bench.json or sweep.json: shows the ratio to it")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="folder for what is written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=RUNGS + ON_REQUEST,
+        metavar="RUNG",
+        help=f"some of: {', '.join(RUNGS + ON_REQUEST)}",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        help="measurement time per rung (10), or per cell of a sweep and measure (4)",
+    )
+    parser.add_argument(
+        "--compare", type=Path, help="show the ratio to this bench.json or sweep.json"
+    )
+    parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
     OPTIONS, ARGUMENTS = parser.parse_known_args()
     ABOUT_SWEEP, OVERRIDES = sweep.split(ARGUMENTS)
-    CONFIG = cli.parse(OVERRIDES, script="bench.py", purpose="Measure where the time goes.")
+    CONFIG = cli.parse(
+        OVERRIDES, script="bench.py", purpose="Measure the throughput of each stage."
+    )
     try:
         AXES = sweep.read(ABOUT_SWEEP)
     except UserError as error:
@@ -62,8 +80,10 @@ if __name__ == "__main__":
     if OPTIONS.seconds is not None and not OPTIONS.seconds > 0:
         cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", "bench.py")
     if OPTIONS.only and AXES is not None:
-        cli.fail("--only: sweep=true measures the loader and training; leave one of the two out", "bench.py")
-    EARLIER = stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
+        cli.fail("--only: cannot be combined with sweep=true; remove one of them", "bench.py")
+    EARLIER = (
+        stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
+    )
 
 import io
 import logging
@@ -88,16 +108,18 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.runlog import RunLog
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import FileDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.sizing.budget import worker_budget
 from pipeline.sizing.plan import choose_decoder
+from scripts.heat_map import heat_map
 
 WINDOWS = 5
-TURN_SECONDS = 2.0  # with telemetry, and without: a log row or more, and short beside what drifts in a machine
+# Per window with or without telemetry: at least one log row, shorter than the machine's drift.
+TURN_SECONDS = 2.0
 FOREVER = 1 << 40  # steps
 
 
@@ -106,10 +128,10 @@ class Rung:
     """One measurement.
 
     Attributes:
-        rates: one per window, in `unit`.
-        note: what else a reader wants to know.
-        batches: taken from the loader, those of the warm-up too.
-        waited: share of the time in which the device had no batch to work on.
+        rates: One per window, in `unit`.
+        note: A remark for the table.
+        batches: Number of batches taken from the loader, including the warm-up.
+        waited: Fraction of the time in which the device waited for a batch.
     """
 
     name: str
@@ -126,17 +148,17 @@ class Rung:
 
 
 def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0) -> list[Rung]:
-    """Measure the rungs asked for, lowest first.
+    """Measure the requested rungs in the order of RUNGS.
 
     Raises:
-        UserError: the config or the data is not as it must be.
+        UserError: The config or the data is invalid.
     """
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
         plan = plan_of(config, datasets, world)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         found: list[Rung] = []
-        if isinstance(datasets.train, FolderDataset):
+        if isinstance(datasets.train, FileDataset):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
             if "decode" in only:
@@ -147,44 +169,58 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(plan, world.device))
         if "step" in only or "train" in only:
-            found += [r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only]
+            found += [
+                r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only
+            ]
         if "telemetry" in only:
             with open_feed(config, datasets, plan.loader, world) as feed:
                 found.append(Stepper(plan, world).watched(feed, seconds))
     return found
 
 
-def run_sweep(config: Config, asked: dict[str, list[Any]], *, seconds: float = 4.0) -> tuple[Rung, list[sweep.Cell]]:
-    """Measure every setting of the grid, with one compiled step; tell of each as it goes.
+def run_sweep(
+    config: Config, asked: dict[str, list[Any]], *, seconds: float = 4.0
+) -> tuple[Rung, list[sweep.Cell]]:
+    """Measure every setting of the grid with one compiled step and print each result.
 
     Returns:
         The step alone, and the cells. A setting that cannot run is a failed cell.
 
     Raises:
-        UserError: the config or the data is not as it must be.
+        UserError: The config or the data is invalid.
     """
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        budget = worker_budget(world.local_size, decoder=choose_decoder(config, world.device)).workers
-        settings = sweep.grid(asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda")
+        datasets.prepare()
+        budget = worker_budget(
+            world.local_size, decoder=choose_decoder(config, datasets.train, world.device)
+        ).workers
+        settings = sweep.grid(
+            asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda"
+        )
         small = with_setting(config, **asdict(sweep.Setting(1, False, 1)))
         plan = plan_of(small, datasets, world)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         stepper = Stepper(plan, world)
         with open_feed(small, datasets, plan.loader, world) as feed:
             alone = stepper.alone(feed, seconds)
-        print(f"{len(settings)} cells, each visited {sweep.ROUNDS} times for 2 x {seconds / sweep.ROUNDS:g} s", flush=True)
+        print(
+            f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s",
+            flush=True,
+        )
         cells = {setting: sweep.Cell(setting) for setting in settings}
         visits, start = sweep.visits(settings), 0
         for number, setting in enumerate(visits, 1):
             if cells[setting].failed:
                 continue
             visit, batches = measure_cell(setting, datasets, stepper, seconds / sweep.ROUNDS, start)
-            start += batches  # other files, as long as there are some: no cell may find them cached because of another
-            cells[setting] = cells[setting].and_again(visit)
-            told = f"failed: {visit.failed}" if visit.failed else (
-                f"loader alone {visit.rate('loader'):,.0f}, with the step {visit.rate('train'):,.0f} images/s")  # fmt: skip
-            print(f"{number:>3}/{len(visits)}  {setting}: {told}", flush=True)
+            start += batches  # other files if possible: another cell must not have cached them
+            cells[setting] = cells[setting].with_rounds(visit)
+            result = f"failed: {visit.failed}"
+            if not visit.failed:
+                alone_rate, rate = visit.rate("loader"), visit.rate("train")
+                result = f"loader alone {alone_rate:,.0f}, with the step {rate:,.0f} images/s"
+            print(f"{number:>3}/{len(visits)}  {setting}: {result}", flush=True)
     return alone, list(cells.values())
 
 
@@ -195,14 +231,25 @@ def with_setting(config: Config, **setting: Any) -> Config:
 def measure_cell(
     setting: sweep.Setting, datasets: Datasets, stepper: "Stepper", seconds: float, start: int
 ) -> tuple[sweep.Cell, int]:
-    """One visit to a setting, with buffers and workers of its own, and how many batches it took from step `start` on."""
+    """Measure a setting once, from step `start` on, with its own buffers and workers.
+
+    Returns:
+        A cell with one round, and the number of batches taken.
+    """
     config, world = with_setting(stepper.config, **asdict(setting)), stepper.world
     try:
         plan = plan_of(config, datasets, world)
         with open_feed(config, datasets, plan.loader, world) as feed:
             loader = measure_loader(feed, plan, seconds, start, count=1)
             fed = stepper.fed(feed, seconds, start + loader.batches, count=1)
-    except (UserError, LoaderError, OSError, EOFError, MemoryError, RuntimeError) as error:  # RuntimeError: of CUDA
+    except (
+        UserError,
+        LoaderError,
+        OSError,
+        EOFError,
+        MemoryError,
+        RuntimeError,
+    ) as error:  # RuntimeError: of CUDA
         return sweep.Cell(setting, failed=" ".join(str(error).split()) or type(error).__name__), 0
     waited = [] if fed.waited is None else [fed.waited]
     return sweep.Cell(setting, loader.rates, fed.rates, waited), loader.batches + fed.batches
@@ -215,9 +262,19 @@ def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
 
 
 def windows(
-    step: Callable[[], int], seconds: float, finish: Callable[[], None] = lambda: None, *, count: int = WINDOWS
+    step: Callable[[], int],
+    seconds: float,
+    finish: Callable[[], None] = lambda: None,
+    *,
+    count: int = WINDOWS,
 ) -> list[float]:
-    """Units per second in each of `count` windows; `step` does some and returns how many, `finish` waits for them."""
+    """Measure units per second in each of `count` windows.
+
+    Args:
+        step: Processes some units and returns their number.
+        seconds: Total time.
+        finish: Waits until the units are complete.
+    """
     return [window(step, seconds / count, finish) for _ in range(count)]
 
 
@@ -229,8 +286,8 @@ def window(step: Callable[[], int], seconds: float, finish: Callable[[], None]) 
     return done / (time.perf_counter() - began)
 
 
-def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
-    """Whole files, one after the other, spread over the dataset: as the page cache and the disk give them."""
+def measure_read(dataset: FileDataset, seconds: float) -> Rung:
+    """Read whole files one after another, spread over the dataset, from page cache or disk."""
     sizes: list[int] = []
     places = scattered(len(dataset))
 
@@ -241,11 +298,12 @@ def measure_read(dataset: FolderDataset, seconds: float) -> Rung:
 
     rates = windows(read, seconds / 2)
     mean = sum(sizes) / len(sizes)
-    return Rung("read", "images/s", rates, f"one process, {mean / 1e3:.0f} kB a file, {mean * median(rates) / 1e6:,.0f} MB/s")
+    speed = f"{mean / 1e3:.0f} kB per file, {mean * median(rates) / 1e6:,.0f} MB/s"
+    return Rung("read", "images/s", rates, f"one process, {speed}")
 
 
-def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
-    """Decode, crop, resize and flip in one process: what one worker can give."""
+def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
+    """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
 
     def decode() -> int:
@@ -258,11 +316,18 @@ def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Rung:
         decode()
     rates = windows(decode, seconds)
     torch.set_num_threads(threads)
-    return Rung("decode", "images/s", rates, f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px")
+    return Rung(
+        "decode",
+        "images/s",
+        rates,
+        f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px",
+    )
 
 
-def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
-    """Complete batches in host memory, taken as fast as they come."""
+def measure_loader(
+    feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS
+) -> Rung:
+    """Take complete batches in host memory as fast as the loader delivers them."""
     batches = feed.train.loader.batches(start, FOREVER)
     taken = 0
 
@@ -275,17 +340,23 @@ def measure_loader(feed: Feed, plan: Plan, seconds: float, start: int = 0, *, co
 
     warm_up(take, feed)
     rates = windows(take, seconds, count=count)
-    return Rung("loader", "images/s", rates, f"{plan.loader.workers} workers, batch {plan.batch_size}", batches=taken)
+    return Rung(
+        "loader",
+        "images/s",
+        rates,
+        f"{plan.loader.workers} workers, batch {plan.batch_size}",
+        batches=taken,
+    )
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
-    """Until what was decoded while the workers started, or while nobody took it, is gone."""
+    """Take the batches that were decoded before the measurement."""
     for _ in range(feed.train.loader.slots + feed.train.depth):
         take()
 
 
 def measure_copy(plan: Plan, device: torch.device) -> Rung:
-    """One batch to the GPU, eight ways: why pinning and non_blocking matter."""
+    """Copy a batch to the GPU in eight ways, which shows the effect of pinning and non_blocking."""
     shape = (plan.batch_size, 3, plan.image_size, plan.image_size)
     details = {}
     for dtype in (torch.uint8, torch.float32):
@@ -294,7 +365,9 @@ def measure_copy(plan: Plan, device: torch.device) -> Rung:
             source = source.pin_memory() if pinned else source
             target = torch.empty(shape, dtype=dtype, device=device)
             for non_blocking in (False, True):
-                name = f"{str(dtype)[6:]} {'pinned' if pinned else 'pageable'} {'non_blocking' if non_blocking else 'blocking'}"
+                memory = "pinned" if pinned else "pageable"
+                mode = "non_blocking" if non_blocking else "blocking"
+                name = f"{str(dtype)[6:]} {memory} {mode}"
                 details[name] = time_copy(source, target, non_blocking)
     best = details["uint8 pinned non_blocking"]
     rates = [plan.batch_size / (ms / 1e3) for ms in best["all_ms"]]
@@ -302,7 +375,7 @@ def measure_copy(plan: Plan, device: torch.device) -> Rung:
 
 
 def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> dict[str, Any]:
-    """Milliseconds of a copy, GB/s, and the share of that time in which the host was free to do other work."""
+    """Measure a copy: ms, GB/s, and the fraction of the time in which the host was free."""
     total, free = [], []
     for i in range(25):
         torch.cuda.synchronize()
@@ -315,21 +388,32 @@ def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) ->
             total.append((ended - began) * 1e3)
             free.append((ended - returned) / (ended - began))
     ms = median(total)
-    return {"ms": ms, "gb_per_s": source.nbytes / ms / 1e6, "host_free": median(free), "all_ms": total}
+    return {
+        "ms": ms,
+        "gb_per_s": source.nbytes / ms / 1e6,
+        "host_free": median(free),
+        "all_ms": total,
+    }
 
 
-def measure_steps(config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float) -> list[Rung]:
-    """The optimiser step on batches that lie on the device, then the same step fed from the files."""
+def measure_steps(
+    config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float
+) -> list[Rung]:
+    """Measure the optimiser step on batches that stay on the device, then with the feed."""
     stepper = Stepper(plan, world)
     with open_feed(config, datasets, plan.loader, world) as feed:
         alone = stepper.alone(feed, seconds)
         fed = stepper.fed(feed, seconds)
-    waits = "" if fed.waited is None else f"; the device waited {100 * fed.waited:.0f} % of the time"
+    waits = (
+        ""
+        if fed.waited is None
+        else f"; the device waited for data {100 * fed.waited:.0f} % of the time"
+    )
     return [alone, replace(fed, note=f"{fed.rate / alone.rate:.2f} of the step alone{waits}")]
 
 
 class Stepper:
-    """train.py's optimiser step: built and compiled once, for any number of feeds."""
+    """train.py's optimiser step, compiled once for any number of feeds."""
 
     def __init__(self, plan: Plan, world: World) -> None:
         curve = Curve(Schedule("constant"), 1e-3, 0, plan.schedule_steps, plan.steps_per_epoch)
@@ -348,17 +432,19 @@ class Stepper:
             torch.cuda.synchronize()
 
     def alone(self, feed: Feed, seconds: float) -> Rung:
-        """On four batches that stay on the device."""
+        """Measure with four batches that stay on the device."""
         resident = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
         for _ in range(20 if self.world.device.type == "cuda" else 2):
             self.step(next(resident))
         self.finish()
-        name = f"{self.config.model.name}, batch {self.plan.batch_size}, {self.plan.precision}, compile {self.plan.compile}"
+        plan = self.plan
+        name = f"{self.config.model.name}, batch {plan.batch_size}"
+        name += f", {plan.precision}, compile {plan.compile}"
         rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
         return Rung("step", "images/s", rates, f"{name}, batch already on the device")
 
     def fed(self, feed: Feed, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
-        """On the feed's batches, as they come."""
+        """Measure with batches from the feed."""
         batches = feed.train.batches(start, FOREVER)
         taken = 0
 
@@ -372,12 +458,18 @@ class Stepper:
         feed.train.timing()
         rates = windows(take, seconds, self.finish, count=count)
         timing = feed.train.timing()
-        return Rung("train", "images/s", rates, batches=taken, waited=timing.wait_fraction if timing else None)
+        return Rung(
+            "train",
+            "images/s",
+            rates,
+            batches=taken,
+            waited=timing.wait_fraction if timing else None,
+        )
 
     def watched(self, feed: Feed, seconds: float) -> Rung:
-        """Windows with everything that train.py reports, and windows without, in turns.
+        """Measure windows with and without everything that train.py reports, alternately.
 
-        The events around every batch are in both.
+        Both kinds of windows include the CUDA events around every batch.
         """
         batches = feed.train.batches(0, FOREVER)
         rows = 0
@@ -403,7 +495,9 @@ class Stepper:
                     feed.train.timing()
                     with ExitStack() as stack:
                         if watched:
-                            log = stack.enter_context(RunLog(self.plan, self.world, run, self.state, started=0.0))
+                            log = stack.enter_context(
+                                RunLog(self.plan, self.world, run, self.state, started=0.0)
+                            )
                             stack.enter_context(log.watch(feed))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None
@@ -411,31 +505,34 @@ class Stepper:
             rows = len((Path(folder) / "metrics.jsonl").read_text().splitlines())
         low, middle, high = quantiles((on / off for on, off in pairs), n=4)
         note = (
-            f"{middle:.3f} of the rate without it, in turns ({count} pairs, middle half "
+            f"{middle:.3f} of the rate without telemetry ({count} pairs, interquartile range "
             f"{low:.3f}-{high:.3f}, {self.state.step} steps, {rows} rows)"
         )
         return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=self.state.step)
 
 
 def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
-    """Aligned lines: rung, median rate, range, ratio to an earlier run, note."""
+    """Format a line per rung: name, median rate, range, ratio to an earlier run, note."""
     lines = []
     for rung in rungs:
         ratio = f"  x{rung.rate / earlier[rung.name]:.2f}" if rung.name in earlier else ""
         spread = f"{min(rung.rates):,.0f}-{max(rung.rates):,.0f}"
-        lines.append(f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}")
-        lines += [
-            f"          {name:<30} {d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s  host free {100 * d['host_free']:3.0f} %"
-            for name, d in rung.details.items()
-        ]
+        lines.append(
+            f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}"
+        )
+        for name, d in rung.details.items():
+            speed = f"{d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s"
+            lines.append(f"          {name:<30} {speed}  host free {100 * d['host_free']:3.0f} %")
     return "\n".join(lines)
 
 
 def chart(rungs: list[Rung], title: str) -> Image.Image:
-    """A bar per rung, the narrowest one marked: that is what limits training."""
+    """Draw a bar per rung; the slowest one, which limits training, is red."""
     rungs = [r for r in rungs if r.name not in ("read", "decode")] or rungs
-    narrowest = min((r for r in rungs if r.name not in ("train", *ON_REQUEST)), key=lambda r: r.rate, default=rungs[0])
-    return bars(title, [(r.name, r.rate, f"{r.rate:,.0f} {r.unit}") for r in rungs], marked=[narrowest.name])
+    stages = [r for r in rungs if r.name not in ("train", *ON_REQUEST)]
+    slowest = min(stages, key=lambda r: r.rate, default=rungs[0])
+    rows = [(r.name, r.rate, f"{r.rate:,.0f} {r.unit}") for r in rungs]
+    return bars(title, rows, marked=[slowest.name])
 
 
 def main() -> int:
@@ -444,9 +541,11 @@ def main() -> int:
     about = f"{CONFIG.model.name} on {machine}, images/s"
     try:
         if AXES is None:
-            name, (content, lines, picture) = "bench", climbed(about)
+            name = "bench"
+            content, lines, picture = measure_rungs(about)
         else:
-            name, (content, lines, picture) = "sweep", swept(about, AXES)
+            name = "sweep"
+            content, lines, picture = measure_sweep(about, AXES)
     except UserError as error:
         cli.fail(str(error), "bench.py")
     except (LoaderError, train.TrainingError) as error:
@@ -454,40 +553,50 @@ def main() -> int:
         return 1
     print(lines)
     OPTIONS.out.mkdir(parents=True, exist_ok=True)
-    record = {"machine": machine, "cores": len(os.sched_getaffinity(0)), "made_by": checkpoint.provenance(),
-              "config": cli.to_yaml(CONFIG)}  # fmt: skip
+    record = {
+        "machine": machine,
+        "cores": len(os.sched_getaffinity(0)),
+        "made_by": checkpoint.provenance(),
+        "config": cli.to_yaml(CONFIG),
+    }
     checkpoint.write_json(OPTIONS.out / f"{name}.json", record | content)
     picture.save(OPTIONS.out / f"{name}.png")
     print(f"written to {OPTIONS.out}/{name}.json and {name}.png")
     return 0
 
 
-def climbed(about: str) -> tuple[dict[str, Any], str, Image.Image]:
-    """Measure the rungs: what bench.json, the console and bench.png show of them."""
+def measure_rungs(about: str) -> tuple[dict[str, Any], str, Image.Image]:
+    """Measure the rungs; return the contents of bench.json, the console and bench.png."""
     rungs = run(CONFIG, only=tuple(OPTIONS.only or RUNGS), seconds=OPTIONS.seconds or 10.0)
     earlier = {rung["name"]: median(rung["rates"]) for rung in EARLIER}
-    return {"rungs": [asdict(r) for r in rungs]}, table(rungs, earlier), chart(rungs, f"{about}; the red bar limits")
+    picture = chart(rungs, f"{about}; red: the limit")
+    return {"rungs": [asdict(r) for r in rungs]}, table(rungs, earlier), picture
 
 
-def swept(about: str, asked: dict[str, list[Any]]) -> tuple[dict[str, Any], str, Image.Image]:
-    """Measure the cells: what sweep.json, the console and sweep.png show of them.
+def measure_sweep(
+    about: str, asked: dict[str, list[Any]]
+) -> tuple[dict[str, Any], str, Image.Image]:
+    """Measure the cells; return the contents of sweep.json, the console and sweep.png.
 
     Raises:
-        LoaderError: none can run.
+        LoaderError: No setting can run.
     """
     alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 4.0)
     best, knee = sweep.best(cells), sweep.knee(cells)
     if best is None or knee is None:
-        raise LoaderError(f"no cell can run: {cells[0].failed}")
-    earlier = {sweep.Setting(**cell["setting"]): median(cell["train"]) for cell in EARLIER if cell["train"]}
+        raise LoaderError(f"no setting can run: {cells[0].failed}")
+    earlier = {
+        sweep.Setting(**cell["setting"]): median(cell["train"]) for cell in EARLIER if cell["train"]
+    }
     content = {
         "step": alone.rates,
         "best": asdict(best.setting),
         "knee": asdict(knee.setting),
         "cells": [asdict(c) for c in cells],
     }
-    title = f"{about}: best with {best.setting.workers} workers; knee, {sweep.KNEE} of it: {knee.setting.workers}"
-    return content, sweep.table(cells, alone.rate, earlier), sweep.heat_map(cells, title)
+    fewest = f"knee, {sweep.KNEE} of it: {knee.setting.workers}"
+    title = f"{about}: best with {best.setting.workers} workers; {fewest}"
+    return content, sweep.table(cells, alone.rate, earlier), heat_map(cells, title)
 
 
 if __name__ == "__main__":

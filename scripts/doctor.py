@@ -1,11 +1,12 @@
-"""Before a long job: are the data, the GPUs and the machine as training needs them?
+"""Check the data, the GPUs and the machine before a long training run.
 
     python scripts/doctor.py data.root=/imagenet
     python scripts/doctor.py data.root=/imagenet --all --ranks 8 --json doctor.json
 
-Takes train.py's key=value overrides. Every file is listed and weighed; of each split 2,000, spread over it, are decoded in
-full, with --all every one. A row for each check: ok, warn or fail, what was found, and what to do (->). Nothing is changed; a
-temporary file beside run.dir measures the disk. Exit status: 0 nothing failed, 1 something did, 2 a mistake in the command.
+Accepts train.py's key=value overrides. Lists every file with its size and decodes 2,000 files of
+each split, spread over it, or every file with --all. Prints a row for each check: ok, warn or fail,
+the result, and the remedy (->). Changes nothing; a temporary file near run.dir measures the disk.
+Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
 import argparse
@@ -21,22 +22,33 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--all", action="store_true", help="decode every file, not a sample")
-    parser.add_argument("--sample", type=int, default=2000, help="files of each split to decode (2000)")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that torchrun will start on this machine (1)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there too, with every file that is named")
+    parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
+    parser.add_argument("--sample", type=int, default=2000, help="files to decode per split (2000)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all results to FILE")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="doctor.py", purpose=__doc__)
     for wrong, message in (
         (OPTIONS.sample < 1, f"--sample {OPTIONS.sample}: give 1 or more, or --all"),
         (OPTIONS.ranks < 1, f"--ranks {OPTIONS.ranks}: give 1 or more"),
-        (OPTIONS.json and OPTIONS.json.is_dir(), f"--json {OPTIONS.json}: is a folder; give a file"),
-        (OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(), f"--json {OPTIONS.json}: no such folder; make it first"),
-        (CONFIG.data.source == "folder" and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
-         f"data.root={CONFIG.data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"),
-    ):  # fmt: skip
+        (
+            OPTIONS.json and OPTIONS.json.is_dir(),
+            f"--json {OPTIONS.json}: is a folder; give a file",
+        ),
+        (
+            OPTIONS.json and not OPTIONS.json.absolute().parent.is_dir(),
+            f"--json {OPTIONS.json}: no such folder; create it",
+        ),
+        (
+            CONFIG.data.source == "folder"
+            and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
+            f"data.root={CONFIG.data.root}: no such folder; needs train/<class>/*, val/<class>/*",
+        ),
+    ):
         if wrong:
             cli.fail(message, "doctor.py")
 
@@ -56,13 +68,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.schema import Config, UserError
+from conf.schema import Config, Data, UserError
 from engine import checkpoint
 from engine.distributed import World, resolve_device
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from pipeline import decode
-from pipeline.build import Datasets, build_datasets, stand_in
+from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
 from pipeline.sizing import machine
@@ -74,36 +86,52 @@ from scripts.survey import Files, Opened, Split, Tell
 
 GIB = 1 << 30
 BEGAN = time.time(), time.monotonic()
-OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before pipeline.sizing.machine raises the soft limit
-NAMED = 10  # files that a row names on the console
-SUSPICIOUS_BYTES = 128  # no picture is smaller: such files are opened in any case
-PROBE_BYTES, PROBE_LEAST, PROBE_SECONDS = 256 << 20, 64 << 20, 1.5  # written to measure a disk: the first two, or for so long
-IMAGENET_1K = "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"  # SHA-256 of its 1,000 ids, joined by spaces
-# What is odd about a file: of what share on to warn, and what it means in training.
+OPEN_FILES = resource.getrlimit(
+    resource.RLIMIT_NOFILE
+)  # before pipeline.sizing.machine raises the soft limit
+NAMED = 10  # files per row on the console
+SUSPICIOUS_BYTES = 128  # no image is smaller: such files are always opened
+# A disk measurement writes at least PROBE_LEAST, and at most PROBE_BYTES or for PROBE_SECONDS.
+PROBE_BYTES = 256 << 20
+PROBE_LEAST = 64 << 20
+PROBE_SECONDS = 1.5
+# SHA-256 of the 1,000 WordNet IDs, joined by spaces.
+IMAGENET_1K = "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
+# Unusual files: the fraction above which to warn, and the effect on training.
 ODD = {
     "CMYK": (0.01, "converted without a colour profile"),
-    "grey": (0.2, "three equal channels; decoded by Pillow, slower"),
-    "palette": (0.01, "decoded by Pillow, slower"),
-    "transparent": (0.01, "decoded by Pillow, slower; what is behind transparent pixels shows"),
-    "16-bit or other": (0.01, "decoded by Pillow; of 16 bits the upper 8 count"),
-    "misnamed": (0.01, "the content counts, not the name; what is no JPEG is slower"),
-    "animated": (0.01, "the first picture counts"),
-    "progressive": (0.1, "two to three times slower to decode, and not by a GPU's engines"),
-    "very large": (0.01, f"over {survey.LARGE / 1e6:g} megapixels: slow, and takes memory in every worker"),
-    "tiny": (0.01, f"a side under {survey.TINY} px: blown up"),
-    "turned by EXIF": (0.01, "trained on as stored, not as a viewer turns it"),
+    "grey": (0.2, "three equal channels; slower, decoded by Pillow"),
+    "palette": (0.01, "slower, decoded by Pillow"),
+    "transparent": (0.01, "slower, decoded by Pillow; the alpha channel is ignored"),
+    "16-bit or other": (0.01, "decoded by Pillow; only the upper 8 of 16 bits are used"),
+    "misnamed": (0.01, "decoded by content, not by name; formats other than JPEG are slower"),
+    "animated": (0.01, "only the first frame is used"),
+    "progressive": (0.1, "two to three times slower to decode; the GPU's JPEG engines cannot"),
+    "very large": (
+        0.01,
+        f"over {survey.LARGE / 1e6:g} megapixels: slow, needs memory in every worker",
+    ),
+    "tiny": (0.01, f"a side under {survey.TINY} px: enlarged"),
+    "EXIF rotation": (0.01, "training ignores it"),
 }
 
 
-class Unmade(Exception):  # noqa: N818 - no error: an earlier row says what is wrong
-    """A check that cannot be made, with the reason."""
+class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
+    """The reason why a check was skipped."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """What a check found. `details` are lines to list, mostly files."""
+    """A result of a check.
 
-    status: str  # ok, warn, fail
+    Attributes:
+        status: ok, warn or fail.
+        found: The result.
+        do: The remedy.
+        details: Lines to list, mostly files.
+    """
+
+    status: str
     found: str
     do: str = ""
     details: tuple[str, ...] = ()
@@ -115,11 +143,11 @@ ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
 
 @dataclass
 class Case:
-    """What is looked at, and what checks find out for those after them.
+    """The input of the checks, and results that later checks use.
 
     Attributes:
-        sample: files of each split to decode; None is all.
-        gpus: whom to ask about each GPU that torch sees.
+        sample: Number of files to decode per split, or None for all.
+        gpus: NVML query function of each GPU that torch sees.
     """
 
     config: Config
@@ -133,27 +161,30 @@ class Case:
 
     def both(self) -> tuple[Split, Split]:
         if len(self.splits) < 2 or not all(split.files for split in self.splits.values()):
-            raise Unmade("there are not two splits with images, see layout")
+            raise NotChecked("needs two splits with images, see layout")
         return self.splits["train"], self.splits["val"]
 
     def planned(self) -> tuple[Plan, Datasets, World]:
         if self.plan is None:
-            raise Unmade("there is no plan, see plan")
+            raise NotChecked("needs the plan, see plan")
         return self.plan
 
     def how_many(self, name: str) -> str:
-        opened, there = len(self.opened[name]), len(self.splits[name].files)
-        return f"all {there:,}" if opened == there else f"{opened:,} sampled of {there:,}"
+        opened, total = len(self.opened[name]), len(self.splits[name].files)
+        return f"all {total:,}" if opened == total else f"{opened:,} sampled of {total:,}"
 
 
 class Listed(FolderDataset):
-    """Stands for a split of which the files' sizes are known."""
+    """Replaces a split's dataset: has the number of files and their sizes, but no index."""
 
     def __init__(self, files: Files) -> None:
         self.files = files
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> str:
+        return f"{id(self)}"
 
     def mean_bytes(self) -> float:
         return sum(size for _, size in self.files) / len(self.files)
@@ -169,31 +200,53 @@ def layout(case: Case) -> Iterator[Row]:
         try:
             split = case.splits[name] = survey.list_split(root, case.tell)
         except OSError as error:
-            yield fail(f"data.{name}={root}: {error.strerror}", "it must be a folder that holds one folder per class")
+            yield fail(
+                f"data.{name}={root}: {error.strerror}", "give a folder with one folder per class"
+            )
             continue
         denied = [path for path, _ in split.denied]
-        if empty := [c for c, files in split.classes.items() if not files and not any_within(os.path.join(root, c), denied)]:
-            yield fail(f"{name}: {len(empty):,} class folders hold no images: {few(empty)}", "fill or remove them")
+        if empty := [
+            c
+            for c, files in split.classes.items()
+            if not files and not any_within(os.path.join(root, c), denied)
+        ]:
+            yield fail(
+                f"{name}: {len(empty):,} class folders contain no images: {few(empty)}",
+                "fill or remove them",
+            )
         if split.denied:
-            yield fail(f"{name}: {len(split.denied):,} places cannot be read, training refuses to start",
-                       "give this user permission, or remove them", listed(split.denied))  # fmt: skip
+            yield fail(
+                f"{name}: {len(split.denied):,} entries cannot be read, training refuses to start",
+                "give this user permission, or remove them",
+                listed(split.denied),
+            )
         if split.skipped:
-            yield warn(f"{name}: {len(split.skipped):,} are named as images and are no files: left out",
-                       "restore or remove them", listed(split.skipped))  # fmt: skip
+            yield warn(
+                f"{name}: {len(split.skipped):,} entries named as images are not files: ignored",
+                "restore or remove them",
+                listed(split.skipped),
+            )
         loose = len(split.loose)
         if not split.classes:
-            cure = "sort them into one folder per class; for ImageNet's val, valprep.sh does" if loose else "make one per class"
-            yield fail(f"{name}: no class folders in {root}" + f"; flat, with {loose:,} images" * bool(loose), cure)
+            flat = f", but {loose:,} images" if loose else ""
+            yield fail(
+                f"{name}: no class folders in {root}{flat}",
+                "put the images into one folder per class; for ImageNet's val, use valprep.sh",
+            )
         elif loose:
-            yield warn(f"{name}: {loose:,} images lie in no class folder: left out: {few(split.loose)}", "move them into one")
+            text = f"{name}: {loose:,} images are outside the class folders and ignored"
+            yield warn(f"{text}: {few(split.loose)}", "move them into class folders")
         elif len(split.classes) == 1:
-            yield warn(f"{name}: a single class, {few(split.classes)}", "is data.root one folder too high?")
+            yield warn(
+                f"{name}: a single class, {few(split.classes)}",
+                "check that data.root is not one folder too high",
+            )
         elif not empty and not denied:
             yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
 
 
 def any_within(folder: str, paths: Iterable[str]) -> bool:
-    """Whether one of them is the folder or lies in it."""
+    """Return whether one of the paths is the folder or is inside it."""
     return any(os.path.commonpath([folder, path]) == folder for path in paths)
 
 
@@ -202,9 +255,17 @@ def classes(case: Case) -> Iterator[Row]:
     for mine, others, name, other in ((here, there, "train", "val"), (there, here, "val", "train")):
         if extra := sorted(mine - others):
             nearly = {each.casefold(): each for each in others - mine}
-            alike = [f"{each} is {nearly[each.casefold()]}" for each in extra if each.casefold() in nearly]
-            cure = "both need the same" + f"; {few(alike)} there: upper and lower case count" * bool(alike)
-            yield fail(f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", cure)
+            alike = [
+                f"{each} is {nearly[each.casefold()]}"
+                for each in extra
+                if each.casefold() in nearly
+            ]
+            cure = "use the same class names in both splits"
+            if alike:
+                cure += f"; {few(alike)} there: names are case-sensitive"
+            yield fail(
+                f"{len(extra):,} of {name}'s {len(mine):,} are not in {other}: {few(extra)}", cure
+            )
     if here == there:
         yield ok(f"the same {len(here):,} in both splits")
 
@@ -214,47 +275,71 @@ def class_order(case: Case) -> Iterator[Row]:
     ids = [name for name in names if re.fullmatch(r"n\d{8}", name)]
     span = f"{names[0]} to {names[-1]}"
     if hashlib.sha256(os.fsencode(" ".join(names))).hexdigest() == IMAGENET_1K:
-        yield ok(f"ImageNet-1k's 1,000 in its order, {span}: labels are those of published weights")
+        yield ok(f"the 1,000 of ImageNet-1k in order, {span}: labels match published weights")
     elif ids:
-        strange = f"; not ids: {few(sorted(set(names) - set(ids)))}" if len(ids) < len(names) else ""
-        head = "would be taken and mean other classes" if len(names) == 1000 else "is replaced by a new one"
-        yield warn(f"{len(ids):,} WordNet ids, {span}{strange}: not the 1,000 of ImageNet-1k, n01440764 to n15075141",
-                   f"complete them if they should be; else label i is the i-th, and a published head {head}")  # fmt: skip
+        strange = (
+            f"; not IDs: {few(sorted(set(names) - set(ids)))}" if len(ids) < len(names) else ""
+        )
+        head = "would predict wrong classes" if len(names) == 1000 else "is replaced by a new one"
+        text = f"{len(ids):,} WordNet IDs, {span}{strange}"
+        yield warn(
+            f"{text}: not the 1,000 of ImageNet-1k, n01440764 to n15075141",
+            f"add missing classes, if any; label i is the i-th class, and a pretrained head {head}",
+        )
     elif all(name.isdecimal() for name in names) and names != sorted(names, key=int):
-        yield warn(f"numbers, but sorted as words: {few(names)}", "label 2 is not folder 2: pad the names with zeros")
+        yield warn(
+            f"numbers sorted as text: {few(names)}",
+            "label 2 is not folder 2: pad the names with zeros",
+        )
     else:
-        yield ok(f"by name, {span}: label i is the i-th")
+        yield ok(f"by name, {span}: label i is the i-th class")
 
 
 def readable(case: Case) -> Iterator[Row]:
     chosen = {name: choose(case, split.files) for name, split in case.splits.items()}
     if not any(chosen.values()):
-        raise Unmade("there are no images, see layout")
-    found = survey.examine_all([path for paths in chosen.values() for path in paths], decoder=decode.resolve("auto"),
-                               workers=usable_cores(), tell=case.tell)  # fmt: skip
+        raise NotChecked("needs images, see layout")
+    found = survey.examine_all(
+        [path for paths in chosen.values() for path in paths],
+        decoder=decode.resolve("auto"),
+        workers=usable_cores(),
+        tell=case.tell,
+    )
     by_path = {opened.path: opened for opened in found}
     for name, paths in chosen.items():
         case.opened[name] = [by_path[path] for path in paths]
         bad = [(o.path, o.problem) for o in case.opened[name] if o.problem]
         skips = name == "train" and case.config.data.on_error == "skip"
         if bad:
-            more = "; --all finds every one" * (len(paths) < len(case.splits[name].files))
-            cure = f"replace or remove them{' (data.on_error=skip passes over them)' * (name == 'train')}{more}"
-            yield (warn if skips else fail)(f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad))
+            cure = "replace or remove them"
+            if name == "train":
+                cure += ", or set data.on_error=skip"
+            if len(paths) < len(case.splits[name].files):
+                cure += "; --all finds all of them"
+            yield (warn if skips else fail)(
+                f"{name}: {len(bad):,} of {case.how_many(name)} cannot be read", cure, listed(bad)
+            )
         elif paths:
-            yield ok(f"{name}: {case.how_many(name)} decoded in full, none is damaged")
+            yield ok(f"{name}: {case.how_many(name)} decoded without errors")
 
 
 def odd_files(case: Case) -> Iterator[Row]:
     opened = [o for found in case.opened.values() for o in found if not o.problem]
     if not opened:
-        raise Unmade("no file could be opened, see readable")
+        raise NotChecked("needs readable files, see readable")
     counts = Counter(kind for o in opened for kind in o.odd)
-    details = tuple(f"{count:,} {kind}: {ODD[kind][1]}: " + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
-                    for kind, count in counts.most_common())  # fmt: skip
-    text = f"of {len(opened):,} pictures: " + (", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()) or "none")
+    details = tuple(
+        f"{count:,} {kind}: {ODD[kind][1]}: "
+        + few((f"{o.path} ({o.about})" for o in opened if kind in o.odd), 2)
+        for kind, count in counts.most_common()
+    )
+    text = f"of {len(opened):,} images: " + (
+        ", ".join(f"{n:,} {kind}" for kind, n in counts.most_common()) or "none"
+    )
     if any(count > ODD[kind][0] * len(opened) for kind, count in counts.items()):
-        yield warn(text, "scripts/shrink.py makes plain RGB JPEGs of them; training takes them as they are", details)
+        yield warn(
+            text, "training accepts them; scripts/shrink.py converts them to RGB JPEGs", details
+        )
     else:
         yield ok(text, details=details)
 
@@ -262,20 +347,24 @@ def odd_files(case: Case) -> Iterator[Row]:
 def duplicates(case: Case) -> Iterator[Row]:
     train_split, val_split = case.both()
     if "val" not in case.opened:
-        raise Unmade("no file was opened, see readable")
+        raise NotChecked("needs opened files, see readable")
     sampled = {o.path for o in case.opened["val"]}
     val = [file for file in val_split.files if file[0] in sampled]
     pairs = survey.find_duplicates(val, train_split.files, case.tell)
-    text = (f"{len(pairs):,} of {case.how_many('val')} validation images are in train as well, byte for byte "
-            f"(compared with all {len(train_split.files):,})")  # fmt: skip
+    text = (
+        f"{len(pairs):,} of {case.how_many('val')} validation images are byte-for-byte copies of "
+        f"training images (compared with all {len(train_split.files):,})"
+    )
     details = tuple(f"{a} = {b}" for a, b in pairs)
     elsewhere = sum(val_split.class_of(a) != train_split.class_of(b) for a, b in pairs)
-    text += f"; {elsewhere:,} of them in another class" * bool(elsewhere)
+    cure = "remove them from one split: they distort the accuracy by up to their fraction"
+    if elsewhere:
+        text += f"; {elsewhere:,} of them in another class"
+        cure += "; those in another class have a wrong label in one split"
     if 2 * len(pairs) > len(val):
-        yield fail(text, "most of val is train, accuracy on it says nothing: give another data.val", details)
+        yield fail(text, "validation accuracy would be meaningless: give another data.val", details)
     elif pairs:
-        sorted_wrong = "; those in another class are labelled wrong in one of the two" * bool(elsewhere)
-        yield warn(text, f"remove them from one split: they bend the accuracy by up to their share{sorted_wrong}", details)
+        yield warn(text, cure, details)
     else:
         yield ok(text)
 
@@ -290,17 +379,27 @@ def sizes(case: Case) -> Iterator[Row]:
         (least, small), (most, large) = by_count[0], by_count[-1]
         sides = [min(o.size) for o in case.opened.get(name, []) if not o.problem]
         low, middle, high = np.percentile(sides or [0], [10, 50, 90]).tolist()
-        text = (f"{name}: {len(split.files):,} images, {total / 1e9:,.2f} GB, mean {total / len(split.files) / 1e3:,.0f} kB; "
-                f"short side {middle:.0f} px, four in five {low:.0f} to {high:.0f}; "
-                f"classes of {least:,} ({small}) to {most:,} ({large})")  # fmt: skip
+        text = (
+            f"{name}: {len(split.files):,} images, {total / 1e9:,.2f} GB, "
+            f"mean {total / len(split.files) / 1e3:,.0f} kB; "
+            f"short side: median {middle:.0f} px, 80 % in {low:.0f} to {high:.0f}; "
+            f"classes of {least:,} ({small}) to {most:,} ({large})"
+        )
         areas = np.square(sides or [1])
         gain = areas.mean() / np.minimum(areas, side**2).mean()
         if most > 10 * least:
-            yield warn(f"{text}, {most / least:,.0f} times as many", "large classes decide loss and accuracy: fill small ones")
+            yield warn(
+                f"{text}, {most / least:,.0f} times as many",
+                "large classes dominate loss and accuracy: add images to small classes",
+            )
         elif 0 < 2 * middle < trained:
-            yield ok(text, f"small beside the {trained} px of training: a smaller data.image_size costs less")
+            yield ok(
+                text, f"small compared with the {trained} px of training: lower data.image_size"
+            )
+        elif gain > 1.3:
+            yield ok(text, f"scripts/shrink.py --side {side} reduces decoding {gain:.1f} times")
         else:
-            yield ok(text, f"scripts/shrink.py --side {side} leaves {gain:.1f} times less to decode" if gain > 1.3 else "")
+            yield ok(text)
 
 
 # GPUs.
@@ -310,9 +409,13 @@ def gpu(case: Case) -> Iterator[Row]:
     choice = case.config.train.device
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        driver = " although there is an NVIDIA driver" if os.path.exists("/proc/driver/nvidia/version") else ""
+        driver = (
+            " although there is an NVIDIA driver"
+            if os.path.exists("/proc/driver/nvidia/version")
+            else ""
+        )
         text = f"training will run on the CPU: torch {torch.__version__} {why}{driver}"
-        cure = "enough for a small run; else install a driver, and a torch for CUDA"
+        cure = "sufficient for a small run; otherwise install a driver and PyTorch with CUDA"
         yield fail(text, cure) if choice == "cuda" else warn(text, cure)
         return
     count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
@@ -321,24 +424,30 @@ def gpu(case: Case) -> Iterator[Row]:
         driver, case.gpus = gpus.open_nvml()
     except Exception as error:
         case.gpus = dict.fromkeys(range(count), lambda *call: None)
-        answers = warn(f"NVML does not answer ({describe(error)}): little is known of them", "pip install nvidia-ml-py")
+        text = f"most GPU checks skipped: NVML is not available ({describe(error)})"
+        answers = warn(text, "pip install nvidia-ml-py")
     names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
     text = (
-        f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; driver {driver}, torch for CUDA {torch.version.cuda}"
+        f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; "
+        f"driver {driver}, PyTorch for CUDA {torch.version.cuda}"
     )
-    cure = (
-        f"torchrun --nproc-per-node {count} train.py uses all: look with --ranks {count}" if used else "leave out train.device"
-    )
+    cure = "remove train.device"
+    if used:
+        cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
     yield warn(text, cure) if used < count else ok(text)
     yield from [answers] if answers else each_gpu(gpus.card, case)
 
 
 def each_gpu(look: Callable[[Ask, int], Finding | None], case: Case) -> Iterator[Row]:
-    """One row for all GPUs of which the same is true."""
+    """Run a check on each GPU; yield one row for all GPUs with the same result."""
     found = {i: look(ask, i) for i, ask in case.gpus.items()}
     for same in dict.fromkeys(filter(None, found.values())):
         status, text, do = same
-        yield Row(status, f"GPU {', '.join(str(i) for i, other in found.items() if other == same)}: {text}", do)
+        yield Row(
+            status,
+            f"GPU {', '.join(str(i) for i, other in found.items() if other == same)}: {text}",
+            do,
+        )
 
 
 # The machine.
@@ -347,28 +456,40 @@ def each_gpu(look: Callable[[Ask, int], Finding | None], case: Case) -> Iterator
 def plan(case: Case) -> Iterator[Row]:
     config = case.config
     world = World(0, case.ranks, 0, case.ranks, resolve_device(config.train.device, 0, case.ranks))
-    if has_files(config):  # datasets as long as they are, but without an index and its cache
+    if has_files(config.data):  # datasets of the same length, without an index and its cache
         train_split, val_split = case.both()
         data = replace(config.data, source="fake", fake_classes=len(train_split.classes))
         datasets = build_datasets(replace(config, data=data))
         datasets = replace(datasets, train=Listed(train_split.files), val=Listed(val_split.files))
     else:
-        datasets = stand_in(config) or build_datasets(config)
+        datasets = build_datasets(config)
     made = make_plan(config, datasets, world)
     case.plan = made, datasets, world
-    yield from (warn(note, "training starts anyway") for note in made.notes if note not in config.notes)
-    yield ok(f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} classes; {made.stop_step:,} "
-             f"steps of {made.batch_size} images of {made.image_size} px on {made.device}")  # fmt: skip
+    yield from (
+        warn(note, "training still starts") for note in made.notes if note not in config.notes
+    )
+    model = f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters"
+    batch = f"{made.batch_size} images of {made.image_size} px on {made.device}"
+    steps = f"{made.stop_step:,} steps of {batch}"
+    yield ok(f"{model}, {made.num_classes:,} classes; {steps}")
 
 
 def cores(case: Case) -> Iterator[Row]:
     usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
-    text = (f"{usable} of {online} hardware threads by affinity ({usable // machine.threads_per_core()} physical cores), "
-            + ("no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"))  # fmt: skip
+    physical = usable // machine.threads_per_core()
+    text = f"{usable} of {online} hardware threads by affinity ({physical} physical cores), " + (
+        "no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"
+    )
     if min(usable, quota) < 2 * case.ranks:
-        yield warn(f"{text}: under two for each rank", "the training process and its workers will share: give more cores")
+        yield warn(
+            f"{text}: under two for each rank",
+            "the training process and its workers would share cores: give more cores",
+        )
     elif usable < online or quota < usable:
-        yield warn(text, "if that is not meant: taskset, the container's --cpus, the scheduler's --cpus-per-task")
+        yield warn(
+            text,
+            "if unintended, check taskset, the container's --cpus, the scheduler's --cpus-per-task",
+        )
     else:
         yield ok(text)
 
@@ -376,13 +497,16 @@ def cores(case: Case) -> Iterator[Row]:
 def workers(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     limit = worker_limit()
-    text = (
-        f"{made.loader.workers} ({made.loader.reason}); {OPEN_FILES[0]:,} open files (up to {OPEN_FILES[1]:,}) allow {limit:,}"
-    )
+    soft, hard = OPEN_FILES
+    allowed = f"{soft:,} open files (up to {hard:,}) allow {limit:,}"
+    text = f"{made.loader.workers} ({made.loader.reason}); {allowed}"
     if limit < usable_cores() // case.ranks:
-        yield warn(text, "raise ulimit -n: that is fewer than the cores")
-    elif made.loader.workers > made.loader.cores + 1:  # on a CPU one more may pay
-        yield warn(f"{text}; the cores are enough for {made.loader.cores}", "leave loader.workers=auto, unless storage is slow")
+        yield warn(text, "raise ulimit -n: fewer workers than cores")
+    elif made.loader.workers > made.loader.cores + 1:  # on a CPU, one more can be faster
+        yield warn(
+            f"{text}; the cores suffice for {made.loader.cores}",
+            "use loader.workers=auto, unless storage is slow",
+        )
     else:
         yield ok(text)
 
@@ -391,14 +515,19 @@ def memory(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     room = made.loader.memory
     if room.host > 0.8 * room.free:
-        yield warn(room.line(), "little is left for the page cache and the model: lower loader.batch_size or loader.workers")
+        yield warn(
+            room.line(),
+            "little left for page cache and model: lower loader.batch_size or loader.workers",
+        )
     else:
         yield ok(room.line())
 
 
 def shared_memory(case: Case) -> Iterator[Row]:
     usage = shutil.disk_usage("/dev/shm")
-    yield ok(f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free; the loader does not use it")
+    yield ok(
+        f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free; the loader does not use it"
+    )
 
 
 def run_directory(case: Case) -> Iterator[Row]:
@@ -407,16 +536,25 @@ def run_directory(case: Case) -> Iterator[Row]:
     path = run.path
     stored = run.stored_identity()
     kept = sorted(path.glob("checkpoints/step-*.pt"))
-    if stored and case.plan is not None:  # the plan's datasets stand for the files: they have no fingerprint
+    if stored and case.plan is not None:  # the plan's datasets have no fingerprint of the files
         made, datasets, _ = case.plan
         identity = run_identity(case.config, datasets, made)
-        before, now = ({key: value for key, value in values.items() if key not in ("data.train", "data.val", "pixels")}
-                       for values in (stored, identity))  # fmt: skip
+        before, now = (
+            {
+                key: value
+                for key, value in values.items()
+                if key not in ("data.train", "data.val", "pixels")
+            }
+            for values in (stored, identity)
+        )
         checkpoint.compare(before, now, path, accept_changes=case.config.checkpoint.accept_changes)
     if resume == "never" or not kept:
-        yield ok(f"{path}: " + ("the run there is moved aside" if kept else "new"))
+        yield ok(f"{path}: " + ("the existing run will be renamed" if kept else "new"))
     else:
-        yield ok(f"{path}: holds a run up to {kept[-1].stem}", "the same command goes on there; else give another run.name")
+        yield ok(
+            f"{path}: contains a run up to {kept[-1].stem}",
+            "the same command resumes it; for a new run, give another run.name",
+        )
 
 
 def disk(case: Case) -> Iterator[Row]:
@@ -426,20 +564,31 @@ def disk(case: Case) -> Iterator[Row]:
         rate, written = write_rate(folder)
         free = shutil.disk_usage(folder).free
     except OSError as error:
-        yield fail(f"{folder}: cannot be written: {error.strerror}", "give a run.dir where there is room and permission")
+        yield fail(
+            f"{folder}: cannot be written: {error.strerror}",
+            "give a run.dir with free space and write permission",
+        )
         return
-    text = f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s ({written >> 20} MiB written and synced)"
+    speed = f"{rate / 1e6:,.0f} MB/s ({written >> 20} MiB written with fsync)"
+    text = f"{folder}: {free / 1e9:,.1f} GB free, {speed}"
     if case.plan is None:
-        yield ok(text, "what the checkpoints need is not known, see plan")
+        yield ok(text, "the size of the checkpoints is unknown, see plan")
         return
     optim, ema = case.config.optim, case.config.train.ema_decay
     copies = 1 + (2 if optim.name == "adamw" else int(optim.momentum > 0)) + (ema is not None)
-    size, number = 4 * case.plan[0].parameters * copies, case.config.checkpoint.keep + 2  # the best, and the one being written
+    size, number = (
+        4 * case.plan[0].parameters * copies,
+        case.config.checkpoint.keep + 2,
+    )  # the best, and the one being written
     text += f"; {number} checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
     if free < number * size:
-        yield fail(text, f"make room for {(number * size - free) / 1e9:,.1f} GB more, or lower checkpoint.keep")
+        missing = f"{(number * size - free) / 1e9:,.1f} GB"
+        yield fail(text, f"free {missing} more, or lower checkpoint.keep")
     elif free < 2 * number * size or size / rate > 30:
-        yield warn(text, "take a larger or faster disk, or raise checkpoint.every_steps: training waits for each checkpoint")
+        yield warn(
+            text,
+            "training waits for each checkpoint: use another disk or raise checkpoint.every_steps",
+        )
     else:
         yield ok(text)
 
@@ -448,23 +597,28 @@ def decoder(case: Case) -> Iterator[Row]:
     have, chosen = decode.installed(), case.config.loader.decoder
     best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
     text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
-    cures = {"simplejpeg": "TurboJPEG 3 decodes only what a crop needs, a third faster: conda install libjpeg-turbo",
-             "pillow": "simplejpeg (pip) is a sixth faster, TurboJPEG 3 (conda install libjpeg-turbo) a half"}  # fmt: skip
+    turbojpeg = "TurboJPEG 3 (conda install libjpeg-turbo)"
+    cures = {
+        "simplejpeg": f"{turbojpeg} is a third faster: it decodes only the crop",
+        "pillow": f"simplejpeg (pip) is a sixth faster, {turbojpeg} a half",
+    }
     yield warn(text, cures[best]) if best in cures else ok(text)
 
 
 def clock(case: Case) -> Iterator[Row]:
     wall, steady = time.time() - BEGAN[0], time.monotonic() - BEGAN[1]
-    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {1e3 * abs(wall - steady):.1f} ms off the monotonic clock in {steady:.0f} s"
+    drift = f"{1e3 * abs(wall - steady):.1f} ms off the monotonic clock in {steady:.0f} s"
+    text = f"{time.strftime('%Y-%m-%d %H:%M:%S')}, {drift}"
     if abs(wall - steady) > 0.05 + 0.001 * steady:
-        yield warn(text, "the wall clock jumps or drifts, logged times will be wrong: look at NTP")
+        yield warn(text, "the wall clock jumps or drifts, logged times will be wrong: check NTP")
     elif not 2025 <= time.localtime().tm_year <= 2100:
         yield warn(text, "set the clock: file times and logs depend on it")
     else:
         yield ok(text)
 
 
-# In this order: some use what others found, and the GPUs' processes are listed while none of ours is there.
+# The order matters: later checks use earlier results, and the GPU check must run before this
+# process uses a GPU.
 ON_FILES: dict[str, Callable[[Case], Iterator[Row]]] = {
     "layout": layout,
     "classes": classes,
@@ -494,34 +648,45 @@ ON_MACHINE: dict[str, Callable[[Case], Iterator[Row]]] = {
 
 
 def check(case: Case) -> Iterator[Row]:
-    """Make every check. What training would refuse has failed; a check that cannot be made is a warning, no more."""
-    if not has_files(case.config):
-        yield ok(f"data={case.config.data.source}: no files to look at yet", check="layout")
-    for name, make in (ON_FILES | ON_MACHINE if has_files(case.config) else ON_MACHINE).items():
+    """Run all checks.
+
+    An error that training would raise is a failure; a check that cannot run is only a warning.
+    """
+    checks = ON_MACHINE
+    if has_files(case.config.data):
+        checks = ON_FILES | ON_MACHINE
+    else:
+        yield ok(f"data={case.config.data.source}: no files to check yet", check="layout")
+    for name, make in checks.items():
         try:
             for row in make(case):
                 yield replace(row, check=name)
         except UserError as error:
             yield fail(str(error), "training refuses to start", check=name)
-        except Unmade as reason:
+        except NotChecked as reason:
             yield warn(f"not checked: {reason}", check=name)
         except Exception as error:
-            yield warn(f"could not be checked: {describe(error)}", check=name)
+            yield warn(f"check failed with an error: {describe(error)}", check=name)
 
 
-def has_files(config: Config) -> bool:
-    """data=fake never has, data=demo once it is drawn."""
-    source, root = config.data.source, os.path.expanduser(config.data.root or "")
-    return source == "folder" or (source == "demo" and os.path.exists(os.path.join(root, MARKER)))
+def has_files(data: Data) -> bool:
+    """Return whether there are files: never with data=fake, with data=demo once it is drawn."""
+    marker = os.path.join(os.path.expanduser(data.root or ""), MARKER)
+    return data.source == "folder" or (data.source == "demo" and os.path.exists(marker))
 
 
 def choose(case: Case, files: Files) -> list[str]:
-    """What to decode: a sample, and all that by name or size can be no picture. Finder leaves ._a.jpg beside a.jpg."""
+    """Choose the files to decode: a sample, and all files that cannot be images by name or size.
+
+    Finder creates ._a.jpg next to a.jpg.
+    """
     if case.sample is None:
         return [path for path, _ in files]
     chosen = {files[i][0] for i in survey.spread(len(files), case.sample, case.config.train.seed)}
-    odd = (path for path, size in files if size < SUSPICIOUS_BYTES or os.path.basename(path).startswith("._"))
-    return sorted(chosen.union(odd))
+    for path, size in files:
+        if size < SUSPICIOUS_BYTES or os.path.basename(path).startswith("._"):
+            chosen.add(path)
+    return sorted(chosen)
 
 
 def usable_cores() -> int:
@@ -529,14 +694,23 @@ def usable_cores() -> int:
 
 
 def write_rate(folder: Path) -> tuple[float, int]:
-    """Bytes/s to storage, and bytes written, into a file without a name (on NFS and the like it has one for an instant).
+    """Measure bytes/s to storage with a temporary file without a name.
+
+    On some file systems, such as NFS, the file has a name for an instant.
+
+    Returns:
+        Bytes/s, and the bytes written.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
-    block, written, began = os.urandom(4 << 20), 0, time.perf_counter()
+    block = os.urandom(4 << 20)
+    written = 0
+    began = time.perf_counter()
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-        while written < PROBE_LEAST or (written < PROBE_BYTES and time.perf_counter() - began < PROBE_SECONDS):
+        while written < PROBE_LEAST or (
+            written < PROBE_BYTES and time.perf_counter() - began < PROBE_SECONDS
+        ):
             written += file.write(block)
         os.fsync(file.fileno())
         return written / (time.perf_counter() - began), written
@@ -544,7 +718,8 @@ def write_rate(folder: Path) -> tuple[float, int]:
 
 def few(names: Iterable[Any], count: int = 5) -> str:
     names = [str(name) for name in names]
-    return ", ".join(names[:count]) + f" and {len(names) - count:,} more" * (len(names) > count)
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
 
 
 def listed(items: Iterable[tuple[str, str]]) -> tuple[str, ...]:
@@ -552,7 +727,7 @@ def listed(items: Iterable[tuple[str, str]]) -> tuple[str, ...]:
 
 
 def lines(row: Row) -> Iterator[str]:
-    """The row for a reader: what to do and up to NAMED details are indented below it."""
+    """Format a row for the console: the remedy and up to NAMED details are indented below it."""
     width = max(map(len, ON_FILES | ON_MACHINE))
     yield f"{row.status:<4}  {row.check:<{width}}  {row.found}"
     indent = " " * (width + 8)
@@ -560,12 +735,17 @@ def lines(row: Row) -> Iterator[str]:
         yield f"{indent}-> {row.do}"
     yield from (f"{indent}{detail}" for detail in row.details[:NAMED])
     if len(row.details) > NAMED:
-        yield f"{indent}and {len(row.details) - NAMED:,} more: --json FILE lists them all"
+        yield f"{indent}and {len(row.details) - NAMED:,} more: --json FILE lists all"
 
 
 def main() -> int:
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a file name may not be UTF-8
-    terminal, rows, shown = sys.stderr.isatty(), list[Row](), 0.0
+    # A file name may not be UTF-8.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    terminal = sys.stderr.isatty()
+    rows: list[Row] = []
+    shown = 0.0
+
+    clear = "\r\x1b[K" if terminal else ""
 
     def tell(text: str) -> None:
         nonlocal shown
@@ -574,17 +754,23 @@ def main() -> int:
             print(f"\r{text[:120]}\x1b[K", end="", file=sys.stderr, flush=True)
 
     try:
-        for row in check(Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks, tell)):
+        for row in check(
+            Case(CONFIG, None if OPTIONS.all else OPTIONS.sample, OPTIONS.ranks, tell)
+        ):
             rows.append(row)
-            print("\r\x1b[K" * terminal, end="", file=sys.stderr, flush=True)
+            print(clear, end="", file=sys.stderr, flush=True)
             print("\n".join(lines(row)), flush=True)
     except KeyboardInterrupt:
-        print("\r\x1b[K" * terminal + "doctor.py: interrupted", file=sys.stderr)
+        print(f"{clear}doctor.py: interrupted", file=sys.stderr)
         return 130
     counts = Counter(row.status for row in rows)
     print(", ".join(f"{counts[status]} {status}" for status in ("ok", "warn", "fail")))
     if OPTIONS.json:
-        content = {"counts": counts, "rows": [asdict(row) for row in rows], "made_by": checkpoint.provenance()}
+        content = {
+            "counts": counts,
+            "rows": [asdict(row) for row in rows],
+            "made_by": checkpoint.provenance(),
+        }
         try:
             checkpoint.write_json(OPTIONS.json, content)
         except OSError as error:

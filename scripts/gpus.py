@@ -1,6 +1,7 @@
-"""What NVML says of a GPU, for scripts/doctor.py, and whether it is well.
+"""GPU checks through NVML for scripts/doctor.py.
 
-Every fact is asked for by itself: of what a driver, a virtual machine or an older card does not tell, nothing is said.
+Each value is queried separately: values that a driver, a virtual machine or an older GPU does not
+report are left out.
 """
 
 from collections.abc import Callable
@@ -9,25 +10,25 @@ from typing import Any
 
 import torch
 
+from engine.telemetry import SLOWDOWNS
 from pipeline.gpu_decode.decoder import has_engines
 
 Ask = Callable[..., Any]
-"""ask("PersistenceMode") calls nvmlDeviceGetPersistenceMode for a GPU; None where there is no answer."""
+"""ask("PersistenceMode") calls nvmlDeviceGetPersistenceMode for a GPU; None if the query fails."""
 Finding = tuple[str, str, str]
-"""ok, warn or fail; what was found; what to do."""
+"""Status (ok, warn or fail), result, remedy."""
 
 GIB = 1 << 30
-MOST_LINKS = 18  # NVLinks of a Hopper or Blackwell
-# NVML's bits for what lowers the clocks now; idleness is none.
-THROTTLES = {0x2: "clocks set by hand", 0x4: "power cap", 0x8: "hardware slowdown", 0x20: "heat", 0x40: "heat (hardware)",
-             0x80: "power brake"}  # fmt: skip
+MOST_LINKS = 18  # NVLinks of a Hopper or Blackwell GPU
+# During training, clocks that a user has set are not a slowdown; before it, they are worth knowing.
+CLOCK_LIMITS = [(0x002, "user", "application clocks set by a user"), *SLOWDOWNS]
 
 
 def open_nvml() -> tuple[str, dict[int, Ask]]:
-    """The driver's version, and whom to ask about each GPU that torch sees.
+    """Return the driver version and a query function for each GPU that torch sees.
 
     Raises:
-        Exception: of pynvml, or it is not installed.
+        Exception: pynvml is not installed or NVML fails.
     """
     import pynvml
 
@@ -35,8 +36,9 @@ def open_nvml() -> tuple[str, dict[int, Ask]]:
     driver = pynvml.nvmlSystemGetDriverVersion()
     asks: dict[int, Ask] = {}
     for i in range(torch.cuda.device_count()):
-        # By UUID: NVML numbers all GPUs of the machine, torch those CUDA_VISIBLE_DEVICES leaves.
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(i).uuid}".encode())
+        # By UUID: NVML counts all GPUs of the machine, torch those in CUDA_VISIBLE_DEVICES.
+        uuid = torch.cuda.get_device_properties(i).uuid
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode())
         asks[i] = partial(_ask, pynvml, handle)
     return driver.decode() if isinstance(driver, bytes) else driver, asks
 
@@ -49,17 +51,25 @@ def _ask(nvml: Any, handle: Any, call: str, *arguments: Any) -> Any:
 
 
 def card(ask: Ask, i: int) -> Finding:
-    """Its memory, and who else is on it; to be asked before this process puts anything there."""
+    """Check free memory and other processes; call it before this process uses the GPU."""
     memory, others = ask("MemoryInfo"), ask("ComputeRunningProcesses") or []
-    text = f"{memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB free" if memory else "memory unknown"
+    text = (
+        f"{memory.free / GIB:.0f} of {memory.total / GIB:.0f} GiB free"
+        if memory
+        else "memory unknown"
+    )
     if others:
         held = sum(process.usedGpuMemory or 0 for process in others) / GIB
         names = ", ".join(str(process.pid) for process in others[:5])
-        return ("warn", f"{text}; {len(others)} processes on it hold {held:.1f} GiB: {names}",
-                "end them or take another GPU: they take time and memory from training")  # fmt: skip
+        return (
+            "warn",
+            f"{text}; {len(others)} other processes use {held:.1f} GiB: {names}",
+            "end these processes or use another GPU: they slow down training",
+        )
     if memory and memory.total - memory.free > max(GIB, 0.05 * memory.total):
-        return "warn", f"{text}; somebody holds the rest", "another container or user? take another GPU"
-    return "ok", f"{text}, nobody on it", ""
+        remedy = "check other containers and users, or use another GPU"
+        return "warn", f"{text}; an unknown process uses the rest", remedy
+    return "ok", f"{text}, no other processes", ""
 
 
 def pcie(ask: Ask, i: int) -> Finding | None:
@@ -67,59 +77,79 @@ def pcie(ask: Ask, i: int) -> Finding | None:
     width, widest = ask("CurrPcieLinkWidth"), ask("MaxPcieLinkWidth")
     if not width or not widest:
         return None
-    idle = " (an idle GPU lowers it)" if generation and newest and generation < newest else ""
+    idle = " (reduced while idle)" if generation and newest and generation < newest else ""
     text = f"generation {generation} of {newest}{idle}, x{width} of x{widest}"
     if width < widest:
-        return "warn", text, "the link is narrower than it could be, copies take longer: reseat the card, try another slot"
+        return (
+            "warn",
+            text,
+            "copies are slower on a narrow link: reseat the card or try another slot",
+        )
     return "ok", text, ""
 
 
 def nvlink(ask: Ask, i: int) -> Finding | None:
-    states = [state for link in range(MOST_LINKS) if (state := ask("NvLinkState", link)) is not None]
-    text = f"{sum(states)} of {len(states)} links are up"
+    states = [
+        state for link in range(MOST_LINKS) if (state := ask("NvLinkState", link)) is not None
+    ]
+    text = f"{sum(states)} of {len(states)} links are active"
     if not states:
         return None
     if torch.cuda.device_count() > 1 and not all(states):
-        return "warn", text, "ranks exchange gradients more slowly: see nvidia-smi nvlink --status"
+        return "warn", text, "the gradient all-reduce is slower: see nvidia-smi nvlink --status"
     return "ok", text, ""
 
 
 def health(ask: Ask, i: int) -> Finding | None:
-    errors, remapping, persistence = ask("TotalEccErrors", 1, 0), ask("RemappedRows"), ask("PersistenceMode")
+    errors, remapping, persistence = (
+        ask("TotalEccErrors", 1, 0),
+        ask("RemappedRows"),
+        ask("PersistenceMode"),
+    )
     _, remapped, pending, failed = remapping or (0, 0, False, False)
     parts = [
-        f"{errors} uncorrected memory errors since the driver was loaded" if errors is not None else "",
+        "" if errors is None else f"{errors} uncorrected ECC errors since the driver was loaded",
         f"{remapped} rows remapped" if remapping else "",
         {0: "persistence mode off", 1: "persistence mode on"}.get(persistence, ""),
     ]
     text = ", ".join(filter(None, parts))
     if failed:
-        return "fail", f"{text}; a remapping failed", "have this GPU replaced"
+        return "fail", f"{text}; row remapping failed", "replace this GPU"
     if errors or pending:
-        waits = "; a remapping waits for a reset" if pending else ""
-        return "warn", f"{text}{waits}", "reset it first: nvidia-smi --gpu-reset"
-    faster = "nvidia-smi -pm 1 saves seconds at each start" if persistence == 0 else ""
+        reset = "; row remapping pending until a reset" if pending else ""
+        return "warn", f"{text}{reset}", "reset the GPU first: nvidia-smi --gpu-reset"
+    faster = "nvidia-smi -pm 1 makes each start seconds faster" if persistence == 0 else ""
     return ("ok", text, faster) if text else None
 
 
 def clocks(ask: Ask, i: int) -> Finding | None:
-    now, most, heat = ask("ClockInfo", 1), ask("MaxClockInfo", 1), ask("Temperature", 0)
-    limit, usual = ask("EnforcedPowerLimit"), ask("PowerManagementDefaultLimit")
-    reasons = ask("CurrentClocksEventReasons") or ask("CurrentClocksThrottleReasons") or 0  # its name before driver 535
-    slowed = [text for bit, text in THROTTLES.items() if reasons & bit]
+    now, most = ask("ClockInfo", 1), ask("MaxClockInfo", 1)
+    temperature = ask("Temperature", 0)
+    limit, default = ask("EnforcedPowerLimit"), ask("PowerManagementDefaultLimit")
+    # Drivers before 535 know the second name only.
+    mask = ask("CurrentClocksEventReasons") or ask("CurrentClocksThrottleReasons") or 0
+    reasons = [reason for bit, _, reason in CLOCK_LIMITS if mask & bit]
     parts = [
         f"SM at {now} of {most} MHz" if now and most else "",
-        f"{heat} C" if heat else "",
-        f"power limit {limit / 1000:.0f} of {usual / 1000:.0f} W" if limit and usual else "",
-        f"slowed now by {', '.join(slowed)}" if slowed else "",
+        f"{temperature} °C" if temperature else "",
+        f"power limit {limit / 1000:.0f} of {default / 1000:.0f} W" if limit and default else "",
+        f"clocks reduced by {', '.join(reasons)}" if reasons else "",
     ]
     text = ", ".join(filter(None, parts))
-    if slowed or (limit and usual and limit < 0.98 * usual):
-        return "warn", text, "training will be slower than it could be: see cooling, power supply, nvidia-smi -pl and -rac"
+    if reasons or (limit and default and limit < 0.98 * default):
+        return (
+            "warn",
+            text,
+            "training is slower: check cooling, power supply, nvidia-smi -pl and -rac",
+        )
     return ("ok", text, "") if text else None
 
 
 def jpeg_engines(ask: Ask, i: int) -> Finding:
     if has_engines(torch.device("cuda", i)):
-        return "ok", "found", "loader.decoder=hybrid shares the decoding between them and the workers"
-    return "ok", "none that nvJPEG can use: the workers decode", ""
+        return (
+            "ok",
+            "available",
+            "loader.decoder=hybrid splits decoding between them and the workers",
+        )
+    return "ok", "not available to nvJPEG: the workers decode", ""

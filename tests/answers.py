@@ -1,7 +1,17 @@
-"""An answer of loader.workers=auto, for tests that show, remember or take one."""
+"""An answer of loader.workers=auto and the setup of its run, for tests."""
 
-from pipeline.sizing.autotune import Answer, Supply
+from pipeline.sizing.autotune import Answer
+from pipeline.sizing.diagnosis import Setup, Supply
 
+SETUP = Setup(
+    batch_size=256,
+    ranks=1,
+    on_gpu=True,
+    most_workers=15,
+    large_files=True,
+    decoder="turbojpeg",
+    compile="default",
+)
 ANSWER = Answer(
     workers=14,
     prefetch_factor=3,
@@ -13,7 +23,6 @@ ANSWER = Answer(
     wait_fraction=0.16,
     each=402.0,
     slowed=False,
-    engines=False,
     tried=True,
     budget=14,
     copy_ms=(0.7, 2.6),

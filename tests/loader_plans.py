@@ -26,7 +26,9 @@ def loader_plan(
 ) -> LoaderPlan:
     """A plan for so many workers, with buffers for `ceiling` of them."""
     most = max(workers, ceiling)
-    memory = plan_memory(config, datasets, world, workers=most, fewest=most, decoder=decoder, dtype=dtype)
+    memory = plan_memory(
+        config, datasets, world, workers=most, fewest=most, decoder=decoder, dtype=dtype
+    )
     return LoaderPlan(
         workers=workers,
         cores=workers,

@@ -20,18 +20,26 @@ def main(folder: Path, overrides: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     settle = autotune.settle
 
-    def noted(feed: Any, *arguments: Any, **options: Any) -> Any:
+    def noted(tuner: autotune.Tuner, *arguments: Any, **options: Any) -> Any:
         (folder / f"measuring-{rank}").touch()
-        answer, lines = settle(feed, *arguments, **options)
+        answer, lines = settle(tuner, *arguments, **options)
         assert answer is not None, lines
-        found = {"workers": len(feed.train.loader.pool.workers), "most": feed.plan.ceiling, "answer": asdict(answer)}
+        found = {
+            "workers": len(tuner.loader.pool.workers),
+            "most": tuner.feed.plan.ceiling,
+            "answer": asdict(answer),
+        }
         (folder / f"found-{rank}.json").write_text(json.dumps(found))
         return answer, lines
 
     autotune.settle = noted
     plan.why_not_measured, autotune.FEWEST_BATCHES = lambda *_: None, 0
-    autotune.SUPPLY_SECONDS = autotune.DEMAND_SECONDS = autotune.TRIAL_SECONDS = 0.3
-    machine.cores, machine.threads_per_core, machine.cpu_quota = lambda: 4, lambda: 1, lambda: math.inf
+    autotune.MEASURE_SECONDS = 0.3
+    machine.cores, machine.threads_per_core, machine.cpu_quota = (
+        lambda: 4,
+        lambda: 1,
+        lambda: math.inf,
+    )
     return train.main(cli.load(overrides))
 
 

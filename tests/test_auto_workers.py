@@ -23,12 +23,11 @@ from conf import cli
 from conf.schema import Config
 from engine import ledger
 from engine.distributed import World
-from engine.verdict import Account
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
 from pipeline.sizing import autotune, machine, plan
-from pipeline.sizing.watch import Watch
+from pipeline.sizing.diagnosis import Observation
 from tests.answers import ANSWER
 from tests.processes import HANGS_SECONDS, wait_until
 from tests.results import rows, same, stored
@@ -36,10 +35,28 @@ from tests.results import rows, same, stored
 ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 # 36 images in batches of 8: 9 steps, validated after 5 and 9.
-BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=auto", "train.epochs=2",
-        "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
-ADAMW = ["optim=adamw", "optim.lr=0.001", "train.ema_decay=0.9", "optim.clip_norm=1", "augment.batch=[{mixup: {alpha: 0.4}}]"]
-BUDGET, MOST = 3, 6  # workers: of four cores one is left to the training process; there is room for twice as many
+BASE = [
+    "recipe=demo",
+    "data=folder",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "loader.workers=auto",
+    "train.epochs=2",
+    "train.device=cpu",
+    "log.every_steps=1",
+    "log.tensorboard=false",
+]
+ADAMW = [
+    "optim=adamw",
+    "optim.lr=0.001",
+    "train.ema_decay=0.9",
+    "optim.clip_norm=1",
+    "augment.batch=[{mixup: {alpha: 0.4}}]",
+]
+BUDGET, MOST = (
+    3,
+    6,
+)  # workers: of four cores one is left to the training process; there is room for twice as many
 
 
 @pytest.fixture(autouse=True)
@@ -51,8 +68,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
-    for name in ("SUPPLY_SECONDS", "DEMAND_SECONDS", "TRIAL_SECONDS"):
-        monkeypatch.setattr(autotune, name, 0.4)
+    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.4)
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
@@ -65,8 +81,14 @@ def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
 
 def command(notes: Path, root: Path, folder: Path, *overrides: str) -> list[str]:
     """The command line of such a machine; what it finds is in `notes`."""
-    return [str(Path(__file__).with_name("measured_on_cpu.py")), str(notes), *BASE, f"data.root={root}", f"run.dir={folder}",
-            *overrides]  # fmt: skip
+    return [
+        str(Path(__file__).with_name("measured_on_cpu.py")),
+        str(notes),
+        *BASE,
+        f"data.root={root}",
+        f"run.dir={folder}",
+        *overrides,
+    ]
 
 
 @pytest.fixture
@@ -88,7 +110,9 @@ def running(process: int) -> set[int]:
             if state not in "ZX":
                 relatives[int(stat.parent.name)] = int(parent)
     found = {process}
-    while more := {pid for pid, parent in relatives.items() if parent in found and pid not in found}:
+    while more := {
+        pid for pid, parent in relatives.items() if parent in found and pid not in found
+    }:
         found |= more
     return found & relatives.keys()
 
@@ -107,15 +131,23 @@ def tuning(console: str) -> list[str]:
     return [line[9:] for line in lines[first:]]
 
 
-def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_nothing_is_changed_by_measuring(
+    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """And what was found once is remembered, until it is asked for again."""
-    expected = [run(image_root, tmp_path / name, f"loader.workers={name}")["params_sha256"] for name in "01"]
+    expected = [
+        run(image_root, tmp_path / name, f"loader.workers={name}")["params_sha256"] for name in "01"
+    ]
     processes = running(os.getpid())  # the forkserver stays
     assert expected[0] == expected[1]
     expected_result = result(tmp_path / "1")
 
     found, said = [], []
-    for name, options in (("measured", ["log.tensorboard=true"]), ("remembered", []), ("again", ["autotune.refresh=true"])):
+    for name, options in (
+        ("measured", ["log.tensorboard=true"]),
+        ("remembered", []),
+        ("again", ["autotune.refresh=true"]),
+    ):
         capfd.readouterr()
         assert run(image_root, tmp_path / name, *options)["params_sha256"] == expected[1], name
         assert same(result(tmp_path / name), expected_result), name
@@ -130,11 +162,13 @@ def test_nothing_is_changed_by_measuring(image_root: Path, tmp_path: Path, capfd
     for kept, lines in zip(found, said, strict=True):
         assert kept["tried"] and kept["rate"] > 0
         assert 1 <= kept["workers"] <= MOST and kept["budget"] == BUDGET and kept["batch_size"] == 8
-        assert kept["supply"]["workers"] == autotune.PROBE_WORKERS
+        assert kept["supply"]["workers"] == plan.PROBE_WORKERS
         assert lines[0].startswith("the step takes ") and lines[1].startswith("one worker gives ")
         assert lines[2].startswith(f"workers={kept['workers']} ")
 
-    board = EventAccumulator(str(tmp_path / "measured" / "tensorboard"), size_guidance={"images": 0, "tensors": 0}).Reload()
+    board = EventAccumulator(
+        str(tmp_path / "measured" / "tensorboard"), size_guidance={"images": 0, "tensors": 0}
+    ).Reload()
     assert len(board.Images("autotune/supply and demand")) == 1
     text = board.Tensors("autotune/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "the step takes " in text
@@ -149,8 +183,8 @@ def test_the_verdict_is_of_all_ranks_and_knows_what_the_step_takes_alone(
         monkeypatch.setattr(ledger, name, 0.0)
     run(image_root, tmp_path / "run")
     demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]
-    accounts = [value for value in gathered if isinstance(value, Account)]
-    assert [account.alone for account in accounts] == [demand] * 3  # two epochs, and the run
+    seen = [value for value in gathered if isinstance(value, Observation)]
+    assert [one.step_alone for one in seen] == [demand] * 3  # two epochs, and the run
 
 
 def test_nothing_is_changed_by_measuring_when_resumed(
@@ -163,28 +197,19 @@ def test_nothing_is_changed_by_measuring_when_resumed(
         summary = run(image_root, tmp_path / "parts", *ADAMW, *part)
         assert tuning(capfd.readouterr().out)[-1].startswith("measured in ")
     assert summary["params_sha256"] == whole["params_sha256"]
-    (state, validated), (expected_state, expected) = result(tmp_path / "parts"), result(tmp_path / "whole")
+    (state, validated), (expected_state, expected) = (
+        result(tmp_path / "parts"),
+        result(tmp_path / "whole"),
+    )
     assert same({**state, "best": 0}, {**expected_state, "best": 0})
     assert [row["step"] for row in validated] == [3, 5, 9] and validated[1:] == expected
 
 
-def test_workers_that_come_and_go_between_epochs(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    expected = run(image_root, tmp_path / "one", "train.epochs=4", "loader.workers=1")["params_sha256"]
-    processes = running(os.getpid())
-    monkeypatch.setattr(autotune, "recall", lambda _: answer(2))
-    monkeypatch.setattr(Watch, "WAITS", -1.0)  # it always waits
-    capfd.readouterr()
-    summary = run(image_root, tmp_path / "online", "train.epochs=4", "autotune.online=true")
-    changes = [line for line in capfd.readouterr().out.splitlines() if line.startswith("autotune waited")]
-    assert changes[0].endswith(": 2 -> 3 workers")
-    assert summary["params_sha256"] == expected
-    assert running(os.getpid()) == processes
-
-
 def test_remembered_number_has_room(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """There may be less memory than at the last start."""
     sizes = []
@@ -200,16 +225,26 @@ def test_remembered_number_has_room(
     assert sizes == [MOST]
     lines = tuning(capfd.readouterr().out)
     assert any(line.startswith(f"workers={MOST} ") for line in lines)
-    assert lines[-1].startswith(f"remembered; it was {MOST + 2} workers, and there is room for {MOST};")
+    assert lines[-1].startswith(
+        f"remembered; it was {MOST + 2} workers, and there is room for {MOST};"
+    )
 
 
 def test_few_steps_are_not_worth_measuring(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 4)
-    for steps, first_line in (("3", "not measured, workers=3: 3 steps are over before it matters"), ("7", "the step takes ")):
+    for steps, first_line in (
+        ("3", "not measured, workers=3: 3 steps are over before it matters"),
+        ("7", "the step takes "),
+    ):
         capfd.readouterr()
-        run(image_root, tmp_path / "run", f"train.max_steps={steps}")  # the second goes on after the first's three
+        run(
+            image_root, tmp_path / "run", f"train.max_steps={steps}"
+        )  # the second goes on after the first's three
         assert tuning(capfd.readouterr().out)[0].startswith(first_line)
 
 
@@ -240,10 +275,14 @@ def test_unreadable_file_among_those_that_are_measured(
     assert running(os.getpid()) == processes
 
 
-def test_signal_while_measuring(image_root: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_signal_while_measuring(
+    image_root: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     """A checkpoint, and 128 + signal, as at any other time."""
     arguments = [sys.executable, *command(tmp_path, image_root, tmp_path / "run")]
-    with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+    with subprocess.Popen(
+        arguments, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
         wait_until((tmp_path / "measuring-0").exists, process)
         family = running(process.pid)
         assert len(family) > 1
@@ -253,26 +292,55 @@ def test_signal_while_measuring(image_root: Path, tmp_path: Path, environment: d
     assert process.returncode == 128 + signal.SIGTERM
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
-    assert json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"] == summary["step"] < 9
+    assert (
+        json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())["step"]
+        == summary["step"]
+        < 9
+    )
 
     rest = run(image_root, tmp_path / "run", "loader.workers=1")
-    assert rest["params_sha256"] == run(image_root, tmp_path / "straight", "loader.workers=1")["params_sha256"]
+    assert (
+        rest["params_sha256"]
+        == run(image_root, tmp_path / "straight", "loader.workers=1")["params_sha256"]
+    )
 
 
-def test_ranks_choose_together(image_root: Path, tmp_path: Path, environment: dict[str, str]) -> None:
+def test_ranks_choose_together(
+    image_root: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
     """One number, within what is one rank's of the cores; and the steps of the measuring leave no trace in any.
 
     Three, for sums of two round alike in any order.
     """
     ranks, hashes = 3, {}
     for workers in ("auto", "1"):
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        launcher = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+        ]
         arguments = command(
-            tmp_path, image_root, tmp_path / workers, *ADAMW, "loader.batch_size=12", f"loader.workers={workers}"
+            tmp_path,
+            image_root,
+            tmp_path / workers,
+            *ADAMW,
+            "loader.batch_size=12",
+            f"loader.workers={workers}",
         )
-        done = subprocess.run([*launcher, *arguments], env=environment, capture_output=True, text=True, timeout=HANGS_SECONDS)
+        done = subprocess.run(
+            [*launcher, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+        )
         assert done.returncode == 0, done.stderr
-        hashes[workers] = json.loads((tmp_path / workers / "summary.json").read_text())["params_sha256"]
+        hashes[workers] = json.loads((tmp_path / workers / "summary.json").read_text())[
+            "params_sha256"
+        ]
         if workers == "auto":
             assert tuning(done.stdout)[-1].startswith("measured in ")
             assert done.stdout.count("the step takes ") == 1
@@ -284,5 +352,11 @@ def test_ranks_choose_together(image_root: Path, tmp_path: Path, environment: di
         assert found["workers"] == answer["workers"] == everyones[0]["workers"]
         assert answer["budget"] == 1 and answer["batch_size"] == 12 // ranks
         # Only workers that wait for storage more than they compute leave room for another.
-        assert 1 <= found["workers"] <= (1 if supply["wait_ms"] < supply["cpu_ms"] else 2) <= found["most"] == 2
+        assert (
+            1
+            <= found["workers"]
+            <= (1 if supply["wait_ms"] < supply["cpu_ms"] else 2)
+            <= found["most"]
+            == 2
+        )
     assert hashes["auto"] == hashes["1"]

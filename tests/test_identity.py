@@ -21,7 +21,8 @@ from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
 from engine.plan import make_plan
 from pipeline.build import build_datasets
-from pipeline.sizing import plan
+from pipeline.dataset import Dataset
+from pipeline.sizing import plan as loader_plan
 from pipeline.sizing.plan import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
 from tests.results import stored
@@ -356,7 +357,9 @@ def test_stored_config_is_not_resolved(program: Program, monkeypatch: pytest.Mon
 # Pixels.
 
 
-def test_resumed_decoder_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_decoder_gives_the_same_pixels(
+    image_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert [
         pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")
     ] == (["cpu"] * 4 + ["gpu", "hybrid"])
@@ -365,9 +368,11 @@ def test_resumed_decoder_gives_the_same_pixels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
     cpu = torch.device("cpu")
     cuda = torch.device("cuda")
+    dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
 
     def chosen(name: str, device: torch.device, stored: str) -> str:
-        return choose_decoder(cli.load(["data.root=/x", f"loader.decoder={name}"]), device, stored)
+        config = cli.load(["data.root=/x", f"loader.decoder={name}"])
+        return choose_decoder(config, dataset, device, stored)
 
     assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
     for kind in ("gpu", "hybrid"):
@@ -399,13 +404,13 @@ def test_choice_of_the_decoder_knows_the_stored_pixels(
         path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2
     )
     asked: list[str] = []
-    choose = plan.choose_decoder
+    choose = loader_plan.choose_decoder
 
-    def recorded(config: Config, device: torch.device, stored_pixels: str) -> str:
+    def recorded(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str) -> str:
         asked.append(stored_pixels)
-        return choose(config, device, stored_pixels)
+        return choose(config, dataset, device, stored_pixels)
 
-    monkeypatch.setattr(plan, "choose_decoder", recorded)
+    monkeypatch.setattr(loader_plan, "choose_decoder", recorded)
     program("train.max_steps=4")
     program("run.name=two", "train.max_steps=1")
     assert asked == ["hybrid", "cpu"]

@@ -39,7 +39,7 @@ from conf import cli
 from conf.schema import Config
 from engine import checkpoint, tracker, validator
 from engine.ledger import Ledger
-from engine.state import TrainState
+from engine.state import TrainState, params_sha256
 from engine.validator import Validator
 from models import build
 from pipeline.build import build_datasets
@@ -49,14 +49,33 @@ from tests.results import check_not_trained, rows, same, stored
 
 REPOSITORY = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging", "every_picture")
-BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.epochs=2",
-        "train.device=cpu", "log.every_steps=1", "log.tensorboard=false"]  # fmt: skip
+BASE = [
+    "recipe=demo",
+    "data=folder",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "loader.workers=1",
+    "train.epochs=2",
+    "train.device=cpu",
+    "log.every_steps=1",
+    "log.tensorboard=false",
+]
 # 36 images in batches of 8: 54 steps, validated after 32 and 54, a checkpoint besides after 35 (in the middle of an epoch).
 LONG = ["train.epochs=12", "train.validate_every_epochs=7", "checkpoint.every_steps=35"]
 # The console of a LONG run holds 38 log lines in any case and never all 54.
 STOP_AFTER_ROW = 38
-PLAIN_TAGS = {"train/loss", "train/top1", "val/loss", "val/top1", "val/top5", "lr", "throughput/images_per_second",
-              "time/data_wait_fraction", "time/copy_ms", "time/step_ms"}  # fmt: skip
+PLAIN_TAGS = {
+    "train/loss",
+    "train/top1",
+    "val/loss",
+    "val/top1",
+    "val/top5",
+    "lr",
+    "throughput/images_per_second",
+    "time/data_wait_fraction",
+    "time/copy_ms",
+    "time/step_ms",
+}
 
 
 def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
@@ -68,12 +87,26 @@ def compose(root: Path, folder: Path, *overrides: str) -> Config:
 
 
 def command(root: Path, folder: Path, *overrides: str) -> list[str]:
-    return [sys.executable, str(REPOSITORY / "train.py"), *BASE, f"data.root={root}", f"run.dir={folder}", *overrides]
+    return [
+        sys.executable,
+        str(REPOSITORY / "train.py"),
+        *BASE,
+        f"data.root={root}",
+        f"run.dir={folder}",
+        *overrides,
+    ]
 
 
 def torchrun(root: Path, folder: Path, *overrides: str, ranks: int = 2) -> list[str]:
     """The command line for several ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    launcher = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+    ]
     return launcher + command(root, folder, *overrides)[1:]
 
 
@@ -99,7 +132,9 @@ def stalled(
 
     def logged() -> bool:
         path = folder / "metrics.jsonl"
-        return path.exists() and any(json.loads(x)["step"] >= after_row for x in path.read_text().split("\n")[:-1])
+        return path.exists() and any(
+            json.loads(x)["step"] >= after_row for x in path.read_text().split("\n")[:-1]
+        )
 
     def let_go() -> str:
         drain.start()
@@ -166,33 +201,43 @@ def every_picture() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def short(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def short(
+    image_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     """A run of 9 steps and its summary."""
     folder = tmp_path_factory.mktemp("short") / "run"
     return folder, run(image_root, folder, "log.tensorboard=true")
 
 
 @pytest.fixture(scope="module")
-def straight(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def straight(
+    image_root: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, dict[str, Any]]:
     """A run of 54 steps that nothing stops, and its summary."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     return folder, run(image_root, folder, *LONG, "log.tensorboard=true")
 
 
-def check_continued(folder: Path, summary: dict[str, Any], straight: tuple[Path, dict[str, Any]]) -> None:
+def check_continued(
+    folder: Path, summary: dict[str, Any], straight: tuple[Path, dict[str, Any]]
+) -> None:
     """A run that was stopped ended as the one that never was; its rows are there once each, in order."""
     assert summary["status"] == "finished"
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert same(stored(folder), stored(straight[0]))
     assert rows(folder, "val") == rows(straight[0], "val")
-    assert [r["step"] for r in rows(folder, "train")] == [r["step"] for r in rows(straight[0], "train")]
+    assert [r["step"] for r in rows(folder, "train")] == [
+        r["step"] for r in rows(straight[0], "train")
+    ]
     learned = [(r["loss"], r["top1"], r["lr"]) for r in rows(folder, "train")]
     assert learned == [(r["loss"], r["top1"], r["lr"]) for r in rows(straight[0], "train")]
 
 
 def check_curves(folder: Path) -> EventAccumulator:
     """TensorBoard shows what metrics.jsonl holds: each step once, rising, under the names of the design."""
-    board = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0})
+    board = EventAccumulator(
+        str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
+    )
     board.Reload()
     assert set(board.Tags()["scalars"]) >= PLAIN_TAGS
     for tag, split, key in (
@@ -207,7 +252,11 @@ def check_curves(folder: Path) -> EventAccumulator:
         ("val/top1", "val", "top1"),
         ("val/top5", "val", "top5"),
     ):
-        expected = {row["step"]: pytest.approx(row[key], rel=1e-4, abs=1e-6) for row in rows(folder, split) if key in row}
+        expected = {
+            row["step"]: pytest.approx(row[key], rel=1e-4, abs=1e-6)
+            for row in rows(folder, split)
+            if key in row
+        }
         events = board.Scalars(tag)
         assert [e.step for e in events] == list(expected), tag
         assert {e.step: e.value for e in events} == expected, tag
@@ -232,7 +281,9 @@ def check_curves(folder: Path) -> EventAccumulator:
     ],
     ids=" ".join,
 )
-def test_same_result(overrides: list[str], image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+def test_same_result(
+    overrides: list[str], image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]
+) -> None:
     summary = run(image_root, tmp_path / "run", *overrides)
     assert summary["params_sha256"] == short[1]["params_sha256"]
     assert same(stored(tmp_path / "run"), stored(short[0]))
@@ -256,23 +307,38 @@ def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> 
 
     val = rows(folder, "val")
     assert summary["status"] == "finished" and summary["step"] == 9
-    assert (summary["top1"], summary["top5"]) == (pytest.approx(val[-1]["top1"]), pytest.approx(val[-1]["top5"]))
+    assert (summary["top1"], summary["top5"]) == (
+        pytest.approx(val[-1]["top1"]),
+        pytest.approx(val[-1]["top5"]),
+    )
     assert summary["images_per_second"] > 0
     state = stored(folder)
     model = build("resnet_tiny", num_classes=3, image_size=32)
     model.load_state_dict(state["model"])
-    assert summary["params_sha256"] == train.params_sha256(model)
+    assert summary["params_sha256"] == params_sha256(model)
 
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
     assert [(r["step"], r["images"]) for r in val] == [(5, 15), (9, 15)]
-    named = {"step", "epoch", "split", "loss", "top1", "top5", "lr", "images_per_second", "data_wait_fraction"}
+    named = {
+        "step",
+        "epoch",
+        "split",
+        "loss",
+        "top1",
+        "top5",
+        "lr",
+        "images_per_second",
+        "data_wait_fraction",
+    }
     assert all(row.keys() >= named for row in rows(folder, "train"))
     assert rows(folder, "train")[-1]["epoch"] == 2
 
     saved = {p.name for p in (folder / "checkpoints").iterdir()}
     steps = {"step-00000005.pt", "step-00000005.json", "step-00000009.pt", "step-00000009.json"}
     assert saved == steps | {"last.json", "best.json"}
-    assert json.loads((folder / "checkpoints" / "last.json").read_text())["file"] == "step-00000009.pt"
+    assert (
+        json.loads((folder / "checkpoints" / "last.json").read_text())["file"] == "step-00000009.pt"
+    )
     assert not list(folder.rglob("*.tmp"))
 
 
@@ -287,8 +353,13 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
     board = check_curves(folder)
     text = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 8" in text and f"dir: {folder}" in text
-    grids = board.Images("train/images")  # the first batch of each epoch, at the step that learns from it
-    assert [(grid.step, grid.height, grid.width) for grid in grids] == [(1, 32, 8 * 32), (6, 32, 8 * 32)]
+    grids = board.Images(
+        "train/images"
+    )  # the first batch of each epoch, at the step that learns from it
+    assert [(grid.step, grid.height, grid.width) for grid in grids] == [
+        (1, 32, 8 * 32),
+        (6, 32, 8 * 32),
+    ]
     for tag in ("val/worst", "val/confusion", "val/per_class"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
     assert len(board.Tensors("custom_scalars__config__")) == 1 and len(board.Graph().node) > 20
@@ -301,15 +372,26 @@ def test_hyperparameters_stand_beside_what_came_of_them(short: tuple[Path, dict[
     start = board.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     values = HParamsPluginData.FromString(start).session_start_info.hparams
     assert values.keys() == set(cli.KEYS)
-    assert values["loader.batch_size"].number_value == 8 and values["model.name"].string_value == "resnet_tiny"
-    assert board.Scalars("final/best_top1")[-1].value == pytest.approx(summary["best_top1"], rel=1e-6)
+    assert (
+        values["loader.batch_size"].number_value == 8
+        and values["model.name"].string_value == "resnet_tiny"
+    )
+    assert board.Scalars("final/best_top1")[-1].value == pytest.approx(
+        summary["best_top1"], rel=1e-6
+    )
 
 
 def test_accuracy_of_each_class(short: tuple[Path, dict[str, Any]]) -> None:
     found = json.loads((short[0] / "per_class.json").read_text())
     assert found["step"] == 9
-    assert [(row["class"], row["images"]) for row in found["classes"]] == [("checks", 5), ("dots", 5), ("stripes", 5)]
-    assert sum(row["top1"] for row in found["classes"]) / 3 == pytest.approx(short[1]["top1"], abs=1e-3)
+    assert [(row["class"], row["images"]) for row in found["classes"]] == [
+        ("checks", 5),
+        ("dots", 5),
+        ("stripes", 5),
+    ]
+    assert sum(row["top1"] for row in found["classes"]) / 3 == pytest.approx(
+        short[1]["top1"], abs=1e-3
+    )
 
 
 def test_curves_are_on_disk_before_a_checkpoint_counts(
@@ -326,20 +408,28 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
     def look_and_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
         board = EventAccumulator(str(folder.parent / "tensorboard")).Reload()
         seen[content["step"]] = [
-            board.Scalars(tag)[-1].step for tag in ("train/loss", "val/loss") if tag in board.Tags()["scalars"]
+            board.Scalars(tag)[-1].step
+            for tag in ("train/loss", "val/loss")
+            if tag in board.Tags()["scalars"]
         ]
         return save(folder, content, **options)
 
     monkeypatch.setattr(RecordWriter, "write", slow_write)
     monkeypatch.setattr(checkpoint, "save", look_and_save)
-    run(image_root, tmp_path / "run", "log.tensorboard=true", "checkpoint.every_steps=2", "train.max_steps=5")
+    run(
+        image_root,
+        tmp_path / "run",
+        "log.tensorboard=true",
+        "checkpoint.every_steps=2",
+        "train.max_steps=5",
+    )
     assert seen == {2: [2], 4: [4], 5: [5, 5]}
 
 
 def test_validation_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """Nor is one at a life's beginning, which an earlier one was stopped before."""
+    """Nor is one at the beginning of a start, for which the start before was stopped too early."""
     evaluate = validator.evaluate
     monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
@@ -347,21 +437,30 @@ def test_validation_is_not_training(
         (tmp_path / "run" / name).unlink()
     summary = run(image_root, tmp_path / "run")
     assert [row["step"] for row in rows(tmp_path / "run", "val")] == [5, 9]
-    assert 2000 < summary["seconds_lost"]["validation"] < 2900 and summary["seconds_lost"]["start"] < 900
-    assert summary["seconds_of_all_lives"] < 2900
+    assert (
+        2000 < summary["seconds_lost"]["validation"] < 2900
+        and summary["seconds_lost"]["start"] < 900
+    )
+    assert summary["total_seconds"] < 2900
     check_not_trained(tmp_path / "run")
 
 
-def test_a_life_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
+def test_a_start_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
     """Its start counts, although no step was left to take."""
-    first = run(image_root, tmp_path / "run", "train.epochs=1", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
+    first = run(
+        image_root,
+        tmp_path / "run",
+        "train.epochs=1",
+        "train.validate_every_epochs=9",
+        "checkpoint.every_steps=5",
+    )
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
     content = checkpoint.load(path)
     content["state"]["last"] = {}
     checkpoint.save(path.parent, {k: v for k, v in content.items() if k != "format"}, keep=3)
     (tmp_path / "run" / "summary.json").unlink()
     second = run(image_root, tmp_path / "run", "train.epochs=1")
-    assert (second["step"], second["lives"], second["status"]) == (5, 2, "finished")
+    assert (second["step"], second["starts"], second["status"]) == (5, 2, "finished")
     assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
 
 
@@ -382,7 +481,9 @@ def test_every_row_has_its_times(short: tuple[Path, dict[str, Any]]) -> None:
         assert len(times) == len(train_rows) and min(times) > 0
 
 
-def test_finished_run_is_left_alone(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_finished_run_is_left_alone(
+    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = tmp_path / "run"
     options = ["schedule.name=constant", "log.tensorboard=true"]
     first = run(image_root, folder, *options)
@@ -402,7 +503,9 @@ def test_finished_run_is_left_alone(image_root: Path, tmp_path: Path, capfd: pyt
     check_curves(folder)
 
 
-def test_best_follows_top1(straight: tuple[Path, dict[str, Any]], image_root: Path, tmp_path: Path) -> None:
+def test_best_follows_top1(
+    straight: tuple[Path, dict[str, Any]], image_root: Path, tmp_path: Path
+) -> None:
     """The best checkpoint is that of the highest top1, and a resume that makes it worse neither loses nor moves it."""
     folder = tmp_path / "run"
     first = run(image_root, folder, "train.epochs=8", "checkpoint.keep=1")
@@ -413,23 +516,42 @@ def test_best_follows_top1(straight: tuple[Path, dict[str, Any]], image_root: Pa
     assert best["top1"] > 100 / 3 + 1, "nothing was learned: the rest would prove nothing"
     weights = checkpoint.load(folder / "checkpoints" / pointer["file"])
 
-    second = run(image_root, folder, "train.epochs=10", "checkpoint.keep=1", "optim.lr=3", "schedule.name=constant",
-                 "checkpoint.accept_changes=true")  # fmt: skip
+    second = run(
+        image_root,
+        folder,
+        "train.epochs=10",
+        "checkpoint.keep=1",
+        "optim.lr=3",
+        "schedule.name=constant",
+        "checkpoint.accept_changes=true",
+    )
     assert rows(folder, "val")[-1]["top1"] < best["top1"]
-    assert second["best_top1"] == first["best_top1"] and second["best_checkpoint"] == pointer["file"]
+    assert (
+        second["best_top1"] == first["best_top1"] and second["best_checkpoint"] == pointer["file"]
+    )
     assert json.loads((folder / "checkpoints" / "best.json").read_text()) == pointer
     assert same(checkpoint.load(folder / "checkpoints" / pointer["file"]), weights)
-    assert {p.name for p in (folder / "checkpoints").glob("*.pt")} == {pointer["file"], f"step-{second['step']:08d}.pt"}
+    assert {p.name for p in (folder / "checkpoints").glob("*.pt")} == {
+        pointer["file"],
+        f"step-{second['step']:08d}.pt",
+    }
 
 
 def test_first_of_equal_validations_is_the_best(image_root: Path, tmp_path: Path) -> None:
     """Without BatchNorm and with hardly a learning rate, every validation finds the same."""
-    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=1e-9", "checkpoint.keep=1"]
+    options = [
+        "model.name=squeezenet1_1",
+        "data.image_size=64",
+        "optim.lr=1e-9",
+        "checkpoint.keep=1",
+    ]
     summary = run(image_root, tmp_path / "run", *options)
     first, second = rows(tmp_path / "run", "val")
     assert first["top1"] == second["top1"] > 0
     assert summary["best_checkpoint"] == "step-00000005.pt"
-    assert (summary["best_top1"], summary["best_epoch"]) == pytest.approx((first["top1"], 5 / 4.5), abs=1e-3)
+    assert (summary["best_top1"], summary["best_epoch"]) == pytest.approx(
+        (first["top1"], 5 / 4.5), abs=1e-3
+    )
     assert stored(tmp_path / "run")["best"]["step"] == 5
     kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")}
     assert kept == {"step-00000005.pt", "step-00000009.pt"}
@@ -439,7 +561,9 @@ def test_learning_rate_of_every_step(straight: tuple[Path, dict[str, Any]]) -> N
     """Two epochs of linear warm-up (9 steps) to 0.2, then a cosine to 0 at the end of step 54 (arXiv 1812.01187)."""
     warmup = [0.2 * (step + 1) / 9 for step in range(9)]
     cosine = [0.2 * (1 + math.cos(math.pi * (step - 9) / (54 - 9))) / 2 for step in range(9, 54)]
-    assert [row["lr"] for row in rows(straight[0], "train")] == pytest.approx(warmup + cosine, rel=1e-5)
+    assert [row["lr"] for row in rows(straight[0], "train")] == pytest.approx(
+        warmup + cosine, rel=1e-5
+    )
 
 
 def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path) -> None:
@@ -447,8 +571,15 @@ def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path)
     config = compose(image_root, tmp_path / "run", "train.ema_decay=0.9")
     train.train(config)
     val = build_datasets(config).val
-    images = torch.stack([torch.from_numpy(val[index][0]) for index in range(15)])  # uint8 [15, 32, 32, 3]
-    images = images.float().div(255).sub(torch.tensor([0.485, 0.456, 0.406])).div(torch.tensor([0.229, 0.224, 0.225]))
+    images = torch.stack(
+        [torch.from_numpy(val[index][0]) for index in range(15)]
+    )  # uint8 [15, 32, 32, 3]
+    images = (
+        images.float()
+        .div(255)
+        .sub(torch.tensor([0.485, 0.456, 0.406]))
+        .div(torch.tensor([0.229, 0.224, 0.225]))
+    )
     labels = torch.arange(3).repeat_interleave(5)
 
     def evaluated(weights: dict[str, torch.Tensor]) -> list[Any]:
@@ -457,14 +588,21 @@ def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path)
         with torch.no_grad():
             logits = model(images.permute(0, 3, 1, 2)).double()
         loss = -logits.log_softmax(1)[torch.arange(15), labels].mean()
-        return [pytest.approx(float(loss), rel=1e-4), pytest.approx(100 * float((logits.argmax(1) == labels).double().mean()))]
+        return [
+            pytest.approx(float(loss), rel=1e-4),
+            pytest.approx(100 * float((logits.argmax(1) == labels).double().mean())),
+        ]
 
     found = rows(tmp_path / "run", "val")
     assert [row["step"] for row in found] == [5, 9]
     for row in found:
-        state = checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{row['step']:08d}.pt")["state"]
+        state = checkpoint.load(tmp_path / "run" / "checkpoints" / f"step-{row['step']:08d}.pt")[
+            "state"
+        ]
         assert [row["loss"], row["top1"]] == evaluated(state["ema"])
-        assert row["loss"] != evaluated(state["model"])[0], "the average does not differ from the weights"
+        assert row["loss"] != evaluated(state["model"])[0], (
+            "the average does not differ from the weights"
+        )
 
 
 # Stopped and gone on = never stopped.
@@ -474,12 +612,18 @@ def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path)
     "overrides",
     [
         ["train.ema_decay=0.9", "optim.weight_decay=0.01", "optim.nesterov=false"],
-        ["model=vit_s16", "model.name=mobilenet_v3_small", "data.image_size=64", "optim=adamw", "train.ema_decay=0.9",
-         "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]"],
+        [
+            "model=vit_s16",
+            "model.name=mobilenet_v3_small",
+            "data.image_size=64",
+            "optim=adamw",
+            "train.ema_decay=0.9",
+            "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]",
+        ],
         ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.01", "loader.workers=0"],
     ],
     ids=["momentum and average", "dropout, AdamW, average, mixup, cutmix", "dropout, no BatchNorm"],
-)  # fmt: skip
+)
 def test_max_steps_and_on(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
     overrides = [*overrides, "schedule.warmup_epochs=0.25"]  # the curve bends within these 9 steps
     whole = run(image_root, tmp_path / "whole", *overrides)
@@ -490,13 +634,20 @@ def test_max_steps_and_on(overrides: list[str], image_root: Path, tmp_path: Path
 
     rest = run(image_root, tmp_path / "parts", *overrides, "loader.workers=2")
     assert rest["params_sha256"] == whole["params_sha256"]
-    assert same({**stored(tmp_path / "parts"), "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
+    assert same(
+        {**stored(tmp_path / "parts"), "best": 0}, {**stored(tmp_path / "whole"), "best": 0}
+    )
     assert rows(tmp_path / "parts", "val")[1:] == rows(tmp_path / "whole", "val")
-    assert [r["loss"] for r in rows(tmp_path / "parts", "train")] == [r["loss"] for r in rows(tmp_path / "whole", "train")]
+    assert [r["loss"] for r in rows(tmp_path / "parts", "train")] == [
+        r["loss"] for r in rows(tmp_path / "whole", "train")
+    ]
 
 
 def test_sigkill(
-    image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    straight: tuple[Path, dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
     arguments = command(image_root, folder, *LONG, "log.tensorboard=true", "loader.workers=2")
@@ -507,7 +658,10 @@ def test_sigkill(
         os.kill(process.pid, signal.SIGKILL)
         process.wait(HANGS_SECONDS)
         wait_until(lambda: not family(process.pid))
-    assert [p.name for p in sorted((folder / "checkpoints").glob("*.pt"))] == ["step-00000032.pt", "step-00000035.pt"]
+    assert [p.name for p in sorted((folder / "checkpoints").glob("*.pt"))] == [
+        "step-00000032.pt",
+        "step-00000035.pt",
+    ]
     assert not (folder / "summary.json").exists()
     assert rows(folder, "train")[-1]["step"] >= STOP_AFTER_ROW
 
@@ -519,7 +673,9 @@ def test_sigkill(
         found = {image.step: image.encoded_image_string for image in board.Images(tag)}
         assert len(found) == len(board.Images(tag)), f"{tag}: a step is shown twice"
         if tag == "train/images":  # the killed process may have left some out: see every_picture
-            pictures = {step: picture for step, picture in pictures.items() if step in found or step > 35}
+            pictures = {
+                step: picture for step, picture in pictures.items() if step in found or step > 35
+            }
         assert found == pictures, tag
     for tag in ("config/text_summary", "custom_scalars__config__"):
         assert len(board.Tensors(tag)) == 1
@@ -539,8 +695,13 @@ sys.addaudithook(stand_still)
 def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
     """There is nothing to save yet, and nothing to say. The process stands still when torch is imported, and not all else."""
     (tmp_path / "sitecustomize.py").write_text(STANDS_STILL)
-    with subprocess.Popen(command(image_root, tmp_path / "run"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path,
-                          env={**os.environ, "PYTHONPATH": str(tmp_path)}) as process:  # fmt: skip
+    with subprocess.Popen(
+        command(image_root, tmp_path / "run"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    ) as process:
         wait_until((tmp_path / "reached").exists, process)
         process.send_signal(signal.SIGINT)
         output, error = process.communicate(timeout=HANGS_SECONDS)
@@ -557,7 +718,9 @@ def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
         f"data.root={tmp_path / 'demo'}",
         "train.device=cpu",
     ]
-    with subprocess.Popen(arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         wait_until(lambda: any(tmp_path.glob(".demo*/**/*.jpg")), process)
         drawing = family(process.pid)
         process.send_signal(signal.SIGINT)
@@ -576,17 +739,26 @@ def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
     ],
 )
 def test_signal(
-    number: signal.Signals, status: int, image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]]
+    number: signal.Signals,
+    status: int,
+    image_root: Path,
+    tmp_path: Path,
+    straight: tuple[Path, dict[str, Any]],
 ) -> None:
     """To the whole process group, as a terminal and a cluster send it: workers and the forkserver get it too."""
     folder = tmp_path / "run"
-    with stalled(command(image_root, folder, *LONG, "loader.workers=2"), folder, STOP_AFTER_ROW) as (process, let_go):
+    with stalled(
+        command(image_root, folder, *LONG, "loader.workers=2"), folder, STOP_AFTER_ROW
+    ) as (process, let_go):
         os.killpg(process.pid, number)
         console = let_go()
         assert process.returncode == status
         wait_until(lambda: not family(process.pid))
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "interrupted" and f"interrupted after {summary['step']} steps" in console
+    assert (
+        summary["status"] == "interrupted"
+        and f"interrupted after {summary['step']} steps" in console
+    )
     assert STOP_AFTER_ROW < summary["step"] < 54
     assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == summary["step"]
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, summary["step"] + 1))
@@ -612,8 +784,14 @@ def test_signal_while_validating(
     with monkeypatch.context() as patch:
         patch.setattr(train, "validation_loss", interrupted)
         first = run(image_root, folder)
-        assert (first["status"], first["step"], first["signal"]) == ("interrupted", 5, signal.SIGTERM)
-        assert "resume    run the same command again to resume at step 5\n" in capsys.readouterr().out
+        assert (first["status"], first["step"], first["signal"]) == (
+            "interrupted",
+            5,
+            signal.SIGTERM,
+        )
+        assert (
+            "resume    run the same command again to resume at step 5\n" in capsys.readouterr().out
+        )
     second = run(image_root, folder, "train.max_steps=8")
     assert "compilation" not in capsys.readouterr().out  # on a CPU nothing compiles
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
@@ -621,7 +799,11 @@ def test_signal_while_validating(
         patch.setattr(train, "validation_loss", interrupted)
         for _ in range(2):
             third = run(image_root, folder, at_the_end)
-            assert (third["status"], third["step"], third["signal"]) == ("interrupted", 9, signal.SIGTERM)
+            assert (third["status"], third["step"], third["signal"]) == (
+                "interrupted",
+                9,
+                signal.SIGTERM,
+            )
     last = run(image_root, folder, at_the_end)
     assert second["status"] == last["status"] == "finished"
     assert last["params_sha256"] == short[1]["params_sha256"]
@@ -629,7 +811,10 @@ def test_signal_while_validating(
 
 
 def test_signal_in_the_last_step_of_an_epoch(
-    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Saved at once: a cluster may kill the job before a validation is done. The next start validates."""
     folder = tmp_path / "run"
@@ -658,7 +843,10 @@ def test_signal_in_the_last_step_of_an_epoch(
 
 
 def test_damaged_checkpoint(
-    image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]], caplog: pytest.LogCaptureFixture
+    image_root: Path,
+    tmp_path: Path,
+    straight: tuple[Path, dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """A life that begins before the last one ended takes back its rows and curves."""
     folder = tmp_path / "run"
@@ -667,7 +855,10 @@ def test_damaged_checkpoint(
         file.truncate(10_000)
     options = [*LONG, "log.tensorboard=true"]
     part = run(image_root, folder, *options, "train.max_steps=40")
-    assert "step-00000054.pt: damaged" in caplog.text and "continuing from step-00000035.pt" in caplog.text
+    assert (
+        "step-00000054.pt: damaged" in caplog.text
+        and "continuing from step-00000035.pt" in caplog.text
+    )
     assert part["step"] == 40
     check_curves(folder)
     summary = run(image_root, folder, *options)
@@ -676,7 +867,9 @@ def test_damaged_checkpoint(
     check_curves(folder)
 
 
-def test_killed_before_the_first_checkpoint(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+def test_killed_before_the_first_checkpoint(
+    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]
+) -> None:
     folder = tmp_path / "run"
     shutil.copytree(short[0], folder)
     for path in [*(folder / "checkpoints").iterdir(), folder / "summary.json"]:
@@ -690,31 +883,56 @@ def test_killed_before_the_first_checkpoint(image_root: Path, tmp_path: Path, sh
     assert rows(folder, "val") == rows(short[0], "val")
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
     board = check_curves(folder)
-    assert [image.step for image in board.Images("train/images")] == [1, 6] and len(board.Tensors("config/text_summary")) >= 1
+    assert [image.step for image in board.Images("train/images")] == [1, 6] and len(
+        board.Tensors("config/text_summary")
+    ) >= 1
 
 
 def test_resume_from_a_path(
-    image_root: Path, tmp_path: Path, straight: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    straight: tuple[Path, dict[str, Any]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A checkpoint of one run begins another, in a folder that stands on its own and leaves the first alone."""
     before = files(straight[0])
     path = straight[0] / "checkpoints" / "step-00000035.pt"
     same_folder, worse_folder = tmp_path / "same", tmp_path / "worse"
     capsys.readouterr()
-    summary = run(image_root, same_folder, *LONG, f"checkpoint.resume={path}", "log.tensorboard=true", "run.name=another")
+    summary = run(
+        image_root,
+        same_folder,
+        *LONG,
+        f"checkpoint.resume={path}",
+        "log.tensorboard=true",
+        "run.name=another",
+    )
     console = capsys.readouterr().out
     assert f"resumed from {path}\n" in console
-    assert not re.search(r"^changed +run\.", console, re.MULTILINE)  # another name and folder do not change the training
+    assert not re.search(
+        r"^changed +run\.", console, re.MULTILINE
+    )  # another name and folder do not change the training
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert rows(same_folder, "val") == rows(straight[0], "val")[1:]
     board = EventAccumulator(str(same_folder / "tensorboard")).Reload()
-    assert f"dir: {same_folder}" in board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert (
+        f"dir: {same_folder}"
+        in board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
     assert board.Images("train/images")[0].step == 36
 
     # What was best there is not here: here the best is the only one, although it is worse.
     last = path.with_name("step-00000054.pt")
-    worse = run(image_root, worse_folder, "train.epochs=13", f"checkpoint.resume={last}", "train.validate_every_epochs=20",
-                "optim.lr=3", "schedule.name=constant", "checkpoint.accept_changes=true")  # fmt: skip
+    worse = run(
+        image_root,
+        worse_folder,
+        "train.epochs=13",
+        f"checkpoint.resume={last}",
+        "train.validate_every_epochs=20",
+        "optim.lr=3",
+        "schedule.name=constant",
+        "checkpoint.accept_changes=true",
+    )
     assert worse["top1"] < straight[1]["best_top1"]
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
     assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 59
@@ -722,7 +940,10 @@ def test_resume_from_a_path(
 
 
 def test_resume_from_its_own_checkpoint_by_another_path(
-    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """That is no other run: what was best stays so, and the curves do not begin again."""
     monkeypatch.chdir(tmp_path)
@@ -732,11 +953,20 @@ def test_resume_from_its_own_checkpoint_by_another_path(
     assert same(stored(tmp_path / "run"), stored(short[0]))
     board = check_curves(tmp_path / "run")
     assert [image.step for image in board.Images("train/images")] == [1, 6]
-    assert len(board.Tensors("config/text_summary")) == len(board.Tensors("custom_scalars__config__")) == 1
+    assert (
+        len(board.Tensors("config/text_summary"))
+        == len(board.Tensors("custom_scalars__config__"))
+        == 1
+    )
 
 
-def test_resume_path_missing(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert train.main(compose(image_root, tmp_path / "run", f"checkpoint.resume={tmp_path}/none.pt")) == 2
+def test_resume_path_missing(
+    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        train.main(compose(image_root, tmp_path / "run", f"checkpoint.resume={tmp_path}/none.pt"))
+        == 2
+    )
     assert capfd.readouterr().err.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
@@ -754,7 +984,10 @@ def test_resume_never(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
 
 
 def test_resume_refused(
-    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     root, folder = tmp_path / "images", tmp_path / "run"
     shutil.copytree(image_root, root)
@@ -802,18 +1035,27 @@ def test_corrupt_training_image(
     assert "scripts/doctor.py --all" in error and "data.on_error=skip" in error
 
 
-def test_corrupt_training_image_skipped(image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_corrupt_training_image_skipped(
+    image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """Skipping puts the same image in its place whatever the number of workers."""
     root = tmp_path / "images"
     shutil.copytree(image_root, root)
     broken = root / "train" / "stripes" / "11.jpg"  # the last of all: its successor is the first
     broken.write_bytes(b"")
-    skipped = [run(root, tmp_path / f"run{n}", "data.on_error=skip", f"loader.workers={n}") for n in (0, 2)]
+    skipped = [
+        run(root, tmp_path / f"run{n}", "data.on_error=skip", f"loader.workers={n}") for n in (0, 2)
+    ]
     assert caplog.text.count(f"skipped {broken}") == 4  # 2 epochs of 2 runs
-    assert skipped[0]["status"] == "finished" and skipped[0]["params_sha256"] == skipped[1]["params_sha256"]
+    assert (
+        skipped[0]["status"] == "finished"
+        and skipped[0]["params_sha256"] == skipped[1]["params_sha256"]
+    )
 
 
-def test_corrupt_validation_image(image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_corrupt_validation_image(
+    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     root, folder = tmp_path / "images", tmp_path / "run"
     shutil.copytree(image_root, root)
     broken = root / "val" / "checks" / "02.jpg"
@@ -825,16 +1067,34 @@ def test_corrupt_validation_image(image_root: Path, tmp_path: Path, capfd: pytes
 
 
 @pytest.mark.parametrize("log_every", [1, 50])
-def test_loss_not_finite(log_every: int, image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_loss_not_finite(
+    log_every: int, image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Nothing that is not finite is ever saved, also between two log rows; a tamer learning rate goes on from what is."""
     folder = tmp_path / "run"
-    options = [f"log.every_steps={log_every}", "schedule.name=constant", "train.validate_every_epochs=5"]
+    options = [
+        f"log.every_steps={log_every}",
+        "schedule.name=constant",
+        "train.validate_every_epochs=5",
+    ]
     assert run(image_root, folder, *options, "train.max_steps=2")["status"] == "finished"
     capfd.readouterr()
     accept = "checkpoint.accept_changes=true"
-    assert train.main(compose(image_root, folder, *options, "optim.lr=1e30", "checkpoint.every_steps=5", accept)) == 1
+    assert (
+        train.main(
+            compose(
+                image_root, folder, *options, "optim.lr=1e30", "checkpoint.every_steps=5", accept
+            )
+        )
+        == 1
+    )
     error = capfd.readouterr().err
-    assert error.startswith("train.py: ") and " at step " in error and "lower optim.lr" in error and error.count("\n") == 1
+    assert (
+        error.startswith("train.py: ")
+        and " at step " in error
+        and "lower optim.lr" in error
+        and error.count("\n") == 1
+    )
     for path in (folder / "checkpoints").glob("*.pt"):
         weights = checkpoint.load(path)["state"]["model"].values()
         assert all(w.isfinite().all() for w in weights if w.is_floating_point()), path
@@ -853,7 +1113,9 @@ def fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "train_step", crash)
 
 
-def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_interpreter_leaves_the_step_alone(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No collection in the middle of it, and no thread that keeps a launch waiting for long."""
     fail_at(3, monkeypatch)
     step, seen, before = train.train_step, set[tuple[bool, float]](), gc.isenabled()
@@ -869,35 +1131,59 @@ def test_the_interpreter_leaves_the_step_alone(image_root: Path, tmp_path: Path,
     assert gc.isenabled() is before is True
 
 
-def test_a_choice_without_effect_is_told(image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run(image_root, tmp_path / "run", "loader.workers=auto", "autotune.online=true", "train.max_steps=1")
+def test_a_choice_without_effect_is_told(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(
+        image_root,
+        tmp_path / "run",
+        "loader.workers=auto",
+        "autotune.refresh=true",
+        "train.max_steps=1",
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("autotune")]
-    assert "runs on the CPU" in line and line.endswith("; no effect of autotune.online")
+    assert "runs on the CPU" in line and line.endswith("; autotune.refresh has no effect")
 
 
-def test_the_verdict_so_far_outlives_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_verdict_so_far_outlives_a_crash(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.ledger.SHORT_EPOCH", 0.0)
     with monkeypatch.context() as patch:
         fail_at(7, patch)
         with pytest.raises(RuntimeError, match="a bug"):
             run(image_root, tmp_path / "run")
     so_far = json.loads((tmp_path / "run" / "verdict.json").read_text())
-    assert so_far["epoch"] == pytest.approx(5 / 4.5, abs=1e-3) and "the CPU waited" in so_far["verdict"][0]
+    assert (
+        so_far["epoch"] == pytest.approx(5 / 4.5, abs=1e-3)
+        and "the CPU waited" in so_far["verdict"][0]
+    )
     summary = run(image_root, tmp_path / "run", "train.max_steps=8")
     assert summary["workers"] == 1
 
 
-def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_curves_are_on_disk_after_a_crash(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also the last rows, before the feed is closed: whatever a crash has left of it may hang."""
     folder = tmp_path / "run"
     close, write = Prefetcher.close, RecordWriter.write
     seen: list[list[int]] = []
 
     def look_and_close(self: Prefetcher) -> None:
-        seen.append([event.step for event in EventAccumulator(str(folder / "tensorboard")).Reload().Scalars("train/loss")])
+        seen.append(
+            [
+                event.step
+                for event in EventAccumulator(str(folder / "tensorboard"))
+                .Reload()
+                .Scalars("train/loss")
+            ]
+        )
         close(self)
 
-    monkeypatch.setattr(RecordWriter, "write", lambda self, data: (time.sleep(0.01), write(self, data)))  # a slow disk
+    monkeypatch.setattr(
+        RecordWriter, "write", lambda self, data: (time.sleep(0.01), write(self, data))
+    )  # a slow disk
     fail_at(7, monkeypatch)
     monkeypatch.setattr(Prefetcher, "close", look_and_close)
     with pytest.raises(RuntimeError, match="a bug"):
@@ -911,7 +1197,10 @@ def test_curves_are_on_disk_after_a_crash(image_root: Path, tmp_path: Path, monk
 
 
 def test_summary_of_an_earlier_start_is_removed(
-    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It says that the run is finished, which is not true of one that trains again."""
     folder = tmp_path / "run"
@@ -928,7 +1217,11 @@ def test_summary_of_an_earlier_start_is_removed(
 
 @pytest.mark.parametrize("what", ["TensorBoard", "metrics.jsonl"])
 def test_log_cannot_be_written(
-    what: str, image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, short: tuple[Path, dict[str, Any]]
+    what: str,
+    image_root: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    short: tuple[Path, dict[str, Any]],
 ) -> None:
     """A folder where a file should be, or a file where a folder should: one warning, and the run goes on."""
     folder = tmp_path / "run"
@@ -948,15 +1241,23 @@ def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
     folder = tmp_path / "run"
     with open("/dev/full", "w") as full:
         result = subprocess.run(
-            command(image_root, folder), stdout=full, stderr=subprocess.PIPE, text=True, timeout=HANGS_SECONDS
+            command(image_root, folder),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=HANGS_SECONDS,
         )
     assert result.returncode == 0
     assert result.stderr.startswith("WARNING: ") and result.stderr.count("\n") == 1
-    assert json.loads((folder / "summary.json").read_text())["params_sha256"] == short[1]["params_sha256"]
+    assert (
+        json.loads((folder / "summary.json").read_text())["params_sha256"]
+        == short[1]["params_sha256"]
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "kept"), [("config.yaml", "nothing has been trained"), ("summary.json", "the checkpoints are whole")]
+    ("name", "kept"),
+    [("config.yaml", "nothing has been trained"), ("summary.json", "the checkpoints are intact")],
 )
 def test_a_file_of_the_run_cannot_be_written(
     name: str, kept: str, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -968,14 +1269,21 @@ def test_a_file_of_the_run_cannot_be_written(
     obstacle.mkdir()
     assert train.main(compose(image_root, folder)) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"train.py: {folder / name}: cannot be written: ") and error.count("\n") == 1 and kept in error
+    assert (
+        error.startswith(f"train.py: {folder / name}: cannot be written: ")
+        and error.count("\n") == 1
+        and kept in error
+    )
     obstacle.rmdir()
     assert train.main(compose(image_root, folder)) == 0
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
 def test_disk_full(
-    image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]], capfd: pytest.CaptureFixture[str]
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A checkpoint that cannot be written ends the run; the one before is whole, and the next start goes on from it."""
     folder = tmp_path / "run"
@@ -989,8 +1297,14 @@ def test_disk_full(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     error = capfd.readouterr().err
-    assert f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error and error.count("\n") == 1
-    assert {p.name for p in (folder / "checkpoints").glob("step*")} == {"step-00000003.json", "step-00000003.pt"}
+    assert (
+        f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error
+        and error.count("\n") == 1
+    )
+    assert {p.name for p in (folder / "checkpoints").glob("step*")} == {
+        "step-00000003.json",
+        "step-00000003.pt",
+    }
     assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
 
 
@@ -1009,15 +1323,25 @@ def spaced(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_help_and_cfg_from_anywhere(spaced: Path, tmp_path: Path) -> None:
-    for options, expected in ((["--help"], "loader.batch_size=256"), (["recipe=demo", "--cfg", "job"], "name: resnet_tiny")):
-        result = subprocess.run([sys.executable, str(spaced / "train.py"), *options], cwd=tmp_path, capture_output=True,
-                                text=True, timeout=HANGS_SECONDS)  # fmt: skip
+    for options, expected in (
+        (["--help"], "loader.batch_size=256"),
+        (["recipe=demo", "--cfg", "job"], "name: resnet_tiny"),
+    ):
+        result = subprocess.run(
+            [sys.executable, str(spaced / "train.py"), *options],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+        )
         assert (result.returncode, result.stderr) == (0, "")
         assert expected in result.stdout
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_from_anywhere(spaced: Path, image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
+def test_train_from_anywhere(
+    spaced: Path, image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]
+) -> None:
     """A path with a space, another working directory, and relative paths; everything it writes is in run.dir."""
     (tmp_path / "the images").symlink_to(image_root)
     arguments = [
@@ -1028,10 +1352,13 @@ def test_train_from_anywhere(spaced: Path, image_root: Path, tmp_path: Path, sho
         "run.dir='my runs/first'",
         "loader.workers=2",
     ]
-    result = subprocess.run(arguments, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_SECONDS)
+    result = subprocess.run(
+        arguments, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_SECONDS
+    )
     assert (result.returncode, result.stderr) == (0, "")
     assert (
-        json.loads((tmp_path / "my runs" / "first" / "summary.json").read_text())["params_sha256"] == short[1]["params_sha256"]
+        json.loads((tmp_path / "my runs" / "first" / "summary.json").read_text())["params_sha256"]
+        == short[1]["params_sha256"]
     )
     assert {p.name for p in tmp_path.iterdir()} == {"the images", "my runs"}
 
@@ -1054,12 +1381,19 @@ class BothShares(nn.Module):
         return torch.cat(logits)
 
 
-def test_two_ranks_learn_as_one_and_stop_together(image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_learn_as_one_and_stop_together(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone.
 
     The signal goes to torchrun. A signal to one rank: tests/engine/two_ranks.py.
     """
-    options = ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.002", "train.epochs=12"]
+    options = [
+        "model.name=squeezenet1_1",
+        "data.image_size=64",
+        "optim.lr=0.002",
+        "train.epochs=12",
+    ]
     folder = tmp_path / "two"
     with stalled(torchrun(image_root, folder, *options), folder, 6, full=2048) as (process, let_go):
         ranks = ranks_of(process.pid)
@@ -1072,14 +1406,19 @@ def test_two_ranks_learn_as_one_and_stop_together(image_root: Path, tmp_path: Pa
     stopped = summary["step"]
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
     assert 6 < stopped < 54
-    assert console.count(f"interrupted after {stopped} steps") == 1 and "4 on each of 2 ranks" in console
+    assert (
+        console.count(f"interrupted after {stopped} steps") == 1
+        and "4 on each of 2 ranks" in console
+    )
     assert json.loads((folder / "checkpoints" / "last.json").read_text())["step"] == stopped
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, stopped + 1))
     assert {p.name for p in tmp_path.iterdir()} == {"two"}
 
     step = train.train_step
 
-    def step_of_two(state: TrainState, network: nn.Module, *arguments: Any, **named: Any) -> torch.Tensor:
+    def step_of_two(
+        state: TrainState, network: nn.Module, *arguments: Any, **named: Any
+    ) -> torch.Tensor:
         return step(state, BothShares(network, state.step), *arguments, **named)
 
     monkeypatch.setattr(train, "train_step", step_of_two)
@@ -1087,7 +1426,9 @@ def test_two_ranks_learn_as_one_and_stop_together(image_root: Path, tmp_path: Pa
     run(image_root, tmp_path / "one", *options, f"train.max_steps={stopped + 2}")
     for split in ("train", "val"):
         one, two = rows(tmp_path / "one", split), rows(folder, split)
-        assert [(r["step"], r.get("images")) for r in one] == [(r["step"], r.get("images")) for r in two]
+        assert [(r["step"], r.get("images")) for r in one] == [
+            (r["step"], r.get("images")) for r in two
+        ]
         assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-3)
     losses = [r["loss"] for r in rows(tmp_path / "one", "train")]
     assert max(losses) - min(losses) > 0.1, "the losses do not tell one step from another"
@@ -1095,20 +1436,33 @@ def test_two_ranks_learn_as_one_and_stop_together(image_root: Path, tmp_path: Pa
 
 def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path) -> None:
     """From a checkpoint in the middle of an epoch. Three, because a sum of two numbers is the same in any order."""
-    options = ["loader.batch_size=6", "train.epochs=3", "train.validate_every_epochs=2", "checkpoint.every_steps=8",
-               "checkpoint.keep=4", "train.ema_decay=0.9"]  # fmt: skip
+    options = [
+        "loader.batch_size=6",
+        "train.epochs=3",
+        "train.validate_every_epochs=2",
+        "checkpoint.every_steps=8",
+        "checkpoint.keep=4",
+        "train.ema_decay=0.9",
+    ]
     folder, straight = tmp_path / "run", tmp_path / "straight"
     for target in (straight, folder):
         if target == folder:
             shutil.copytree(straight, folder)
             for path in (folder / "checkpoints").glob("step-0000001*"):
                 path.unlink()
-        result = subprocess.run(torchrun(image_root, target, *options, ranks=3), capture_output=True, text=True,
-                                timeout=HANGS_SECONDS)  # fmt: skip
+        result = subprocess.run(
+            torchrun(image_root, target, *options, ranks=3),
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+        )
         assert result.returncode == 0, result.stderr
     assert "resumed from step-00000008.pt" in result.stdout
-    check_continued(folder, json.loads((folder / "summary.json").read_text()),
-                    (straight, json.loads((straight / "summary.json").read_text())))  # fmt: skip
+    check_continued(
+        folder,
+        json.loads((folder / "summary.json").read_text()),
+        (straight, json.loads((straight / "summary.json").read_text())),
+    )
 
     # What the ranks validated is the model in the checkpoint: one rank finds the same.
     last = straight / "checkpoints" / "step-00000018.pt"
@@ -1124,7 +1478,10 @@ def test_two_ranks_and_a_corrupt_image(image_root: Path, tmp_path: Path) -> None
     broken = root / "train" / "dots" / "03.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
     with subprocess.Popen(
-        torchrun(root, tmp_path / "run"), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        torchrun(root, tmp_path / "run"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         _, error = process.communicate(timeout=HANGS_SECONDS)
     assert process.returncode == 1

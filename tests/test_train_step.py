@@ -19,9 +19,19 @@ from tests.engine.test_evaluate import counted
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)
 CLIP_NORM, MOMENTUM, WEIGHT_DECAY, SMOOTHING, EMA_DECAY = 1.0, 0.9, 0.05, 0.1, 0.5
-OPTIONS = [f"optim.clip_norm={CLIP_NORM}", f"optim.momentum={MOMENTUM}", f"optim.weight_decay={WEIGHT_DECAY}", "optim=sgd",
-           "optim.nesterov=true", "optim.decay_norms=true", f"train.label_smoothing={SMOOTHING}",
-           f"train.ema_decay={EMA_DECAY}", "train.device=cpu", "loader.batch_size=4", "data.image_size=32"]  # fmt: skip
+OPTIONS = [
+    f"optim.clip_norm={CLIP_NORM}",
+    f"optim.momentum={MOMENTUM}",
+    f"optim.weight_decay={WEIGHT_DECAY}",
+    "optim=sgd",
+    "optim.nesterov=true",
+    "optim.decay_norms=true",
+    f"train.label_smoothing={SMOOTHING}",
+    f"train.ema_decay={EMA_DECAY}",
+    "train.device=cpu",
+    "loader.batch_size=4",
+    "data.image_size=32",
+]
 
 
 def ema_decay(step: int) -> float:
@@ -50,7 +60,9 @@ def test_five_steps_by_hand(mixed: bool, config: Config) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, build_optimizer(model, config.optim), MovingAverage(model, EMA_DECAY))
 
-    weights = [parameter.detach().double().numpy() for parameter in (model[1].weight, model[1].bias)]
+    weights = [
+        parameter.detach().double().numpy() for parameter in (model[1].weight, model[1].bias)
+    ]
     momenta: list[np.ndarray] = []
     averages = weights
     clipped = []
@@ -75,22 +87,38 @@ def test_five_steps_by_hand(mixed: bool, config: Config) -> None:
 
         # torch.optim.SGD: the first step has no momentum yet.
         gradients = [g + WEIGHT_DECAY * w for g, w in zip(gradients, weights, strict=True)]
-        momenta = [MOMENTUM * m + g for m, g in zip(momenta, gradients, strict=True)] if momenta else gradients
-        weights = [w - lr * (g + MOMENTUM * m) for w, g, m in zip(weights, gradients, momenta, strict=True)]
+        momenta = (
+            [MOMENTUM * m + g for m, g in zip(momenta, gradients, strict=True)]
+            if momenta
+            else gradients
+        )
+        weights = [
+            w - lr * (g + MOMENTUM * m) for w, g, m in zip(weights, gradients, momenta, strict=True)
+        ]
         decay = ema_decay(step)
         averages = [decay * a + (1 - decay) * w for a, w in zip(averages, weights, strict=True)]
 
         values = train.train_step(
-            state, model, train.training_loss, batch, lr=lr, label_smoothing=SMOOTHING, clip_norm=CLIP_NORM
+            state,
+            model,
+            train.training_loss,
+            batch,
+            lr=lr,
+            label_smoothing=SMOOTHING,
+            clip_norm=CLIP_NORM,
         )
 
         hits = (logits.argmax(1) == labels).sum()
         expected = {"loss": loss_sum / BATCH, "top1": 100 * hits / BATCH, "top5": 100.0}
-        assert {name: value.item() for name, value in values.items()} == pytest.approx(expected, rel=1e-5)
+        assert {name: value.item() for name, value in values.items()} == pytest.approx(
+            expected, rel=1e-5
+        )
         assert state.ema is not None
         for network, expected in ((model, weights), (state.ema.module, averages)):
             for found, value in zip(network.parameters(), expected, strict=True):
-                np.testing.assert_allclose(found.detach().numpy(), value, rtol=1e-4, atol=1e-6, err_msg=f"step {step}")
+                np.testing.assert_allclose(
+                    found.detach().numpy(), value, rtol=1e-4, atol=1e-6, err_msg=f"step {step}"
+                )
         assert all(parameter.grad is None for parameter in model.parameters())
     assert len(set(clipped)) == 2, "clipping must act in some steps and not in others"
 
@@ -101,7 +129,9 @@ def test_training_loss() -> None:
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
     loss, values = train.training_loss(network, images, labels, labels, 0.1)
     logs = network(images).log_softmax(1)
-    expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()  # a tenth is spread over all classes
+    expected = -(
+        0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)
+    ).mean()  # a tenth is spread over all classes
     torch.testing.assert_close(loss, expected)
     hits1, hits5, _ = counted(network(images), labels)
     found = {name: value.item() for name, value in values.items()}
@@ -120,12 +150,16 @@ def test_training_loss_with_mixed_targets() -> None:
     logs = network(images).log_softmax(1)
     torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
     hits1, hits5, _ = counted(network(images), labels)  # against the image's own label
-    assert [value.item() for value in values.values()] == pytest.approx([100 * hits1 / 6, 100 * hits5 / 6])
+    assert [value.item() for value in values.values()] == pytest.approx(
+        [100 * hits1 / 6, 100 * hits5 / 6]
+    )
 
 
 def test_loss_is_taken_in_float32() -> None:
     network = nn.Linear(8, 5).bfloat16()
-    loss, values = train.training_loss(network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long(), 0.0)
+    loss, values = train.training_loss(
+        network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long(), 0.0
+    )
     assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}
 
 
@@ -134,11 +168,18 @@ def test_validation_loss_leaves_out_rows_that_fill_up() -> None:
     network = nn.Linear(8, 7)
     images, labels = torch.randn(9, 8), torch.randint(0, 7, (9,))
     padded = torch.cat([images, torch.full((3, 8), 1e9)])
-    found, losses, predictions = train.validation_loss(network, padded, torch.cat([labels, torch.full((3,), EMPTY_ROW)]))
+    found, losses, predictions = train.validation_loss(
+        network, padded, torch.cat([labels, torch.full((3,), EMPTY_ROW)])
+    )
     torch.testing.assert_close(found, train.validation_loss(network, images, labels)[0])
     each = nn.functional.cross_entropy(network(images), labels, reduction="none")
     torch.testing.assert_close(losses, torch.cat([each, torch.zeros(3)]))
     assert found[0].item() == pytest.approx(each.sum().item())
     assert torch.equal(predictions[:9], network(images).argmax(1))
     assert found[1] == (predictions[:9] == labels).sum()
-    assert train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))[0].tolist() == [0, 0, 0, 0]
+    assert train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))[0].tolist() == [
+        0,
+        0,
+        0,
+        0,
+    ]

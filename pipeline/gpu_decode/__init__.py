@@ -1,1 +1,1 @@
-"""loader.decoder=gpu and hybrid: JPEG files decoded by the GPU, cropped and resized there by one kernel."""
+"""loader.decoder=gpu and hybrid: the GPU decodes JPEG files; one kernel crops and resizes them."""

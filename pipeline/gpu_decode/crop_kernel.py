@@ -1,6 +1,7 @@
-"""One kernel from decoded images of any sizes to a batch: crop, resize, mirror, normalise.
+"""One kernel turns decoded images of any size into a batch: crop, resize, mirror, normalise.
 
-Journey of a batch, 5 for `loader.decoder=gpu` and `hybrid`. Imported only on a GPU: Triton comes with torch's CUDA builds.
+Journey of a batch, 5 for `loader.decoder=gpu` and `hybrid`. Imported only on a GPU: Triton comes
+with torch's CUDA builds.
 """
 
 import triton
@@ -13,19 +14,20 @@ TILE = 16
 
 
 def crop_resize(geometry: Tensor, out: Tensor, scale: Tensor, shift: Tensor) -> None:
-    """Make a batch on the current stream.
+    """Launch the kernel on the current stream.
 
-    Agrees with `decode.resize` to one level of 255: both weigh with the same triangle; this one rounds once, that one after
-    each direction.
+    Agrees with `decode.resize` to one level of 255: both use the same triangle filter; this kernel
+    rounds once, `decode.resize` after each direction.
 
     Args:
         geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
         out: float [B, 3, S, S], channels_last or contiguous.
-        scale, shift: float32 [3] on the device: level * scale + shift.
+        scale: float32 [3] on the device; a pixel x in 0 ... 255 becomes scale * x + shift.
+        shift: float32 [3] on the device.
     """
     batch, _, size, _ = out.shape
     tiles = triton.cdiv(size, TILE)
-    # Without fused multiply-add, so that normalising gives the bits of the CPU's multiplication and addition.
+    # Without fused multiply-add, normalising gives the bits of the CPU's multiply and add.
     _crop_resize[(batch, tiles, tiles)](
         geometry,
         out,
@@ -55,7 +57,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     block: tl.constexpr,
 ):
     image = tl.program_id(0)
-    row = geometry + image * columns  # the columns by their numbers in pipeline/geometry.py
+    row = geometry + image * columns  # columns as in geometry.py
     clip_left, clip_top = tl.load(row + 4).to(tl.int32), tl.load(row + 5).to(tl.int32)
     clip_right, clip_bottom = tl.load(row + 6).to(tl.int32), tl.load(row + 7).to(tl.int32)
     left, top = tl.load(row + 8).to(tl.float32), tl.load(row + 9).to(tl.float32)
@@ -67,7 +69,8 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     y = tl.program_id(1) * block + tl.arange(0, block)
     x = tl.program_id(2) * block + tl.arange(0, block)
     from_x = tl.where(mirrored, size - 1 - x, x)
-    # As torch weighs: a triangle of half-width max(scale, 1) around the source point, cut at the clip and made to sum to 1.
+    # torch's antialiased bilinear filter: a triangle of half-width max(scale, 1) around the source
+    # point, cut at the clip, with a sum of 1.
     width_x, width_y = tl.maximum(scale_x, 1.0), tl.maximum(scale_y, 1.0)
     centre_x = left + scale_x * (from_x.to(tl.float32) + 0.5)
     centre_y = top + scale_y * (y.to(tl.float32) + 0.5)
@@ -85,10 +88,14 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     total_x = tl.zeros([block], tl.float32)
     for i in range(taps_x):
         place_x = first_x + i
-        total_x += tl.where(place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0)
+        total_x += tl.where(
+            place_x < last_x, tl.maximum(1.0 - tl.abs(place_x + 0.5 - centre_x) / width_x, 0.0), 0.0
+        )
     for j in range(taps_y):
         place_y = first_y + j
-        weight_y = tl.where(place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0)
+        weight_y = tl.where(
+            place_y < last_y, tl.maximum(1.0 - tl.abs(place_y + 0.5 - centre_y) / width_y, 0.0), 0.0
+        )
         total_y += weight_y
         line = source + place_y.to(tl.int64) * pitch
         for i in range(taps_x):
@@ -107,7 +114,7 @@ def _crop_resize(  # type: ignore[no-untyped-def]
     norm = 1.0 / (total_y[:, None] * total_x[None, :])
     target = out + image.to(tl.int64) * stride_b + y[:, None] * stride_y + x[None, :] * stride_x
     inside = (y < size)[:, None] & (x < size)[None, :]
-    # Rounded to a level, as the CPU path's bytes are.
+    # Rounded to whole levels, like the bytes of the CPU path.
     red, green, blue = (
         tl.floor(red * norm + 0.5),
         tl.floor(green * norm + 0.5),

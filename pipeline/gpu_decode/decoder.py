@@ -1,10 +1,12 @@
-"""JPEG bytes to normalised crops on the GPU: the decoder engines of the chip, then one kernel that crops and resizes.
+"""JPEG files to normalised crops on the GPU: hardware JPEG engines, then a crop and resize kernel.
 
-Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, draws its augmentation and writes bytes
-and geometry into the slot; here nvJPEG decodes a batch on the hardware engines (14,000 images/s beside other work on an
-H200, with one host thread that waits without the interpreter lock), and one kernel makes the batch: float [B, 3, S, S].
+Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, draws its
+augmentation, and writes bytes and geometry into the slot. Here nvJPEG decodes a batch on the
+hardware engines (14,000 images/s while an H200 also trains; one host thread waits without the GIL),
+and one kernel makes the batch: float [B, 3, S, S].
 
-The engines take baseline YCbCr JPEGs. What else is in a batch was decoded by a worker and goes through the same kernel.
+The engines support baseline YCbCr JPEGs. A worker decodes the other files of a batch, and their
+pixels go through the same kernel.
 """
 
 import ctypes
@@ -21,25 +23,26 @@ from pipeline.gpu_decode.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH,
 
 
 class EngineError(RuntimeError):
-    """The engines refused a batch."""
+    """The JPEG engines are missing or reported an error."""
 
 
 class Engines:
     """nvJPEG's batched decoder on the hardware engines, called through its C interface.
 
-    One call decodes a batch, and ctypes lets go of the interpreter lock for its length; the per-image objects of the Python
-    packages over the same library cost the training process milliseconds a batch.
+    One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
+    same library create an object per image, which costs milliseconds per batch.
 
     Args:
         library: from `find_library`.
 
     Raises:
-        EngineError: this GPU has no JPEG engines, or the driver does not offer them.
+        EngineError: this GPU has no JPEG engines, or the driver does not support them.
     """
 
-    HARDWARE_BACKEND, RGB_INTERLEAVED = 3, 5  # NVJPEG_BACKEND_HARDWARE, NVJPEG_OUTPUT_RGBI
-    # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle H200, 2,200 beside a
-    # training step whose kernels come first. Without it 15,500 and 14,400.
+    HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
+    RGB_INTERLEAVED = 5  # NVJPEG_OUTPUT_RGBI
+    # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle
+    # H200, 2,200 while training steps queue their kernels. Without it 15,500 and 14,400.
     NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
 
     def __init__(self, library: ctypes.CDLL) -> None:
@@ -61,16 +64,18 @@ class Engines:
         )
         self._count = 0
 
-    def decode(self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream) -> None:
-        """Decode a batch on `stream`; the caller keeps files and targets alive until it is done there.
+    def decode(
+        self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
+    ) -> None:
+        """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
 
         Args:
             files: uint64 [n] host addresses of the files.
             lengths: uint64 [n] bytes.
-            targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, bytes a row in column 4.
+            targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, pitch in column 4.
 
         Raises:
-            EngineError: a file is damaged or of a kind the engines do not take.
+            EngineError: a file is damaged or the engines do not support it.
         """
         n = len(files)
         if n != self._count:
@@ -95,7 +100,7 @@ class Engines:
     @staticmethod
     def _check(status: int, call: str) -> None:
         if status:
-            raise EngineError(f"{call} gave status {status}")
+            raise EngineError(f"{call} returned status {status}")
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -104,13 +109,18 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 @cache
 def find_library() -> ctypes.CDLL | None:
-    """nvJPEG as torchvision's CUDA wheel, NVIDIA's wheel or the CUDA toolkit bring it; None where there is none."""
+    """nvJPEG from torchvision's CUDA wheel, NVIDIA's wheel or the CUDA toolkit; None if missing."""
     folders = [Path(p) for p in sys.path if p]
     vision = importlib.util.find_spec("torchvision")
     if vision is not None and vision.origin is not None:
         folders.insert(0, Path(vision.origin).parent.parent)
-    found = [str(path) for folder in folders for pattern in ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*")
-             for path in sorted(folder.glob(pattern))]  # fmt: skip
+    patterns = ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*")
+    found = [
+        str(path)
+        for folder in folders
+        for pattern in patterns
+        for path in sorted(folder.glob(pattern))
+    ]
     for name in [
         *found,
         "libnvjpeg.so.13",
@@ -125,7 +135,7 @@ def find_library() -> ctypes.CDLL | None:
 
 
 def has_engines(device: torch.device) -> bool:
-    """Whether GpuDecoder works there."""
+    """Whether GpuDecoder works on this device."""
     if device.type != "cuda":
         return False
     try:
@@ -135,47 +145,62 @@ def has_engines(device: torch.device) -> bool:
     return True
 
 
-ALIGNMENT = 256  # bytes; each image of a batch begins at a multiple of it
+ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
 
 
 class GpuDecoder:
-    """Decodes the encoded rows of a batch and makes the batch from all of them.
+    """Decodes the encoded rows of a batch, then crops and normalises all rows.
 
     Args:
         device: a GPU.
         batch_size: rows of a batch.
 
     Raises:
-        EngineError: no nvJPEG, or no engines.
+        EngineError: nvJPEG or the engines are missing.
+
+    Attributes:
+        seconds_per_image: host time of the engines in the newest batch.
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
         library = find_library()
         if library is None:
-            raise EngineError("nvJPEG is not installed: it comes with torchvision for CUDA, or pip install nvidia-nvjpeg")
+            raise EngineError(
+                "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
+            )
         self.engines = Engines(library)
         self.device = device
-        self._targets = np.zeros((batch_size, 8), np.uint64)  # nvjpegImage_t: four device pointers, four pitches
+        self._targets = np.zeros(
+            (batch_size, 8), np.uint64
+        )  # nvjpegImage_t: four device pointers, four pitches
         self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
         self._settled = torch.cuda.Event()
-        self.seconds_per_image = 0.0  # of the newest batch
-        self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3], what workers decoded
+        self.seconds_per_image = 0.0
+        self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3]: rows that workers decoded
 
     def make_batch(
-        self, files: np.ndarray, geometry: torch.Tensor, pixels: torch.Tensor, out: torch.Tensor, scale: torch.Tensor,
+        self,
+        files: np.ndarray,
+        geometry: torch.Tensor,
+        pixels: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor,
         shift: torch.Tensor,
-    ) -> None:  # fmt: skip
-        """Enqueue decoding and the kernel on the current stream; waits on the host until the engines have the files.
+    ) -> None:
+        """Enqueue decoding and the kernel on the current stream.
+
+        Waits on the host until the engines have read the files.
 
         Args:
             files: uint8 [bytes] of the slot, in host memory.
-            geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are filled in here.
-            pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned: the rows that a worker has decoded.
+            geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
+            pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
             out: float [B, 3, S, S] on the device.
-            scale, shift: float32 [3] on the device.
+            scale: float32 [3] on the device.
+            shift: float32 [3] on the device.
 
         Raises:
-            EngineError: a file that the engines do not take.
+            EngineError: the engines do not support a file.
         """
         from pipeline.gpu_decode.crop_kernel import crop_resize
 
@@ -193,9 +218,11 @@ class GpuDecoder:
             table[files_here, ADDRESS] = address
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
-            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(np.uint64)
+            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(
+                np.uint64
+            )
             lengths = table[files_here, LENGTH].astype(np.uint64)
-            self._settled.synchronize()  # the engines work on one batch at a time
+            self._settled.synchronize()  # the engines decode one batch at a time
             began = time.perf_counter()
             self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
             self._settled.record()
@@ -203,18 +230,19 @@ class GpuDecoder:
         crop_resize(geometry.to(self.device, non_blocking=True), out, scale, shift)
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
-        """Device addresses for the decoded images of these rows of the geometry: int64 [n]."""
+        """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
         size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
         total = int(size.sum())
         if total > len(self._decoded):
-            # The old memory goes back to this stream's pool: what still reads it comes first. It grows a few times only.
+            # The old memory returns to this stream's pool, so kernels that still read it run first.
+            # It grows only a few times.
             self._decoded = torch.empty(total + total // 4, dtype=torch.uint8, device=self.device)
         address: np.ndarray = self._decoded.data_ptr() + np.cumsum(size) - size
         return address
 
 
 def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
-    """Consecutive rows as (first, last + 1): a hybrid batch has one run, a stray PNG its own."""
+    """Ranges of consecutive rows as (first, last + 1): one copy per range."""
     if not len(rows):
         return []
     parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)

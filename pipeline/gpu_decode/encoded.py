@@ -53,7 +53,7 @@ class EncodedRows:
     """The buffers of a ring that hold encoded rows.
 
     Attributes:
-        files: uint8 [slots, bytes]; each row has an equal share, and the rows of a task pool theirs.
+        files: uint8 [slots, bytes]; each row has an equal share; the rows of a task pool theirs.
         geometry: float64 [slots, B, COLUMNS]: the crop and the file or the pixels of each row.
         size: side of the images of the batch, in pixels.
     """
@@ -107,13 +107,17 @@ class FileWriter:
         note[OFFSET] = self._offset
         note[WIDTH], note[HEIGHT] = sample.image_size
         end = self._offset + len(sample.data)
-        self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(sample.data, np.uint8)
+        self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(
+            sample.data, np.uint8
+        )
         self._offset = end
         self.count += 1
         return sample.label
 
 
-def encoded_layout(*, batch_size: int, slots: int, file_bytes: int) -> dict[str, tuple[tuple[int, ...], Any]]:
+def encoded_layout(
+    *, batch_size: int, slots: int, file_bytes: int
+) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of the buffers of `EncodedRows`, for `file_bytes` per row."""
     return {
         "files": ((slots, batch_size * file_bytes), np.uint8),

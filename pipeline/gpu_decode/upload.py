@@ -40,7 +40,9 @@ class EngineUpload:
         """
         image = slot.format
         if mixed:  # the transforms compute in float32, as after a CPU decoder, and make new images
-            out = torch.empty(host.images.shape, device=image.device, memory_format=image.memory_format)
+            out = torch.empty(
+                host.images.shape, device=image.device, memory_format=image.memory_format
+            )
         else:  # the kernel writes the images that the step reads
             out = slot.memory("images", host.images.shape, image.dtype)
         files = self.rows.files.array[host.slot]

@@ -1,1 +1,1 @@
-"""How many workers, and how much memory, the input pipeline gets on this machine."""
+"""Number of workers and memory of the input pipeline on this machine."""

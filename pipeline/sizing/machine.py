@@ -1,7 +1,8 @@
-"""What the machine lets this process use: cores, memory, open files.
+"""Cores, memory and open files that this process may use.
 
-`os.cpu_count()` and the size of the RAM are not it: an affinity mask, a container's limits and the other ranks of the node all
-leave less. Control groups are read in both versions, with all their parents: a parent's limit holds for its children.
+`os.cpu_count()` and the size of the RAM are upper bounds: an affinity mask, the limits of a
+container and the other ranks of the node leave less. Control groups are read in versions 1 and 2,
+with all their parents, whose limits also apply.
 """
 
 import contextlib
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PROC, MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# Limit, use (with that of the children), and how memory.stat calls what the children hold too: versions 2, 2 and 1.
+# Files with the limit and the usage including children, and the prefix in memory.stat of values
+# that include children: versions 2, 2 and 1.
 MEMORY_FILES = (
     ("memory.max", "memory.current", ""),
     ("memory.high", "memory.current", ""),
@@ -22,12 +24,12 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def cores() -> int:
-    """Hardware threads that the affinity mask leaves to this process."""
+    """Hardware threads in the affinity mask of this process."""
     return len(os.sched_getaffinity(0))
 
 
 def threads_per_core(cpus: Path = CPUS) -> int:
-    """2 where two hardware threads share a core, else 1."""
+    """2 if two hardware threads share a core, else 1."""
     allowed = os.sched_getaffinity(0)
     try:
         listed = (cpus / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
@@ -38,7 +40,7 @@ def threads_per_core(cpus: Path = CPUS) -> int:
 
 
 def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
-    """Cores that the control groups allow; inf without a limit."""
+    """CPU quota of the control groups, in cores; inf without a limit."""
     quota = math.inf
     for folder in _groups("cpu", proc, mount):
         with contextlib.suppress(OSError, ValueError):  # the root group has no cpu.max
@@ -51,26 +53,35 @@ def cpu_quota(proc: Path = PROC, mount: Path = MOUNT) -> float:
     return quota
 
 
-def free_memory(proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Bytes that can be allocated without swapping: the page cache counts as free, in the machine and in the groups."""
+def free_memory(
+    proc: Path = PROC, mount: Path = MOUNT, meminfo: Path = Path("/proc/meminfo")
+) -> int:
+    """Bytes that can be allocated without swapping, in the machine and in the control groups.
+
+    The page cache counts as free.
+    """
     free = _table(meminfo)["MemAvailable"] * 1024
     for folder in _groups("memory", proc, mount):
         for limit, used, total in MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
                 cached = _table(folder / "memory.stat")
-                held = int((folder / used).read_text()) - cached[f"{total}inactive_file"] - cached[f"{total}active_file"]
+                held = (
+                    int((folder / used).read_text())
+                    - cached[f"{total}inactive_file"]
+                    - cached[f"{total}active_file"]
+                )
                 free = min(free, int((folder / limit).read_text()) - held)
     return max(0, free)
 
 
 def largest_buffer() -> float:
-    """Bytes that one piece of shared memory may have: it is a file, for which `ulimit -f` counts."""
+    """Most bytes of one buffer of shared memory: it is a file, and `ulimit -f` applies."""
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return math.inf if soft == resource.RLIM_INFINITY else soft
 
 
 def spare_files() -> int:
-    """Files this process can still open, once its limit is raised as far as it may be."""
+    """Files that this process can still open. Raises the soft limit to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         with contextlib.suppress(ValueError, OSError):
@@ -79,7 +90,7 @@ def spare_files() -> int:
 
 
 def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
-    """Folders of this process's control group and its parents, tightest first."""
+    """Folders of this process's control group and its parents, the innermost first."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -89,7 +100,7 @@ def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
         names, found, path = rest.partition(":")
         if not found or (names and controller not in names.split(",")):
             continue
-        top = mount / controller if names else mount  # version 2 has one tree and no names
+        top = mount / controller if names else mount  # version 2 has one tree without names
         folder = top / path.strip("/")
         while folder.is_relative_to(top):
             yield folder
@@ -97,12 +108,12 @@ def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
 
 
 def _table(path: Path) -> dict[str, int]:
-    """Lines of `name value` or `name: value kB`."""
+    """Parse lines of `name value` or `name: value kB`."""
     pairs = (line.replace(":", " ").split()[:2] for line in path.read_text().splitlines())
     return {name: int(value) for name, value in pairs}
 
 
 def _span(part: str) -> range:
-    """The numbers that `3` or `0-1` stands for."""
+    """Parse `3` or `0-1`."""
     first, _, last = part.partition("-")
     return range(int(first), int(last or first) + 1)

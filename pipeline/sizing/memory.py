@@ -14,9 +14,9 @@ from pipeline.loader import buffer_layout, slots_needed
 from pipeline.sizing import machine
 from pipeline.sizing.ranks import Ranks
 
-# Tasks in progress per worker: measured on an H200 (docs/benchmarks.md). loader.workers=auto
-# raises it up to MOST_TASKS_IN_HAND.
-TASKS_IN_HAND, MOST_TASKS_IN_HAND = 3, 4
+# loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
+PREFETCH_FACTOR = 3
+MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
 # Private memory of a worker, measured while it decodes photographs of full size: 15 MiB on top of
 # what it shares with the forkserver, 150 MiB when it imports everything itself, and from time to
 # time a picture of 50 megapixels (150 MiB) in one of the workers.
@@ -84,19 +84,28 @@ def plan_memory(
     Raises:
         UserError: not enough memory is free, or a buffer is larger than `ulimit -f`.
     """
-    loader, cuda = config.loader, world.device.type == "cuda"
+    loader = config.loader
+    cuda = world.device.type == "cuda"
     share = loader.batch_size // world.size
+    factor = loader.prefetch_factor
     file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in ON_GPU else 0
     sizes = [
         math.prod(shape) * np.dtype(kind).itemsize
-        for size, room in ((datasets.train_side, file_bytes), (datasets.val_side, 0))
-        for shape, kind in buffer_layout(batch_size=share, size=size, slots=1, file_bytes=room).values()
+        for size, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0))
+        for shape, kind in buffer_layout(
+            batch_size=share, size=size, slots=1, file_bytes=room
+        ).values()
     ]
-    pixels = 3 * (datasets.train_side**2 + datasets.val_side**2)
+    pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
     ready = (loader.prefetch_batches + 1) * share * pixels * (1 + dtype.itemsize)
     free = machine.free_memory() // world.local_size
     for ceiling in range(workers, fewest - 1, -1):
-        slots = ring_slots(config, share, ceiling)
+        slots = slots_needed(
+            batch_size=share,
+            workers=ceiling,
+            prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
+            prefetch_batches=loader.prefetch_batches,
+        )
         plan = MemoryPlan(
             ceiling=ceiling,
             slots=slots,
@@ -121,14 +130,3 @@ def plan_memory(
             f"allows {machine.largest_buffer() / 2**20:.1f}; raise it"
         )
     return plan
-
-
-def ring_slots(config: Config, batch_size: int, workers: int) -> int:
-    """Batches in each ring of buffers, for the most tasks that the workers may have in progress."""
-    factor = config.loader.prefetch_factor
-    return slots_needed(
-        batch_size=batch_size,
-        workers=workers,
-        prefetch_factor=MOST_TASKS_IN_HAND if factor == "auto" else factor,
-        prefetch_batches=config.loader.prefetch_batches,
-    )

@@ -7,6 +7,7 @@ import torch
 from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
+from pipeline.dataset import Dataset, FileDataset
 from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineError, GpuDecoder, has_engines
 from pipeline.sizing.budget import chosen_workers, worker_budget
@@ -94,7 +95,7 @@ def plan_loader(
     Raises:
         UserError: the decoder is not available, or files or memory are too few for the workers.
     """
-    decoder = choose_decoder(config, world.device, stored_pixels)
+    decoder = choose_decoder(config, datasets.train, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
     auto = config.loader.workers == "auto"
     not_measured = None
@@ -107,7 +108,9 @@ def plan_loader(
     if auto and decoder == "gpu":  # few workers read files for the engines; all cores validate
         most = max(most, worker_budget(world.local_size).workers)
     fewest = min(1, most) if auto else most
-    memory = plan_memory(config, datasets, world, workers=most, fewest=fewest, decoder=decoder, dtype=dtype)
+    memory = plan_memory(
+        config, datasets, world, workers=most, fewest=fewest, decoder=decoder, dtype=dtype
+    )
     plan = LoaderPlan(
         workers=budget.workers,
         cores=worker_budget(world.local_size, decoder=decoder).workers,
@@ -122,19 +125,21 @@ def plan_loader(
     return plan.limited_to(memory)
 
 
-def why_not_measured(device: torch.device, decoder: str, batches_per_epoch: float, workers: int) -> str | None:
+def why_not_measured(
+    device: torch.device, decoder: str, batches_per_epoch: float, workers: int
+) -> str | None:
     """Why loader.workers=auto takes all workers that the cores allow; None if it measures."""
-    if workers == 0:
-        return "none can be started"
-    if device.type != "cuda":
-        return "training runs on the CPU and shares it with the workers"
-    if decoder == "none":
-        return "synthetic images cost nothing"
-    if decoder == "hybrid":
-        return "loader.decoder=hybrid balances workers and engines itself, and uses all cores"
-    if batches_per_epoch < FEWEST_BATCHES:
-        return f"an epoch of {batches_per_epoch:.1f} batches is over before it matters"
-    return None
+    few = f"an epoch of {batches_per_epoch:.1f} batches is over before it matters"
+    reasons = {
+        "none can be started": workers == 0,
+        "training runs on the CPU and shares it with the workers": device.type != "cuda",
+        "synthetic images cost nothing": decoder == "none",
+        "loader.decoder=hybrid balances workers and engines itself, and uses all cores": (
+            decoder == "hybrid"
+        ),
+        few: batches_per_epoch < FEWEST_BATCHES,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def pixels_of(decoder: str) -> str:
@@ -142,7 +147,9 @@ def pixels_of(decoder: str) -> str:
     return decoder if decoder in ON_GPU else "cpu"
 
 
-def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "cpu") -> str:
+def choose_decoder(
+    config: Config, dataset: Dataset, device: torch.device, stored_pixels: str = "cpu"
+) -> str:
     """Resolve loader.decoder on this machine.
 
     Args:
@@ -152,9 +159,9 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
         UserError: the decoder is not installed, or gpu and hybrid find no JPEG engines.
     """
     name = config.loader.decoder
-    if config.data.source == "fake":
+    if not isinstance(dataset, FileDataset):
         return "none"
-    # Without engines another decoder is chosen, and the checkpoint is refused: its identity differs.
+    # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
     if name == "auto" and stored_pixels in ON_GPU and has_engines(device):
         name = stored_pixels
     if name not in ON_GPU:
@@ -169,5 +176,8 @@ def choose_decoder(config: Config, device: torch.device, stored_pixels: str = "c
             raise EngineError("training runs on the CPU")
         GpuDecoder(device, 1)
     except EngineError as error:
-        raise UserError(f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {error}; use auto") from None
+        raise UserError(
+            f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {error}; "
+            "use auto"
+        ) from None
     return name

@@ -1,1 +1,1 @@
-"""Datasets that the program makes itself: `demo` draws its images, `fake` decodes nothing."""
+"""Datasets that the program makes itself: `demo` draws its images."""

@@ -1,8 +1,7 @@
-"""Before the journey of a batch: draws the images of `data=demo`, so that a first run needs no download.
+"""Draws the images of `data=demo`, so that a first run needs no download.
 
 Ten classes of procedural textures, as JPEG files of many sizes: `ROOT/train/<class>/<nnnn>.jpg` and
-`ROOT/val/<class>/<nnnn>.jpg`. Run as a script, this file is one drawing process; it imports only numpy and Pillow so
-that such a process starts in a fraction of a second.
+`ROOT/val/<class>/<nnnn>.jpg`.
 """
 
 import colorsys
@@ -13,10 +12,10 @@ import logging
 import math
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,18 +23,25 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from conf.schema import UserError
+from pipeline.augment import Compose
+from pipeline.dataset import FolderDataset
+from pipeline.index import Index
+
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
 VERSION = 1  # of the drawings: raise it with any change that alters a pixel
 SPLITS = ("train", "val")
 TRAIN_IMAGES, VAL_IMAGES = 2000, 500
 MARKER = "demo.json"
-MAX_WORKERS = 16  # more would take longer to start than to draw
+# 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait for the
+# GIL), 10.8 s with 2 processes.
+THREADS = 2
 
 logger = logging.getLogger(__name__)
 
 
-# A texture maps (u, v), rotated coordinates whose unit is about one period of the pattern, to values in [0, 1].
+# A texture maps (u, v), rotated coordinates whose unit is about one period, to values in [0, 1].
 
 
 def stripes(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
@@ -60,7 +66,7 @@ def bricks(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     u, v = 0.7 * u + 0.5 * (np.floor(1.4 * v) % 2), 1.4 * v
     joint = np.minimum(_triangle(u), 0.5 * _triangle(v)) - rng.uniform(0.06, 0.12)
     i, j = _cell(u), _cell(v)
-    return _edge(joint) * (0.7 + 0.3 * _table(rng)[i, j])  # no brick quite like the next
+    return _edge(joint) * (0.7 + 0.3 * _table(rng)[i, j])  # each brick has its own brightness
 
 
 def waves(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
@@ -69,7 +75,8 @@ def waves(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 
 def cells(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    seed_u, seed_v = _table(rng), _table(rng)  # a seed in each unit square: the nearest is next door at most
+    # One seed in each unit square: the nearest seed is at most one square away.
+    seed_u, seed_v = _table(rng), _table(rng)
     i, j, u, v = _cell(u), _cell(v), _fraction(u), _fraction(v)
     nearest = second = np.full_like(u, np.inf)
     for di, dj in itertools.product((-1, 0, 1), repeat=2):
@@ -87,12 +94,16 @@ def grain(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
 
 def plaid(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
     wide, narrow = rng.uniform(0.35, 0.6), rng.uniform(0.1, 0.2)
-    warp, weft = (np.maximum(_edge(_triangle(x) - 1 + wide), _edge(narrow - _triangle(x))) for x in (u, v))
+    warp, weft = (
+        np.maximum(_edge(_triangle(x) - 1 + wide), _edge(narrow - _triangle(x))) for x in (u, v)
+    )
     return 0.5 * (warp + weft)
 
 
 def zigzag(u: Plane, v: Plane, rng: np.random.Generator) -> Plane:
-    return _edge(_triangle(v + rng.uniform(0.6, 0.9) * _triangle(0.5 * u)) - rng.uniform(0.35, 0.65))
+    return _edge(
+        _triangle(v + rng.uniform(0.6, 0.9) * _triangle(0.5 * u)) - rng.uniform(0.35, 0.65)
+    )
 
 
 def _fraction(x: Plane) -> Plane:
@@ -105,7 +116,7 @@ def _triangle(x: Plane) -> Plane:
 
 
 def _edge(x: Plane) -> Plane:
-    """Step from 0 to 1 where x changes its sign, a little soft so that it does not alias."""
+    """Step from 0 to 1 where x changes its sign, softened against aliasing."""
     return np.clip(0.5 + 8 * x, 0, 1)
 
 
@@ -142,19 +153,22 @@ CLASSES = tuple(TEXTURES)
 
 
 def draw_image(label: str, rng: np.random.Generator) -> Image.Image:
-    """Draw one RGB image of class `label`; size, angle, scale, colours, light and noise come from `rng`."""
+    """Draw an RGB image of class `label` with random size, angle, scale, colours and noise."""
     width, height = rng.integers(128, 321, 2).tolist()
-    x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / min(width, height))
-    y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / min(width, height))  # short side: 1 long
+    short = min(width, height)  # has length 1 in these coordinates
+    x = np.linspace(-0.5, 0.5, width, dtype=np.float32)[None, :] * (width / short)
+    y = np.linspace(-0.5, 0.5, height, dtype=np.float32)[:, None] * (height / short)
     periods = rng.uniform(4, 9)
     u, v = (periods * axis + rng.uniform(0, 32) for axis in _rotate(x, y, rng))
     value = TEXTURES[label](u, v, rng)
     drift, light = (_rotate(x, y, rng)[0] for _ in range(2))
     ground, near, far = _palette(rng)
-    pixels = ground + value * (near - ground + (far - near) * np.clip(drift + 0.5, 0, 1))  # float32 [3, H, W]
+    figure = near - ground + (far - near) * np.clip(drift + 0.5, 0, 1)
+    pixels = ground + value * figure  # float32 [3, H, W]
     pixels *= 1 + rng.uniform(0, 0.6) * light
     pixels += rng.uniform(0.01, 0.08) * rng.standard_normal((height, width), np.float32)
-    return Image.fromarray((255 * np.clip(pixels, 0, 1)).astype(np.uint8).transpose(1, 2, 0).copy())
+    levels = (255 * np.clip(pixels, 0, 1)).astype(np.uint8)
+    return Image.fromarray(levels.transpose(1, 2, 0).copy())
 
 
 def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]:
@@ -163,12 +177,41 @@ def _rotate(x: Plane, y: Plane, rng: np.random.Generator) -> tuple[Plane, Plane]
 
 
 def _palette(rng: np.random.Generator) -> Plane:
-    """Choose a ground and two colours of near hues for the figure, far from it in brightness: [3, 3, 1, 1]."""
+    """Choose a ground colour and two similar hues of another brightness: float32 [3, 3, 1, 1]."""
     dark, bright = rng.permutation([rng.uniform(0.05, 0.4), rng.uniform(0.6, 1)])
     hue = rng.random()
     hues_and_values = [(rng.random(), dark), (hue, bright), (hue + rng.uniform(-0.2, 0.2), bright)]
     colours = [colorsys.hsv_to_rgb(h, rng.uniform(0.1, 0.9), value) for h, value in hues_and_values]
     return np.array(colours, np.float32)[:, :, None, None]
+
+
+class UndrawnDataset(FolderDataset):
+    """A split of the demo dataset whose sample table is known before `prepare` draws its files.
+
+    Args:
+        root: folder of the demo dataset.
+        split: a name in SPLITS.
+        transform, decoder, seed: as for FolderDataset.
+    """
+
+    def __init__(
+        self, root: Path, split: str, transform: Compose, *, decoder: str, seed: int
+    ) -> None:
+        count = (TRAIN_IMAGES if split == "train" else VAL_IMAGES) // len(CLASSES)
+        files = {
+            label: [f"{label}/{number:04d}.jpg".encode() for number in range(count)]
+            for label in sorted(CLASSES)
+        }
+        index = Index.of_files(os.path.abspath(root / split), files)
+        super().__init__(index, transform, decoder=decoder, seed=seed)
+
+    def prepare(self) -> None:
+        root = Path(self.index.root).parent
+        try:
+            ensure_demo_dataset(root)
+        except OSError as error:
+            raise UserError(f"data.root={root}: {error}") from None
+        self.__dict__.pop("_sizes", None)  # those of the missing files
 
 
 def ensure_demo_dataset(
@@ -177,38 +220,40 @@ def ensure_demo_dataset(
     train_images: int = TRAIN_IMAGES,
     val_images: int = VAL_IMAGES,
     seed: int = 0,
-    workers: int | None = None,
+    threads: int = THREADS,
 ) -> bool:
     """Draw the demo dataset into `root` unless it is there already.
 
-    `root` appears whole or not at all, by a rename. Of several processes that ask for it at once (ranks, say) one draws
-    and the others wait for it. The bytes depend on the counts and the seed only.
+    `root` appears complete or not at all, by a rename. If several processes, such as the ranks, ask
+    for it at once, one draws and the others wait. The bytes depend on the counts and the seed only.
 
     Args:
         root: Folder to make, on a file system with flock.
         train_images: Number of training images, dealt evenly to the ten classes.
         val_images: Number of validation images, likewise.
         seed: Not negative.
-        workers: Number of drawing processes; None for one per usable core.
+        threads: Number of images to draw at a time.
 
     Returns:
         Whether this call drew it.
 
     Raises:
-        ValueError: `root` holds other files, or a demo dataset of other parameters.
+        UserError: `root` holds other files, or a demo dataset of other parameters.
+        OSError: a file cannot be written.
     """
     root = root.resolve()
-    marker = json.dumps({"version": VERSION, "seed": seed, "train_images": train_images, "val_images": val_images})
-    if _is_drawn(root, marker):
+    marker = _marker(train_images, val_images, seed)
+    if is_drawn(root, marker):
         return False
     draft = root.with_name(f".{root.name}.demo-draft")
     with _lock(draft) as lock:
         try:
-            if _is_drawn(root, marker):  # by the process that we waited for
+            if is_drawn(root, marker):  # by the process that held the lock
                 return False
             logger.info("drawing %d demo images into %s", train_images + val_images, root)
-            _clear(draft)  # of what a killed process left
-            _draw_all(draft, lock, train_images=train_images, val_images=val_images, seed=seed, workers=workers)
+            _clear(draft)  # a killed process may have left files
+            draw = partial(_draw_file, draft, seed, train_images)
+            _draw_all(draft, draw, train_images + val_images, threads)
             (draft / MARKER).write_text(marker)
             draft.rename(root)
             return True
@@ -220,32 +265,52 @@ def ensure_demo_dataset(
                     draft.rmdir()
 
 
-def _is_drawn(root: Path, marker: str) -> bool:
-    """Tell whether `root` holds the dataset that `marker` describes; refuse a `root` that holds anything else."""
+def _marker(train_images: int, val_images: int, seed: int) -> str:
+    return json.dumps(
+        {"version": VERSION, "seed": seed, "train_images": train_images, "val_images": val_images}
+    )
+
+
+def is_drawn(root: Path, marker: str = _marker(TRAIN_IMAGES, VAL_IMAGES, 0)) -> bool:
+    """Return whether `root` holds the dataset that `marker` describes.
+
+    Raises:
+        UserError: it holds anything else, or cannot be read.
+    """
     try:
         names = [path.name for path in root.iterdir()]
     except FileNotFoundError:
         return False
     except NotADirectoryError:
-        raise ValueError(f"data.root={root}: is a file; pass another data.root") from None
+        raise UserError(f"data.root={root}: is a file; pass another data.root") from None
+    except OSError as error:
+        raise UserError(f"data.root={root}: {error}") from None
     if MARKER in names:
         found = (root / MARKER).read_text(errors="replace")
         if found == marker:
             return True
-        raise ValueError(
-            f"data.root={root}: holds demo images drawn with {found}, not {marker}; delete it or pass another data.root"
+        raise UserError(
+            f"data.root={root}: holds demo images drawn with {found}, not {marker}; "
+            "delete it or pass another data.root"
         )
     if set(SPLITS) <= set(names):
-        raise ValueError(f"data.root={root}: holds images that the demo did not draw; to train on them write data=folder")
+        raise UserError(
+            f"data.root={root}: holds images that the demo did not draw; "
+            "to train on them write data=folder"
+        )
     if names:
-        raise ValueError(f"data.root={root}: holds files that are not demo images; pass another data.root")
+        raise UserError(
+            f"data.root={root}: holds files that are not demo images; pass another data.root"
+        )
     if root.is_mount():
-        raise ValueError(f"data.root={root}: is a mount point, which nothing can be renamed to; pass {root / 'demo'}")
+        raise UserError(
+            f"data.root={root}: is a mount point, which cannot be replaced; pass {root / 'demo'}"
+        )
     return False
 
 
 def _lock(draft: Path) -> BinaryIO:
-    """Make the folder `draft` and take its lock, on its marker file; closing the file, or dying, gives it back."""
+    """Create the folder `draft` and lock its marker file until the file is closed or we exit."""
     while True:
         draft.mkdir(parents=True, exist_ok=True)
         with suppress(FileNotFoundError):  # its owner removed the folder between these lines
@@ -253,7 +318,7 @@ def _lock(draft: Path) -> BinaryIO:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if _is_held(lock, draft):
                 return lock
-            lock.close()  # what we waited for was renamed or removed meanwhile
+            lock.close()  # the file was renamed or removed meanwhile
 
 
 def _is_held(lock: BinaryIO, draft: Path) -> bool:
@@ -268,44 +333,24 @@ def _clear(draft: Path) -> None:
         shutil.rmtree(draft / split, ignore_errors=True)
 
 
-def _draw_all(draft: Path, lock: BinaryIO, *, train_images: int, val_images: int, seed: int, workers: int | None) -> None:
-    """Share the drawing out among processes, of which none outlives this call, however it ends.
-
-    They are plain child processes: multiprocessing would import the main script, and with it torch, in each.
-    """
+def _draw_all(draft: Path, draw: Callable[[int], None], images: int, threads: int) -> None:
     for split, label in itertools.product(SPLITS, CLASSES):
         (draft / split / label).mkdir(parents=True)
-    workers = workers or min(len(os.sched_getaffinity(0)), MAX_WORKERS)
-    bounds = [(train_images + val_images) * k // workers for k in range(workers + 1)]
-    children: list[subprocess.Popen[bytes]] = []
+    pool = ThreadPoolExecutor(threads)
     try:
-        for begin, end in itertools.pairwise(bounds):
-            # -P: the modules beside this file must not shadow others. The children hold the lock too, so that nobody
-            # clears the draft before the last of them is gone; in groups of their own, they leave Ctrl-C to this one.
-            command = [sys.executable, "-P", __file__, draft, seed, train_images, begin, end, os.getpid()]
-            children.append(subprocess.Popen([*map(str, command)], pass_fds=[lock.fileno()], process_group=0))
-        for child in children:
-            if child.wait() != 0:
-                raise RuntimeError(f"drawing demo images failed with exit status {child.returncode}, see above")
+        for _ in pool.map(draw, range(images)):
+            pass
     finally:
-        for child in children:
-            child.kill()
-        for child in children:
-            child.wait()
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error, only started images finish
 
 
-def _draw_some(draft: Path, seed: int, train_images: int, begin: int, end: int, parent: int) -> None:
-    """Draw the images `begin` to `end`, counted through the training and then the validation images."""
-    for position in range(begin, end):
-        if os.getppid() != parent:
-            sys.exit("the process that asked for demo images is gone")
-        split, index = (0, position) if position < train_images else (1, position - train_images)
-        number, label = divmod(index, len(CLASSES))
-        rng = np.random.default_rng([seed, split, label, number])
-        image = draw_image(CLASSES[label], rng)
-        path = draft / SPLITS[split] / CLASSES[label] / f"{number:04d}.jpg"
-        image.save(path, quality=int(rng.integers(75, 96)))
-
-
-if __name__ == "__main__":
-    _draw_some(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+def _draw_file(draft: Path, seed: int, train_images: int, position: int) -> None:
+    """Draw the image at `position`, counted through the training and then the validation images."""
+    split, index = 0, position
+    if position >= train_images:
+        split, index = 1, position - train_images
+    number, label = divmod(index, len(CLASSES))
+    rng = np.random.default_rng([seed, split, label, number])
+    image = draw_image(CLASSES[label], rng)
+    path = draft / SPLITS[split] / CLASSES[label] / f"{number:04d}.jpg"
+    image.save(path, quality=int(rng.integers(75, 96)))

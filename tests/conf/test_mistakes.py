@@ -1,6 +1,7 @@
-"""Bad input, all the way through: one line that names what to change, status 2, nothing created.
+"""Invalid input to the whole program: one line that says what to change, status 2, no files.
 
-What a config alone can tell is in test_cli.py; here are the mistakes that show in the data, the model or the run directory.
+test_cli.py tests mistakes in the config. These are mistakes in the data, the model or the run
+directory.
 """
 
 import json
@@ -36,7 +37,10 @@ Refusal = Callable[..., str]
 
 def tree(folder: Path) -> dict[str, bytes | None]:
     """Everything below a folder, with the content of its files."""
-    return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None for p in sorted(folder.rglob("*"))}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() if p.is_file() else None
+        for p in sorted(folder.rglob("*"))
+    }
 
 
 @pytest.fixture
@@ -50,7 +54,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def logging_restored() -> Iterator[None]:
-    """train.main sets up the root logger as a program does."""
+    """Restore the root logger, which train.main configures."""
     handlers, level = logging.root.handlers[:], logging.root.level
     yield
     logging.root.handlers[:] = handlers
@@ -59,7 +63,7 @@ def logging_restored() -> Iterator[None]:
 
 @pytest.fixture
 def refusal(workplace: Path, capsys: pytest.CaptureFixture[str], logging_restored: None) -> Refusal:
-    """Run the whole program on overrides that it must refuse; return the line it says."""
+    """Run the program with overrides that it must refuse; return the error message."""
 
     def refusal(*overrides: str) -> str:
         before = tree(workplace)
@@ -84,14 +88,18 @@ def images(image_root: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(image_root, tmp_path / "images"))
 
 
-def test_good_input_is_not_refused(image_root: Path, workplace: Path, logging_restored: None) -> None:
-    """What the tests below change one thing of."""
+def test_good_input_is_not_refused(
+    image_root: Path, workplace: Path, logging_restored: None
+) -> None:
+    """The base of the tests below, which each change one thing."""
     assert train.main(cli.load([*SMALL, f"data.root={image_root}", "train.max_steps=1"])) == 0
     assert [p.name for p in workplace.iterdir()] == ["runs"]
 
 
 def test_missing_root(refusal: Refusal) -> None:
-    assert refusal("data.root=/no/such/place").startswith("data.root=/no/such/place: no such folder; it must hold train/")
+    assert refusal("data.root=/no/such/place").startswith(
+        "data.root=/no/such/place: no such folder; it must hold train/"
+    )
     assert refusal("data.root=nowhere").startswith("data.root=nowhere: no such folder")
 
 
@@ -111,7 +119,9 @@ def test_split_of_another_name(refusal: Refusal, images: Path) -> None:
     line = f"data.val={images / 'val'}: no such folder; "
     assert refusal(f"data.root={images}") == f"{line}did you mean data.val=validation?\n"
     (images / "test").mkdir()
-    assert refusal(f"data.root={images}") == f"{line}give data.val=FOLDER with one folder per class\n"
+    assert (
+        refusal(f"data.root={images}") == f"{line}give data.val=FOLDER with one folder per class\n"
+    )
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
@@ -122,11 +132,13 @@ def test_root_is_a_split(refusal: Refusal, images: Path, split: str) -> None:
 
 
 def test_root_holds_the_classes(refusal: Refusal, images: Path) -> None:
-    """Also alongside the splits, and where its name is that of a split without the other one."""
+    """Also next to the splits, and if the folder is named like a split."""
 
     def says(folder: Path) -> str:
-        return (f"data.root={folder}: holds no train and no val, but folders such as checks; "
-                "put the class folders into train and val inside it\n")  # fmt: skip
+        return (
+            f"data.root={folder}: holds no train and no val, but folders such as checks; "
+            "put the class folders into train and val inside it\n"
+        )
 
     other = shutil.copytree(images / "train", images / "all")
     assert refusal(f"data.root={other}") == says(other)
@@ -135,11 +147,12 @@ def test_root_holds_the_classes(refusal: Refusal, images: Path) -> None:
 
 
 def test_root_above_the_dataset(refusal: Refusal, images: Path, tmp_path: Path) -> None:
-    """As in the archive of Kaggle: ILSVRC/Data/CLS-LOC."""
+    """As in the Kaggle archive: ILSVRC/Data/CLS-LOC."""
     (tmp_path / "ILSVRC" / "Data").mkdir(parents=True)
     images.rename(tmp_path / "ILSVRC" / "Data" / "CLS-LOC")
     assert refusal(f"data.root={tmp_path / 'ILSVRC'}") == (
-        f"data.root={tmp_path / 'ILSVRC'}: holds no train and no val; write data.root={tmp_path / 'ILSVRC/Data/CLS-LOC'}\n"
+        f"data.root={tmp_path / 'ILSVRC'}: holds no train and no val; "
+        f"write data.root={tmp_path / 'ILSVRC/Data/CLS-LOC'}\n"
     )
 
 
@@ -154,7 +167,8 @@ def test_empty_root(refusal: Refusal, images: Path) -> None:
 
 def test_own_images_with_the_recipe_of_the_demo(refusal: Refusal, image_root: Path) -> None:
     assert refusal("recipe=demo", f"data.root={image_root}") == (
-        f"data.root={image_root}: holds images that the demo did not draw; to train on them write data=folder\n"
+        f"data.root={image_root}: holds images that the demo did not draw; "
+        "to train on them write data=folder\n"
     )
 
 
@@ -184,7 +198,10 @@ def test_no_images_at_all(refusal: Refusal, images: Path) -> None:
     for path in images.rglob("*.jpg"):
         path.unlink()
     line = refusal(f"data.root={images}")
-    assert f"data.train={images / 'train'}: class folder checks and 2 more" in line and "holds no images" in line
+    assert (
+        f"data.train={images / 'train'}: class folder checks and 2 more" in line
+        and "holds no images" in line
+    )
 
 
 def test_batch_larger_than_the_data(refusal: Refusal, image_root: Path) -> None:
@@ -193,13 +210,21 @@ def test_batch_larger_than_the_data(refusal: Refusal, image_root: Path) -> None:
 
 
 TRANSFORMS = {
-    "augment.train=[randon_crop]": "there is no transform randon_crop; choose from random_resized_crop,",
+    "augment.train=[randon_crop]": (
+        "there is no transform randon_crop; choose from random_resized_crop,"
+    ),
     "augment.val=[center_crop, flip]": "augment.val: ",
     "augment.batch=[mixupp]": "did you mean mixup?",
-    "augment.train=[{random_resized_crop: {sise: 32}}]": "random_resized_crop has no parameter sise; it has size, scale, ratio",
+    "augment.train=[{random_resized_crop: {sise: 32}}]": (
+        "random_resized_crop has no parameter sise; it has size, scale, ratio"
+    ),
     "augment.batch=[{mixup: {beta: 1}}]": "mixup has no parameter beta; it has alpha, p",
-    "augment.train=[{random_resized_crop: {size: 32, scale: [2, 3]}}]": "scale=[2, 3]: give two numbers, 0 < low <= high <= 1",
-    "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": "scale=[0.9, 0.1]: give",
+    "augment.train=[{random_resized_crop: {size: 32, scale: [2, 3]}}]": (
+        "scale=[2, 3]: give two numbers, 0 < low <= high <= 1"
+    ),
+    "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": (
+        "scale=[0.9, 0.1]: give"
+    ),
     "augment.train=[{random_resized_crop: {size: 32, scale: [nan, 1]}}]": "scale=[nan, 1]: give",
     "augment.train=[{random_resized_crop: {size: 32, ratio: [0, 1]}}]": "ratio=[0, 1]: give",
     "augment.train=[{random_resized_crop: {size: 32, scale: 0.5}}]": "scale",
@@ -212,6 +237,10 @@ TRANSFORMS = {
     "augment.train=[{horizontal_flip: {p: 2}}]": "p=2: give a number from 0 to 1",
     "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
     "augment.batch=[{random_erasing: {scale: [0.5, inf]}}]": "scale=[0.5, inf]: give",
+    "augment.train=[{v2.RandAugment: {count: 2}}]": (
+        "v2.RandAugment has no parameter count; it has num_ops, magnitude"
+    ),
+    "augment.train=[{v2.RandomErasing: {p: 3}}]": "v2.RandomErasing: ",
     "augment.train=[{a: 1, b: 2}]": "is not a transform",
     "augment.train=[[resize]]": "is not a transform",
     "augment.train=[{resize: 5}]": "is not a transform",
@@ -222,7 +251,7 @@ TRANSFORMS = {
 
 
 @pytest.mark.parametrize("override", TRANSFORMS)
-def test_transform_that_cannot_be(refusal: Refusal, image_root: Path, override: str) -> None:
+def test_invalid_transform(refusal: Refusal, image_root: Path, override: str) -> None:
     line = refusal(f"data.root={image_root}", override)
     assert line.startswith(override.split("=")[0])
     assert TRANSFORMS[override] in line
@@ -231,7 +260,9 @@ def test_transform_that_cannot_be(refusal: Refusal, image_root: Path, override: 
 def test_unknown_model(refusal: Refusal, image_root: Path) -> None:
     line = refusal(f"data.root={image_root}", "model.name=resnet51")
     assert line.startswith("model.name=resnet51: no such model; did you mean resnet")
-    assert refusal(f"data.root={image_root}", "model.name=os.system").startswith("model.name=os.system: no such model")
+    assert refusal(f"data.root={image_root}", "model.name=os.system").startswith(
+        "model.name=os.system: no such model"
+    )
 
 
 def test_image_too_small_for_the_model(refusal: Refusal, image_root: Path) -> None:
@@ -240,17 +271,23 @@ def test_image_too_small_for_the_model(refusal: Refusal, image_root: Path) -> No
 
 
 def test_image_size_that_the_patches_do_not_divide(refusal: Refusal, image_root: Path) -> None:
-    assert refusal(f"data.root={image_root}", "model=vit_s16", "data.image_size=40").startswith("data.image_size=40: ")
+    assert refusal(f"data.root={image_root}", "model=vit_s16", "data.image_size=40").startswith(
+        "data.image_size=40: "
+    )
 
 
 def test_validation_size_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
-    """Else it is found out after the first epoch."""
-    line = refusal(f"data.root={image_root}", "model=vit_s16", "augment.val=[{center_crop: {size: 40}}]")
+    """Otherwise it would fail after the first epoch."""
+    line = refusal(
+        f"data.root={image_root}", "model=vit_s16", "augment.val=[{center_crop: {size: 40}}]"
+    )
     assert "augment.val" in line and "40" in line
 
 
 def test_weights_that_are_not_there(refusal: Refusal, image_root: Path) -> None:
-    assert refusal(f"data.root={image_root}", "model.weights=gone.pt").startswith("model.weights=gone.pt: no such file")
+    assert refusal(f"data.root={image_root}", "model.weights=gone.pt").startswith(
+        "model.weights=gone.pt: no such file"
+    )
 
 
 def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workplace: Path) -> None:
@@ -260,49 +297,63 @@ def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workp
         assert line.startswith("checkpoint.resume=gone.pt: no such file")
 
 
-def test_what_needs_no_data_is_refused_before_the_demo_is_drawn(refusal: Refusal, workplace: Path) -> None:
+def test_mistakes_are_found_before_the_demo_is_drawn(refusal: Refusal, workplace: Path) -> None:
     (workplace / "photos").mkdir()
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     for override, line in {
         "model.name=nope": "model.name=nope: no such model",
         "model.weights=gone.pt": "model.weights=gone.pt: no such file",
         "checkpoint.resume=gone.pt": "checkpoint.resume=gone.pt: no such file",
-        "loader.batch_size=2001": "loader.batch_size=2001: larger than the training split (2000 images)",
+        "loader.batch_size=2001": (
+            "loader.batch_size=2001: larger than the training split (2000 images)"
+        ),
         "data.image_size=8": "data.image_size: the model does not take images of 8 px",
         "loader.decoder=gpu": "loader.decoder=gpu: needs an NVIDIA GPU",
-        "run.dir=photos": "run.dir=photos: holds other things than a run",
+        "run.dir=photos": "run.dir=photos: holds files that are not of a run",
         "data.root=photos": "data.root=",
     }.items():
         overrides = ["model.name=alexnet"] if override == "data.image_size=8" else []
         assert refusal("data=demo", "train.device=cpu", *overrides, override).startswith(line)
 
 
-def test_too_little_memory_is_refused_before_the_demo_is_drawn(refusal: Refusal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_memory_is_refused_before_the_demo_is_drawn(
+    refusal: Refusal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 10)
     assert refusal("data=demo", "train.device=cpu").startswith("loader: needs ")
 
 
-def test_line_break_in_a_path(refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is still one line that is said, whether the user is to blame or the file."""
-    assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith("data.root=two lines: no such folder")
+def test_line_break_in_a_path(
+    refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The message is one line, for user errors and for damaged files."""
+    assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith(
+        "data.root=two lines: no such folder"
+    )
     (images / "train" / "dots" / "0\n0.jpg").write_bytes(b"")
     assert train.main(cli.load([*SMALL, f"data.root={images}", "loader.batch_size=37"])) == 1
     error = capsys.readouterr().err
     assert "dots/0 0.jpg: " in error and error.count("\n") == 1
 
 
-def test_run_directory_that_holds_other_things(refusal: Refusal, image_root: Path, workplace: Path) -> None:
+def test_run_directory_that_holds_other_things(
+    refusal: Refusal, image_root: Path, workplace: Path
+) -> None:
     (workplace / "photos").mkdir()
     (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
     for resume in ("auto", "never"):
         line = refusal(f"data.root={image_root}", "run.dir=photos", f"checkpoint.resume={resume}")
-        assert line.startswith("run.dir=photos: holds other things than a run")
+        assert line.startswith("run.dir=photos: holds files that are not of a run")
 
 
 def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workplace: Path) -> None:
     (workplace / "notes").write_text("mine")
-    assert refusal(f"data.root={image_root}", "run.dir=notes").startswith("run.dir=notes: is a file")
-    assert refusal(f"data.root={image_root}", "run.dir=notes/run").startswith("run.dir=notes/run: cannot be used")
+    assert refusal(f"data.root={image_root}", "run.dir=notes").startswith(
+        "run.dir=notes: is a file"
+    )
+    assert refusal(f"data.root={image_root}", "run.dir=notes/run").startswith(
+        "run.dir=notes/run: cannot be used"
+    )
     long = "x" * 300
     assert refusal(f"data.root={image_root}", f"run.dir={long}").startswith(f"run.dir={long}: ")
 
@@ -310,16 +361,21 @@ def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workpl
 def test_other_data_in_the_same_run_directory(
     refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert train.main(cli.load([*SMALL, f"data.root={images}", "run.name=one", "train.max_steps=1"])) == 0
+    assert (
+        train.main(cli.load([*SMALL, f"data.root={images}", "run.name=one", "train.max_steps=1"]))
+        == 0
+    )
     capsys.readouterr()
     next((images / "train" / "dots").iterdir()).unlink()
     os.utime(images / "train" / "dots")
     line = refusal(f"data.root={images}", "run.name=one", "train.max_steps=2", "optim=adamw")
     assert "cannot resume" in line and "optim.name was sgd, is adamw" in line
-    assert re.search(r"data\.train was 36 images, SHA-256 (\w{16}), is 35 images, SHA-256 (?!\1)\w{16}; ", line)
+    assert re.search(
+        r"data\.train was 36 images, SHA-256 (\w{16}), is 35 images, SHA-256 (?!\1)\w{16}; ", line
+    )
 
 
-# What runs train.py itself on each of several command lines; torch is imported once.
+# Runs train.py with several command lines; torch is imported once.
 PROGRAM = """
 import json, runpy, sys
 program, *command_lines = json.loads(sys.argv[1])
@@ -332,20 +388,26 @@ for arguments in command_lines:
 """
 
 
-def test_what_the_machine_does_not_have(image_root: Path, workplace: Path) -> None:
-    """In a process of its own: it may open 128 files, and torch counts the GPUs once."""
+def test_missing_resources_of_the_machine(image_root: Path, workplace: Path) -> None:
+    """In a subprocess, with a limit of 128 open files and no GPU."""
     fake = ["data=fake", "train.device=cpu"]
     mistakes = {
         "train.device=cuda: ": [f"data.root={image_root}", "train.device=cuda"],
         "loader: needs ": [*fake, "loader.batch_size=1000000000", "data.fake_images=1000000000"],
         "loader.workers=40: open files allow ": [*fake, "loader.workers=40"],
     }
-    given = json.dumps([str(ROOT / "train.py"), *([*SMALL, *overrides] for overrides in mistakes.values())])
+    given = json.dumps(
+        [str(ROOT / "train.py"), *([*SMALL, *overrides] for overrides in mistakes.values())]
+    )
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, given], cwd=workplace,
+        [sys.executable, "-c", PROGRAM, given],
+        cwd=workplace,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (128, 128)),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.stdout.split() == ["2", "2", "2"], done.stderr
     for line, begins in zip(done.stderr.splitlines(), mistakes, strict=True):
         assert line.startswith(f"train.py: {begins}")

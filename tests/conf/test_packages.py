@@ -1,4 +1,4 @@
-"""Outside the environment, every program says in one line what is missing and what to do."""
+"""Without the environment, every script prints one line: the missing packages and a remedy."""
 
 import importlib.util
 import os
@@ -17,14 +17,18 @@ PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in ("bench", "doctor", "
 
 
 def run(program: str, packages: Path, *, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    """Run a program with the standard library and `packages` only."""
+    """Run a script with only the standard library and `packages`."""
     environment = {**os.environ, "PYTHONPATH": str(packages)}
-    return subprocess.run([sys.executable, "-S", str(folder / program), "--help"], env=environment, cwd=packages,
-                          capture_output=True, text=True, check=False)  # fmt: skip
+    line = [sys.executable, "-S", str(folder / program), "--help"]
+    return subprocess.run(
+        line, env=environment, cwd=packages, capture_output=True, text=True, check=False
+    )
 
 
 def test_every_program_is_tested() -> None:
-    found = [p for p in (ROOT / "scripts").glob("*.py") if '__name__ == "__main__"' in p.read_text()]
+    found = [
+        p for p in (ROOT / "scripts").glob("*.py") if '__name__ == "__main__"' in p.read_text()
+    ]
     assert {f"scripts/{p.name}" for p in found} == set(PROGRAMS[1:])
 
 
@@ -32,8 +36,14 @@ def test_every_program_is_tested() -> None:
 def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and ")
-    remedy = ".venv/bin/activate` first\n" if (ROOT / ".venv").exists() else "`pip install -r requirements.txt`\n"
+    assert done.stderr.startswith(
+        f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and "
+    )
+    remedy = (
+        ".venv/bin/activate` first\n"
+        if (ROOT / ".venv").exists()
+        else "`pip install -r requirements.txt`\n"
+    )
     assert done.stderr.count("\n") == 1 and done.stderr.endswith(remedy)
 
 
@@ -46,14 +56,14 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
     assert done.stderr.startswith(f"train.py: torch is not installed for {sys.executable}; run ")
 
 
-def test_of_several_ranks_the_first_of_a_node_speaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_local_rank_0_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "1")
     done = run("train.py", tmp_path)
     assert (done.returncode, done.stderr) == (2, "")
 
 
 def test_environment_that_is_not_activated(tmp_path: Path) -> None:
-    """`make env` has built it, so nothing else needs to be installed."""
+    """`make env` has already installed the packages."""
     (tmp_path / "conf").mkdir()
     for name in ("train.py", "conf/__init__.py", "conf/cli.py"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -61,11 +71,13 @@ def test_environment_that_is_not_activated(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "bin" / "activate").touch()
     packages = tmp_path / "packages"
     packages.mkdir()
-    assert run("train.py", packages, folder=tmp_path).stderr.endswith("; run `source ../.venv/bin/activate` first\n")
+    assert run("train.py", packages, folder=tmp_path).stderr.endswith(
+        "; run `source ../.venv/bin/activate` first\n"
+    )
 
 
 def test_packages_are_the_required_ones() -> None:
-    """All but tensorboard, without which a run warns and continues."""
+    """All except tensorboard, without which a run prints a warning and continues."""
     required = re.findall(r"^([\w-]+)[>=]", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert set(conf.PACKAGES.values()) == set(required) - {"tensorboard"}
     assert all(importlib.util.find_spec(name) for name in conf.PACKAGES)

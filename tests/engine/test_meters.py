@@ -41,7 +41,9 @@ def test_any_name_is_averaged() -> None:
 def test_other_names_than_before_are_refused() -> None:
     meter = Meter(ALONE)
     meter.add(values(loss=1.0))
-    with pytest.raises(ValueError, match="train_step returned loss, norm; earlier steps returned loss"):
+    with pytest.raises(
+        ValueError, match="train_step returned loss, norm; earlier steps returned loss"
+    ):
         meter.add(values(loss=1.0, norm=2.0))
 
 

@@ -1,4 +1,4 @@
-"""Pictures show what they were given: the right cell, the right bar, the right name."""
+"""Pictures: values are drawn in the right cell, bar and place."""
 
 import io
 
@@ -7,31 +7,56 @@ import pytest
 import torch
 from PIL import Image, ImageColor
 
-from engine.pictures import BLUE, RED, bars, confusion, encoded, grid, most_confused, per_class, worst
+from engine.pictures import (
+    BLUE,
+    RED,
+    bars,
+    confusion,
+    encoded,
+    grid,
+    most_confused,
+    per_class,
+    worst,
+)
 
-STRANGE = ["plain", "a name far longer than any picture has room for " * 3, "ねこ", "\udcff\udcfe", "", "a\nb"]
+STRANGE = [
+    "plain",
+    "a name far longer than any picture has room for " * 3,
+    "ねこ",
+    "\udcff\udcfe",
+    "",
+    "a\nb",
+]
 
 
 def colours(image: Image.Image) -> dict[tuple[int, int, int], int]:
-    """Colour -> how many pixels have it."""
+    """Return colour -> number of pixels."""
     found, counts = np.unique(np.asarray(image).reshape(-1, 3), axis=0, return_counts=True)
     return {(int(r), int(g), int(b)): int(n) for (r, g, b), n in zip(found, counts, strict=True)}
 
 
 def lengths(image: Image.Image, colour: str) -> list[int]:
-    """Pixels of a colour in each run of rows that has any."""
+    """Return the number of pixels of a colour in each block of rows that contains it."""
     rows = (np.asarray(image) == ImageColor.getrgb(colour)).all(2).sum(1)
     return [int(rows[y]) for y in range(1, len(rows)) if rows[y] and not rows[y - 1]]
 
 
 def test_grid() -> None:
-    for count, shape in {1: (3, 5, 5), 7: (3, 5, 35), 8: (3, 5, 40), 9: (3, 10, 40), 64: (3, 40, 40)}.items():
+    for count, shape in {
+        1: (3, 5, 5),
+        7: (3, 5, 35),
+        8: (3, 5, 40),
+        9: (3, 10, 40),
+        64: (3, 40, 40),
+    }.items():
         images = torch.randint(1, 256, (count, 3, 5, 5), dtype=torch.uint8)
         sheet = grid(images)
         assert (sheet.shape, sheet.dtype) == (shape, torch.uint8)
         for i in range(count):
             row, column = divmod(i, 8)
-            assert torch.equal(sheet[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5], images[i])
+            assert torch.equal(
+                sheet[:, 5 * row : 5 * row + 5, 5 * column : 5 * column + 5], images[i]
+            )
     assert grid(torch.ones(9, 3, 5, 5, dtype=torch.uint8))[:, 5:, 5:].sum() == 0
 
 
@@ -51,24 +76,26 @@ def test_worst_shows_every_image_in_its_place() -> None:
     for i in range(6):
         pixels[i] = 40 * i + 7
     sheet = np.asarray(worst("title", pixels, [(name, "plain", "loss 1.00") for name in STRANGE]))
-    assert sheet.shape[1] == 8 + 4 * 168  # 20 px are shown as 160
+    assert sheet.shape[1] == 8 + 4 * 168  # 20 px are enlarged to 160
     for i in range(6):
         x, y = 8 + i % 4 * 168, 40 + i // 4 * 222
         assert (sheet[y : y + 160, x : x + 160] == 40 * i + 7).all()
         assert (sheet[y + 160, x : x + 160] == 255).all()
     red = np.array(ImageColor.getrgb(RED))
-    assert not (sheet[200:262, 8:168] == red).all(2).any()  # taken for what it is
+    assert not (sheet[200:262, 8:168] == red).all(2).any()  # correct prediction
     assert (sheet[200:262, 176:336] == red).all(2).any()
 
 
-@pytest.mark.parametrize(("side", "tile"), [(32, 160), (64, 192), (160, 160), (224, 224), (384, 256)])
-def test_worst_of_any_size_can_be_read(side: int, tile: int) -> None:
+@pytest.mark.parametrize(
+    ("side", "tile"), [(32, 160), (64, 192), (160, 160), (224, 224), (384, 256)]
+)
+def test_worst_of_any_size(side: int, tile: int) -> None:
     image = worst("title", torch.zeros(1, 3, side, side, dtype=torch.uint8), [("a", "b", "c")])
     assert colours(image)[0, 0, 0] >= tile * tile and image.height == 40 + tile + 62
 
 
 def cell(image: Image.Image, row: int, column: int, count: int) -> tuple[int, ...]:
-    """The colour of a cell of a confusion matrix, at its edge, where no number stands."""
+    """Return the colour of a cell of a confusion matrix, at its edge, away from the number."""
     pixels = np.asarray(image)
     side = max(22, min(64, 640 // count))
     grey = (pixels == 128).all(2)
@@ -83,9 +110,9 @@ def test_confusion() -> None:
     found = [[cell(image, row, column, 3) for column in range(3)] for row in range(3)]
     white = (255, 255, 255)
     assert {found[0][2], found[1][0], found[1][2], found[2][1], found[2][2]} == {white}
-    assert found[2][0] == ImageColor.getrgb(RED)  # all of c are taken for a
-    assert all(blue[2] > blue[0] for blue in (found[0][0], found[1][1]))  # blue is right
-    assert found[1][1][0] < found[0][0][0]  # the darker, the more
+    assert found[2][0] == ImageColor.getrgb(RED)  # all of c are predicted as a
+    assert all(blue[2] > blue[0] for blue in (found[0][0], found[1][1]))  # blue is correct
+    assert found[1][1][0] < found[0][0][0]  # darker is more
     assert found[0][1][0] > found[0][1][1] > found[2][0][1]
 
 
@@ -93,25 +120,28 @@ def test_confusion() -> None:
 def test_confusion_of_any_number_of_classes(classes: int) -> None:
     rng = np.random.default_rng(classes)
     table = rng.integers(0, 3, (classes, classes))
-    table[0] = 0  # nobody validated it
+    table[0] = 0  # no images
     image = confusion("title", table, [f"n{i:08d}" for i in range(classes)])
     assert image.width <= 1400 and image.height <= 1400
     confusion("title", np.zeros((classes, classes), dtype=np.int32), ["x"] * classes)
 
 
-def test_names_that_are_no_text() -> None:
+def test_names_that_are_not_text() -> None:
     table = np.ones((6, 6), dtype=np.int32)
-    for image in (confusion("title", table, STRANGE), per_class("title", table.sum(1), table.diagonal(), STRANGE)):
+    for image in (
+        confusion("title", table, STRANGE),
+        per_class("title", table.sum(1), table.diagonal(), STRANGE),
+    ):
         assert image.width < 1000
 
 
-def test_most_confused_stand_beside_each_other() -> None:
+def test_most_confused_classes_are_adjacent() -> None:
     table = np.zeros((100, 100), dtype=np.int32)
     np.fill_diagonal(table, 50)
     for count, (a, b) in {30: (70, 5), 20: (9, 70), 10: (40, 41), 3: (1, 2), 1: (3, 4)}.items():
         table[a, b] = count
     table[41, 40] = 15
-    assert most_confused(table, 4) == [5, 70, 40, 41]  # both ways together: 30, and 15 + 10
+    assert most_confused(table, 4) == [5, 70, 40, 41]  # sum of both directions: 30, and 15 + 10
     assert most_confused(table, 50) == [5, 70, 9, 40, 41, 1, 2, 3, 4]
     assert most_confused(np.eye(100, dtype=np.int32), 50) == list(range(50))  # nothing is confused
 
@@ -119,7 +149,7 @@ def test_most_confused_stand_beside_each_other() -> None:
 def test_per_class() -> None:
     images = np.array([10, 0, 10, 20])
     image = per_class("title", images, np.array([9, 0, 2, 10]), ["a", "never seen", "c", "d"])
-    c, d, a = lengths(image, BLUE)  # the worst first
+    c, d, a = lengths(image, BLUE)  # worst first
     assert 4.5 * c == pytest.approx(a, rel=0.02) and 2.5 * c == pytest.approx(d, rel=0.02)
 
 
@@ -128,13 +158,20 @@ def test_per_class_of_many() -> None:
     hits = np.random.default_rng(0).permutation(count) % 101
     image = per_class("title", np.full(count, 100), hits, [f"n{i:08d}" for i in range(count)])
     assert len(lengths(image, RED)) == 20 and image.width == 900
-    assert per_class("title", np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64), ["a", "b", "c"]).width == 900
+    assert (
+        per_class(
+            "title", np.zeros(3, dtype=np.int64), np.zeros(3, dtype=np.int64), ["a", "b", "c"]
+        ).width
+        == 900
+    )
 
 
 @pytest.mark.parametrize(("side", "kind"), [(32, "PNG"), (64, "JPEG"), (224, "JPEG")])
 def test_encoded(side: int, kind: str) -> None:
-    """64 of CIFAR's images and drawings keep every bit; of Tiny ImageNet's a PNG would have half a megabyte."""
-    small = Image.fromarray(np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8))
+    """64 CIFAR images and drawings are lossless; Tiny ImageNet images as PNG would take 500 kB."""
+    small = Image.fromarray(
+        np.random.default_rng(0).integers(0, 256, (side, side, 3), dtype=np.uint8)
+    )
     sheet = small.resize((8 * side, 8 * side))  # no sharper than a photograph
     for photos in (False, True):
         back = Image.open(io.BytesIO(encoded(sheet, photos=photos)))

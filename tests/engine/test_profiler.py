@@ -23,8 +23,17 @@ CPU = torch.device("cpu")
 
 
 def overrides(root: Path, folder: Path, *more: str) -> list[str]:
-    return [f"data.root={root}", f"run.dir={folder}", "model=resnet_tiny", "augment=demo", "data.image_size=32",
-            "loader.workers=0", "loader.batch_size=8", "train.device=cpu", *more]  # fmt: skip
+    return [
+        f"data.root={root}",
+        f"run.dir={folder}",
+        "model=resnet_tiny",
+        "augment=demo",
+        "data.image_size=32",
+        "loader.workers=0",
+        "loader.batch_size=8",
+        "train.device=cpu",
+        *more,
+    ]
 
 
 def run(root: Path, folder: Path, *more: str) -> dict[str, Any]:
@@ -44,9 +53,16 @@ def steps(profiler: StepProfiler, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "products", "name"),
-    [([2, 4], 3, "steps-2-4"), ([0, 0], 1, "steps-0-0"), ([3, 99], 3, "steps-3-5"), ([6, 9], 0, "")],
+    [
+        ([2, 4], 3, "steps-2-4"),
+        ([0, 0], 1, "steps-0-0"),
+        ([3, 99], 3, "steps-3-5"),
+        ([6, 9], 0, ""),
+    ],
 )
-def test_profile_holds_the_steps_asked_for(tmp_path: Path, chosen: list[int], products: int, name: str) -> None:
+def test_profile_holds_the_steps_asked_for(
+    tmp_path: Path, chosen: list[int], products: int, name: str
+) -> None:
     said: list[str] = []
     steps(StepProfiler(chosen, tmp_path / "profile", CPU, said.append), 6)
     traces = list(tmp_path.glob("profile/*.json.gz"))
@@ -65,7 +81,9 @@ def test_no_steps_and_silent_ranks_profile_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_profile_that_cannot_be_written_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_profile_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "profile").write_text("a file where a folder should be")
     with caplog.at_level(logging.WARNING):
         steps(StepProfiler([0, 1], tmp_path / "profile", CPU, print), 3)
@@ -77,12 +95,19 @@ def test_run_with_a_profile_ends_with_the_same_weights(image_root: Path, tmp_pat
     for name, extra in (("plain", []), ("profiled", ["profile.steps=[1,2]"])):
         found.append(run(image_root, tmp_path / name, "train.max_steps=4", *extra)["params_sha256"])
     assert found[0] == found[1]
-    assert sorted(p.name for p in (tmp_path / "profiled" / "profile").iterdir()) == ["steps-1-2.json.gz", "steps-1-2.txt"]
+    assert sorted(p.name for p in (tmp_path / "profiled" / "profile").iterdir()) == [
+        "steps-1-2.json.gz",
+        "steps-1-2.txt",
+    ]
 
 
 @pytest.mark.parametrize("chosen", ["[2,3]", "[2,99]"])
 def test_writing_a_profile_is_no_training(
-    chosen: str, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
+    chosen: str,
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    jump: Callable[[], None],
 ) -> None:
     """Neither in the rate, nor in a step's time."""
     write = StepProfiler._write
@@ -92,7 +117,13 @@ def test_writing_a_profile_is_no_training(
         jump()
 
     monkeypatch.setattr(StepProfiler, "_write", slowly)
-    summary = run(image_root, tmp_path / "run", "train.max_steps=6", "log.every_steps=1", f"profile.steps={chosen}")
+    summary = run(
+        image_root,
+        tmp_path / "run",
+        "train.max_steps=6",
+        "log.every_steps=1",
+        f"profile.steps={chosen}",
+    )
     assert summary["seconds_lost"]["profile"] > 1000
     check_not_trained(tmp_path / "run")
 
@@ -117,9 +148,18 @@ def test_validation_is_not_in_the_profile(
 
 def test_run_that_fails_while_it_is_profiled(image_root: Path, tmp_path: Path) -> None:
     """In one line, and not in a crash of the interpreter."""
-    arguments = overrides(image_root, tmp_path / "run", "optim.lr=1e30", "schedule.warmup_epochs=0", "train.epochs=2",
-                          "log.every_steps=1", "profile.steps=[0,8]")  # fmt: skip
-    done = subprocess.run([sys.executable, train.__file__, *arguments], capture_output=True, text=True, timeout=120)
+    arguments = overrides(
+        image_root,
+        tmp_path / "run",
+        "optim.lr=1e30",
+        "schedule.warmup_epochs=0",
+        "train.epochs=2",
+        "log.every_steps=1",
+        "profile.steps=[0,8]",
+    )
+    done = subprocess.run(
+        [sys.executable, train.__file__, *arguments], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 1 and "train.py: the loss is " in done.stderr
 
 

@@ -1,4 +1,4 @@
-"""Telemetry of the GPU, the allocator and the host; a missing source is one warning."""
+"""Metrics of GPU, allocator and host: a missing source is one warning and never an error."""
 
 import logging
 import math
@@ -25,10 +25,10 @@ from engine.telemetry import GIB, QUERIES, GpuMonitor, allocator_figures, host_f
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
-    """Wait for a condition; fail after a minute, when something hangs."""
+def wait_until(true: Callable[[], object]) -> None:
+    """The limit of a minute only detects a hang."""
     deadline = time.monotonic() + 60
-    while not condition():
+    while not true():
         assert time.monotonic() < deadline
         time.sleep(0.001)
 
@@ -37,7 +37,7 @@ def threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "telemetry"]
 
 
-def test_no_figures_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
     with GpuMonitor(CPU) as monitor:
         assert monitor.read() == {} and monitor.slowdowns() == []
         assert threads() == []
@@ -46,7 +46,7 @@ def test_no_figures_on_a_cpu(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_without_nvml(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pynvml", None)  # as if it were not installed
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # like a missing package
     with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
         assert monitor.read() == {} == monitor.read()
         assert threads() == []
@@ -69,7 +69,7 @@ FUNCTION_NOT_FOUND = NvmlError(13, "Function Not Found")
 
 
 class Nvml:
-    """Replaces pynvml on machines without a driver. An answer may be an error or a function."""
+    """Replaces NVML and the driver. An answer may be an error or a function."""
 
     def __init__(self, **answers: Any) -> None:
         self.calls: list[tuple[str, tuple[Any, ...]]] = []
@@ -115,7 +115,7 @@ class Nvml:
 
     @property
     def samples(self) -> int:
-        """Number of samples."""
+        """Number of complete samples."""
         return self.count("nvmlDeviceGetUtilizationRates", "gpu")
 
 
@@ -135,7 +135,7 @@ EVERYTHING = {
     "gpu/pcie_transmit_mb_per_second": 20.0,
     "gpu/pcie_receive_mb_per_second": 11_000.0,
 }
-# query -> NVML's function, its last argument, the resulting tags
+# query -> NVML function, its last argument, the tags it returns
 OF_QUERY = {
     "utilisation": ("nvmlDeviceGetUtilizationRates", "gpu", ["gpu/utilization"]),
     "memory": ("nvmlDeviceGetMemoryInfo", "gpu", ["gpu/memory_used_gib"]),
@@ -153,7 +153,7 @@ OF_QUERY = {
     "PCIe transmit": ("nvmlDeviceGetPcieThroughput", 0, ["gpu/pcie_transmit_mb_per_second"]),
     "PCIe receive": ("nvmlDeviceGetPcieThroughput", 1, ["gpu/pcie_receive_mb_per_second"]),
 }
-UUIDS = ["12-34", "56-78"]  # of the GPUs in CUDA_VISIBLE_DEVICES, in its order
+UUIDS = ["12-34", "56-78"]  # of the GPUs that CUDA_VISIBLE_DEVICES leaves, in its order
 
 
 @pytest.fixture
@@ -172,7 +172,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Callable[[Nvml], Nvml]:
 
 
 def breaking(nvml: Nvml, query: str, error: Exception) -> Callable[[], None]:
-    """Make one query fail from now on; return a function that repairs it."""
+    """Make a query fail; return a function that repairs it."""
     name, last, _ = OF_QUERY[query]
     before = nvml.answers[name]
 
@@ -193,7 +193,7 @@ def test_all_figures(install, caplog: pytest.LogCaptureFixture) -> None:
         assert threads() == ["telemetry"]
     assert threads() == []
     monitor.read()
-    assert monitor.read() == {}  # nothing new since the last call
+    assert monitor.read() == {}  # no new samples
     assert not caplog.records
     assert OF_QUERY.keys() == QUERIES.keys()
 
@@ -214,8 +214,8 @@ def test_means_since_the_last_read(install) -> None:
     assert monitor.read("epoch") == {}
 
 
-def test_pcie_is_queried_at_every_second_sample(install) -> None:
-    """The driver takes 20 ms for this query."""
+def test_pcie_is_queried_every_second_time(install) -> None:
+    """The driver takes 20 ms to answer."""
     nvml = install(Nvml())
     with GpuMonitor(CUDA):
         wait_until(lambda: nvml.samples > 20)
@@ -226,18 +226,18 @@ def test_pcie_is_queried_at_every_second_sample(install) -> None:
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [LOST, RuntimeError("something else"), ValueError("no number")])
-def test_failing_query_is_one_warning(
+def test_a_failing_query_is_one_warning(
     install, caplog: pytest.LogCaptureFixture, query: str, error: Exception
 ) -> None:
     nvml = install(Nvml())
-    repair = breaking(nvml, query, error)
+    mend = breaking(nvml, query, error)
     lost = OF_QUERY[query][2]
     others = {tag: value for tag, value in EVERYTHING.items() if tag not in lost}
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.count("nvmlDeviceGetTemperature", 0) > 20)
         assert monitor.read() == others
-        repair()
-        wait_until(lambda: lost[0] in monitor.read())  # the driver has recovered
+        mend()
+        wait_until(lambda: lost[0] in monitor.read())  # it may recover
         breaking(nvml, query, error)
         after = nvml.count("nvmlDeviceGetTemperature", 0) + 20
         wait_until(lambda: nvml.count("nvmlDeviceGetTemperature", 0) > after)
@@ -254,17 +254,17 @@ def test_values_that_are_not_numbers_are_ignored(
     with caplog.at_level(logging.WARNING), GpuMonitor(CUDA) as monitor:
         wait_until(lambda: nvml.samples > 20)
         assert EVERYTHING.keys() - monitor.read().keys() == {"gpu/temperature_celsius"}
-    assert [record.levelname for record in caplog.records] == (
-        [] if isinstance(value, float) else ["WARNING"]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * (
+        not isinstance(value, float)
     )
 
 
 @pytest.mark.parametrize("query", OF_QUERY)
 @pytest.mark.parametrize("error", [NOT_SUPPORTED, FUNCTION_NOT_FOUND])
-def test_unavailable_query_is_not_repeated(
+def test_an_unsupported_query_is_left_out(
     install, caplog: pytest.LogCaptureFixture, query: str, error: NvmlError
 ) -> None:
-    """Old drivers and small GPUs lack some queries: no warning."""
+    """Old drivers and small GPUs: not a warning, and not queried again."""
     nvml = install(Nvml())
     breaking(nvml, query, error)
     name, last, lost = OF_QUERY[query]
@@ -283,7 +283,7 @@ def test_unavailable_query_is_not_repeated(
     assert record.levelname == "INFO" and query in record.getMessage()
 
 
-def test_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
     nvml = Nvml()
     del nvml.answers["nvmlDeviceGetJpgUtilization"]
     install(nvml)
@@ -294,7 +294,7 @@ def test_old_nvidia_ml_py(install, caplog: pytest.LogCaptureFixture) -> None:
     assert record.levelname == "INFO" and "JPEG engines" in record.getMessage()
 
 
-def test_lost_gpu_is_one_warning(install, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_lost_gpu_is_one_line(install, caplog: pytest.LogCaptureFixture) -> None:
     nvml = install(Nvml())
     for query in OF_QUERY:
         breaking(nvml, query, LOST)
@@ -306,9 +306,7 @@ def test_lost_gpu_is_one_warning(install, caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("failing", ["nvmlInit", "nvmlDeviceGetHandleByUUID"])
-def test_driver_that_fails_to_initialise(
-    install, caplog: pytest.LogCaptureFixture, failing: str
-) -> None:
+def test_a_driver_that_fails(install, caplog: pytest.LogCaptureFixture, failing: str) -> None:
     install(Nvml(**{failing: NvmlError(9, "Driver Not Loaded")}))
     with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
         assert monitor.read() == {} and threads() == []
@@ -318,8 +316,8 @@ def test_driver_that_fails_to_initialise(
 
 
 @pytest.mark.parametrize("index", [0, 1])
-def test_gpu_is_found_by_uuid(install, index: int) -> None:
-    """With CUDA_VISIBLE_DEVICES=6,2, GPU 2 of NVML is cuda:1 of torch."""
+def test_the_gpu_is_found_by_its_uuid(install, index: int) -> None:
+    """CUDA_VISIBLE_DEVICES=6,2 makes GPU 2 cuda:1 in torch; NVML ignores the variable."""
     nvml = install(Nvml())
     with GpuMonitor(torch.device("cuda", index)):
         wait_until(lambda: nvml.samples)
@@ -330,8 +328,8 @@ def test_gpu_is_found_by_uuid(install, index: int) -> None:
     )
 
 
-def test_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
-    """The memory is the instance's; the rest is the GPU's, without utilisation in MIG mode."""
+def test_a_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
+    """Memory is the instance's, the rest the whole GPU's; with MIG, NVML reports no utilisation."""
     nvml = install(
         Nvml(
             nvmlDeviceGetHandleByUUID=lambda uuid: (
@@ -353,14 +351,12 @@ def test_mig_instance(install, caplog: pytest.LogCaptureFixture) -> None:
             "gpu/memory_used_gib": 3.0,
         }
     (record,) = caplog.records
-    assert (
-        record.levelname == "INFO"
-        and "utilisation, JPEG engines, video decoders: Not Supported" in record.getMessage()
-    )
+    assert record.levelname == "INFO"
+    assert "utilisation, JPEG engines, video decoders: NVML: Not Supported" in record.getMessage()
 
 
-def test_throttle_reasons(install) -> None:
-    """Idle GPUs and clocks set by a user do not count."""
+def test_the_reasons_for_reduced_clocks(install) -> None:
+    """An idle GPU and clocks set by a user are not slowdowns."""
     masks = [0x001, 0x002, 0x004, 0x004, 0x024, 0x102, 0x048, 0x000]
     asked = iter(range(10**9))
     nvml = install(
@@ -371,7 +367,7 @@ def test_throttle_reasons(install) -> None:
         release.wait() and 61 if nvml.samples == 9 else 61
     )
     with GpuMonitor(CUDA) as monitor:
-        wait_until(lambda: nvml.samples == 9)  # the ninth sample waits in the driver
+        wait_until(lambda: nvml.samples == 9)  # the ninth blocks in the driver: eight are complete
         found = monitor.read()
         assert {tag: value for tag, value in found.items() if "throttled" in tag} == {
             "gpu/throttled_fraction": 4 / 8,
@@ -379,11 +375,11 @@ def test_throttle_reasons(install) -> None:
             "gpu/throttled_thermal_fraction": 2 / 8,
             "gpu/throttled_other_fraction": 1 / 8,
         }
-        assert set(found) == set(EVERYTHING)  # no throttle reasons among the tags
+        assert set(found) == set(EVERYTHING)  # no reasons among the tags
         assert monitor.slowdowns() == [
             "power limit, 38 % of the time",
-            "software thermal throttling, 12 % of the time",
-            "hardware thermal throttling, 12 % of the time",
+            "thermal throttling by the driver, 12 % of the time",
+            "thermal throttling by the hardware, 12 % of the time",
             "hardware slowdown, 12 % of the time",
         ]
         release.set()
@@ -399,12 +395,12 @@ def test_closing_does_not_wait_for_the_next_sample(
     monkeypatch.setattr(telemetry, "SAMPLE_SECONDS", 3600)
     with GpuMonitor(CUDA) as monitor:
         assert threads() == ["telemetry"]
-    assert threads() == []  # joined long before the hour has passed
-    monitor.close()  # a second call has no effect
+    assert threads() == []  # joined, with a limit far below the hour
+    monitor.close()  # again, without an error
 
 
 def test_closing_in_the_middle_of_a_sample(install) -> None:
-    """The current query completes, and no other starts."""
+    """Waits for the current query and starts no other one."""
     started, release = threading.Event(), threading.Event()
 
     def slow(handle: str) -> SimpleNamespace:
@@ -424,7 +420,7 @@ def test_closing_in_the_middle_of_a_sample(install) -> None:
     assert [name for name, _ in nvml.calls][-1] == "nvmlDeviceGetUtilizationRates"
 
 
-def test_jump_of_the_system_clock(install, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wall_clock_that_jumps(install, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = install(Nvml())
     monkeypatch.setattr(time, "time", lambda: random.uniform(-1e9, 1e10))
     with GpuMonitor(CUDA) as monitor:
@@ -442,7 +438,7 @@ def test_several_monitors(install) -> None:
     assert threads() == [] and nvml.samples >= 4
 
 
-def test_lowest_and_highest_of_the_ranks() -> None:
+def test_minimum_and_maximum_over_ranks() -> None:
     ranks = [
         {"gpu/utilization": 98.0, "gpu/power_watts": 600.0, "lr": 0.1},
         {"gpu/utilization": 41.0, "gpu/sm_clock_mhz": float("nan")},
@@ -498,8 +494,8 @@ HOLD = (
 
 
 @contextmanager
-def process_with_memory(mebibytes: int) -> Iterator[int]:
-    """Run a process that holds this much private memory."""
+def holding(mebibytes: int) -> Iterator[int]:
+    """A process with this much private memory."""
     with subprocess.Popen(
         [sys.executable, "-c", HOLD, str(mebibytes)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -516,11 +512,7 @@ def map_and_wait(region: mmap.mmap, ready: Any, end: Any) -> None:
 
 
 def test_host_figures_of_real_processes() -> None:
-    with (
-        process_with_memory(0) as small,
-        process_with_memory(100) as large,
-        process_with_memory(100) as other,
-    ):
+    with holding(0) as small, holding(100) as large, holding(100) as other:
         base = host_figures([small], 0)["host/workers_rss_gib"]
         assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx(
             (100 / 1024) + base, abs=0.02
@@ -543,8 +535,8 @@ def test_host_figures_of_real_processes() -> None:
     assert 0.05 < found["host/trainer_rss_gib"] < 100
 
 
-def test_shared_buffers_count_once() -> None:
-    """In the trainer's figure, not in the workers'."""
+def test_buffers_that_workers_share_count_once() -> None:
+    """In this process's value, not in theirs."""
     context = multiprocessing.get_context("fork")
     ready, end = context.Semaphore(0), context.Event()
     before = host_figures([], 0)["host/trainer_rss_gib"]
@@ -586,7 +578,7 @@ sys.stdin.read()
 """
 
 
-def test_memory_shared_with_a_forkserver_counts_once() -> None:
+def test_pages_shared_with_a_forkserver_count_once() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -594,15 +586,15 @@ def test_memory_shared_with_a_forkserver_counts_once() -> None:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         found = host_figures(pids, 0)["host/workers_rss_gib"] * 1024
         process.stdin.close()
-    assert 240 < found < 300  # 200 once, 4 * 10, and the interpreter
+    assert 240 < found < 300  # 200 once, 4 times 10, and the interpreter
 
 
-def test_dead_workers() -> None:
+def test_workers_that_have_died() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
-        pass  # it has ended and been waited for
+        pass  # it has been reaped
     with (
         subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE) as zombie,
-        process_with_memory(50) as alive,
+        holding(50) as alive,
     ):
         assert zombie.stdout and zombie.stdout.read() == b""
         wait_until(lambda: ") Z " in Path(f"/proc/{zombie.pid}/stat").read_text())
@@ -612,7 +604,7 @@ def test_dead_workers() -> None:
         assert host_figures([gone.pid, zombie.pid], 0)["host/workers_rss_gib"] == 0
 
 
-def test_system_without_proc_and_shm(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(*_: object) -> None:
         raise FileNotFoundError
 
@@ -625,7 +617,7 @@ class TestOnAGpu:
     pytestmark = pytest.mark.gpu
 
     def test_the_allocator(self) -> None:
-        torch.cuda.init()  # required before reading the peaks
+        torch.cuda.init()  # required before reading peaks
         torch.cuda.empty_cache()
         allocator_figures(CUDA)
         tensor = torch.ones(2**28, device="cuda")  # 1 GiB
@@ -643,14 +635,14 @@ class TestOnAGpu:
         del tensor
         assert (
             allocator_figures(CUDA)["memory/allocated_peak_gib"] >= 1
-        )  # freed within this interval
+        )  # of the interval in which it was freed
         assert allocator_figures(CUDA)["memory/allocated_peak_gib"] < 1
 
     def test_the_allocator_does_not_synchronise(self) -> None:
         busy = torch.zeros(1, device="cuda")
         done = torch.cuda.Event()
         torch.cuda.synchronize()
-        torch.cuda._sleep(2_000_000_000)  # clock cycles: about a second
+        torch.cuda._sleep(2_000_000_000)  # clock cycles: a second
         busy.add_(1)
         done.record()
         allocator_figures(CUDA)
@@ -661,7 +653,7 @@ class TestOnAGpu:
         pytest.importorskip("pynvml")
         with caplog.at_level(logging.INFO), GpuMonitor(CUDA) as monitor:
             found: dict[str, float] = {}
-            # Queries run one after the other, PCIe last.
+            # queries run one after another, some take 20 ms; power is among the first, PCIe is last
             wait_until(
                 lambda: (
                     found.update(monitor.read())
@@ -676,14 +668,14 @@ class TestOnAGpu:
 
     @pytest.mark.parametrize("by_uuid", [False, True])
     def test_cuda_visible_devices(self, by_uuid: bool) -> None:
-        """The machine's last GPU is the only one visible to torch."""
+        """The last GPU of the machine is the first one in torch."""
         pynvml = pytest.importorskip("pynvml")
         pynvml.nvmlInit()
         last = pynvml.nvmlDeviceGetCount() - 1
         uuid = pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(last))
         code = (
             "import pynvml, torch; from engine.telemetry import find_gpu; pynvml.nvmlInit(); "
-            "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).gpu))"
+            "print(pynvml.nvmlDeviceGetUUID(find_gpu(pynvml, torch.device('cuda', 0)).whole))"
         )
         environment = {
             **os.environ,

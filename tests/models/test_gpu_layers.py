@@ -1,4 +1,4 @@
-"""Rewritten layers compute what the plain ones do, and are put only where they can."""
+"""The rewritten layers compute the same as the plain ones, and replace only layers that fit."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -14,7 +14,7 @@ from models.gpu_layers import BlockConv, OnePassBatchNorm, PlacedMaxPool, _Place
 
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
-    """ResNet-18 with weights and statistics of its own, plain and rewritten."""
+    """ResNet-18 with random weights and statistics, plain and rewritten."""
     torch.manual_seed(0)
     plain = models.build("resnet18", num_classes=10, image_size=64).to(dtype)
     for module in plain.modules():
@@ -28,7 +28,9 @@ def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
 
 
 def batch(size: int = 64, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    return torch.randn(8, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=dtype), torch.arange(8)
+    return torch.randn(
+        8, 3, size, size, generator=torch.Generator().manual_seed(1), dtype=dtype
+    ), torch.arange(8)
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -48,11 +50,15 @@ def step(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, list
     return logits.detach(), [gradient(parameter) for parameter in model.parameters()]
 
 
-def test_layers_of_a_resnet_are_exchanged() -> None:
+def test_layers_of_a_resnet_are_replaced() -> None:
     plain, rewritten = pair()
     assert type(rewritten.conv1) is BlockConv and type(rewritten.maxpool) is PlacedMaxPool
     kinds = [type(module) for module in rewritten.modules()]
-    assert kinds.count(OnePassBatchNorm) == sum(isinstance(m, nn.BatchNorm2d) for m in plain.modules()) == 20
+    assert (
+        kinds.count(OnePassBatchNorm)
+        == sum(isinstance(m, nn.BatchNorm2d) for m in plain.modules())
+        == 20
+    )
     assert nn.BatchNorm2d not in kinds
     assert kinds.count(BlockConv) == kinds.count(PlacedMaxPool) == 1
     again = copy.deepcopy(rewritten)
@@ -62,38 +68,46 @@ def test_layers_of_a_resnet_are_exchanged() -> None:
 
 @pytest.mark.parametrize("size", [64, 65])
 def test_rewritten_resnet_computes_the_same(size: int) -> None:
-    """In float64 but for the statistics, whose sums are float32: an error of 2**-24 in each layer."""
+    """float64, except the float32 sums of the statistics: an error of 2**-24 in each layer."""
     plain, rewritten = pair()
     images, labels = batch(size)
     for _ in range(3):
-        (ours, our_grads), (theirs, their_grads) = step(rewritten, images, labels), step(plain, images, labels)
+        (ours, our_grads), (theirs, their_grads) = (
+            step(rewritten, images, labels),
+            step(plain, images, labels),
+        )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
         for (name, _), a, b in zip(plain.named_parameters(), our_grads, their_grads, strict=True):
             assert (a - b).norm() < 1e-5 * b.norm(), name
     assert list(rewritten.state_dict()) == list(plain.state_dict())
     for name, value in plain.state_dict().items():
-        torch.testing.assert_close(rewritten.state_dict()[name], value, rtol=1e-6, atol=1e-6, msg=name)
+        torch.testing.assert_close(
+            rewritten.state_dict()[name], value, rtol=1e-6, atol=1e-6, msg=name
+        )
     assert int(rewritten.get_buffer("bn1.num_batches_tracked")) == 3
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
 
 
-def test_rewritten_resnet_computes_the_same_when_it_is_compiled() -> None:
-    """Also what the compiler makes again for the backward pass, when the statistics have changed: gradients to 1e-9.
+def test_compiled_rewritten_resnet_computes_the_same() -> None:
+    """Gradients to 1e-9, including values recomputed after the statistics have changed.
 
-    The compiler's own steps up to the making of kernels, which is the GPU tests'.
+    Runs torch.compile up to code generation, which the GPU tests cover.
     """
     plain, rewritten = pair()
     images, labels = batch()
     compiled = torch.compile(rewritten, backend="aot_eager_decomp_partition", dynamic=False)
     for _ in range(2):
-        (ours, our_grads), (theirs, their_grads) = step(compiled, images, labels), step(plain, images, labels)
+        (ours, our_grads), (theirs, their_grads) = (
+            step(compiled, images, labels),
+            step(plain, images, labels),
+        )
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
         for (name, _), a, b in zip(plain.named_parameters(), our_grads, their_grads, strict=True):
             assert (a - b).norm() < 1e-9 * b.norm(), name
     torch._dynamo.reset()
 
 
-def test_state_dicts_go_both_ways() -> None:
+def test_state_dicts_are_interchangeable() -> None:
     plain, rewritten = pair(torch.float32)
     images, labels = batch(dtype=torch.float32)
     step(rewritten, images, labels)
@@ -108,19 +122,24 @@ def test_state_dicts_go_both_ways() -> None:
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-4)
 
 
-def test_parameters_stay_the_objects_that_they_were() -> None:
-    """An optimiser that was built before goes on with them."""
+def test_parameters_remain_the_same_objects() -> None:
+    """An optimiser that was created before remains valid."""
     model = models.build("resnet18", num_classes=10, image_size=64)
     before = [*model.parameters(), *model.buffers()]
     rewrite(model)
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
 
 
-# What must not be exchanged.
+# Layers that must not be replaced.
 
 
 def stem(**changes: Any) -> nn.Conv2d:
-    return nn.Conv2d(**(dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False) | changes))
+    return nn.Conv2d(
+        **(
+            dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False)
+            | changes
+        )
+    )
 
 
 def pooling(**changes: Any) -> nn.MaxPool2d:
@@ -128,7 +147,7 @@ def pooling(**changes: Any) -> nn.MaxPool2d:
 
 
 class OtherConv(nn.Conv2d):
-    """Of somebody's own, with a forward pass of its own."""
+    """A subclass with its own forward pass."""
 
 
 class OtherNorm(nn.BatchNorm2d):
@@ -171,7 +190,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_layers_stay(name: str) -> None:
+def test_other_layers_are_not_replaced(name: str) -> None:
     module = OTHERS[name]()
     kind = type(module)
     rewrite(nn.Sequential(module))
@@ -179,20 +198,20 @@ def test_other_layers_stay(name: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-def test_stem_with_other_padding_stays(mode: str) -> None:
+def test_stem_with_other_padding_is_not_replaced(mode: str) -> None:
     module = stem(padding_mode=mode)
     rewrite(nn.Sequential(module))
     assert type(module) is nn.Conv2d
 
 
-def test_the_layers_themselves_are_exchanged() -> None:
-    """What the changes above are made to."""
+def test_the_unmodified_layers_are_replaced() -> None:
+    """The layers that the cases above modify."""
     model = nn.Sequential(stem(), nn.BatchNorm2d(6), pooling())
     rewrite(model)
     assert [type(module) for module in model] == [BlockConv, OnePassBatchNorm, PlacedMaxPool]
 
 
-# Layer by layer.
+# Each layer.
 
 
 def exchanged(module: nn.Module) -> nn.Module:
@@ -202,7 +221,7 @@ def exchanged(module: nn.Module) -> nn.Module:
 
 
 def gradients(module: nn.Module, images: Tensor) -> list[Tensor]:
-    """Output and all gradients under one and the same gradient of the output."""
+    """Output and all gradients, for the same gradient of the output."""
     module.zero_grad()
     images = images.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     out = module(images)
@@ -211,19 +230,26 @@ def gradients(module: nn.Module, images: Tensor) -> list[Tensor]:
     return [out.detach(), gradient(images), *map(gradient, module.parameters())]
 
 
-@pytest.mark.parametrize("shape", [(2, 3, 32, 32), (1, 3, 2, 2), (2, 3, 18, 46), (1, 3, 31, 32), (1, 3, 32, 31), (1, 3, 7, 7)])
+@pytest.mark.parametrize(
+    "shape",
+    [(2, 3, 32, 32), (1, 3, 2, 2), (2, 3, 18, 46), (1, 3, 31, 32), (1, 3, 32, 31), (1, 3, 7, 7)],
+)
 @pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-def test_convolution_over_blocks_is_exact(shape: tuple[int, ...], memory_format: torch.memory_format) -> None:
-    """Odd sides fall back to the plain layer."""
+def test_convolution_over_blocks_is_exact(
+    shape: tuple[int, ...], memory_format: torch.memory_format
+) -> None:
+    """Odd sides use the plain layer."""
     torch.manual_seed(0)
     plain = stem().double()
     images = torch.randn(shape, dtype=torch.float64).to(memory_format=memory_format)
-    for ours, theirs in zip(gradients(exchanged(plain), images), gradients(plain, images), strict=True):
+    for ours, theirs in zip(
+        gradients(exchanged(plain), images), gradients(plain, images), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
 def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Relative error of the running variance, absolute ones of mean and output, against float64; for momentum 1."""
+    """Errors relative to float64 with momentum 1: variance (relative), mean, output (absolute)."""
     exact = images.double()
     variance, mean = torch.var_mean(exact, (0, 2, 3), correction=0)
     out = module(images)
@@ -231,8 +257,11 @@ def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tenso
     perfect = (exact - mean[:, None, None]) * torch.rsqrt(variance + 1e-5)[:, None, None]
     count = images.numel() // images.shape[1]
     found = module.get_buffer("running_var").double() * (count - 1) / count
-    return ((found / variance - 1).abs().max(), (module.get_buffer("running_mean").double() - mean).abs().max(),
-            (out.double() - perfect).abs().max())  # fmt: skip
+    return (
+        (found / variance - 1).abs().max(),
+        (module.get_buffer("running_mean").double() - mean).abs().max(),
+        (out.double() - perfect).abs().max(),
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -240,12 +269,14 @@ def normalised(module: nn.Module, images: Tensor) -> tuple[Tensor, Tensor, Tenso
     ("outlier", "allowed"),
     [
         (0.0, 1e-5),
-        (10.0, 1e-3),  # 100 times the variance cancels
-        (100.0, 2e-2),  # 10,000 times, as always without a value to take the sums around
+        (10.0, 1e-3),  # values of 100 times the variance cancel
+        (100.0, 2e-2),  # 10,000 times, as without the shift
     ],
 )
-def test_variance_of_values_far_from_zero(dtype: torch.dtype, outlier: float, allowed: float) -> None:
-    """Mean 100, deviation 1: the sums are taken around one of the values, and lose by its distance from the others."""
+def test_variance_of_values_far_from_zero(
+    dtype: torch.dtype, outlier: float, allowed: float
+) -> None:
+    """Mean 100, deviation 1: the error depends on how far the shift is from the other values."""
     generator = torch.Generator().manual_seed(3)
     values = 100 + torch.randn(32, 8, 14, 14, generator=generator, dtype=torch.float64)
     values[0, :, 7, 7] += outlier
@@ -254,7 +285,8 @@ def test_variance_of_values_far_from_zero(dtype: torch.dtype, outlier: float, al
     ours, theirs = normalised(exchanged(plain), images), normalised(plain, images)
     assert ours[0] < allowed
     assert ours[1] < 1e-4
-    # Of the output: nn.BatchNorm2d's own error, which in bf16 is the rounding of the result, and half of the variance's.
+    # Output: the error of nn.BatchNorm2d (in bf16, of rounding the result) and half of the
+    # variance's error.
     assert ours[2] < theirs[2] + 3 * allowed
 
 
@@ -287,7 +319,7 @@ def test_evaluation_is_the_plain_layers() -> None:
 
 
 def test_a_batch_that_is_constant() -> None:
-    """Nothing to divide by: what is left is the bias, and no value is made of a rounding error."""
+    """The variance is zero: the output is the bias, without amplified rounding errors."""
     plain = nn.BatchNorm2d(3)
     nn.init.constant_(plain.bias, 0.5)
     ours = exchanged(plain)
@@ -297,7 +329,7 @@ def test_a_batch_that_is_constant() -> None:
 
 
 def test_a_single_value_per_channel_is_refused() -> None:
-    """As nn.BatchNorm2d does: its variance is not known, and a network would learn nothing from then on."""
+    """As in nn.BatchNorm2d: the variance is undefined, and the network could not learn."""
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
@@ -309,24 +341,26 @@ def test_two_values_per_channel() -> None:
     plain = nn.BatchNorm2d(1, momentum=1.0)
     ours = exchanged(plain)
     torch.testing.assert_close(ours(images), plain(images))
-    assert ours.get_buffer("running_mean").item() == 2 and ours.get_buffer("running_var").item() == pytest.approx(2)
+    assert ours.get_buffer("running_mean").item() == 2 and ours.get_buffer(
+        "running_var"
+    ).item() == pytest.approx(2)
 
 
-# Values to pool, made of normally distributed ones.
+# Values to pool, from normally distributed ones.
 
 
 def with_ties(images: Tensor) -> Tensor:
-    """What a ReLU gives: half of them are zeros, and many a window holds nothing else."""
+    """The output of a ReLU: half are zeros, and many windows contain only zeros."""
     return images.relu()
 
 
 def coarse(images: Tensor) -> Tensor:
-    """Few different values, negative ones too."""
+    """Few different values, some negative."""
     return (images * 2).round()
 
 
 def with_nan(images: Tensor) -> Tensor:
-    """One in ten; the last NaN of a window is its maximum."""
+    """One in ten is NaN; the last NaN of a window is its maximum."""
     return torch.where(images > 1.28, torch.nan, images)
 
 
@@ -337,14 +371,18 @@ SHAPES = [(3, 5, 14, 22), (2, 48, 30, 6), (1, 1, 2, 2), (5, 3, 2, 64), (2, 100, 
 def test_pooling_without_a_gpu_is_the_plain_layers() -> None:
     images = torch.randn(2, 5, 8, 12).relu()
     plain = pooling()
-    for ours, theirs in zip(gradients(exchanged(plain), images), gradients(plain, images), strict=True):
+    for ours, theirs in zip(
+        gradients(exchanged(plain), images), gradients(plain, images), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_places_are_those_of_the_maxima(values: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> None:
-    """The forward pass needs no GPU; of equal values the first counts, and padding never does."""
+def test_positions_of_the_maxima(
+    values: Callable[[Tensor], Tensor], shape: tuple[int, ...]
+) -> None:
+    """The forward pass needs no GPU. The first of equal values is selected, padding never."""
     torch.manual_seed(0)
     images = values(torch.randn(shape)).requires_grad_()
     pooled = _PlacedMaxPool.apply(images)
@@ -366,13 +404,18 @@ def test_places_are_those_of_the_maxima(values: Callable[[Tensor], Tensor], shap
 @pytest.mark.parametrize("shape", [(8, 64, 112, 112), *SHAPES])
 @pytest.mark.parametrize("values", VALUES)
 def test_pooling_has_the_bits_of_the_plain_layer(
-    values: Callable[[Tensor], Tensor], shape: tuple[int, ...], memory_format: torch.memory_format, dtype: torch.dtype
+    values: Callable[[Tensor], Tensor],
+    shape: tuple[int, ...],
+    memory_format: torch.memory_format,
+    dtype: torch.dtype,
 ) -> None:
-    """Both sum a pixel's up to four gradients in float32, in the order of their windows."""
+    """Both sum up to four gradients per pixel in float32, in the order of the windows."""
     torch.manual_seed(0)
     images = values(torch.randn(shape, device="cuda")).to(dtype).to(memory_format=memory_format)
     plain = pooling()
-    for ours, theirs in zip(gradients(exchanged(plain), images), gradients(plain, images), strict=True):
+    for ours, theirs in zip(
+        gradients(exchanged(plain), images), gradients(plain, images), strict=True
+    ):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
 
@@ -382,7 +425,9 @@ def test_pooling_has_the_bits_of_the_plain_layer(
 def test_pooling_of_odd_sides_is_the_plain_layers(shape: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     images = torch.randn(shape, device="cuda").relu()
-    for ours, theirs in zip(gradients(exchanged(pooling()), images), gradients(pooling(), images), strict=True):
+    for ours, theirs in zip(
+        gradients(exchanged(pooling()), images), gradients(pooling(), images), strict=True
+    ):
         assert torch.equal(ours, theirs)
 
 
@@ -406,7 +451,7 @@ def test_pooling_takes_any_layout_of_the_gradient(layout: str) -> None:
 
 @pytest.fixture
 def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """cuDNN's repeatable kernels, float32 that is float32, and nothing left of what was compiled."""
+    """Deterministic cuDNN kernels, no TF32, and an empty compiler cache."""
     for name, value in dict(deterministic=True, benchmark=False, allow_tf32=False).items():
         monkeypatch.setattr(torch.backends.cudnn, name, value)
     torch._dynamo.reset()
@@ -417,9 +462,11 @@ def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_variance_of_values_far_from_zero() -> None:
-    """The compiler makes the sums as they are written, in float32 and around one of the values."""
+    """The compiled sums are in float32 and shifted by one of the values, as in the source."""
     generator = torch.Generator("cuda").manual_seed(3)
-    images = (100 + torch.randn(32, 64, 56, 56, generator=generator, device="cuda")).to(memory_format=torch.channels_last)
+    images = (100 + torch.randn(32, 64, 56, 56, generator=generator, device="cuda")).to(
+        memory_format=torch.channels_last
+    )
     for dtype in (torch.float32, torch.bfloat16):
         module = nn.BatchNorm2d(64, momentum=1.0).cuda()
         ours = exchanged(module)
@@ -434,8 +481,10 @@ def objective(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(model(images), labels)
 
 
-def train_two_steps(model: nn.Module, images: Tensor, labels: Tensor, *, bf16: bool = False) -> tuple[list[float], Tensor]:
-    """Compiled, as train.py does it: the losses before and after one step of SGD, and the first step's gradients."""
+def train_two_steps(
+    model: nn.Module, images: Tensor, labels: Tensor, *, bf16: bool = False
+) -> tuple[list[float], Tensor]:
+    """Compiled as in train.py: losses before and after one step of SGD, first gradients."""
     compiled = torch.compile(objective, dynamic=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     losses, grads = [], []
@@ -457,20 +506,24 @@ def statistics_differ(a: nn.Module, b: nn.Module) -> float:
 
 
 def pair_on_gpu() -> tuple[nn.Module, nn.Module]:
-    plain, rewritten = (model.cuda().to(memory_format=torch.channels_last) for model in pair(torch.float32))  # type: ignore[call-overload]
+    plain, rewritten = (
+        model.cuda().to(memory_format=torch.channels_last) for model in pair(torch.float32)
+    )  # type: ignore[call-overload]
     return plain, rewritten
 
 
 def batch_on_gpu() -> tuple[Tensor, Tensor]:
     generator = torch.Generator("cuda").manual_seed(1)
-    images = torch.randn(32, 3, 64, 64, generator=generator, device="cuda").to(memory_format=torch.channels_last)
+    images = torch.randn(32, 3, 64, 64, generator=generator, device="cuda").to(
+        memory_format=torch.channels_last
+    )
     return images, torch.arange(32, device="cuda") % 10
 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_float64() -> None:
-    """To rounding: nothing hides behind a bound that low precision needs."""
+    """Up to rounding: no error is hidden by a tolerance for low precision."""
     plain, rewritten = (model.double() for model in pair_on_gpu())
     images, labels = batch_on_gpu()
     losses, grads = train_two_steps(plain, images.double(), labels)
@@ -483,7 +536,7 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_float32() -> None:
-    """Losses to 0.1 %, gradients to 2 %: a value next to zero that a ReLU takes and the other not changes them by so much."""
+    """Losses to 0.1 %, gradients to 2 %, because a value near zero can pass one ReLU only."""
     plain, rewritten = pair_on_gpu()
     images, labels = batch_on_gpu()
     losses, grads = train_two_steps(plain, images, labels)
@@ -496,8 +549,9 @@ def test_compiled_resnet_learns_the_same_in_float32() -> None:
 @pytest.mark.gpu
 @pytest.mark.usefixtures("repeatable")
 def test_compiled_resnet_learns_the_same_in_bf16() -> None:
-    """Losses to 3 %; gradients no further from those of float32 than the plain model's, by half: bf16 alone moves them by a
-    third at this size, so that the two differ by a quarter.
+    """Losses to 3 %; gradient errors at most 1.5 times those of the plain model.
+
+    bf16 changes the gradients by a third at this size; the two models differ by a quarter.
     """
     plain, rewritten = pair_on_gpu()
     images, labels = batch_on_gpu()

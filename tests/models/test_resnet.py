@@ -1,4 +1,4 @@
-"""Our residual networks: torchvision's key names, and torchvision's arithmetic."""
+"""The ResNets have the key names of torchvision and compute the same."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from models.zoo import import_torchvision, parameter_count
 
 
 def torchvision_resnet18(num_classes: int) -> nn.Module:
-    """torchvision's ResNet-18 with the stem of ours: 3x3, stride 1, no pooling."""
+    """ResNet-18 of torchvision with a 3x3 stem, stride 1, no pooling."""
     model = import_torchvision().models.resnet18(num_classes=num_classes)
     model.conv1 = nn.Conv2d(3, 64, 3, 1, 1, bias=False)
     model.maxpool = nn.Identity()
@@ -19,12 +19,21 @@ def torchvision_resnet18(num_classes: int) -> nn.Module:
 def test_resnet18_cifar_has_the_keys_and_shapes_of_torchvision() -> None:
     ours, theirs = resnet18_cifar(10, 32).state_dict(), torchvision_resnet18(10).state_dict()
     assert list(ours) == list(theirs)
-    assert all(ours[key].shape == theirs[key].shape and ours[key].dtype == theirs[key].dtype for key in ours)
-    assert {"conv1.weight", "bn1.running_mean", "layer1.0.conv1.weight", "layer2.0.downsample.0.weight", "fc.bias"} <= set(ours)
+    assert all(
+        ours[key].shape == theirs[key].shape and ours[key].dtype == theirs[key].dtype
+        for key in ours
+    )
+    assert {
+        "conv1.weight",
+        "bn1.running_mean",
+        "layer1.0.conv1.weight",
+        "layer2.0.downsample.0.weight",
+        "fc.bias",
+    } <= set(ours)
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_resnet18_cifar_computes_what_torchvision_does(training: bool) -> None:
+def test_resnet18_cifar_computes_the_same_as_torchvision(training: bool) -> None:
     torch.manual_seed(0)
     ours, theirs = resnet18_cifar(10, 32), torchvision_resnet18(10)
     for module in ours.modules():
@@ -36,7 +45,7 @@ def test_resnet18_cifar_computes_what_torchvision_does(training: bool) -> None:
     torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
 
 
-def test_resnet_tiny_is_small_and_named_alike() -> None:
+def test_resnet_tiny_is_small_and_has_the_same_names() -> None:
     model = resnet_tiny(10, 64)
     assert 250_000 < parameter_count(model) < 350_000
     known = set(resnet18_cifar(10, 32).state_dict())
@@ -50,17 +59,21 @@ def test_any_image_size(build, size: int) -> None:
 
 
 def test_resolution_of_the_stages() -> None:
-    """resnet_tiny halves at the stem and at each stage but the first, and has no pooling in between."""
+    """The stem of resnet_tiny and each stage after the first halve the resolution."""
     model, sides = resnet_tiny(10, 64).eval(), {}
     for name in ("conv1", "layer1", "layer2", "layer3"):
-        model.get_submodule(name).register_forward_hook(lambda _, __, out, name=name: sides.update({name: out.shape[-1]}))
+        model.get_submodule(name).register_forward_hook(
+            lambda _, __, out, name=name: sides.update({name: out.shape[-1]})
+        )
     model(torch.zeros(1, 3, 64, 64))
     assert sides == {"conv1": 32, "layer1": 32, "layer2": 16, "layer3": 8}
 
 
 def test_shortcut_is_projected_only_where_the_shape_changes() -> None:
     assert BasicBlock(8, 8, 1).downsample is None
-    assert BasicBlock(8, 8, 2).downsample is not None and BasicBlock(8, 16, 1).downsample is not None
+    assert (
+        BasicBlock(8, 8, 2).downsample is not None and BasicBlock(8, 16, 1).downsample is not None
+    )
     block = BasicBlock(4, 4, 1).eval()
     nn.init.zeros_(block.bn2.weight)
     images = torch.randn(2, 4, 5, 5)

@@ -1,4 +1,4 @@
-"""The plain vision transformer: the paper's parameter count, its initialisation, and its arithmetic."""
+"""The vision transformer: parameter count, initialisation and arithmetic of the paper."""
 
 import math
 
@@ -11,22 +11,38 @@ from models.zoo import parameter_count
 
 
 def small(image_size: int = 32, **changes: int) -> VisionTransformer:
-    sizes = {"num_classes": 5, "patch": 8, "width": 16, "depth": 2, "heads": 2, "hidden": 24, **changes}
+    sizes = {
+        "num_classes": 5,
+        "patch": 8,
+        "width": 16,
+        "depth": 2,
+        "heads": 2,
+        "hidden": 24,
+        **changes,
+    }
     return VisionTransformer(image_size=image_size, **sizes)
 
 
 def test_parameter_count() -> None:
-    """The paper says 22 M. By hand, with width 384 and 1000 classes, each layer with its biases."""
+    """The paper states 22 M. Calculated by hand for width 384 and 1000 classes."""
     patches, norm = 16 * 16 * 3 * 384 + 384, 2 * 384
     attention, mlp = 4 * (384 * 384 + 384), (384 * 1536 + 1536) + (1536 * 384 + 384)
     with torch.device("meta"):
         counts = [parameter_count(vit_s16(1000, size)) for size in (224, 384)]
-    assert counts == [patches + 12 * (2 * norm + attention + mlp) + norm + 384 * 1000 + 1000] * 2 == [21_974_632] * 2
+    assert (
+        counts
+        == [patches + 12 * (2 * norm + attention + mlp) + norm + 384 * 1000 + 1000] * 2
+        == [21_974_632] * 2
+    )
 
 
 def test_names() -> None:
     with torch.device("meta"):
-        keys = [key for key in vit_s16(10, 224).state_dict() if not key.startswith("blocks.") or key.startswith("blocks.11.")]
+        keys = [
+            key
+            for key in vit_s16(10, 224).state_dict()
+            if not key.startswith("blocks.") or key.startswith("blocks.11.")
+        ]
     layers = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
     layers = ["patch_embed.proj", *[f"blocks.11.{layer}" for layer in layers], "norm", "head"]
     assert keys == [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
@@ -40,26 +56,38 @@ def fresh() -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("layer", "bound"),
-    [("attn.qkv", math.sqrt(6 / 768)), ("attn.proj", math.sqrt(6 / 768)), ("mlp.fc1", math.sqrt(6 / 1920)),
-     ("mlp.fc2", math.sqrt(6 / 1920))],
-)  # fmt: skip
-def test_weights_of_the_blocks_are_uniform(fresh: dict[str, Tensor], layer: str, bound: float) -> None:
-    """Xavier's bound is sqrt(6 / (fan in + fan out)); query, key and value are three maps of 384 to 384."""
+    [
+        ("attn.qkv", math.sqrt(6 / 768)),
+        ("attn.proj", math.sqrt(6 / 768)),
+        ("mlp.fc1", math.sqrt(6 / 1920)),
+        ("mlp.fc2", math.sqrt(6 / 1920)),
+    ],
+)
+def test_weights_of_the_blocks_are_uniform(
+    fresh: dict[str, Tensor], layer: str, bound: float
+) -> None:
+    """Xavier: sqrt(6 / (fan in + fan out)); query, key and value are separate projections."""
     for block in range(12):
         for weight in fresh[f"blocks.{block}.{layer}.weight"].split(384):
-            assert weight.abs().max().item() == pytest.approx(bound, rel=1e-3) and weight.abs().max() <= bound
+            assert (
+                weight.abs().max().item() == pytest.approx(bound, rel=1e-3)
+                and weight.abs().max() <= bound
+            )
             assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
             assert abs(weight.mean().item()) < 0.02 * bound
 
 
 def test_weights_of_the_patches_are_normal(fresh: dict[str, Tensor]) -> None:
-    """LeCun: a variance of 1 / 768 after the normal distribution is cut off at two deviations."""
+    """LeCun: variance 1 / 768 after truncation at two standard deviations."""
     weight = fresh["patch_embed.proj.weight"]
     assert weight.shape == (384, 3, 16, 16)
     assert weight.std().item() == pytest.approx(math.sqrt(1 / 768), rel=0.01)
     assert weight.abs().max().item() == pytest.approx(2 * math.sqrt(1 / 768) / 0.87962566, rel=1e-3)
-    within = (weight.abs() < weight.std()).float().mean().item()  # 0.621 there, 0.683 without the cut, 0.577 of a uniform one
-    assert within == pytest.approx((math.erf(0.87962566 / math.sqrt(2))) / math.erf(math.sqrt(2)), abs=0.005)
+    within = (weight.abs() < weight.std()).float().mean().item()
+    # 0.621 expected; 0.683 without truncation, 0.577 for a uniform distribution.
+    assert within == pytest.approx(
+        (math.erf(0.87962566 / math.sqrt(2))) / math.erf(math.sqrt(2)), abs=0.005
+    )
 
 
 def test_everything_else_is_constant(fresh: dict[str, Tensor]) -> None:
@@ -75,7 +103,7 @@ def test_everything_else_is_constant(fresh: dict[str, Tensor]) -> None:
 
 
 def test_positions_by_hand() -> None:
-    """Patch (row 1, column 2) of 8 channels: sin x, cos x, sin y, cos y, at the frequencies 1 and 1/10000."""
+    """Row 1, column 2, 8 channels: sin x, cos x, sin y, cos y for frequencies 1 and 1/10000."""
     found = positions(2, 3, 8)
     assert found.shape == (6, 8)
     by_hand = [
@@ -95,8 +123,8 @@ def test_positions_by_hand() -> None:
     assert ratios.tolist() == pytest.approx([10_000 ** (-1 / 95)] * 95, rel=1e-4)
 
 
-def test_blocks_compute_what_torch_does() -> None:
-    """torch's own encoder layer with the same weights; it has one GELU only, which is replaced."""
+def test_blocks_compute_the_same_as_torch() -> None:
+    """nn.TransformerEncoderLayer with the same weights and the tanh form of GELU."""
     torch.manual_seed(0)
     model = small().eval()
     for norm in (m for m in model.modules() if isinstance(m, nn.LayerNorm)):
@@ -106,20 +134,31 @@ def test_blocks_compute_what_torch_does() -> None:
     images = torch.randn(3, 3, 32, 32)
     x = model.patch_embed.proj(images).permute(0, 2, 3, 1).reshape(3, 16, 16) + positions(4, 4, 16)
     for block in model.blocks:
-        theirs = nn.TransformerEncoderLayer(16, 2, 24, 0.0, nn.GELU("tanh"), layer_norm_eps=1e-6, batch_first=True,
-                                            norm_first=True).eval()  # fmt: skip
-        names = {"self_attn.in_proj_": "attn.qkv.", "self_attn.out_proj.": "attn.proj.", "linear1.": "mlp.fc1.",
-                 "linear2.": "mlp.fc2.", "norm1.": "norm1.", "norm2.": "norm2."}  # fmt: skip
+        theirs = nn.TransformerEncoderLayer(
+            16, 2, 24, 0.0, nn.GELU("tanh"), layer_norm_eps=1e-6, batch_first=True, norm_first=True
+        ).eval()
+        names = {
+            "self_attn.in_proj_": "attn.qkv.",
+            "self_attn.out_proj.": "attn.proj.",
+            "linear1.": "mlp.fc1.",
+            "linear2.": "mlp.fc2.",
+            "norm1.": "norm1.",
+            "norm2.": "norm2.",
+        }
         ours = block.state_dict()
-        theirs.load_state_dict({a + part: ours[b + part] for a, b in names.items() for part in ("weight", "bias")})
+        theirs.load_state_dict(
+            {a + part: ours[b + part] for a, b in names.items() for part in ("weight", "bias")}
+        )
         x = theirs(x)
-    expected = model.head(nn.functional.layer_norm(x, (16,), model.norm.weight, model.norm.bias, 1e-6).mean(1))
+    expected = model.head(
+        nn.functional.layer_norm(x, (16,), model.norm.weight, model.norm.bias, 1e-6).mean(1)
+    )
     torch.testing.assert_close(model(images), expected)
     assert expected.abs().max() > 0.1
 
 
 def test_positions_matter() -> None:
-    """Without them the mean over the patches is the same for every order of the patches."""
+    """Without positions, the output does not depend on the order of the patches."""
     torch.manual_seed(0)
     model = small().eval()
     nn.init.normal_(model.head.weight)
@@ -131,7 +170,7 @@ def test_positions_matter() -> None:
 
 
 def test_other_image_sizes() -> None:
-    """Positions follow from the grid: a model of another size has the same weights and gives the same."""
+    """Positions are computed from the grid: a model for another size gives the same output."""
     torch.manual_seed(0)
     model, other = small(32).eval(), small(48).eval()
     nn.init.normal_(model.head.weight)
@@ -144,7 +183,7 @@ def test_other_image_sizes() -> None:
 
 
 def test_it_learns() -> None:
-    """Through the head that begins with zeros: after one step every weight has a gradient."""
+    """The head is initialised with zeros; after one step every weight has a gradient."""
     torch.manual_seed(0)
     model = small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -162,7 +201,7 @@ def test_it_learns() -> None:
 
 @pytest.mark.gpu
 def test_bf16_under_the_compiler_is_close_to_float32() -> None:
-    """And the sum of the blocks is float32 under autocast; another image size is compiled as well."""
+    """The residual stream is float32 under autocast. Also for another image size."""
     torch.manual_seed(0)
     model = vit_s16(10, 64).cuda().eval()
     nn.init.normal_(model.head.weight, std=0.05)

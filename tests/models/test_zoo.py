@@ -1,4 +1,4 @@
-"""The table of models: names, refusals, and weights that come from somewhere else."""
+"""Models by name, error messages, and weights from files and libraries."""
 
 import logging
 import os
@@ -44,7 +44,9 @@ def test_our_models_run_and_learn(name: str) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@pytest.mark.parametrize("name", ["resnet50", "vit_b_16", "efficientnet_b0", "mobilenet_v3_small", "vgg11_bn", "swin_t"])
+@pytest.mark.parametrize(
+    "name", ["resnet50", "vit_b_16", "efficientnet_b0", "mobilenet_v3_small", "vgg11_bn", "swin_t"]
+)
 def test_torchvision_models_by_name(name: str) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=7, image_size=64).eval()
@@ -56,37 +58,55 @@ def test_available_names() -> None:
     assert names == sorted(set(names))
     assert {*OURS, "resnet18", "resnet50", "vit_b_16", "convnext_tiny"} <= set(names)
     assert len(names) > 60
-    # detection and segmentation are other modules of torchvision; these two give a tuple in training
-    assert set(names).isdisjoint({"fasterrcnn_resnet50_fpn", "fcn_resnet50", "googlenet", "inception_v3"})
+    # Detection and segmentation models are not classifiers; the last two return tuples.
+    assert set(names).isdisjoint(
+        {"fasterrcnn_resnet50_fpn", "fcn_resnet50", "googlenet", "inception_v3"}
+    )
 
 
 def test_published_parameter_counts() -> None:
     with torch.device("meta"):
-        counts = {n: models.parameter_count(models.build(n, num_classes=1000, image_size=224)) for n in ("resnet50", "vit_s16")}
+        counts = {
+            n: models.parameter_count(models.build(n, num_classes=1000, image_size=224))
+            for n in ("resnet50", "vit_s16")
+        }
     assert counts == {"resnet50": 25_557_032, "vit_s16": 21_974_632}
 
 
 @pytest.mark.parametrize(
-    "name", ["resnet51", "ResNet50", "", "resnet50.evil", "os.system", "fasterrcnn_resnet50_fpn", "googlenet"]
+    "name",
+    [
+        "resnet51",
+        "ResNet50",
+        "",
+        "resnet50.evil",
+        "os.system",
+        "fasterrcnn_resnet50_fpn",
+        "googlenet",
+    ],
 )
 def test_unknown_model(name: str) -> None:
     with pytest.raises(UserError) as error:
         models.build(name, num_classes=10, image_size=32)
     message = str(error.value)
     assert message.startswith(f"model.name={name}: no such model; ")
-    assert "timm/<name>" in message and all(ours in message for ours in OURS) and "\n" not in message
+    assert (
+        "timm/<name>" in message and all(ours in message for ours in OURS) and "\n" not in message
+    )
     if name == "resnet51":
         assert "did you mean resnet" in message
 
 
 def test_timm_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "timm", None)
-    with pytest.raises(UserError, match=r"^model\.name=timm/resnet18: timm is not installed; pip install timm$"):
+    with pytest.raises(
+        UserError, match=r"^model\.name=timm/resnet18: timm is not installed; pip install timm$"
+    ):
         models.build("timm/resnet18", num_classes=10, image_size=32)
 
 
 def elsewhere(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
-    """Run code that finds the Python files in tmp_path, and a network on which every connection is refused."""
+    """Run code with the modules in tmp_path and a proxy that refuses every connection."""
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {
         **os.environ,
@@ -95,7 +115,9 @@ def elsewhere(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
         "no_proxy": "",
         "TORCH_HOME": str(tmp_path),
     }
-    return subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, cwd=tmp_path, capture_output=True, text=True
+    )
 
 
 MISFIT = """
@@ -128,14 +150,18 @@ def test_timm_imports_a_torchvision_whose_operators_do_not_load(tmp_path: Path) 
     """timm imports torchvision by itself."""
     (tmp_path / "timm.py").write_text(TIMM)
     (tmp_path / "torchvision.py").write_text(MISFIT)
-    done = elsewhere(tmp_path, "import models; print(type(models.build('timm/tiny', num_classes=2, image_size=32)).__name__)")
+    done = elsewhere(
+        tmp_path,
+        "import models; model = models.build('timm/tiny', num_classes=2, image_size=32); "
+        "print(type(model).__name__)",
+    )
     assert done.stdout == "Sequential\n", done.stderr
 
 
 def test_published_weights_without_a_network(tmp_path: Path) -> None:
-    """One line: what could not be downloaded, why, and the two ways on."""
+    """One line with the URL, the reason and both remedies."""
     (tmp_path / "timm.py").write_text(TIMM)
-    done = elsewhere(tmp_path, """
+    code = """
 import models
 from conf.schema import UserError
 for name in ("resnet18", "timm/tiny"):
@@ -143,32 +169,44 @@ for name in ("resnet18", "timm/tiny"):
         models.build(name, num_classes=2, image_size=32, pretrained=True)
     except UserError as error:
         print(error)
-""")  # fmt: skip
-    *_, torchvision, timm = done.stdout.splitlines()  # torch.hub says first what it downloads
-    assert torchvision.startswith("model.weights=pretrained: https://download.pytorch.org/models/resnet18-f37072fd.pth cannot "
-                                  "be loaded (URLError: <urlopen error [Errno 111] Connection refused>); ")  # fmt: skip
-    assert torchvision.endswith(
-        f"; put it into {tmp_path}/hub/checkpoints, or give a file with model.weights=/path/to/file.pth"
+"""
+    done = elsewhere(tmp_path, code)
+    *_, torchvision, timm = done.stdout.splitlines()  # torch.hub prints the URL first
+    assert torchvision.startswith(
+        "model.weights=pretrained: https://download.pytorch.org/models/resnet18-f37072fd.pth "
+        "cannot be loaded (URLError: <urlopen error [Errno 111] Connection refused>); "
     )
-    assert timm == ("model.weights=pretrained: timm's weights for tiny cannot be loaded (ConnectionError: no route to "
-                    "huggingface.co); give a file with model.weights=/path/to/file.pth")  # fmt: skip
+    assert torchvision.endswith(
+        f"; put it into {tmp_path}/hub/checkpoints, "
+        "or give a file with model.weights=/path/to/file.pth"
+    )
+    assert timm == (
+        "model.weights=pretrained: timm's weights for tiny cannot be loaded (ConnectionError: "
+        "no route to huggingface.co); give a file with model.weights=/path/to/file.pth"
+    )
 
 
 @pytest.mark.parametrize("name", ["vit_s16", "vit_b_16"])
 def test_image_that_the_patches_do_not_divide(name: str) -> None:
-    with pytest.raises(UserError, match=rf"^data\.image_size=40: {name} needs a multiple of its 16 px patches"):
+    with pytest.raises(
+        UserError, match=rf"^data\.image_size=40: {name} needs a multiple of its 16 px patches"
+    ):
         models.build(name, num_classes=10, image_size=40)
 
 
 def test_no_published_weights_for_ours() -> None:
-    with pytest.raises(UserError, match=r"^model\.weights=pretrained: there are no published weights for resnet_tiny"):
+    with pytest.raises(
+        UserError,
+        match=r"^model\.weights=pretrained: there are no published weights for resnet_tiny",
+    ):
         models.build("resnet_tiny", num_classes=10, image_size=32, pretrained=True)
 
 
 def test_is_convnet() -> None:
     with torch.device("meta"):
         kinds = {
-            n: models.is_convnet(models.build(n, num_classes=2, image_size=32)) for n in ("resnet_tiny", "resnet50", "vit_s16")
+            n: models.is_convnet(models.build(n, num_classes=2, image_size=32))
+            for n in ("resnet_tiny", "resnet50", "vit_s16")
         }
     assert kinds == {"resnet_tiny": True, "resnet50": True, "vit_s16": False}
 
@@ -180,9 +218,11 @@ def test_import_torchvision() -> None:
 
 
 def test_import_torchvision_whose_operators_do_not_load(tmp_path: Path) -> None:
-    """A stand-in that describes an operator that is not there, as one built for CUDA does beside a CPU torch."""
+    """A fake that registers a missing operator, as a CUDA build does with a CPU torch."""
     (tmp_path / "torchvision.py").write_text(MISFIT)
-    done = elsewhere(tmp_path, "from models.zoo import import_torchvision; print(import_torchvision().whole)")
+    done = elsewhere(
+        tmp_path, "from models.zoo import import_torchvision; print(import_torchvision().whole)"
+    )
     assert done.stdout == "True\n", done.stderr
 
 
@@ -202,7 +242,9 @@ def test_weights_from_a_checkpoint_are_the_validated_ones(tmp_path: Path, averag
     assert same(model.state_dict(), average if averaged else plain)
 
 
-def test_weights_for_another_number_of_classes(weights: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_for_another_number_of_classes(
+    weights: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = tiny(num_classes=3)
     fresh = {k: v.clone() for k, v in model.state_dict().items()}
     with caplog.at_level(logging.WARNING):
@@ -210,7 +252,7 @@ def test_weights_for_another_number_of_classes(weights: Path, caplog: pytest.Log
     stored, now = torch.load(weights, weights_only=True), model.state_dict()
     assert all(torch.equal(now[k], (fresh if k.startswith("fc.") else stored)[k]) for k in now)
     (record,) = caplog.records
-    assert "fc.weight, fc.bias stay freshly initialised" in record.getMessage()
+    assert "fc.weight, fc.bias keep their initial weights" in record.getMessage()
 
 
 def test_weights_for_another_number_of_classes_where_the_head_is_a_convolution() -> None:
@@ -221,15 +263,23 @@ def test_weights_for_another_number_of_classes_where_the_head_is_a_convolution()
 
 
 def test_weights_older_than_the_batch_counters(caplog: pytest.LogCaptureFixture) -> None:
-    """torchvision's first weights, resnet18's among them, have no num_batches_tracked."""
-    stored = {k: v for k, v in tiny(seed=5).state_dict().items() if not k.endswith("num_batches_tracked")}
+    """The oldest weights of torchvision, such as resnet18, have no num_batches_tracked."""
+    stored = {
+        k: v for k, v in tiny(seed=5).state_dict().items() if not k.endswith("num_batches_tracked")
+    }
     model = tiny()
     adopt_weights(model, stored, origin="test")
     assert all(torch.equal(model.state_dict()[k], stored[k]) for k in stored)
     assert not caplog.records
 
 
-OTHERS = ["resnet18-resnet34", "resnet34-resnet18", "resnet50-wide_resnet50_2", "resnet18-resnet18_cifar", "vit_s16-resnet18"]
+OTHERS = [
+    "resnet18-resnet34",
+    "resnet34-resnet18",
+    "resnet50-wide_resnet50_2",
+    "resnet18-resnet18_cifar",
+    "vit_s16-resnet18",
+]
 
 
 @pytest.mark.parametrize("pair", OTHERS)
@@ -251,7 +301,7 @@ def test_weights_with_one_missing(lost: str) -> None:
         adopt_weights(tiny(), stored, origin="their file")
 
 
-def test_refused_weights_leave_the_model_as_it_was() -> None:
+def test_refused_weights_do_not_change_the_model() -> None:
     model, before = tiny(seed=1), tiny(seed=1).state_dict()
     stored = tiny(seed=2).state_dict()
     del stored["layer3.0.conv1.weight"]
@@ -261,7 +311,7 @@ def test_refused_weights_leave_the_model_as_it_was() -> None:
 
 
 class Evil:
-    """Pickled, it creates a file where it is unpickled."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -281,7 +331,8 @@ def test_weights_that_would_run_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [[1, 2], torch.zeros(3), 5, {"conv1.weight": 5}, {"state": 5}, {"state": {}}, {}, {1: 2}, None]
+    "content",
+    [[1, 2], torch.zeros(3), 5, {"conv1.weight": 5}, {"state": 5}, {"state": {}}, {}, {1: 2}, None],
 )
 def test_files_that_hold_something_else(tmp_path: Path, content: Any) -> None:
     torch.save(content, tmp_path / "weights.pt")

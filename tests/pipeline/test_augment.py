@@ -1,4 +1,4 @@
-"""Transforms of one image: drawn from (seed, epoch, index), as torchvision's draw, and refused when they make no sense."""
+"""Transforms of one image: seeded, equal to torchvision's, with checked parameters."""
 
 import itertools
 import math
@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from conf.packages import import_torchvision
 from conf.schema import UserError
-from models.zoo import import_torchvision
 from pipeline import augment
 from pipeline.augment import (
     NAMES,
@@ -54,31 +54,39 @@ def photo(image_root: Path) -> Image.Image:
 # Draws.
 
 
-def test_generator_depends_on_seed_epoch_and_index_and_nothing_else() -> None:
+def test_generator_depends_only_on_seed_epoch_and_index() -> None:
     corners = {
         (seed, epoch, index): sample_rng(seed, epoch, index).random()
-        for seed, epoch, index in itertools.product((0, 1, 2**32 - 1), (0, 1, 2, 89, 10**6), (0, 1, 2, 1_281_166))
+        for seed, epoch, index in itertools.product(
+            (0, 1, 2**32 - 1), (0, 1, 2, 89, 10**6), (0, 1, 2, 1_281_166)
+        )
     }
     assert len(set(corners.values())) == len(corners)
     assert all(sample_rng(*corner).random() == drawn for corner, drawn in corners.items())
 
 
 def test_neighbouring_samples_draw_independently() -> None:
-    draws = np.array([[sample_rng(0, epoch, index).random() for index in range(400)] for epoch in range(20)])
+    draws = np.array(
+        [[sample_rng(0, epoch, index).random() for index in range(400)] for epoch in range(20)]
+    )
     assert abs(draws.mean() - 0.5) < 0.02
-    assert abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.05  # the next index
+    assert (
+        abs(np.corrcoef(draws[:, :-1].ravel(), draws[:, 1:].ravel())[0, 1]) < 0.05
+    )  # the next index
     assert abs(np.corrcoef(draws[:-1].ravel(), draws[1:].ravel())[0, 1]) < 0.05  # the next epoch
 
 
 def test_generator_is_the_same_on_every_machine() -> None:
-    """A run resumed elsewhere must go on with the same crops."""
+    """A run resumed elsewhere continues with the same crops."""
     assert sample_rng(1, 2, 3).random() == 0.7449706389329016
 
 
 # RandomResizedCrop.
 
 
-@pytest.mark.parametrize("size", [(1, 1), (1, 500), (500, 1), (2, 3), (300, 200), (33, 1000), (4000, 20)])
+@pytest.mark.parametrize(
+    "size", [(1, 1), (1, 500), (500, 1), (2, 3), (300, 200), (33, 1000), (4000, 20)]
+)
 def test_crop_lies_within_the_image(size: tuple[int, int]) -> None:
     width, height = size
     for scale, ratio in itertools.product(
@@ -110,7 +118,7 @@ def test_crop_keeps_area_and_ratio_and_reaches_every_corner() -> None:
 def test_crop_is_distributed_as_torchvision_draws_it(
     transforms: ModuleType, size: tuple[int, int], ratio: tuple[float, float]
 ) -> None:
-    """With boxes that are always wide, width and height cannot be exchanged unseen."""
+    """With boxes that are always wide, the test detects swapped width and height."""
     import torch
 
     width, height = size
@@ -118,7 +126,12 @@ def test_crop_is_distributed_as_torchvision_draws_it(
     ours = np.array([crop.box(width, height, rng) for _ in range(4000)])
     torch.manual_seed(0)
     like = torch.empty(3, height, width)
-    theirs = np.array([transforms.RandomResizedCrop.get_params(like, [0.08, 1.0], list(ratio)) for _ in range(4000)])
+    theirs = np.array(
+        [
+            transforms.RandomResizedCrop.get_params(like, [0.08, 1.0], list(ratio))
+            for _ in range(4000)
+        ]
+    )
     top, left, tall, wide = theirs.T
     for mine, their in (
         (ours[:, 0], left),
@@ -132,32 +145,46 @@ def test_crop_is_distributed_as_torchvision_draws_it(
 
 
 @pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
-def test_crop_of_an_image_of_impossible_ratio_is_torchvisions(transforms: ModuleType, size: tuple[int, int]) -> None:
-    """Only the largest centred region is left after ten tries."""
+def test_crop_of_an_image_of_impossible_ratio_is_torchvisions(
+    transforms: ModuleType, size: tuple[int, int]
+) -> None:
+    """After ten tries, the crop is the largest centred region."""
     import torch
 
     width, height = size
-    left, top, right, bottom = RandomResizedCrop(size=8, scale=(1.0, 1.0)).box(width, height, random.Random(0))
-    theirs = transforms.RandomResizedCrop.get_params(torch.empty(3, height, width), [1.0, 1.0], [3 / 4, 4 / 3])
+    left, top, right, bottom = RandomResizedCrop(size=8, scale=(1.0, 1.0)).box(
+        width, height, random.Random(0)
+    )
+    theirs = transforms.RandomResizedCrop.get_params(
+        torch.empty(3, height, width), [1.0, 1.0], [3 / 4, 4 / 3]
+    )
     assert (top, left, bottom - top, right - left) == tuple(theirs)
 
 
 def test_crop_is_resized_as_torchvision_resizes(transforms: ModuleType, photo: Image.Image) -> None:
-    """To one level of torchvision's resize of a Pillow image, which rounds elsewhere; exactly its resize of a tensor."""
+    """Within one level of torchvision's resize of a Pillow image, which rounds differently."""
     for box in ((0, 0, 300, 260), (20, 10, 220, 180), (100, 100, 140, 150)):
         left, top, right, bottom = box
         ours = Picture.of_pillow(photo).resized((64, 64), box).pixels()
-        theirs = transforms.functional.resized_crop(photo, top, left, bottom - top, right - left, [64, 64])
+        theirs = transforms.functional.resized_crop(
+            photo, top, left, bottom - top, right - left, [64, 64]
+        )
         assert abs(ours.astype(int) - np.asarray(theirs, int)).max() <= 1
 
 
 # Validation.
 
 
-@pytest.mark.parametrize("size", [(300, 260), (260, 300), (64, 64), (500, 65), (64, 700), (97, 101), (75, 64), (64, 75)])
-def test_resize_and_center_crop_are_torchvisions(transforms: ModuleType, photo: Image.Image, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    "size", [(300, 260), (260, 300), (64, 64), (500, 65), (64, 700), (97, 101), (75, 64), (64, 75)]
+)
+def test_resize_and_center_crop_are_torchvisions(
+    transforms: ModuleType, photo: Image.Image, size: tuple[int, int]
+) -> None:
     image = photo.resize(size)
-    picture = Compose([Resize(size=64), CenterCrop(size=56)])(Picture.of_pillow(image), random.Random(0))
+    picture = Compose([Resize(size=64), CenterCrop(size=56)])(
+        Picture.of_pillow(image), random.Random(0)
+    )
     theirs = transforms.Compose([transforms.Resize(64), transforms.CenterCrop(56)])(image)
     assert abs(picture.pixels().astype(int) - np.asarray(theirs, int)).max() <= 1
 
@@ -176,18 +203,26 @@ def test_center_crop_pads_a_small_image_with_black(photo: Image.Image) -> None:
 def test_horizontal_flip(photo: Image.Image) -> None:
     straight, mirrored = np.asarray(photo), np.asarray(photo)[:, ::-1]
     rng = random.Random(0)
-    np.testing.assert_array_equal(one({"horizontal_flip": {"p": 0}})(Picture.of_pillow(photo), rng).pixels(), straight)
-    np.testing.assert_array_equal(one({"horizontal_flip": {"p": 1}})(Picture.of_pillow(photo), rng).pixels(), mirrored)
+    np.testing.assert_array_equal(
+        one({"horizontal_flip": {"p": 0}})(Picture.of_pillow(photo), rng).pixels(), straight
+    )
+    np.testing.assert_array_equal(
+        one({"horizontal_flip": {"p": 1}})(Picture.of_pillow(photo), rng).pixels(), mirrored
+    )
     flip, small = one("horizontal_flip"), Picture.of_pillow(photo.resize((8, 8)))
-    flipped = sum(not np.array_equal(flip(small, rng).pixels(), small.pixels()) for _ in range(1000))
+    flipped = sum(
+        not np.array_equal(flip(small, rng).pixels(), small.pixels()) for _ in range(1000)
+    )
     assert 430 < flipped < 570
 
 
-def test_random_crop_takes_every_place_and_pads_with_black(photo: Image.Image) -> None:
+def test_random_crop_uses_every_position_and_pads_with_black(photo: Image.Image) -> None:
     small = photo.resize((10, 12)).point(lambda value: max(value, 1))
     pixels = np.asarray(small)
     padded = np.pad(pixels, ((2, 2), (2, 2), (0, 0)))
-    windows = {padded[top : top + 9, left : left + 9].tobytes() for top in range(8) for left in range(6)}
+    windows = {
+        padded[top : top + 9, left : left + 9].tobytes() for top in range(8) for left in range(6)
+    }
     crop, rng = one({"random_crop": {"size": 9, "padding": 2}}), random.Random(0)
     assert {crop(Picture.of_pillow(small), rng).pixels().tobytes() for _ in range(1000)} == windows
     exact = one({"random_crop": {"size": 10}})
@@ -201,38 +236,47 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "resize": {"size": 40},
     "center_crop": {"size": 40},
     "random_crop": {"size": 40},
+    "v2.ColorJitter": {"brightness": 0.4, "hue": 0.1},
+    "v2.GaussianBlur": {"kernel_size": 5},
+    "v2.RandomAdjustSharpness": {"sharpness_factor": 2},
+    "v2.RandomAffine": {"degrees": 20, "translate": [0.1, 0.1]},
+    "v2.RandomPosterize": {"bits": 3},
+    "v2.RandomRotation": {"degrees": 20},
+    "v2.RandomSolarize": {"threshold": 100},
 }
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_every_transform_runs_and_makes_the_side_it_declares(photo: Image.Image, name: str) -> None:
+def test_every_transform_makes_the_size_it_declares(photo: Image.Image, name: str) -> None:
     transform = one({name: PARAMETERS.get(name, {})})
-    for seed, image in itertools.product(range(10), (photo, photo.resize((41, 200)), photo.resize((40, 40)))):
+    for seed, image in itertools.product(
+        range(10), (photo, photo.resize((41, 200)), photo.resize((40, 40)))
+    ):
         before = image.tobytes()
         pixels = transform(Picture.of_pillow(image), random.Random(seed)).pixels()
         assert (pixels.dtype, pixels.ndim, pixels.shape[2]) == (np.uint8, 3, 3)
         again = transform(Picture.of_pillow(image), random.Random(seed)).pixels()
         np.testing.assert_array_equal(pixels, again)
         assert image.tobytes() == before
-        side = getattr(transform, "side", "kept")
-        if side == "kept":
+        size = getattr(transform, "image_size", "kept")
+        if size == "kept":
             assert pixels.shape[1::-1] == image.size
-        elif side is not None:
-            assert pixels.shape[:2] == (side, side) == (40, 40)
+        elif size is not None:
+            assert pixels.shape[:2] == (size, size) == (40, 40)
         else:
             assert min(pixels.shape[:2]) == 40
 
 
-def test_side_of_a_list_is_that_of_its_last_crop() -> None:
-    def side(*entries: Any) -> int | None:
-        return Compose(build(entries, TRANSFORMS, key="augment.train")).side
+def test_image_size_of_a_list_is_that_of_its_last_crop() -> None:
+    def image_size(*entries: Any) -> int | None:
+        return Compose(build(entries, TRANSFORMS, key="augment.train")).image_size
 
     crop, resize = {"random_resized_crop": {"size": 40}}, {"resize": {"size": 50}}
-    assert side(crop, "horizontal_flip", "rand_augment") == 40
-    assert side(resize, {"center_crop": {"size": 30}}) == 30
-    assert side(crop, resize) is None
-    assert side("horizontal_flip") is None
-    assert side() is None
+    assert image_size(crop, "horizontal_flip", "rand_augment") == 40
+    assert image_size(resize, {"center_crop": {"size": 30}}) == 30
+    assert image_size(crop, resize) is None
+    assert image_size("horizontal_flip") is None
+    assert image_size() is None
 
 
 # Strong augmentation.
@@ -247,7 +291,9 @@ def autoaugment(transforms: ModuleType) -> ModuleType:
     return transforms.autoaugment
 
 
-def their_space(autoaugment: ModuleType, family: str, image: Image.Image) -> dict[str, tuple[Any, bool]]:
+def their_space(
+    autoaugment: ModuleType, family: str, image: Image.Image
+) -> dict[str, tuple[Any, bool]]:
     """torchvision's name of an operation -> (magnitude of each strength, whether it is signed)."""
     space = getattr(autoaugment, family)()._augmentation_space
     return space(31, (image.height, image.width)) if family == "RandAugment" else space(31)
@@ -262,18 +308,32 @@ def test_operation_of_every_strength_is_torchvisions(
     image, changed = photo.resize((176, 120)), 0
     magnitudes, signed = their_space(autoaugment, family, image)[THEIRS[name]]
     for strength, sign in itertools.product(range(STRENGTHS + 1), (1, -1)):
-        # Theirs are float32: unrounded, TrivialAugment's translation by 16 pixels is 15.999999, which is cut to 15.
-        magnitude = (sign if signed else 1) * round(magnitudes[strength].item(), 4) if magnitudes.ndim else 0.0
-        expected = autoaugment._apply_op(image, THEIRS[name], magnitude, transforms.InterpolationMode.NEAREST, None)
-        found = operate(image, name, sign, strength / STRENGTHS, wide=family == "TrivialAugmentWide")
-        np.testing.assert_array_equal(np.asarray(found), np.asarray(expected), err_msg=f"{sign} {strength}")
+        # torchvision's are float32: unrounded, a translation by 16 pixels is 15.999999, cut to 15.
+        magnitude = (
+            (sign if signed else 1) * round(magnitudes[strength].item(), 4)
+            if magnitudes.ndim
+            else 0.0
+        )
+        expected = autoaugment._apply_op(
+            image, THEIRS[name], magnitude, transforms.InterpolationMode.NEAREST, None
+        )
+        found = operate(
+            image, name, sign, strength / STRENGTHS, wide=family == "TrivialAugmentWide"
+        )
+        np.testing.assert_array_equal(
+            np.asarray(found), np.asarray(expected), err_msg=f"{sign} {strength}"
+        )
         changed += found.tobytes() != image.tobytes()
     assert changed > STRENGTHS or magnitudes.ndim == 0
 
 
 @pytest.mark.parametrize(("family", "ours"), FAMILIES)
-def test_operations_strengths_and_signs_are_drawn_as_torchvision_draws_them(
-    autoaugment: ModuleType, monkeypatch: pytest.MonkeyPatch, photo: Image.Image, family: str, ours: str
+def test_operations_strengths_and_signs_have_torchvisions_distribution(
+    autoaugment: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    photo: Image.Image,
+    family: str,
+    ours: str,
 ) -> None:
     import torch
 
@@ -282,30 +342,38 @@ def test_operations_strengths_and_signs_are_drawn_as_torchvision_draws_them(
     drawn: dict[str, list[float]] = {name: [] for name in NAMES}
     taken: dict[str, list[float]] = {name: [] for name in THEIRS.values()}
 
-    def note(image: Image.Image, name: str, sign: int, strength: float, *, wide: bool) -> Image.Image:
+    def note(
+        image: Image.Image, name: str, sign: int, strength: float, *, wide: bool
+    ) -> Image.Image:
         magnitudes, signed = space[THEIRS[name]]
         place = round(strength * STRENGTHS)
         assert place == pytest.approx(strength * STRENGTHS)
-        drawn[name].append((sign if signed else 1) * magnitudes[place].item() if magnitudes.ndim else 0.0)
+        drawn[name].append(
+            (sign if signed else 1) * magnitudes[place].item() if magnitudes.ndim else 0.0
+        )
         return image
 
     monkeypatch.setattr(augment, "operate", note)
     transform, picture = one({ours: {} if wide else {"count": 1}}), Picture.of_pillow(image)
     for seed in range(draws):
         transform(picture, random.Random(seed))
-    monkeypatch.setattr(autoaugment, "_apply_op", lambda image, name, magnitude, **_: taken[name].append(magnitude))
+    monkeypatch.setattr(
+        autoaugment, "_apply_op", lambda image, name, magnitude, **_: taken[name].append(magnitude)
+    )
     theirs = getattr(autoaugment, family)(**({} if wide else {"num_ops": 1}))
     torch.manual_seed(0)
     for _ in range(draws):
         theirs(image)
     for name in NAMES:
         mine, their = np.array(drawn[name]), np.array(taken[THEIRS[name]])
-        assert abs(len(mine) - len(their)) < 140, name  # 429 are expected of each, and 28 is a standard deviation of this
+        assert abs(len(mine) - len(their)) < 140, (
+            name
+        )  # 429 are expected of each, and 28 is a standard deviation of this
         assert set(abs(mine)) == set(abs(their)), name  # no strength is left out
         assert same_distribution(mine, their), name
 
 
-def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Image) -> None:
+def test_rand_augment_applies_count_operations(photo: Image.Image) -> None:
     image = Picture.of_pillow(photo.resize((40, 32)))
     once, twice = (one({"rand_augment": {"count": count, "magnitude": 12}}) for count in (1, 2))
     for seed in range(20):
@@ -320,18 +388,26 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        ("horizontal_flp", r"no transform horizontal_flp; choose from random_resized_crop, .*; did you mean horizontal_flip\?"),
+        (
+            "horizontal_flp",
+            r"no transform horizontal_flp; choose from random_resized_crop, .*; "
+            r"did you mean horizontal_flip\?",
+        ),
         ({"center_corp": {"size": 3}}, r"did you mean center_crop\?"),
         ("__import__", "choose from random_resized_crop"),
         ({"_target_": "os.system"}, "not a transform"),
         ({"horizontal_flip": {"prob": 1}}, "horizontal_flip has no parameter prob; it has p$"),
         ({"trivial_augment": {"size": 3}}, "trivial_augment has no parameter size; it has none"),
         ({"random_resized_crop": {"size": 8, "self": 1}}, "no parameter self"),
-        ({"random_resized_crop": {}}, r"random_resized_crop needs size; write random_resized_crop: \{size: 224\}$"),
+        (
+            {"random_resized_crop": {}},
+            r"random_resized_crop needs size; write random_resized_crop: \{size: 224\}$",
+        ),
         ("center_crop", r"center_crop needs size; write center_crop: \{size: 224\}$"),
         (
             {"random_resized_crop": {"scale": [0.1, 1.0]}},
-            r"random_resized_crop needs size; write random_resized_crop: \{size: 224, scale: \[0.1, 1.0\]\}$",
+            r"random_resized_crop needs size; "
+            r"write random_resized_crop: \{size: 224, scale: \[0.1, 1.0\]\}$",
         ),
         ({"center_crop": 8}, "not a transform"),
         ({"center_crop": [8]}, "not a transform"),
@@ -342,23 +418,25 @@ def test_rand_augment_applies_as_many_operations_as_it_is_told(photo: Image.Imag
         (["horizontal_flip"], "not a transform"),
     ],
 )
-def test_entry_that_is_no_transform_is_refused(entry: Any, message: str) -> None:
+def test_invalid_entry_is_refused(entry: Any, message: str) -> None:
     with pytest.raises(UserError, match=rf"^augment.train: (.*){message}"):
         build(["horizontal_flip", entry], TRANSFORMS, key="augment.train")
 
 
 class Shift:
-    """A transform of somebody's own."""
+    """A custom transform."""
 
     def __init__(self, *, across: int, down: int, fill: int = 0) -> None:
         self.box = across, down, fill
 
 
-def test_every_missing_parameter_is_named() -> None:
-    """In a list for whole batches too."""
+def test_missing_parameters_are_named() -> None:
+    """Also in a list for whole batches."""
     with pytest.raises(UserError) as error:
         build([{"shift": {"fill": 3}}], {"shift": Shift}, key="augment.batch")
-    assert str(error.value) == "augment.batch: shift needs across and down; write shift: {across: ..., down: ..., fill: 3}"
+    assert str(error.value) == (
+        "augment.batch: shift needs across and down; write shift: {across: ..., down: ..., fill: 3}"
+    )
 
 
 NAN, INF = math.nan, math.inf
@@ -371,7 +449,19 @@ NAN, INF = math.nan, math.inf
         *(("resize", {"size": size}) for size in (0, 10**9)),
         *(
             ("random_resized_crop", {"size": 8, "scale": scale})
-            for scale in ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], [0.1, NAN], [-1, 1], 0.5, [0.5], [0.1, 0.5, 1], "ab", None)
+            for scale in (
+                [0, 1],
+                [0.5, 0.2],
+                [0.1, 1.1],
+                [NAN, 1],
+                [0.1, NAN],
+                [-1, 1],
+                0.5,
+                [0.5],
+                [0.1, 0.5, 1],
+                "ab",
+                None,
+            )
         ),
         *(
             ("random_resized_crop", {"size": 8, "ratio": ratio})
@@ -383,6 +473,6 @@ NAN, INF = math.nan, math.inf
         *(("rand_augment", {"magnitude": magnitude}) for magnitude in (-1, 31, NAN, None)),
     ],
 )
-def test_parameter_without_sense_is_refused(name: str, parameters: dict[str, Any]) -> None:
+def test_invalid_parameter_is_refused(name: str, parameters: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=f"^augment.val: {name}: {list(parameters)[-1]}=.*: give "):
         build([{name: parameters}], TRANSFORMS, key="augment.val")

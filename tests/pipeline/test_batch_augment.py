@@ -1,4 +1,4 @@
-"""Transforms of a batch: pixels and targets mix in the same proportion, drawn from (seed, step, rank)."""
+"""Batch transforms: pixels and targets mix in proportion, drawn from (seed, step, rank)."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ def one(name: str, **parameters: Any) -> Any:
 
 
 def batch() -> tuple[Tensor, Tensor]:
-    """Sample i is of colour i + 1 all over and of class i: whatever is mixed in can be told by its value."""
+    """Sample i has colour i + 1 and class i: its value identifies a pixel's source."""
     images = torch.arange(1.0, COUNT + 1)[:, None, None, None].expand(COUNT, 3, SIDE, SIDE).clone()
     return images, torch.eye(COUNT)
 
@@ -33,7 +33,7 @@ def neighbours() -> np.ndarray:
 
 
 def is_box(inside: np.ndarray) -> bool:
-    """Whether a mask [S, S] is one filled rectangle, or empty."""
+    """Return whether a mask [S, S] is one filled rectangle, or empty."""
     return bool((inside == np.outer(inside.any(axis=1), inside.any(axis=0))).all())
 
 
@@ -52,7 +52,9 @@ def test_mixup_blends_pixels_and_targets_alike(alpha: float) -> None:
 
 def test_mixup_draws_its_weights_from_a_beta_distribution() -> None:
     mixup, images, targets = one("mixup", alpha=0.2), torch.zeros(COUNT, 3, 1, 1), torch.eye(COUNT)
-    weights = torch.cat([mixup(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(50)])
+    weights = torch.cat(
+        [mixup(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(50)]
+    )
     # Beta(a, a): mean 1/2, variance 1 / (4 (2a + 1)); 3,200 draws
     assert weights.mean().item() == pytest.approx(0.5, abs=0.03)
     assert weights.var().item() == pytest.approx(1 / (4 * 1.4), abs=0.01)
@@ -75,7 +77,7 @@ def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
     assert max(areas) > 0.5
 
 
-def test_boxes_reach_every_pixel_about_equally() -> None:
+def test_boxes_cover_every_pixel_about_equally() -> None:
     hits = np.zeros((SIDE, SIDE))
     cutmix = one("cutmix", alpha=1.0)
     for step in range(60):
@@ -86,7 +88,7 @@ def test_boxes_reach_every_pixel_about_equally() -> None:
     assert abs(hits[:, : SIDE // 2].mean() - hits[:, SIDE // 2 :].mean()) < 0.03
 
 
-def test_erasing_clears_a_box_and_leaves_targets_alone() -> None:
+def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = 0
     for step in range(20):
@@ -99,7 +101,9 @@ def test_erasing_clears_a_box_and_leaves_targets_alone() -> None:
             assert is_box(cleared[0])
             erased += bool(cleared.any())
             if cleared.any():
-                assert 0.08 < cleared[0].mean() < 0.23  # wherever it lies: the border does not cut it
+                assert (
+                    0.08 < cleared[0].mean() < 0.23
+                )  # wherever it lies: the border does not cut it
                 assert 0.4 < cleared[0].any(axis=1).sum() / cleared[0].any(axis=0).sum() < 2.5
     assert 0.2 < erased / (20 * COUNT) < 0.3
 
@@ -121,7 +125,9 @@ def test_erased_boxes_are_distributed_as_torchvisions(
         [RandomErasing.get_params(image, scale, ratio, [0.0])[:4] for _ in range(draws)]
     ).T.numpy()
     erased = height < side  # all of the image stands for a box that was not found
-    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(draws, side, batch_rng(0, 0, 0))
+    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(
+        draws, side, batch_rng(0, 0, 0)
+    )
     ours = boxes[:, 2] > boxes[:, 0]
     assert abs(ours.mean() - erased.mean()) < 0.03
     x, y, right, bottom = boxes[ours].T
@@ -139,7 +145,7 @@ def test_erased_boxes_are_distributed_as_torchvisions(
 
 
 def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
-    """A box that the border cuts has the weight of what is left of it."""
+    """The weight of a box is its area within the image."""
     assert import_torchvision()
     from torchvision.transforms.v2 import CutMix
 
@@ -147,9 +153,13 @@ def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
     torch.manual_seed(0)
     weights = np.array([theirs.make_params([image])["lam_adjusted"] for _ in range(2000)])
     images, targets = torch.zeros(200, 1, 224, 224), torch.eye(200)
-    ours = torch.cat([cutmix(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(10)]).numpy()
+    ours = torch.cat(
+        [cutmix(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(10)]
+    ).numpy()
     assert same_distribution(ours, weights)
-    assert not same_distribution(ours, np.random.default_rng(0).random(2000))  # not Beta(1, 1), from which the box follows
+    assert not same_distribution(
+        ours, np.random.default_rng(0).random(2000)
+    )  # not Beta(1, 1), from which the box follows
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
@@ -164,7 +174,7 @@ def test_draws_depend_on_seed_step_and_rank_and_nothing_else(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_never_changes_its_input_nor_what_p_0_leaves_out(name: str) -> None:
+def test_input_is_not_modified_and_p_0_changes_nothing(name: str) -> None:
     images, targets = torch.randn(8, 3, 16, 16), torch.eye(8)
     before = images.clone(), targets.clone()
     for p in (0.0, 1.0):
@@ -172,13 +182,16 @@ def test_never_changes_its_input_nor_what_p_0_leaves_out(name: str) -> None:
         assert torch.equal(images, before[0])
         assert torch.equal(targets, before[1])
         assert torch.equal(mixed[0], images) == (p == 0)
-        assert [(t.shape, t.dtype) for t in mixed] == [((8, 3, 16, 16), torch.float32), ((8, 8), torch.float32)]
+        assert [(t.shape, t.dtype) for t in mixed] == [
+            ((8, 3, 16, 16), torch.float32),
+            ((8, 8), torch.float32),
+        ]
         if p == 0:
             assert torch.equal(mixed[1], targets)
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
-def test_p_is_the_share_of_images_that_are_mixed(name: str) -> None:
+def test_p_is_the_fraction_of_mixed_images(name: str) -> None:
     transform = one(name, p=0.3)
     mixed = [transform(*batch(), batch_rng(0, step, 0))[1].diagonal() < 1 for step in range(40)]
     assert 0.25 < torch.cat(mixed).float().mean().item() < 0.33
@@ -188,14 +201,18 @@ def test_p_is_the_share_of_images_that_are_mixed(name: str) -> None:
 def test_memory_format_makes_no_difference(name: str) -> None:
     images, targets = torch.randn(8, 3, 16, 16), torch.eye(8)
     plain, _ = one(name, p=1.0)(images, targets, batch_rng(0, 0, 0))
-    last, _ = one(name, p=1.0)(images.to(memory_format=torch.channels_last), targets, batch_rng(0, 0, 0))
+    last, _ = one(name, p=1.0)(
+        images.to(memory_format=torch.channels_last), targets, batch_rng(0, 0, 0)
+    )
     assert torch.equal(plain, last)
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 @pytest.mark.parametrize("count", [1, 2])
 def test_smallest_batches(name: str, count: int) -> None:
-    images, targets = one(name, p=1.0)(torch.ones(count, 3, 8, 8), torch.eye(count), batch_rng(0, 0, 0))
+    images, targets = one(name, p=1.0)(
+        torch.ones(count, 3, 8, 8), torch.eye(count), batch_rng(0, 0, 0)
+    )
     assert images.isfinite().all()
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
 
@@ -209,19 +226,32 @@ NAN, INF = math.nan, math.inf
         *(("mixup", {"alpha": alpha}) for alpha in (0, -1, NAN, INF, "x", None)),
         *(("cutmix", {"alpha": alpha}) for alpha in (0, NAN, [1])),
         *((name, {"p": p}) for name in BATCH_TRANSFORMS for p in (-0.1, 1.1, NAN, "x", None)),
-        *(("random_erasing", {"scale": scale}) for scale in ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], 0.5, [1, 1, 1], None)),
-        *(("random_erasing", {"ratio": ratio}) for ratio in ([0, 1], [2, 1], [1, INF], [NAN, 1], None)),
+        *(
+            ("random_erasing", {"scale": scale})
+            for scale in ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], 0.5, [1, 1, 1], None)
+        ),
+        *(
+            ("random_erasing", {"ratio": ratio})
+            for ratio in ([0, 1], [2, 1], [1, INF], [NAN, 1], None)
+        ),
     ],
-)  # fmt: skip
-def test_parameter_without_sense_is_refused(name: str, parameters: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"^augment.batch: {name}: {next(iter(parameters))}=.*: give "):
+)
+def test_invalid_parameter_is_refused(name: str, parameters: dict[str, Any]) -> None:
+    with pytest.raises(
+        UserError, match=f"^augment.batch: {name}: {next(iter(parameters))}=.*: give "
+    ):
         one(name, **parameters)
 
 
 def test_unknown_name_or_parameter_is_refused() -> None:
-    with pytest.raises(UserError, match=r"^augment.batch: there is no transform mixp; choose from .*; did you mean mixup\?"):
+    with pytest.raises(
+        UserError,
+        match=r"^augment.batch: there is no transform mixp; choose from .*; did you mean mixup\?",
+    ):
         one("mixp")
-    with pytest.raises(UserError, match=r"^augment.batch: cutmix has no parameter beta; it has alpha, p$"):
+    with pytest.raises(
+        UserError, match=r"^augment.batch: cutmix has no parameter beta; it has alpha, p$"
+    ):
         one("cutmix", beta=1)
     with pytest.raises(UserError, match=r"^augment.batch: there is no transform horizontal_flip"):
         one("horizontal_flip")

@@ -1,4 +1,4 @@
-"""One sample: the same whenever it is asked for, and an unreadable one is named."""
+"""One sample: reproducible, and an error names its file."""
 
 import contextlib
 import io
@@ -21,7 +21,13 @@ from scripts import shrink, survey
 
 
 def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
-    transform = Compose(build([{"random_resized_crop": {"size": 48}}, "horizontal_flip"], TRANSFORMS, key="augment.train"))
+    transform = Compose(
+        build(
+            [{"random_resized_crop": {"size": 48}}, "horizontal_flip"],
+            TRANSFORMS,
+            key="augment.train",
+        )
+    )
     return FolderDataset(load_index(root, key="data.train"), transform, seed=seed)
 
 
@@ -32,13 +38,20 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
 
 
 def png_bomb(width: int, height: int) -> bytes:
-    """A few hundred bytes that claim to be a large image."""
+    """A few hundred bytes whose header declares a large image."""
 
     def chunk(name: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        return (
+            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        )
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(1000))) + chunk(b"IEND", b"")
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(1000)))
+        + chunk(b"IEND", b"")
+    )
 
 
 def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
@@ -61,7 +74,11 @@ def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
 
 def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Path) -> None:
     dataset, again = (open_dataset(image_root / "train", seed=1) for _ in range(2))
-    first = {(epoch, index): dataset.load(epoch, index)[0].tobytes() for epoch in range(2) for index in range(6)}
+    first = {
+        (epoch, index): dataset.load(epoch, index)[0].tobytes()
+        for epoch in range(2)
+        for index in range(6)
+    }
     for (epoch, index), pixels in reversed(first.items()):  # in another order
         assert again.load(epoch, index)[0].tobytes() == pixels
     assert len(set(first.values())) == len(first)
@@ -70,15 +87,21 @@ def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Pat
 
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_torchs_data_loader_sees_the_crops_of_the_epoch_that_is_set(image_root: Path, workers: int) -> None:
-    """Two ranks, each with its sampler and workers that are kept from epoch to epoch."""
+def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, workers: int) -> None:
+    """Two ranks, each with its sampler and persistent workers."""
     import torch
     from torch.utils.data import DataLoader, DistributedSampler
 
     dataset = open_dataset(image_root / "train", seed=5)
     context = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
-    samplers = [DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3) for rank in range(2)]  # type: ignore[arg-type]
-    loaders = [DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context) for sampler in samplers]  # type: ignore[arg-type]
+    samplers = [
+        DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3)  # type: ignore[arg-type]
+        for rank in range(2)
+    ]
+    loaders = [
+        DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
+        for sampler in samplers
+    ]  # type: ignore[arg-type]
     crops: dict[int, list[bytes]] = {index: [] for index in range(len(dataset))}
     for epoch in (0, 1, 7):
         dataset.set_epoch(epoch)
@@ -92,7 +115,9 @@ def test_torchs_data_loader_sees_the_crops_of_the_epoch_that_is_set(image_root: 
                 np.testing.assert_array_equal(image, expected)
                 assert label == expected_label
                 crops[index].append(image.tobytes())
-    assert all(len(seen) == len(set(seen)) == 3 for seen in crops.values())  # each once an epoch, and never twice alike
+    assert all(
+        len(seen) == len(set(seen)) == 3 for seen in crops.values()
+    )  # each once an epoch, and never twice alike
 
 
 @pytest.mark.parametrize(
@@ -145,7 +170,7 @@ def test_bad_file_is_named_with_the_reason(changeable: Path, damage: str, reason
 def test_eps_named_jpg_is_refused_and_starts_no_process(
     changeable: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pillow gives PostScript to Ghostscript, which is a program in a file: a dataset must not run programs."""
+    """Pillow runs Ghostscript on PostScript, which is a program: a dataset must not run any."""
     gs, started = tmp_path / "bin" / "gs", tmp_path / "started"
     gs.parent.mkdir()
     gs.write_text(f"#!/bin/sh\ntouch {started}\n")
@@ -155,14 +180,22 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
     dataset = open_dataset(changeable)
     path = Path(dataset.name(0))
     Image.open(path).convert("RGB").save(path, "EPS")
-    with Image.open(path) as image, contextlib.suppress(Exception):  # this gs gives Pillow nothing to read
+    with (
+        Image.open(path) as image,
+        contextlib.suppress(Exception),
+    ):  # this gs gives Pillow nothing to read
         image.load()
     assert started.exists()  # without a list of formats it is started
     started.unlink()
     for load in (dataset.load, dataset.load_encoded):
-        with pytest.raises(BadImageError, match=f"^{path}: UnidentifiedImageError: cannot identify image file"):
+        with pytest.raises(
+            BadImageError, match=f"^{path}: UnidentifiedImageError: cannot identify image file"
+        ):
             load(0, 0)
-    assert survey.examine(str(path), "pillow").problem == "not a picture, begins with b'%!PS-Adobe-3.0 E'"
+    assert (
+        survey.examine(str(path), "pillow").problem
+        == "not a picture, begins with b'%!PS-Adobe-3.0 E'"
+    )
     with pytest.raises(UnidentifiedImageError):
         shrink.shrink(path.read_bytes(), path.name, side=256, quality=90, decoder="pillow")
     shrink_gain(dataset)
@@ -191,14 +224,18 @@ def test_damaged_bytes_never_raise_anything_else(changeable: Path) -> None:
     assert refused > 30
 
 
-def test_transform_that_cannot_be_applied_names_the_image(image_root: Path) -> None:
+def test_failing_transform_names_the_image(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train")
-    dataset.transform = Compose(build([{"random_crop": {"size": 4000}}], TRANSFORMS, key="augment.train"))
-    with pytest.raises(BadImageError, match=r"00.jpg: ValueError: random_crop: .* size 4000.* \(augment\.py:\d+\)$"):
+    dataset.transform = Compose(
+        build([{"random_crop": {"size": 4000}}], TRANSFORMS, key="augment.train")
+    )
+    with pytest.raises(
+        BadImageError, match=r"00.jpg: ValueError: random_crop: .* size 4000.* \(augment\.py:\d+\)$"
+    ):
         dataset.load(0, 0)
 
 
-def test_name_without_an_encoding_is_readable_and_nameable(tmp_path: Path, image_root: Path) -> None:
+def test_undecodable_file_name_is_read_and_named(tmp_path: Path, image_root: Path) -> None:
     folder = os.path.join(os.fsencode(tmp_path), b"root", b"\xff")
     os.makedirs(folder)
     shutil.copy(image_root / "train" / "dots" / "00.jpg", os.path.join(folder, b"a\xe9.jpg"))

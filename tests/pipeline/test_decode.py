@@ -1,4 +1,4 @@
-"""Bytes to pixels: the same as Pillow's own conversion for every kind of file that a dataset may hold."""
+"""Bytes to pixels: equal to Pillow's conversion for every kind of file in a dataset."""
 
 import io
 import warnings
@@ -81,7 +81,7 @@ FORMATS: dict[str, Callable[[], bytes]] = {
 
 @pytest.mark.filterwarnings("ignore:Palette images with Transparency")
 @pytest.mark.parametrize("name", FORMATS)
-def test_pixels_are_those_of_pillow(name: str) -> None:
+def test_pixels_equal_pillows(name: str) -> None:
     data = FORMATS[name]()
     picture = opened(data)
     with Image.open(io.BytesIO(data)) as image:
@@ -95,7 +95,7 @@ def test_pixels_are_those_of_pillow(name: str) -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), [("PNG", "<u2"), ("TIFF", "<u2"), ("TIFF", ">u2")])
 def test_16_bit_grey_keeps_its_upper_byte(kind: str, dtype: str) -> None:
-    """Pillow's own conversion clips it: nearly everything becomes white."""
+    """Pillow's own conversion clips it, so that most pixels become white."""
     image = wide_grey(dtype)
     pixels = opened(encoded(image, kind)).pixels()
     expected = np.asarray(image) // 256
@@ -103,13 +103,13 @@ def test_16_bit_grey_keeps_its_upper_byte(kind: str, dtype: str) -> None:
 
 
 def test_exif_orientation_is_not_applied() -> None:
-    """The published models have been trained on images as they are stored."""
+    """Published models were trained on images as stored."""
     picture = opened(rotated_by_exif())
     assert picture.size == drawn().size
     np.testing.assert_array_equal(picture.pixels(), opened(encoded(drawn())).pixels())
 
 
-def test_nothing_is_decoded_before_pixels_are_needed() -> None:
+def test_decoding_waits_until_pixels_are_needed() -> None:
     data = encoded(drawn())
     picture = opened(data[:1000])  # the header is there, the rest is not
     assert picture.size == drawn().size
@@ -130,15 +130,17 @@ JPEGS = {
 
 
 def photo(width: int, height: int) -> Image.Image:
-    """A drawing of a given size; odd sizes end in the middle of a block."""
-    return draw_image("plaid", np.random.default_rng(3)).resize((width, height), Image.Resampling.BICUBIC)
+    """Draw an image of a given size; odd sizes end in the middle of a block."""
+    return draw_image("plaid", np.random.default_rng(3)).resize(
+        (width, height), Image.Resampling.BICUBIC
+    )
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize("kind", JPEGS)
 @pytest.mark.parametrize("size", [(333, 251), (64, 97), (17, 9)])
 def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple[int, int]) -> None:
-    """Whole, and every region a crop may ask for: a decoder is a matter of speed only."""
+    """The whole image and every region: the choice of decoder affects the speed only."""
     data = JPEGS[kind](photo(*size))
     whole = np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
     picture = opened(data, decoder)
@@ -147,49 +149,79 @@ def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple
     width, height = size
     corner, strip = (width - 9, height - 7, width, height), (0, height // 2, 16, height // 2 + 1)
     inside = (width // 3, 1, width // 3 + 5, 8)
-    for left, top, right, bottom in [(0, 0, width, height), (1, 2, width, height), inside, corner, strip]:
+    for left, top, right, bottom in [
+        (0, 0, width, height),
+        (1, 2, width, height),
+        inside,
+        corner,
+        strip,
+    ]:
         region = picture.resized((right - left, bottom - top), (left, top, right, bottom))
         np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
-def test_resize_is_torchvisions(decoder: str) -> None:
-    """Crop and resize as torchvision does it for uint8 tensors, exactly: no pixel beside the box is used."""
+def test_resize_equals_torchvisions(decoder: str) -> None:
+    """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
     import_torchvision()
     from torchvision.transforms.v2 import functional
 
     data = encoded(photo(333, 251), quality=95)
     whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
     picture = opened(data, decoder)
-    for left, top, right, bottom in [(0, 0, 333, 251), (20, 10, 220, 180), (100, 100, 140, 150), (3, 3, 300, 9)]:
+    for left, top, right, bottom in [
+        (0, 0, 333, 251),
+        (20, 10, 220, 180),
+        (100, 100, 140, 150),
+        (3, 3, 300, 9),
+    ]:
         for size in [(64, 64), (150, 149), (250, 3)]:
-            theirs = functional.resized_crop(whole, top, left, bottom - top, right - left, [size[1], size[0]], antialias=True)
+            theirs = functional.resized_crop(
+                whole, top, left, bottom - top, right - left, [size[1], size[0]], antialias=True
+            )
             ours = picture.resized(size, (left, top, right, bottom)).pixels()
             np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
 @pytest.mark.parametrize("decoder", decode.installed())
 @pytest.mark.parametrize(
-    ("size", "box", "scale"), [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)]
+    ("size", "box", "scale"),
+    [((1333, 1001), (100, 51, 1300, 990), 4), ((2001, 1999), (3, 5, 1990, 1980), 8)],
 )
-def test_decoding_at_a_fraction_is_close(decoder: str, size: tuple[int, int], box: decode.Box, scale: int) -> None:
-    """A smaller decode averages blocks before the resize does: a slightly softer image, in the same place."""
+def test_decoding_at_a_fraction_is_close(
+    decoder: str, size: tuple[int, int], box: decode.Box, scale: int
+) -> None:
+    """A reduced decode averages blocks before the resize: slightly softer, but not shifted."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
     picture = opened(encoded(image, quality=95), decoder)
     assert decode.reduction(box, (224, 224)) == scale
     ours = picture.resized((224, 224), box, quick=True).pixels().astype(float)
     exact = decode.Picture(np.asarray(image)).resized((224, 224), box).pixels().astype(float)
     assert abs(ours - exact).mean() < 2.5
-    moved = decode.Picture(np.asarray(image)).resized((224, 224), tuple(v + 2 * scale for v in box[:2]) + box[2:]).pixels()
-    assert abs(ours - exact).mean() < abs(ours - moved).mean()  # a region taken a little beside it would be told
+    moved = (
+        decode.Picture(np.asarray(image))
+        .resized((224, 224), tuple(v + 2 * scale for v in box[:2]) + box[2:])
+        .pixels()
+    )
+    assert (
+        abs(ours - exact).mean() < abs(ours - moved).mean()
+    )  # a region taken a little beside it would be told
 
 
 @pytest.mark.parametrize(
     ("box", "size", "scale"),
-    [((0, 0, 224, 224), (224, 224), 1), ((0, 0, 447, 900), (224, 224), 1), ((0, 0, 448, 448), (224, 224), 2),
-     ((5, 5, 1000, 1000), (224, 224), 4), ((0, 0, 9000, 9000), (224, 224), 8), ((0, 0, 10, 10), (224, 224), 1)],
-)  # fmt: skip
-def test_reduction_never_falls_below_the_result(box: decode.Box, size: tuple[int, int], scale: int) -> None:
+    [
+        ((0, 0, 224, 224), (224, 224), 1),
+        ((0, 0, 447, 900), (224, 224), 1),
+        ((0, 0, 448, 448), (224, 224), 2),
+        ((5, 5, 1000, 1000), (224, 224), 4),
+        ((0, 0, 9000, 9000), (224, 224), 8),
+        ((0, 0, 10, 10), (224, 224), 1),
+    ],
+)
+def test_reduced_image_is_never_smaller_than_the_result(
+    box: decode.Box, size: tuple[int, int], scale: int
+) -> None:
     assert decode.reduction(box, size) == scale
 
 
@@ -211,8 +243,8 @@ def test_crop_and_mirror() -> None:
     assert not beyond[:, :4].any()
 
 
-def test_pillows_read_only_memory_is_used_as_it_is() -> None:
-    """No copy of it, and no word of torch about it."""
+def test_read_only_memory_of_pillow_is_used_without_a_copy() -> None:
+    """And torch prints no warning about it."""
     picture = decode.Picture.of_pillow(drawn())
     pixels = picture.pixels()
     assert not pixels.flags.writeable
@@ -226,13 +258,15 @@ def test_pillows_read_only_memory_is_used_as_it_is() -> None:
         torch.set_warn_always(False)
 
 
-def test_auto_is_the_first_that_is_installed() -> None:
+def test_auto_is_the_first_installed_decoder() -> None:
     assert decode.resolve("auto") == decode.installed()[0]
     for name in decode.installed():
         assert decode.resolve(name) == name
 
 
-def test_a_decoder_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_decoder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "installed", lambda: ["pillow"])
-    with pytest.raises(UserError, match=r"loader.decoder=simplejpeg: not installed; pip install simplejpeg"):
+    with pytest.raises(
+        UserError, match=r"loader.decoder=simplejpeg: not installed; pip install simplejpeg"
+    ):
         decode.resolve("simplejpeg")

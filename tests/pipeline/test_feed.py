@@ -30,17 +30,28 @@ def opened(
     ceiling: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Feed]:
-    config = cli.load([f"data.root={image_root}", "augment=demo", "loader.batch_size=6", "loader.start_method=fork",
-                       f"loader.decoder={decoder}"])  # fmt: skip
+    config = cli.load(
+        [
+            f"data.root={image_root}",
+            "augment=demo",
+            "loader.batch_size=6",
+            "loader.start_method=fork",
+            f"loader.decoder={decoder}",
+        ]
+    )
     datasets, world = build_datasets(config), world_of(device)
-    plan = loader_plan(config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype)
+    plan = loader_plan(
+        config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype
+    )
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
 
 def validation(feed: Feed) -> list[tuple[Tensor, Tensor]]:
     """Images and labels of every validation batch, on the host."""
-    return [(batch.images.cpu(), batch.labels.cpu()) for batch in feed.val.batches(0, feed.val_batches)]
+    return [
+        (batch.images.cpu(), batch.labels.cpu()) for batch in feed.val.batches(0, feed.val_batches)
+    ]
 
 
 def assert_equal(ours: list[tuple[Tensor, Tensor]], theirs: list[tuple[Tensor, Tensor]]) -> None:
@@ -56,11 +67,13 @@ class NoEngines:
         pass
 
     def make_batch(self, *args: Any) -> None:
-        raise AssertionError("validation goes through the CPU decoders")
+        raise AssertionError("the CPU decodes validation images")
 
 
 @pytest.mark.parametrize("decoder", ["gpu", "hybrid"])
-def test_engines_have_no_part_in_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str) -> None:
+def test_validation_does_not_use_the_engines(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str
+) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
     with opened(image_root, installed()[0]) as plain, opened(image_root, decoder) as engines:
         assert isinstance(engines.train.upload, EngineUpload)
@@ -71,7 +84,7 @@ def test_engines_have_no_part_in_validation(monkeypatch: pytest.MonkeyPatch, ima
 
 
 @pytest.mark.parametrize(("decoder", "during"), [("gpu", 3), ("hybrid", 3), ("pillow", 1)])
-def test_workers_that_only_read_get_help_for_a_validation(
+def test_validation_with_engines_uses_all_workers(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, during: int
 ) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
@@ -86,7 +99,9 @@ def test_workers_that_only_read_get_help_for_a_validation(
 
 
 @pytest.mark.parametrize("ceiling", [0, 2])
-def test_workers_are_never_fewer_for_a_validation(monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int) -> None:
+def test_validation_never_has_fewer_workers(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int
+) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
     for workers in (0, 3):
         with (
@@ -99,7 +114,7 @@ def test_workers_are_never_fewer_for_a_validation(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: torch.dtype) -> None:
-    """Bit for bit, also while training batches of the engines are on their way."""
+    """Bit for bit, also while the engines decode training batches."""
     device = torch.device("cuda", 0)
     found = {}
     for decoder in [*installed(), "gpu", "hybrid"]:

@@ -1,4 +1,4 @@
-"""The sample table: what counts as an image, what is refused, and a cache that is never trusted wrongly."""
+"""The sample table: accepted files, refused folders, and a cache that is never stale."""
 
 import os
 import random
@@ -19,7 +19,7 @@ NOBODY = 65534  # root may read and write what permissions forbid
 
 
 def make(folder: Path, *names: str | bytes) -> Path:
-    """Create empty files, and the folders they are in; the scan looks at names only."""
+    """Create empty files and their folders; the scan reads names only."""
     for name in names:
         path = os.path.join(os.fsencode(folder), os.fsencode(name))
         os.makedirs(os.path.dirname(path), exist_ok=True)
@@ -28,7 +28,7 @@ def make(folder: Path, *names: str | bytes) -> Path:
 
 
 def settle(folder: Path) -> Path:
-    """Make every folder look as if it had last changed an hour ago."""
+    """Set the mtime of every folder to an hour ago."""
     for path in [folder, *folder.rglob("*")]:
         if path.is_dir():
             info = path.stat()
@@ -39,7 +39,10 @@ def settle(folder: Path) -> Path:
 def content(index: Index) -> list[tuple[str, str]]:
     """(class, path below the root) of every sample."""
     labels = index.labels.array.tolist()
-    return [(index.classes[labels[i]], os.path.relpath(index.path(i), index.root)) for i in range(len(index))]
+    return [
+        (index.classes[labels[i]], os.path.relpath(index.path(i), index.root))
+        for i in range(len(index))
+    ]
 
 
 def paths(folder: Path, **options: Path) -> list[str]:
@@ -48,7 +51,7 @@ def paths(folder: Path, **options: Path) -> list[str]:
 
 @contextmanager
 def unseen_change(folder: Path) -> Iterator[None]:
-    """Change a folder within the `with` block and take its mtime back: only a new scan can find out."""
+    """Restore the mtime of a folder after the `with` block: only a new scan sees the change."""
     info = folder.stat()
     yield
     os.utime(folder, ns=(info.st_atime_ns, info.st_mtime_ns))
@@ -56,7 +59,7 @@ def unseen_change(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def as_other_user() -> Iterator[Path]:
-    """A folder of somebody who owns nothing else, and within the `with` block this process is that user (if it may)."""
+    """Give a folder to another user, and become that user within the `with` block if permitted."""
     with tempfile.TemporaryDirectory() as folder:
         own = os.geteuid()
         if own == 0:
@@ -72,27 +75,45 @@ def as_other_user() -> Iterator[Path]:
 # What an image is.
 
 
-def test_every_image_once_sorted_with_the_label_of_its_class(image_root: Path) -> None:
+def test_index_lists_every_image_once_in_order_with_its_label(image_root: Path) -> None:
     index = load_index(image_root / "train", key="data.train")
     assert index.classes == ("checks", "dots", "stripes")
-    assert content(index) == [(name, f"{name}/{i:02d}.jpg") for name in index.classes for i in range(12)]
+    assert content(index) == [
+        (name, f"{name}/{i:02d}.jpg") for name in index.classes for i in range(12)
+    ]
     assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
 
 
-def test_order_is_that_of_the_names_whatever_the_order_on_disk(tmp_path: Path) -> None:
+def test_order_follows_the_names_not_the_disk(tmp_path: Path) -> None:
     names = [f"{c}/{n}.jpg" for c in "acbd" for n in (10, 9, 1, 2)]
     make(tmp_path / "one", *names)
     make(tmp_path / "two", *reversed(names))
     assert paths(tmp_path / "one") == paths(tmp_path / "two") == sorted(names)
 
 
-def test_only_images_count_in_folders_of_any_depth(tmp_path: Path) -> None:
-    make(tmp_path, "a/1.jpg", "a/2.JPEG", "a/deep/er/3.png", "a/4.webp", "a/notes.txt", "a/5.jpg.part", "a/jpg", "readme.jpg")
+def test_only_images_are_listed_at_any_depth(tmp_path: Path) -> None:
+    make(
+        tmp_path,
+        "a/1.jpg",
+        "a/2.JPEG",
+        "a/deep/er/3.png",
+        "a/4.webp",
+        "a/notes.txt",
+        "a/5.jpg.part",
+        "a/jpg",
+        "readme.jpg",
+    )
     make(tmp_path, "a/.hidden/6.jpg", ".git/7.jpg", "a/folder.jpg/8.jpg")
-    assert paths(tmp_path) == ["a/1.jpg", "a/2.JPEG", "a/4.webp", "a/deep/er/3.png", "a/folder.jpg/8.jpg"]
+    assert paths(tmp_path) == [
+        "a/1.jpg",
+        "a/2.JPEG",
+        "a/4.webp",
+        "a/deep/er/3.png",
+        "a/folder.jpg/8.jpg",
+    ]
 
 
-def test_links_count_once_and_what_is_no_file_not_at_all(tmp_path: Path) -> None:
+def test_linked_folders_are_listed_once_and_special_files_never(tmp_path: Path) -> None:
     make(tmp_path, "root/a/1.jpg", "elsewhere/2.jpg", "elsewhere/sub/3.jpg")
     a = tmp_path / "root" / "a"
     (a / "loop").symlink_to(a)
@@ -109,11 +130,13 @@ def test_links_count_once_and_what_is_no_file_not_at_all(tmp_path: Path) -> None
         assert paths(tmp_path / "root") == ["a/1.jpg", "a/linked.jpg", "b/2.jpg", "b/sub/3.jpg"]
 
 
-def test_class_order_is_that_of_the_bytes_as_in_torchvision(tmp_path: Path) -> None:
-    """Labels must be those of torchvision's ImageFolder: upper case before lower case, and 10 before 2."""
+def test_classes_are_sorted_by_bytes_as_in_torchvision(tmp_path: Path) -> None:
+    """Labels equal those of torchvision's ImageFolder: upper before lower case, 10 before 2."""
     make(tmp_path, *(f"{name}/1.jpg" for name in ("a", "B", "b", "2", "10", "_", "é")))
     index = load_index(tmp_path, key="data.train")
-    assert index.classes == tuple(sorted(os.listdir(tmp_path))) == ("10", "2", "B", "_", "a", "b", "é")
+    assert (
+        index.classes == tuple(sorted(os.listdir(tmp_path))) == ("10", "2", "B", "_", "a", "b", "é")
+    )
     assert content(index) == [(name, f"{name}/1.jpg") for name in index.classes]
 
 
@@ -123,9 +146,17 @@ def test_class_order_is_that_of_the_bytes_as_in_torchvision(tmp_path: Path) -> N
 @pytest.mark.parametrize("depth", [0, 1, 2, 3])
 @pytest.mark.parametrize("absolute", [False, True])
 @pytest.mark.parametrize("stored", ["here", "classes elsewhere", "root elsewhere"])
-def test_link_to_a_parent_folder_adds_nothing(tmp_path: Path, depth: int, absolute: bool, stored: str) -> None:
-    """The class itself, the split, the folder of both splits, and the folder that this lies in."""
-    store = make(tmp_path / "store", "data/train/a/1.jpg", "data/train/b/2.jpg", "data/val/a/3.jpg", "more/c/4.jpg")
+def test_link_to_a_parent_folder_adds_nothing(
+    tmp_path: Path, depth: int, absolute: bool, stored: str
+) -> None:
+    """The class itself, the split, the folder of both splits, and its parent."""
+    store = make(
+        tmp_path / "store",
+        "data/train/a/1.jpg",
+        "data/train/b/2.jpg",
+        "data/val/a/3.jpg",
+        "more/c/4.jpg",
+    )
     train = store / "data" / "train"
     parents = [train / "a", train, store / "data", store]
     if stored == "classes elsewhere":
@@ -139,7 +170,9 @@ def test_link_to_a_parent_folder_adds_nothing(tmp_path: Path, depth: int, absolu
         train = tmp_path / "view" / "link" / "data" / "train"
         if absolute:  # the parents by the path that was given
             parents = [train / "a", train, train.parent, tmp_path / "view"]
-    (store / "data" / "train" / "a" / "up").symlink_to(parents[depth] if absolute else "/".join([".", *[".."] * depth]))
+    (store / "data" / "train" / "a" / "up").symlink_to(
+        parents[depth] if absolute else "/".join([".", *[".."] * depth])
+    )
     assert paths(train) == ["a/1.jpg", "b/2.jpg"]
 
 
@@ -151,7 +184,7 @@ def test_link_out_of_a_linked_folder_to_its_parent_adds_nothing(tmp_path: Path) 
     assert paths(root) == ["a/1.jpg", "a/more/2.jpg"]
 
 
-def test_folder_that_two_links_of_a_class_reach_counts_once(tmp_path: Path) -> None:
+def test_folder_with_two_links_in_a_class_is_listed_once(tmp_path: Path) -> None:
     store = make(tmp_path / "store", "deep/2.jpg", "3.jpg")
     root = make(tmp_path / "root", "a/1.jpg")
     for name, target in (("x", store / "deep"), ("y", store), ("z", store)):
@@ -172,8 +205,17 @@ def test_folder_that_two_links_of_a_class_reach_counts_once(tmp_path: Path) -> N
         ({"a/more": "store", "c/some": "store/sub"}, "a/more/sub", "c/some"),
     ],
 )
-def test_folder_under_two_labels_is_refused(tmp_path: Path, links: dict[str, str], one: str | None, other: str | None) -> None:
-    make(tmp_path, "root/a/1.jpg", "root/c/deep/2.jpg", "store/3.jpg", "store/sub/4.jpg", "other/5.jpg")
+def test_folder_in_two_classes_is_refused(
+    tmp_path: Path, links: dict[str, str], one: str | None, other: str | None
+) -> None:
+    make(
+        tmp_path,
+        "root/a/1.jpg",
+        "root/c/deep/2.jpg",
+        "store/3.jpg",
+        "store/sub/4.jpg",
+        "other/5.jpg",
+    )
     root = tmp_path / "root"
     for name, target in links.items():
         (root / name).parent.mkdir(exist_ok=True)
@@ -183,17 +225,28 @@ def test_folder_under_two_labels_is_refused(tmp_path: Path, links: dict[str, str
         return
     with pytest.raises(UserError) as error:
         load_index(root, key="data.train")
-    assert str(error.value) == (f"data.train={root}: {one} and {other} are the same folder, so its images would have two "
-                                "labels; remove the link that is wrong")  # fmt: skip
+    assert str(error.value) == (
+        f"data.train={root}: {one} and {other} are the same folder, "
+        "so its images would have two labels; remove the link that is wrong"
+    )
 
 
-def test_names_in_no_encoding_and_with_odd_characters(tmp_path: Path) -> None:
-    names = [b"caf\xe9/\xff\xfe.jpg", b"caf\xe9/new\nline.jpg", "日本/ü ber.jpg".encode(), b"-x/$(rm).jpg"]
+def test_undecodable_and_unusual_names(tmp_path: Path) -> None:
+    names = [
+        b"caf\xe9/\xff\xfe.jpg",
+        b"caf\xe9/new\nline.jpg",
+        "日本/ü ber.jpg".encode(),
+        b"-x/$(rm).jpg",
+    ]
     settle(make(tmp_path / "root", *names))
     for _ in range(2):  # scanned, then read from the cache
         index = load_index(tmp_path / "root", key="data.train")
         assert sorted(os.fsencode(path) for _, path in content(index)) == sorted(names)
-        assert sorted(os.fsencode(name) for name in index.classes) == [b"-x", b"caf\xe9", "日本".encode()]
+        assert sorted(os.fsencode(name) for name in index.classes) == [
+            b"-x",
+            b"caf\xe9",
+            "日本".encode(),
+        ]
         assert all(os.path.isfile(index.path(i)) for i in range(len(index)))
         assert len(index.fingerprint()) == 64
 
@@ -214,7 +267,7 @@ def test_folder_without_classes_is_refused(tmp_path: Path) -> None:
         load_index(tmp_path, key="data.train")
 
 
-def test_empty_class_is_refused_by_name(tmp_path: Path) -> None:
+def test_empty_class_is_named(tmp_path: Path) -> None:
     make(tmp_path, "full/1.jpg", "hollow/readme.txt")
     with pytest.raises(UserError, match=r"^data.train=.*: class folder hollow holds no images"):
         load_index(tmp_path, key="data.train")
@@ -223,20 +276,34 @@ def test_empty_class_is_refused_by_name(tmp_path: Path) -> None:
         load_index(tmp_path, key="data.train")
 
 
-def test_class_in_one_split_only_is_refused_by_name(tmp_path: Path) -> None:
-    make(tmp_path, "train/a/1.jpg", "train/b/1.jpg", "val/a/1.jpg", "val/b/1.jpg", "more/a/1.jpg", "more/b/1.jpg")
+def test_class_missing_in_one_split_is_named(tmp_path: Path) -> None:
+    make(
+        tmp_path,
+        "train/a/1.jpg",
+        "train/b/1.jpg",
+        "val/a/1.jpg",
+        "val/b/1.jpg",
+        "more/a/1.jpg",
+        "more/b/1.jpg",
+    )
     make(tmp_path, "more/xylophone/1.jpg", *(f"many/{name}/1.jpg" for name in "abcdefghi"))
-    train, val, more, many = (load_index(tmp_path / name, key="data") for name in ("train", "val", "more", "many"))
+    train, val, more, many = (
+        load_index(tmp_path / name, key="data") for name in ("train", "val", "more", "many")
+    )
     check_splits(train, val)
-    with pytest.raises(UserError, match=r"^data.val=.*/val: has no class xylophone, which train has"):
+    with pytest.raises(
+        UserError, match=r"^data.val=.*/val: has no class xylophone, which train has"
+    ):
         check_splits(more, val)
-    with pytest.raises(UserError, match=r"^data.train=.*/train: has no class xylophone, which val has"):
+    with pytest.raises(
+        UserError, match=r"^data.train=.*/train: has no class xylophone, which val has"
+    ):
         check_splits(train, more)
     with pytest.raises(UserError, match=r"has no class c, d, e, f, g and 2 more, which"):
         check_splits(many, val)
 
 
-def test_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_unreadable_folder_is_refused(tmp_path: Path) -> None:
     with as_other_user() as root:
         make(root, "a/1.jpg", "b/2.jpg")
         (root / "b").chmod(0)
@@ -248,7 +315,7 @@ def test_folder_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 # The cache.
 
 
-def test_scan_is_kept_and_used_again(tmp_path: Path) -> None:
+def test_scan_is_cached_and_reused(tmp_path: Path) -> None:
     root = settle(make(tmp_path / "root", "a/1.jpg", "b/deep/2.jpg"))
     first = load_index(root, key="data.train")
     with unseen_change(root / "a"):
@@ -256,11 +323,17 @@ def test_scan_is_kept_and_used_again(tmp_path: Path) -> None:
     again = load_index(root, key="data.train")
     assert content(again) == content(first) == [("a", "a/1.jpg"), ("b", "b/deep/2.jpg")]
     assert again.fingerprint() == first.fingerprint()
-    assert paths(root, cache_dir=tmp_path / "another cache") == ["a/1.jpg", "a/unseen.jpg", "b/deep/2.jpg"]
+    assert paths(root, cache_dir=tmp_path / "another cache") == [
+        "a/1.jpg",
+        "a/unseen.jpg",
+        "b/deep/2.jpg",
+    ]
 
 
-@pytest.mark.parametrize("change", ["file", "deep file", "removed", "class", "moved", "older", "link"])
-def test_scan_is_made_again_when_a_folder_has_changed(tmp_path: Path, change: str) -> None:
+@pytest.mark.parametrize(
+    "change", ["file", "deep file", "removed", "class", "moved", "older", "link"]
+)
+def test_changed_folder_is_scanned_again(tmp_path: Path, change: str) -> None:
     make(tmp_path / "other", "9.jpg")
     root = make(tmp_path / "root", "a/1.jpg", "a/2.jpg", "b/deep/3.jpg")
     (root / "c").symlink_to(tmp_path / "other")
@@ -294,7 +367,7 @@ def test_scan_is_made_again_when_a_folder_has_changed(tmp_path: Path, change: st
     assert paths(root) == sorted([*kept, "a/unseen.jpg"])
 
 
-def test_folder_that_may_still_be_changing_is_not_kept(tmp_path: Path) -> None:
+def test_recently_changed_folder_is_not_cached(tmp_path: Path) -> None:
     root = settle(make(tmp_path / "root", "a/1.jpg", "b/2.jpg"))
     make(root, "b/3.jpg")  # now: another file in this tick of the clock would not move b's mtime
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg"]
@@ -303,7 +376,7 @@ def test_folder_that_may_still_be_changing_is_not_kept(tmp_path: Path) -> None:
     assert paths(root) == ["a/1.jpg", "b/2.jpg", "b/3.jpg", "b/4.jpg"]
 
 
-def test_roots_have_caches_of_their_own(tmp_path: Path) -> None:
+def test_each_root_has_its_own_cache(tmp_path: Path) -> None:
     for name in ("one", "two"):
         settle(make(tmp_path / name, f"{name}/{name}.jpg"))
     for _ in range(2):
@@ -335,12 +408,14 @@ def test_damaged_cache_is_scanned_again(tmp_path: Path, caplog: pytest.LogCaptur
         caplog.clear()
         cache.write_bytes(data)
         assert paths(root, cache_dir=tmp_path) == expected
-        assert all(f"index cache {cache} cannot be read" in record.message for record in caplog.records)
+        assert all(
+            f"index cache {cache} cannot be read" in record.message for record in caplog.records
+        )
     assert cache.stat().st_size >= len(good)  # written anew
 
 
-def test_interrupted_write_leaves_no_half_cache(tmp_path: Path) -> None:
-    """The cache appears by a rename: while it is written it has another name."""
+def test_interrupted_write_leaves_no_partial_cache(tmp_path: Path) -> None:
+    """The cache is written under another name and renamed."""
     root, cache = settle(make(tmp_path / "root", "a/1.jpg")), tmp_path / "cache"
     paths(root, cache_dir=cache)
     (kept,) = cache.iterdir()
@@ -351,7 +426,7 @@ def test_interrupted_write_leaves_no_half_cache(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["file in the way", "read-only", "disk full"])
-def test_cache_that_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFixture, fault: str) -> None:
+def test_unwritable_cache_is_one_warning(caplog: pytest.LogCaptureFixture, fault: str) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     with as_other_user() as folder:
         root, cache = settle(make(folder / "root", "a/1.jpg")), folder / "cache"
@@ -371,7 +446,9 @@ def test_cache_that_cannot_be_written_is_one_warning(caplog: pytest.LogCaptureFi
     assert str(cache) in written[0]
 
 
-def test_no_home_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scan_works_without_a_home_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", "/nonexistent")
     if os.geteuid() == 0:  # could create it
@@ -382,7 +459,7 @@ def test_no_home_directory_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.Mo
 # The fingerprint.
 
 
-def test_fingerprint_is_of_the_samples_and_not_of_their_place(tmp_path: Path) -> None:
+def test_fingerprint_depends_on_the_samples_not_on_their_root(tmp_path: Path) -> None:
     def fingerprint(folder: Path) -> str:
         return load_index(folder, key="data.train").fingerprint()
 
@@ -393,7 +470,9 @@ def test_fingerprint_is_of_the_samples_and_not_of_their_place(tmp_path: Path) ->
     changed = {"base": fingerprint(base)}
     changed["renamed file"] = fingerprint(make(tmp_path / "1", "a/1.jpg", "a/2b.jpg", "b/3.jpg"))
     changed["renamed class"] = fingerprint(make(tmp_path / "2", "a/1.jpg", "a/2.jpg", "c/3.jpg"))
-    changed["one more"] = fingerprint(make(tmp_path / "3", "a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg"))
+    changed["one more"] = fingerprint(
+        make(tmp_path / "3", "a/1.jpg", "a/2.jpg", "b/3.jpg", "b/4.jpg")
+    )
     changed["one fewer"] = fingerprint(make(tmp_path / "4", "a/1.jpg", "b/3.jpg"))
     changed["other class"] = fingerprint(make(tmp_path / "5", "a/1.jpg", "b/2.jpg", "b/3.jpg"))
     changed["other cut"] = fingerprint(make(tmp_path / "6", "a/1.jpga/2.jpg", "b/3.jpg"))

@@ -1,4 +1,4 @@
-"""Batches from workers: those of their samples, whatever happens to the workers; else an error that says why."""
+"""Batches from workers equal their samples even if workers die; otherwise an error says why."""
 
 import contextlib
 import errno
@@ -23,7 +23,15 @@ import torch
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
 from pipeline.index import load_index
-from pipeline.loader import HostBatch, Loader, LoaderError, Pinned, WorkerPool, slots_needed, start_source
+from pipeline.loader import (
+    HostBatch,
+    Loader,
+    LoaderError,
+    Pinned,
+    WorkerPool,
+    slots_needed,
+    start_source,
+)
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW, Reply
 from tests.processes import descendants, is_running, process_state
@@ -31,15 +39,15 @@ from tests.processes import descendants, is_running, process_state
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
 START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
-# A watchdog, not a measurement: long enough for the slowest machine, so that a test of something broken ends.
+# A timeout, not a measurement: long enough for the slowest machine.
 PATIENCE_SECONDS = 60
 
 
 def until(condition: Callable[[], Any]) -> Any:
-    """Wait for something that another process does; return what `condition` returned at last."""
+    """Poll until `condition` returns a true value; return it."""
     give_up = time.monotonic() + PATIENCE_SECONDS
     while not (value := condition()):
-        assert time.monotonic() < give_up, "waited in vain"
+        assert time.monotonic() < give_up, "timed out"
         time.sleep(0.005)
     return value
 
@@ -49,7 +57,13 @@ def parent(pid: int) -> int:
 
 
 def open_dataset(root: Path, *, side: int = SIZE) -> FolderDataset:
-    transform = Compose(build([{"random_resized_crop": {"size": side}}, "horizontal_flip"], TRANSFORMS, key="augment.train"))
+    transform = Compose(
+        build(
+            [{"random_resized_crop": {"size": side}}, "horizontal_flip"],
+            TRANSFORMS,
+            key="augment.train",
+        )
+    )
     return FolderDataset(load_index(root, key="data.train"), transform, seed=7)
 
 
@@ -66,9 +80,15 @@ def open_loader(
     rank: int = 0,
     world_size: int = 1,
 ) -> Iterator[Loader]:
-    source = start_source(dataset, batch_size=batch_size // world_size, size=SIZE, slots=slots, skip_unreadable=skip)
-    sampler = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3, rank=rank, world_size=world_size)
-    with WorkerPool([source], workers=workers, start_method=start_method, timeout_seconds=PATIENCE_SECONDS) as pool:
+    source = start_source(
+        dataset, batch_size=batch_size // world_size, size=SIZE, slots=slots, skip_unreadable=skip
+    )
+    sampler = TrainSampler(
+        num_samples=len(dataset), batch_size=batch_size, seed=3, rank=rank, world_size=world_size
+    )
+    with WorkerPool(
+        [source], workers=workers, start_method=start_method, timeout_seconds=PATIENCE_SECONDS
+    ) as pool:
         yield Loader(pool, 0, sampler.samples, hold=hold)
 
 
@@ -103,19 +123,23 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
 
 
 class Threads(FakeDataset):
-    """Its pixels are the number of threads that torch would compute in."""
+    """Pixels are the number of threads of torch."""
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
 
 
 def test_workers_compute_in_one_thread() -> None:
-    """There is a worker for every core, and a forked one begins with the training process's number."""
+    """A forked worker starts with the number of threads of the training process."""
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        source = start_source(Threads(num_samples=8, num_classes=1, size=SIZE), batch_size=8, size=SIZE, slots=2)
-        with WorkerPool([source], workers=1, start_method="fork", timeout_seconds=PATIENCE_SECONDS) as pool:
+        source = start_source(
+            Threads(num_samples=8, num_classes=1, size=SIZE), batch_size=8, size=SIZE, slots=2
+        )
+        with WorkerPool(
+            [source], workers=1, start_method="fork", timeout_seconds=PATIENCE_SECONDS
+        ) as pool:
             pool.wait([pool.submit(0, 0, 0, np.zeros((8, 2), np.int64))])
     finally:
         torch.set_num_threads(before)
@@ -123,7 +147,7 @@ def test_workers_compute_in_one_thread() -> None:
 
 
 class Trap:
-    """A FIFO in an image's place: the worker that comes to it waits until it is killed."""
+    """A FIFO in place of an image: the worker that reads it blocks."""
 
     def __init__(self, path: str) -> None:
         self.path = Path(path)
@@ -143,13 +167,22 @@ class Trap:
                 return None
 
         self.writer = until(opened)  # kept open, or the worker would read an empty file
-        return until(lambda: next((w.process.pid for w in pool.workers if self._is_read_by(w.process.pid)), None))
+        return until(
+            lambda: next(
+                (w.process.pid for w in pool.workers if self._is_read_by(w.process.pid)), None
+            )
+        )
 
     def _is_read_by(self, pid: int) -> bool:
-        """Whether it has the FIFO open to read; a worker that is forked just now may also have inherited the other end."""
+        """Whether it reads the FIFO; a forked worker may have inherited the other end."""
         try:
-            opened = [fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.path.samefile(fd, self.path)]
-            flags = [Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0] for fd in opened]
+            opened = [
+                fd for fd in Path(f"/proc/{pid}/fd").iterdir() if os.path.samefile(fd, self.path)
+            ]
+            flags = [
+                Path(f"/proc/{pid}/fdinfo/{fd.name}").read_text().split("flags:")[1].split()[0]
+                for fd in opened
+            ]
         except (FileNotFoundError, ProcessLookupError):
             return False  # something was closed meanwhile
         return any(int(value, 8) & os.O_ACCMODE == os.O_RDONLY for value in flags)
@@ -157,18 +190,18 @@ class Trap:
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)  # it must not see that the FIFO has ended
         until(lambda: process_state(pid) == "T")
-        os.close(self.writer)  # before the worker that replaces it is forked, or that one would have it open too
+        os.close(self.writer)  # before its replacement is forked, which would inherit it
         os.kill(pid, signal.SIGKILL)
         until(lambda: not is_running(pid))
 
     def release(self) -> None:
-        """Let the worker that was caught read the image after all."""
+        """Let the blocked worker read the image."""
         os.set_blocking(self.writer, True)
         with open(self.writer, "wb") as writer:
             writer.write(self.image_bytes)
 
     def remove(self) -> None:
-        """Put the image back, for others than the worker that was caught."""
+        """Put the image back; the blocked worker still reads the FIFO."""
         self.image.replace(self.path)
 
 
@@ -177,33 +210,42 @@ class Trap:
 
 @pytest.mark.parametrize(
     ("workers", "start_method"),
-    [(0, "forkserver"), (1, "fork"), (2, "fork"), (2, "forkserver"), (2, "spawn"), (4, "forkserver")],
+    [
+        (0, "forkserver"),
+        (1, "fork"),
+        (2, "fork"),
+        (2, "forkserver"),
+        (2, "spawn"),
+        (4, "forkserver"),
+    ],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
 ) -> None:
     dataset = open_dataset(image_root / "train")
-    # 80 images: tasks of 32, 32 and 16; a batch straddles three epochs of 36
-    with open_loader(dataset, workers=workers, start_method=start_method, batch_size=80, slots=3) as loader:
+    # 80 images: tasks of 32, 32 and 16; a batch spans three epochs of 36
+    with open_loader(
+        dataset, workers=workers, start_method=start_method, batch_size=80, slots=3
+    ) as loader:
         assert len(loader.pool.workers) == workers
         check_all(loader, dataset, 0, 4)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_iteration_starts_anywhere_and_can_be_left_and_taken_up_elsewhere(image_root: Path, workers: int) -> None:
+def test_iteration_can_start_anywhere_and_end_early(image_root: Path, workers: int) -> None:
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=workers) as loader:
         check_all(loader, dataset, 5, 9)
         for batch in loader.batches(0, 100):
             if batch.step == 2:
-                break  # with this batch not released and others in work
+                break  # with this batch not released and others in progress
             batch.release(None)
         check_all(loader, dataset, 1001, 1006)
         assert list(loader.batches(7, 7)) == []
 
 
-def test_iteration_waits_for_what_the_one_before_has_begun(changeable: Path) -> None:
-    """Else a late worker would write its samples over those of the batch that has the slot next."""
+def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
+    """A late worker would overwrite the next batch in its slot."""
     dataset = open_dataset(changeable)
     with open_loader(dataset, slots=4) as loader, ThreadPoolExecutor(1) as thread:
         trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
@@ -212,7 +254,7 @@ def test_iteration_waits_for_what_the_one_before_has_begun(changeable: Path) -> 
         trap.remove()
 
         def release_late() -> None:
-            time.sleep(0.3)  # the time in which an iteration that does not wait would go on
+            time.sleep(0.3)  # an iteration that does not wait would continue in this time
             trap.release()
 
         released = thread.submit(release_late)
@@ -226,7 +268,9 @@ def test_ranks_together_load_what_one_rank_loads(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset) as alone, open_loader(dataset, rank=0, world_size=2) as first:
         with open_loader(dataset, rank=1, world_size=2) as second:
-            for whole, *halves in zip(*(loader.batches(2, 8) for loader in (alone, first, second)), strict=True):
+            for whole, *halves in zip(
+                *(loader.batches(2, 8) for loader in (alone, first, second)), strict=True
+            ):
                 assert torch.equal(torch.cat([half.images for half in halves]), whole.images)
                 assert torch.equal(torch.cat([half.labels for half in halves]), whole.labels)
                 for batch in (whole, *halves):
@@ -239,11 +283,14 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
     order = TrainSampler(num_samples=36, batch_size=8, seed=3)
     once = ValSampler(num_samples=15, batch_size=8)
     with WorkerPool(sources, workers=2, start_method="fork") as pool:
-        training, validation = Loader(pool, 0, order.samples, hold=1), Loader(pool, 1, once.samples, hold=1)
+        training, validation = (
+            Loader(pool, 0, order.samples, hold=1),
+            Loader(pool, 1, once.samples, hold=1),
+        )
         batches = training.batches(0, 12)
         for step in range(12):
             batch = next(batches)
-            if step % 4 == 2:  # in the middle, with training batches under way
+            if step % 4 == 2:  # with training batches in progress
                 lengths = []
                 for val_batch in validation.batches(0, len(once)):
                     check(val_batch, val, once.samples(val_batch.step))
@@ -257,7 +304,7 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
 def test_batches_say_when_they_are_ready(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset) as loader:
-        assert not loader.ready()  # nothing has been asked for
+        assert not loader.ready()  # no batch was requested
         batches = loader.batches(0, 3)
         next(batches).release(None)
         until(loader.ready)
@@ -266,11 +313,13 @@ def test_batches_say_when_they_are_ready(image_root: Path) -> None:
         assert not loader.ready()  # there are no more
 
 
-def test_fake_dataset_makes_batches_too() -> None:
+def test_batches_of_a_fake_dataset() -> None:
     dataset = FakeDataset(num_samples=100, num_classes=10, size=SIZE)
     source = start_source(dataset, batch_size=50, size=SIZE, slots=3)
     with WorkerPool([source], workers=2) as pool:
-        loader = Loader(pool, 0, TrainSampler(num_samples=100, batch_size=50, seed=0).samples, hold=1)
+        loader = Loader(
+            pool, 0, TrainSampler(num_samples=100, batch_size=50, seed=0).samples, hold=1
+        )
         seen = [label for batch in loader.batches(0, 2) for label in batch.labels.tolist()]
     assert sorted(seen) == sorted(list(range(10)) * 10)
 
@@ -280,7 +329,7 @@ def test_fake_dataset_makes_batches_too() -> None:
 
 @pytest.mark.parametrize(("workers", "hold"), [(0, 1), (2, 1), (2, 3)])
 def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, hold: int) -> None:
-    """The consumer looks at each batch as late as it may, when `hold` others have been taken after it."""
+    """The consumer reads each batch as late as allowed, after taking `hold` others."""
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=workers, slots=5, hold=hold) as loader:
         held: list[HostBatch] = []
@@ -289,30 +338,37 @@ def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, h
             places.add((batch.images.data_ptr(), batch.labels.data_ptr()))
             held.append(batch)
             if len(held) == hold + 1:
-                # The workers are as far ahead as they can be; without workers, nothing is done ahead.
+                # The workers are as far ahead as possible; without workers, nothing runs ahead.
                 until(lambda: not workers or loader.pool.done(sorted(loader.pool.open)))
                 check(held[0], dataset, loader.samples(held[0].step))
                 held.pop(0).release(None)
         assert len(places) == 5
 
 
-def test_holding_too_many_batches_is_our_mistake(image_root: Path) -> None:
+def test_holding_too_many_batches_fails_an_assertion(image_root: Path) -> None:
     with open_loader(open_dataset(image_root / "train"), slots=4, hold=2) as loader:
         batches = loader.batches(0, 10)
-        held = [next(batches), next(batches), next(batches)]  # it had two when it asked for the third
+        held = [
+            next(batches),
+            next(batches),
+            next(batches),
+        ]  # it had two when it asked for the third
         with pytest.raises(AssertionError, match="still in use"):
             held.append(next(batches))
         assert len(held) == 3
 
 
-def test_ring_that_is_too_small_is_our_mistake(image_root: Path) -> None:
+def test_a_ring_that_is_too_small_fails_an_assertion(image_root: Path) -> None:
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=2)
-    with WorkerPool([source], workers=0) as pool, pytest.raises(AssertionError, match="one batch more"):
+    with (
+        WorkerPool([source], workers=0) as pool,
+        pytest.raises(AssertionError, match="one batch more"),
+    ):
         Loader(pool, 0, lambda step: np.zeros((8, 2), np.int64), hold=2)
 
 
 class Event:
-    """Stands for the CUDA event of a copy; counts how often it has been waited for."""
+    """Stands in for the CUDA event of a copy; counts the waits."""
 
     def __init__(self) -> None:
         self.waited = 0
@@ -321,31 +377,37 @@ class Event:
         self.waited += 1
 
 
-def test_slot_is_written_again_only_after_the_copy_out_of_it(image_root: Path) -> None:
+def test_slot_is_reused_only_after_the_copy_out_of_it(image_root: Path) -> None:
     with open_loader(open_dataset(image_root / "train"), slots=4, hold=1) as loader:
         events = []
         for batch in loader.batches(0, 12):
             events.append(Event())
             batch.release(events[-1])
-            # 3 batches are under way: of the 4 slots all but that of the newest has been waited for
+            # 3 batches are in progress: the events of all slots but the newest were waited for
             submitted = min(batch.step + 3, 12)
-            assert [event.waited for event in events] == [int(step < submitted - 4) for step in range(len(events))]
+            assert [event.waited for event in events] == [
+                int(step < submitted - 4) for step in range(len(events))
+            ]
         assert sum(event.waited for event in events) == 12 - 4
 
 
 @pytest.mark.parametrize("batch_size", [8, 32, 100, 256, 1024])
 @pytest.mark.parametrize("workers", [0, 1, 4, 15])
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
-def test_ring_has_room_for_the_workers_and_the_prefetcher(batch_size: int, workers: int, prefetch_factor: int) -> None:
-    slots = slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=prefetch_factor, prefetch_batches=2)
+def test_ring_has_room_for_the_workers_and_the_prefetcher(
+    batch_size: int, workers: int, prefetch_factor: int
+) -> None:
+    slots = slots_needed(
+        batch_size=batch_size, workers=workers, prefetch_factor=prefetch_factor, prefetch_batches=2
+    )
     ahead = slots - 3  # the prefetcher may hold two and the step one
     assert ahead >= 1
-    assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker has its hands full
+    assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker is busy
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) -> None:
-    """Docker gives /dev/shm 64 MiB, and what a killed run leaves there stays."""
+    """Docker gives /dev/shm 64 MiB, and files of a killed run stay there."""
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         check_all(loader, dataset, 0, 3)
@@ -353,7 +415,11 @@ def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) ->
             mapped = Path(f"/proc/{pid}/maps").read_text()
             assert "/memfd:batches" in mapped
             assert "/dev/shm" not in mapped
-            assert not any("/dev/shm" in os.readlink(fd) for fd in Path(f"/proc/{pid}/fd").iterdir() if fd.is_symlink())
+            assert not any(
+                "/dev/shm" in os.readlink(fd)
+                for fd in Path(f"/proc/{pid}/fd").iterdir()
+                if fd.is_symlink()
+            )
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -380,7 +446,9 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
 ) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset, start_method=start_method) as loader:
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))  # the worker owns the slot of step 1, half written
+        trap = Trap(
+            dataset.name(int(loader.samples(1)[5, 1]))
+        )  # the worker owns the slot of step 1, half written
         batches = loader.batches(0, 12)
         first = next(batches)
         pid = trap.catch(loader.pool)
@@ -395,25 +463,30 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
         assert len([w for w in loader.pool.workers if is_running(w.process.pid)]) == 2
         assert not is_running(pid)
     assert len(caplog.records) == 1
-    assert f"loader worker {pid} died (SIGKILL; the usual cause is that the host is out of memory)" in caplog.text
+    assert (
+        f"loader worker {pid} died (SIGKILL; the usual cause is that the host is out of memory)"
+        in caplog.text
+    )
 
 
-def test_all_workers_killed_between_batches(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_all_workers_killed_between_batches(
+    image_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=3) as loader:
         for batch in loader.batches(0, 30):
             check(batch, dataset, loader.samples(batch.step))
             batch.release(None)
-            if batch.step % 10 == 4:  # idle or at work, as it happens
+            if batch.step % 10 == 4:  # idle or busy
                 pids = [worker.process.pid for worker in loader.pool.workers]
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
                 until(lambda pids=pids: not any(map(is_running, pids)))
     assert all("died (SIGKILL" in record.message for record in caplog.records)
-    assert 3 <= len(caplog.records) <= 9  # one that has nothing to do may not be missed
+    assert 3 <= len(caplog.records) <= 9  # the death of an idle worker may go unnoticed
 
 
-def test_task_that_kills_its_worker_twice_is_named(changeable: Path) -> None:
+def test_task_that_kills_two_workers_is_named(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset) as loader, ThreadPoolExecutor(1) as thread:
         trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
@@ -432,9 +505,11 @@ def test_task_that_kills_its_worker_twice_is_named(changeable: Path) -> None:
     assert str(error.value).endswith(str(trap.path))
 
 
-def test_task_that_waited_behind_a_deadly_one_is_not_blamed(changeable: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_task_queued_behind_a_deadly_one_is_not_blamed(
+    changeable: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     dataset = open_dataset(changeable)
-    with open_loader(dataset, workers=1) as loader:  # it has two tasks in hand
+    with open_loader(dataset, workers=1) as loader:  # it has two tasks
         traps = [Trap(dataset.name(int(loader.samples(step)[0, 1]))) for step in (1, 2)]
         with ThreadPoolExecutor(1) as thread:
 
@@ -451,7 +526,7 @@ def test_task_that_waited_behind_a_deadly_one_is_not_blamed(changeable: Path, ca
 
 
 def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A scheduler's signal to the whole process group ends it; its workers then belong to nobody."""
+    """A signal to the whole process group ends it; its workers become orphans."""
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, start_method="forkserver", batch_size=80) as loader:
         orphans = [w.process.pid for w in loader.pool.workers]
@@ -460,18 +535,21 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
         taken = []
         for batch in loader.batches(0, 12):
             taken.append(replace(batch, images=batch.images.clone(), labels=batch.labels.clone()))
-            batch.release(None)  # at once: the next is then not ready, and waiting for it shows that the workers are lost
+            batch.release(None)  # at once: waiting for the next batch detects that the workers died
             if batch.step == 1:
                 os.kill(server, signal.SIGKILL)
                 until(lambda: not is_running(server))
         assert not any(is_running(pid) for pid in orphans)
     for batch in taken:
         check(batch, dataset, loader.samples(batch.step))
-    assert [f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans] == [True, True]
+    assert [f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans] == [
+        True,
+        True,
+    ]
 
 
-def test_worker_that_lost_its_forkserver_does_not_live_on(changeable: Path) -> None:
-    """It would write into rows that others have been given."""
+def test_worker_without_its_forkserver_is_killed(changeable: Path) -> None:
+    """It would write into rows of other tasks."""
     dataset = open_dataset(changeable)
     with open_loader(dataset, start_method="forkserver") as loader:
         trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
@@ -496,7 +574,8 @@ def state(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 def descendants(pid):
-    own = [int(c) for path in Path(f"/proc/{pid}/task").glob("*/children") for c in path.read_text().split()]
+    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
+    own = [int(child) for child in " ".join(children).split()]
     return own + [grandchild for child in own for grandchild in descendants(child)]
 
 def send_all():
@@ -509,7 +588,8 @@ received, finished = set(), threading.Event()
 numbers = signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP
 for number in numbers:
     signal.signal(number, lambda number, frame: received.add(number))
-source = start_source(FakeDataset(num_samples=100, num_classes=2, size=64), batch_size=64, size=64, slots=3)
+dataset = FakeDataset(num_samples=100, num_classes=2, size=64)
+source = start_source(dataset, batch_size=64, size=64, slots=3)
 sender = threading.Thread(target=send_all, daemon=True)
 sender.start()
 with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
@@ -519,19 +599,27 @@ with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
     finished.set()
     sender.join()
     assert received == set(numbers), received
-    assert [pid for pid in started if state(pid) in "ZX"] == [], [(pid, state(pid)) for pid in started]
+    dead = [(pid, state(pid)) for pid in started if state(pid) in "ZX"]
+    assert dead == []
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_signals_to_the_process_group_are_left_to_the_training_process(start_method: str) -> None:
-    """Ctrl-C and a scheduler's warning reach every process; it is the training process that decides when to end.
+def test_workers_ignore_signals_to_the_process_group(start_method: str) -> None:
+    """Ctrl-C and the signals of a scheduler reach every process; the training process handles them.
 
     Signals come by the hundred from before the first worker is started.
     """
     command = [sys.executable, "-c", GROUP, start_method]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS, process_group=0)
+    done = subprocess.run(
+        command,
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        process_group=0,
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -550,7 +638,9 @@ def test_unreadable_file_ends_the_run_and_is_named(changeable: Path, workers: in
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest.LogCaptureFixture, workers: int) -> None:
+def test_unreadable_file_is_skipped_and_counted(
+    changeable: Path, caplog: pytest.LogCaptureFixture, workers: int
+) -> None:
     dataset = open_dataset(changeable)
     bad = {20, 21, 35}  # two neighbours, and the last, whose successor is the first
     for index in bad:
@@ -558,7 +648,10 @@ def test_unreadable_file_is_skipped_and_counted(changeable: Path, caplog: pytest
     with open_loader(dataset, workers=workers, skip=True) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
-            replaced = [(epoch, {20: 22, 21: 22, 35: 0}.get(index, index)) for epoch, index in samples.tolist()]
+            replaced = [
+                (epoch, {20: 22, 21: 22, 35: 0}.get(index, index))
+                for epoch, index in samples.tolist()
+            ]
             check(batch, dataset, np.array(replaced))
             batch.release(None)
         skipped = [line for reply in loader.pool.recent[loader.source] for line in reply.skipped]
@@ -572,7 +665,10 @@ def test_nothing_readable_is_an_error_even_when_skipping(changeable: Path) -> No
     dataset = open_dataset(changeable)
     for index in range(len(dataset)):
         Path(dataset.name(index)).write_bytes(b"")
-    with open_loader(dataset, skip=True) as loader, pytest.raises(LoaderError, match=r"35 images before it: none can be read"):
+    with (
+        open_loader(dataset, skip=True) as loader,
+        pytest.raises(LoaderError, match=r"35 images before it: none can be read"),
+    ):
         next(loader.batches(0, 1))
 
 
@@ -580,28 +676,32 @@ def test_images_of_another_size_than_the_buffer_are_named(image_root: Path) -> N
     dataset = open_dataset(image_root / "train", side=30)
     with open_loader(dataset) as loader:
         path = dataset.name(int(loader.samples(0)[0, 1]))
-        with pytest.raises(LoaderError, match=f"^{path}: the transforms made 30x30 pixels, the batch holds 24x24"):
+        with pytest.raises(
+            LoaderError, match=f"^{path}: the transforms made 30x30 pixels, the batch holds 24x24"
+        ):
             next(loader.batches(0, 1))
 
 
 @pytest.mark.parametrize("start_method", ["fork", "forkserver"])
 def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str) -> None:
-    """As on a network file system that has gone away."""
+    """As on a network file system that does not respond."""
     dataset = open_dataset(changeable)
     with open_loader(dataset, start_method=start_method) as loader:
         trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
         batches = loader.batches(0, 12)
         next(batches).release(None)
         loader.pool.timeout_seconds = 0.5
-        with pytest.raises(LoaderError, match=r"^loader.timeout_seconds=0.5: no image for that long; still reading") as error:
+        with pytest.raises(
+            LoaderError, match=r"^loader.timeout_seconds=0.5: no image for that long; still reading"
+        ) as error:
             drain(batches)
         assert f"{trap.path} (worker " in str(error.value)
         pids = [w.process.pid for w in loader.pool.workers]
     assert not any(is_running(pid) for pid in pids)
 
 
-def test_slow_consumer_is_no_stuck_worker(changeable: Path) -> None:
-    """A validation or a checkpoint may take longer than the timeout, and a worker may die meanwhile."""
+def test_slow_consumer_does_not_time_out(changeable: Path) -> None:
+    """A validation may take longer than the timeout, and a worker may die meanwhile."""
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=1) as loader:
         trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
@@ -616,13 +716,15 @@ def test_slow_consumer_is_no_stuck_worker(changeable: Path) -> None:
             batch.release(None)
 
 
-# Workers that come and go while batches are made.
+# A pool that grows and shrinks.
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_resized_pool_makes_equal_batches_and_leaves_nobody(image_root: Path, start_method: str) -> None:
+def test_resized_pool_makes_equal_batches_and_leaves_no_process(
+    image_root: Path, start_method: str
+) -> None:
     dataset = open_dataset(image_root / "train")
-    numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; one stays in any case
+    numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; at least one stays
     seen = set()
     with open_loader(dataset, workers=1, start_method=start_method, slots=6) as loader:
         for batch in loader.batches(0, 21):
@@ -640,7 +742,7 @@ def test_resized_pool_makes_equal_batches_and_leaves_nobody(image_root: Path, st
 
 
 def test_pool_without_workers_gets_some(image_root: Path) -> None:
-    """What was put off until somebody waits for it goes to them."""
+    """They run the tasks that would have run in this process."""
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=0) as loader:
         for batch in loader.batches(0, 8):
@@ -653,7 +755,7 @@ def test_pool_without_workers_gets_some(image_root: Path) -> None:
 
 
 def submit_by_turns(pool: WorkerPool, slots: int) -> list[int]:
-    """A task of the sample of the same number for each slot: the first goes to the first worker, and so on."""
+    """One task per slot, for the sample of that number: the first goes to the first worker, etc."""
     return [pool.submit(0, slot, 0, np.array([[0, slot]])) for slot in range(slots)]
 
 
@@ -664,17 +766,19 @@ def check_first_rows(loader: Loader, dataset: FolderDataset) -> None:
         assert loader.labels[slot, 0] == label
 
 
-def test_worker_that_leaves_ends_what_it_has_in_hand(changeable: Path) -> None:
+def test_worker_finishes_its_tasks_before_it_ends(changeable: Path) -> None:
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=3, slots=9) as loader, ThreadPoolExecutor(1) as thread:
         leaving = [w.process.pid for w in loader.pool.workers[1:]]
-        trap = Trap(dataset.name(1))  # the second worker has one task behind it, and two wait for anybody
+        trap = Trap(
+            dataset.name(1)
+        )  # the second worker has another task, and two tasks wait for any worker
         numbers = submit_by_turns(loader.pool, 9)
         assert trap.catch(loader.pool) == leaving[0]
         trap.remove()
 
         def release_late() -> bool:
-            time.sleep(0.3)  # the time in which a pool that does not wait would have ended it
+            time.sleep(0.3)  # a pool that does not wait would kill it in this time
             was_running = is_running(leaving[0])
             trap.release()
             return was_running
@@ -688,7 +792,7 @@ def test_worker_that_leaves_ends_what_it_has_in_hand(changeable: Path) -> None:
 
 
 def test_worker_that_is_killed_while_leaving(changeable: Path) -> None:
-    """What it had in hand is done by others, and it is not replaced for longer than that."""
+    """Others run its tasks, and it is not replaced."""
     dataset = open_dataset(changeable)
     with open_loader(dataset, workers=2, slots=6) as loader, ThreadPoolExecutor(1) as thread:
         staying, leaving = loader.pool.workers
@@ -712,10 +816,10 @@ def test_worker_that_is_killed_while_leaving(changeable: Path) -> None:
 
 @contextmanager
 def hangs_no_longer(seconds: int) -> Iterator[None]:
-    """A watchdog for a wait that has no end of its own."""
+    """A timeout."""
 
     def give_up(number: int, frame: object) -> None:
-        raise AssertionError("waited in vain")
+        raise AssertionError("timed out")
 
     before = signal.signal(signal.SIGALRM, give_up)
     signal.alarm(seconds)
@@ -733,12 +837,15 @@ def test_worker_that_is_stuck_while_leaving_is_named(changeable: Path) -> None:
         submit_by_turns(loader.pool, 6)
         pid = trap.catch(loader.pool)
         loader.pool.timeout_seconds = 0.5
-        with hangs_no_longer(5), pytest.raises(LoaderError, match=f"{trap.path} \\(worker {pid}\\)"):
+        with (
+            hangs_no_longer(5),
+            pytest.raises(LoaderError, match=f"{trap.path} \\(worker {pid}\\)"),
+        ):
             loader.pool.resize(1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_abandoned_pool_works_on(changeable: Path, workers: int) -> None:
+def test_abandoned_pool_can_be_used_again(changeable: Path, workers: int) -> None:
     dataset = open_dataset(changeable)
     broken = Path(dataset.name(0))
     content = broken.read_bytes()
@@ -754,8 +861,8 @@ def test_abandoned_pool_works_on(changeable: Path, workers: int) -> None:
         assert len(loader.pool.workers) == workers
 
 
-def test_abandoned_pool_is_at_rest(changeable: Path) -> None:
-    """Nobody writes into a slot any more that others may have next: who was at a task is gone."""
+def test_abandoned_pool_is_idle(changeable: Path) -> None:
+    """No worker writes into a slot any more: busy workers were killed."""
     dataset = open_dataset(changeable)
     Path(dataset.name(0)).write_bytes(b"")
     with open_loader(dataset, workers=2) as loader:
@@ -809,13 +916,15 @@ def test_pool_with_a_stuck_worker_can_be_abandoned(changeable: Path) -> None:
         assert not is_running(pid)
 
 
-# What tasks take.
+# The time of tasks.
 
 
 class Sleeping(FakeDataset):
-    """Waits for its storage; one worker, the first to come, for much longer."""
+    """Waits for storage; the first worker to load a sample waits longer."""
 
-    def __init__(self, *, seconds: float, first: Path | None = None, first_seconds: float = 0) -> None:
+    def __init__(
+        self, *, seconds: float, first: Path | None = None, first_seconds: float = 0
+    ) -> None:
         super().__init__(num_samples=100, num_classes=2, size=SIZE)
         self.first, self.first_seconds, self.seconds = first, first_seconds, seconds
 
@@ -824,7 +933,7 @@ class Sleeping(FakeDataset):
             with contextlib.suppress(FileExistsError), open(self.first, "x") as file:
                 file.write(str(os.getpid()))
                 self.seconds = self.first_seconds
-            self.first = None  # in this process it is decided
+            self.first = None  # decided for this process
         time.sleep(self.seconds)
         return super().load(epoch, index)
 
@@ -861,20 +970,28 @@ def test_replies_tell_waiting_from_computing(workers: int) -> None:
         assert reply.seconds >= 4 * 0.002
         assert reply.cpu_seconds < reply.seconds / 2
     for reply in replies(Computing(num_samples=100, num_classes=2, size=SIZE)):
-        assert 4 * 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds  # the rest is what others had of the core
+        assert (
+            4 * 0.0005 <= reply.cpu_seconds < 1.1 * reply.seconds
+        )  # other processes had the core in the rest
 
 
 def test_pool_remembers_its_newest_replies() -> None:
-    source = start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
+    source = start_source(
+        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1
+    )
     with WorkerPool([source], workers=0) as pool:
         do_tasks(pool, 300, rows=1)
         assert [reply.number for reply in pool.recent[0]] == list(range(300 - 256, 300))
 
 
-def test_replies_of_one_source_do_not_push_out_anothers() -> None:
-    """Validation, at the end of which the verdict asks what the workers did in training, takes more than are kept."""
-    sources = [start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1)
-               for _ in range(2)]  # fmt: skip
+def test_each_source_has_its_own_newest_replies() -> None:
+    """Validation has more replies than are kept; the diagnosis after it needs those of training."""
+    sources = [
+        start_source(
+            FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=4, size=SIZE, slots=1
+        )
+        for _ in range(2)
+    ]
     with WorkerPool(sources, workers=0) as pool:
         pool.wait([pool.submit(0, 0, 0, np.zeros((1, 2), np.int64)) for _ in range(5)])
         pool.wait([pool.submit(1, 0, 0, np.zeros((1, 2), np.int64)) for _ in range(300)])
@@ -882,12 +999,15 @@ def test_replies_of_one_source_do_not_push_out_anothers() -> None:
 
 
 def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As on a core that something else keeps busy, or with a disk of its own that fails."""
+    """As on a core that another process uses."""
     source = start_source(
-        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05),
+        batch_size=4,
+        size=SIZE,
+        slots=1,
     )
     with WorkerPool([source], workers=4, start_method="fork") as pool:
-        pool.warn_about_slow_workers()  # nothing is known yet
+        pool.warn_about_slow_workers()  # no replies yet
         until_all_are_known(pool)
         pool.warn_about_slow_workers()
         do_tasks(pool, 40, rows=1)
@@ -899,9 +1019,12 @@ def test_slow_worker_is_named_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 
 
 def test_of_two_workers_none_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Who could tell which of them is the slow one."""
+    """Either could be the slow one."""
     source = start_source(
-        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05), batch_size=4, size=SIZE, slots=1
+        Sleeping(seconds=0.001, first=tmp_path / "first", first_seconds=0.05),
+        batch_size=4,
+        size=SIZE,
+        slots=1,
     )
     with WorkerPool([source], workers=2, start_method="fork") as pool:
         until_all_are_known(pool)
@@ -926,7 +1049,7 @@ os.mkfifo(index.path(0))
 transform = Compose(build([{"center_crop": {"size": 24}}], TRANSFORMS, key="augment.train"))
 source = start_source(FolderDataset(index, transform), batch_size=1, size=24, slots=3)
 pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
-pool.submit(0, 0, 0, np.array([[0, 0]]))  # this worker will never be done
+pool.submit(0, 0, 0, np.array([[0, 0]]))  # this worker blocks
 pool.wait([pool.submit(0, 1, 0, np.array([[0, 1]]))])
 print(index.path(0), flush=True)
 pool.wait([0])
@@ -939,7 +1062,7 @@ def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         fifo = process.stdout.readline().strip()
-        with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it waiting for more
+        with open(fifo, "wb"):  # returns when a worker has opened it, and keeps it blocked
             family = descendants(process.pid)
             assert len(family) >= 2
             assert all(is_running(pid) for pid in family)
@@ -950,17 +1073,28 @@ def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_interpreter_can_end_without_closing_the_pool(changeable: Path, start_method: str) -> None:
-    command = [sys.executable, "-c", SCRIPT.replace("pool.wait([0])", ""), str(changeable), start_method]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    command = [
+        sys.executable,
+        "-c",
+        SCRIPT.replace("pool.wait([0])", ""),
+        str(changeable),
+        start_method,
+    ]
+    done = subprocess.run(
+        command, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_method: str) -> None:
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=3)
-    WorkerPool([source], workers=1, start_method=start_method).close()  # a forkserver is there afterwards in any case
+    WorkerPool([source], workers=1, start_method=start_method).close()  # starts the forkserver
     before = descendants(os.getpid())
-    limits, used = resource.getrlimit(resource.RLIMIT_NOFILE), set(map(int, os.listdir("/proc/self/fd")))
+    limits, used = (
+        resource.getrlimit(resource.RLIMIT_NOFILE),
+        set(map(int, os.listdir("/proc/self/fd"))),
+    )
     free = [number for number in range(1000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more
     try:
@@ -972,7 +1106,7 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
 
 
 def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once: to unlock what is not locked is an error that the driver keeps for whoever asks next."""
+    """Each once: unlocking twice is an error that a later CUDA call would report."""
     locked: list[int] = []
 
     class Runtime:
@@ -984,7 +1118,9 @@ def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPat
             locked.remove(pointer)
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
-    source = start_source(FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4)
+    source = start_source(
+        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
+    )
     with Pinned([source.pixels, source.labels]) as pinned:
         assert sorted(pinned.locked) == sorted(locked) and len(locked) == 2
         pinned.release()

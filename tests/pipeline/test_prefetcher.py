@@ -1,4 +1,4 @@
-"""Batches on the device: the same numbers as by hand, and on a GPU never overwritten while somebody reads them."""
+"""Batches on the device: equal to a reference, and never overwritten while a kernel reads them."""
 
 import gc
 import time
@@ -18,19 +18,23 @@ from torch import Tensor
 
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
+from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
 from pipeline.gpu_decode.decoder import GpuDecoder
 from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
-from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher, Timing
+from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW
 from tests.conftest import Clock
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-UNCHANGED: dict[str, Any] = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # the images are the pixels: integers, exact in bf16
+UNCHANGED: dict[str, Any] = {
+    "mean": (0.0,) * 3,
+    "std": (1 / 255,) * 3,
+}  # images are the integer pixels, exact in bf16
 SIZE, BATCH, CLASSES = 32, 16, 3
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 FAKE = FakeDataset(num_samples=512, num_classes=CLASSES, size=SIZE)
@@ -59,8 +63,12 @@ def open_prefetcher(
     hybrid: bool = False,
 ) -> Iterator[Prefetcher]:
     """`engines` is a GpuDecoder, or stands in for one."""
-    slots = slots or slots_needed(batch_size=batch_size, workers=workers, prefetch_factor=2, prefetch_batches=depth)
-    source = start_source(dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes)
+    slots = slots or slots_needed(
+        batch_size=batch_size, workers=workers, prefetch_factor=2, prefetch_batches=depth
+    )
+    source = start_source(
+        dataset, batch_size=batch_size, size=SIZE, slots=slots, file_bytes=file_bytes
+    )
     sampler: Any = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
     if validation:
         sampler = ValSampler(num_samples=len(dataset), batch_size=batch_size)
@@ -83,13 +91,17 @@ def open_prefetcher(
 
 @pytest.fixture(scope="module")
 def dataset(image_root: Path) -> FolderDataset:
-    transform = Compose(build([{"random_resized_crop": {"size": SIZE}}], TRANSFORMS, key="augment.train"))
+    transform = Compose(
+        build([{"random_resized_crop": {"size": SIZE}}], TRANSFORMS, key="augment.train")
+    )
     return FolderDataset(load_index(image_root / "train", key="data.train"), transform, seed=7)
 
 
 def loaded(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
     """uint8 [B, 3, S, S] and int64 [B] without any buffer."""
-    pixels, labels = zip(*(dataset.load(epoch, index) for epoch, index in samples.tolist()), strict=True)
+    pixels, labels = zip(
+        *(dataset.load(epoch, index) for epoch, index in samples.tolist()), strict=True
+    )
     return torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2), torch.tensor(labels)
 
 
@@ -102,9 +114,9 @@ def normalised(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_images_are_normalised_as_by_hand(dataset: FolderDataset, workers: int, channels_last: bool) -> None:
+def test_images_are_normalised(dataset: FolderDataset, workers: int, channels_last: bool) -> None:
     with open_prefetcher(dataset, workers=workers, channels_last=channels_last) as prefetcher:
-        batches = list(prefetcher.batches(2, 9))  # kept: on a CPU a batch has memory of its own
+        batches = list(prefetcher.batches(2, 9))  # on a CPU every batch has its own memory
         assert [batch.step for batch in batches] == list(range(2, 9))
         for batch in batches:
             images, labels = normalised(dataset, prefetcher.loader.samples(batch.step))
@@ -117,16 +129,24 @@ def test_images_are_normalised_as_by_hand(dataset: FolderDataset, workers: int, 
 
 
 def test_bf16_is_the_rounded_float32(dataset: FolderDataset) -> None:
-    with open_prefetcher(dataset) as exact, open_prefetcher(dataset, dtype=torch.bfloat16) as rounded:
+    with (
+        open_prefetcher(dataset) as exact,
+        open_prefetcher(dataset, dtype=torch.bfloat16) as rounded,
+    ):
         for one, other in zip(exact.batches(0, 3), rounded.batches(0, 3), strict=True):
             assert other.images.dtype == torch.bfloat16
             assert torch.equal(other.images, one.images.to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_batch_transforms_are_applied_in_order_with_their_draws(dataset: FolderDataset, rank: int) -> None:
+def test_batch_transforms_run_in_order_with_their_random_numbers(
+    dataset: FolderDataset, rank: int
+) -> None:
     names = ["mixup", {"cutmix": {"p": 0.5}}, "random_erasing"]
-    with open_prefetcher(dataset) as plain, open_prefetcher(dataset, transforms=names, rank=rank) as mixing:
+    with (
+        open_prefetcher(dataset) as plain,
+        open_prefetcher(dataset, transforms=names, rank=rank) as mixing,
+    ):
         for before, after in zip(plain.batches(4, 7), mixing.batches(4, 7), strict=True):
             images, targets = before.images, torch.eye(CLASSES)[before.labels]
             rng = batch_rng(11, before.step, rank)
@@ -139,35 +159,47 @@ def test_batch_transforms_are_applied_in_order_with_their_draws(dataset: FolderD
 
 
 class FakeEngines:
-    """Stands in for GpuDecoder where there is no GPU: takes what the workers decoded, and fills `out` as its kernel does."""
+    """Stands in for GpuDecoder without a GPU: normalises the pixels that the workers decoded."""
 
     seconds_per_image = 0.0
 
     def make_batch(
-        self, files: np.ndarray, geometry: Tensor, pixels: Tensor, out: Tensor, scale: Tensor, shift: Tensor
+        self,
+        files: np.ndarray,
+        geometry: Tensor,
+        pixels: Tensor,
+        out: Tensor,
+        scale: Tensor,
+        shift: Tensor,
     ) -> None:
         out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
 
 
 class NotedDtype:
-    """A batch transform that only notes the dtype of the images it is given."""
+    """A batch transform that records the dtype of the images."""
 
     def __init__(self) -> None:
         self.seen: list[torch.dtype] = []
 
-    def __call__(self, images: Tensor, targets: Tensor, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, images: Tensor, targets: Tensor, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
         self.seen.append(images.dtype)
         return images, targets
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_batch_transforms_get_float32_whoever_decodes(dataset: FolderDataset, name: str, dtype: torch.dtype) -> None:
-    """The CPU decoders and the engines hand the same images over, and one rounding to the training dtype comes last."""
+def test_batch_transforms_get_float32_with_every_decoder(
+    dataset: FolderDataset, name: str, dtype: torch.dtype
+) -> None:
+    """CPU decoders and engines give the same images; one rounding to the training dtype is last."""
     entries, made = [{name: {"p": 1.0}}], []
     for engines, file_bytes in ((None, 0), (FakeEngines(), 1 << 16)):
-        with open_prefetcher(dataset, transforms=entries, dtype=dtype, engines=engines, file_bytes=file_bytes) as prefetcher:
-            prefetcher.loader.encoded_share = 0.0  # there are no engines here
+        with open_prefetcher(
+            dataset, transforms=entries, dtype=dtype, engines=engines, file_bytes=file_bytes
+        ) as prefetcher:
+            prefetcher.loader.encoded_share = 0.0  # without engines
             noted = NotedDtype()
             assert prefetcher.mixing is not None
             prefetcher.mixing.transforms.insert(0, noted)
@@ -180,22 +212,40 @@ def test_batch_transforms_get_float32_whoever_decodes(dataset: FolderDataset, na
 
 
 def test_short_validation_batch_marks_its_empty_rows(image_root: Path) -> None:
-    transform = Compose(build([{"resize": {"size": 40}}, {"center_crop": {"size": SIZE}}], TRANSFORMS, key="augment.val"))
+    transform = Compose(
+        build(
+            [{"resize": {"size": 40}}, {"center_crop": {"size": SIZE}}],
+            TRANSFORMS,
+            key="augment.val",
+        )
+    )
     dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform)
     with open_prefetcher(dataset, validation=True) as prefetcher:
-        for _ in range(2):  # a second validation finds other images in the empty rows
+        for _ in range(2):  # in a second validation the empty rows hold other images
             batches = list(prefetcher.batches(0, 3))
-            assert [int((batch.labels == EMPTY_ROW).sum()) for batch in batches] == [0, 0, 3 * 16 - 36]
+            assert [int((batch.labels == EMPTY_ROW).sum()) for batch in batches] == [
+                0,
+                0,
+                3 * 16 - 36,
+            ]
             images, labels = normalised(dataset, np.array([[0, index] for index in range(36)]))
             kept = torch.cat([batch.images for batch in batches])[:36]
             torch.testing.assert_close(kept.double(), images, rtol=0, atol=1e-6)
             assert torch.equal(torch.cat([batch.labels for batch in batches])[:36], labels)
 
 
-@pytest.mark.parametrize(("workers", "depth", "slots"), [(0, 1, 3), (1, 1, 3), (2, 2, 5), (3, 2, 9), (2, 5, 7)])
-def test_reused_buffers_hold_what_is_loaded_without_any(dataset: FolderDataset, workers: int, depth: int, slots: int) -> None:
-    with open_prefetcher(dataset, workers=workers, depth=depth, slots=slots, **UNCHANGED) as prefetcher:
-        batches = list(prefetcher.batches(0, 5 * slots + 1))  # five times round the ring before the first is looked at
+@pytest.mark.parametrize(
+    ("workers", "depth", "slots"), [(0, 1, 3), (1, 1, 3), (2, 2, 5), (3, 2, 9), (2, 5, 7)]
+)
+def test_reused_buffers_hold_the_right_samples(
+    dataset: FolderDataset, workers: int, depth: int, slots: int
+) -> None:
+    with open_prefetcher(
+        dataset, workers=workers, depth=depth, slots=slots, **UNCHANGED
+    ) as prefetcher:
+        batches = list(
+            prefetcher.batches(0, 5 * slots + 1)
+        )  # five times around the ring before the first is checked
         for batch in batches:
             pixels, labels = loaded(dataset, prefetcher.loader.samples(batch.step))
             assert torch.equal(batch.images, pixels.float())
@@ -203,7 +253,7 @@ def test_reused_buffers_hold_what_is_loaded_without_any(dataset: FolderDataset, 
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_iteration_can_be_left_and_another_begun(dataset: FolderDataset, workers: int) -> None:
+def test_iteration_can_end_early_and_start_again(dataset: FolderDataset, workers: int) -> None:
     with open_prefetcher(dataset, workers=workers) as prefetcher:
         for batch in prefetcher.batches(0, 100):
             if batch.step == 3:
@@ -211,7 +261,9 @@ def test_iteration_can_be_left_and_another_begun(dataset: FolderDataset, workers
         again = list(prefetcher.batches(50, 54))
         assert list(prefetcher.batches(7, 7)) == []
     for batch in again:
-        images, labels = normalised(dataset, TrainSampler(num_samples=36, batch_size=BATCH, seed=3).samples(batch.step))
+        images, labels = normalised(
+            dataset, TrainSampler(num_samples=36, batch_size=BATCH, seed=3).samples(batch.step)
+        )
         torch.testing.assert_close(batch.images.double(), images, rtol=0, atol=1e-6)
         assert torch.equal(batch.labels, labels)
 
@@ -251,7 +303,9 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
         assert found.batches == 4
         assert found.late_fraction == pytest.approx(0, abs=1e-9)
         assert found.copy_fraction == found.copy_ms == 0
-        assert found.step_ms == pytest.approx(1000 * step) == found.step_p95_ms == found.step_worst_ms
+        assert (
+            found.step_ms == pytest.approx(1000 * step) == found.step_p95_ms == found.step_worst_ms
+        )
         return found
 
     assert figures(decoding=0.3, step=0.1).wait_fraction == pytest.approx(0.75)
@@ -259,10 +313,42 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
     assert figures(decoding=0.1, step=0.1, pause=1.0).wait_fraction == pytest.approx(0.5)
 
 
+def test_timing_of_the_oldest_batches(clock: Clock) -> None:
+    """Steps of 1, 2, 3, ... s; a pause after the second."""
+    with open_prefetcher(FAKE, batch_size=1) as prefetcher:
+        for batch in prefetcher.batches(0, 5):
+            clock.now += batch.step + 1
+            if batch.step == 1:
+                with prefetcher.pause():
+                    clock.now += 60
+        found = [prefetcher.timing(batches) for batches in (0, 1, 3, 9, 1)]
+    assert [timing and (timing.batches, timing.seconds) for timing in found] == [
+        None,
+        (1, pytest.approx(1)),
+        (3, pytest.approx(2 + 3 + 4)),
+        (1, pytest.approx(5)),
+        None,
+    ]
+
+
+@pytest.mark.gpu
+def test_timing_of_given_batches_waits_for_the_device() -> None:
+    with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
+        for _ in prefetcher.batches(0, 8):
+            torch.cuda._sleep(LAG_CYCLES)
+        timing = prefetcher.timing(8)
+    assert timing is not None
+    assert timing.batches == 8
+    assert 1000 * timing.seconds >= timing.step_worst_ms > 0
+
+
 @pytest.mark.parametrize(
-    ("steps", "median", "p95"), [(1, 1, 1), (2, 1.5, 2), (20, 10.5, 19), (21, 11, 20), (40, 20.5, 38), (41, 21, 39)]
+    ("steps", "median", "p95"),
+    [(1, 1, 1), (2, 1.5, 2), (20, 10.5, 19), (21, 11, 20), (40, 20.5, 38), (41, 21, 39)],
 )
-def test_p95_is_the_step_that_95_percent_do_not_exceed(clock: Clock, steps: int, median: float, p95: int) -> None:
+def test_p95_is_the_step_that_95_percent_do_not_exceed(
+    clock: Clock, steps: int, median: float, p95: int
+) -> None:
     """Steps of 1, 2, 3, ... ms in another order."""
     lengths = np.random.default_rng(0).permutation(steps) + 1
     with open_prefetcher(FAKE, batch_size=1) as prefetcher:
@@ -270,11 +356,13 @@ def test_p95_is_the_step_that_95_percent_do_not_exceed(clock: Clock, steps: int,
             clock.now += lengths[batch.step] / 1000
         found = prefetcher.timing()
     assert found is not None
-    assert (found.step_ms, found.step_p95_ms, found.step_worst_ms) == pytest.approx((median, p95, steps))
+    assert (found.step_ms, found.step_p95_ms, found.step_worst_ms) == pytest.approx(
+        (median, p95, steps)
+    )
 
 
 class Stream:
-    """A CUDA stream as a clock: what it does comes after what it has waited for, and else at once."""
+    """A CUDA stream as a clock: its work starts after the events it waited for."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -290,8 +378,10 @@ class Stream:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 4])
-def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.MonkeyPatch, depth: int) -> None:
-    """CUDA's rules without a GPU: a copy takes 1, the consumer's kernels take 10, and the host takes no time at all."""
+def test_streams_wait_for_each_other_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    """CUDA's rules without a GPU: a copy takes 1, the step's kernels take 10, the host takes 0."""
     main, side = Stream(), Stream()
     current = [main]
 
@@ -320,6 +410,7 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.Monk
     written: list[tuple[int, int, int]] = []  # address, begin, end
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
+        prefetcher.clock = StepClock(cuda=True)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
         for slot in prefetcher.slots:
             slot.reused = True  # as on a GPU
@@ -343,45 +434,61 @@ def test_streams_wait_for_each_other_in_both_directions(monkeypatch: pytest.Monk
                 if batch.step == begin + 30:
                     break  # with its kernels still waiting when the next iteration starts
     assert len({address for address, *_ in read}) == depth + 1
-    clashes = [(w, r) for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]]
+    clashes = [
+        (w, r) for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]
+    ]
     assert clashes == []
 
 
-# On a GPU. The consumer lags behind: its kernels wait in the stream long after the host has gone on, so that memory which is
-# written too early is read with the wrong content.
+# On a GPU. The consumer lags behind: its kernels are still queued when the host has continued, so
+# that memory written too early is read with the wrong content.
 
-LAG_CYCLES = 4_000_000  # 2 to 4 ms: many times a copy of one of these batches, and longer than the host needs for a step
-LARGE_BATCH = 64  # two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
-SELECTING = ["cutmix", {"random_erasing": {"p": 0.5}}]  # they choose pixels, and compute none: exact on any device
+# 2 to 4 ms: many times a copy of one of these batches, and longer than the host needs for a step
+LAG_CYCLES = 4_000_000
+LARGE_BATCH = (
+    64  # two tasks, and more than the 64 KiB that a driver may take out of host memory at the call
+)
+SELECTING = [
+    "cutmix",
+    {"random_erasing": {"p": 0.5}},
+]  # they select pixels and compute none: exact on any device
 ALL = ["mixup", *SELECTING]
 
 
 class Noise(FakeDataset):
-    """The n-th sample of all epochs is the noise from its n-th byte on: no two are equal, and none costs anything."""
+    """The n-th sample of all epochs is the noise from byte n on: all differ, at no cost."""
 
     noise = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8)
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         start = epoch * self.num_samples + index
-        return self.noise[start : start + SIZE * SIZE * 3].reshape(SIZE, SIZE, 3), index % self.num_classes
+        return self.noise[start : start + SIZE * SIZE * 3].reshape(
+            SIZE, SIZE, 3
+        ), index % self.num_classes
 
 
 NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
 def facts(batch: Batch) -> Tensor:
-    """int64 [B, 3], made on the device without waiting for it: checksums of each row's pixels, label and targets.
+    """Checksums of each row's pixels, label and targets, int64 [B, 3], without synchronisation.
 
-    All are integers, in 1 / SIZE**2 for targets of cutmix. They are summed times their places: exact in any order of
-    summation, and no row passes for another or for parts of two.
+    All values are integers; those of cutmix's targets are multiples of 1 / SIZE**2. The sum is
+    weighted by the position: exact in any order, and different for rows with mixed-up parts.
     """
-    values = batch.images.flatten(1), batch.labels[:, None], batch.targets.reshape(len(batch.labels), -1) * SIZE**2
+    values = (
+        batch.images.flatten(1),
+        batch.labels[:, None],
+        batch.targets.reshape(len(batch.labels), -1) * SIZE**2,
+    )
     rows = [value.to(torch.int64) for value in values]
-    return torch.stack([(row * torch.arange(1, row.shape[1] + 1, device=row.device)).sum(1) for row in rows], dim=1)
+    return torch.stack(
+        [(row * torch.arange(1, row.shape[1] + 1, device=row.device)).sum(1) for row in rows], dim=1
+    )
 
 
 def facts_by_hand(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> Tensor:
-    """The same on the CPU and without any buffer."""
+    """The same on the CPU, without buffers."""
     pixels, labels = loaded(NOISE, samples)
     images, targets, rng = pixels.float(), labels, batch_rng(11, step, 0)
     if transforms:
@@ -391,9 +498,11 @@ def facts_by_hand(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> 
     return facts(Batch(images, labels, targets, step))
 
 
-def wrong_steps(found: dict[int, Tensor], prefetcher: Prefetcher, transforms: Sequence[Any] = ()) -> list[int]:
-    """The steps in whose batches a row was not what it is by hand."""
-    on_host = torch.stack(list(found.values())).cpu()  # the one place that waits for the device
+def wrong_steps(
+    found: dict[int, Tensor], prefetcher: Prefetcher, transforms: Sequence[Any] = ()
+) -> list[int]:
+    """The steps whose batches have a wrong row."""
+    on_host = torch.stack(list(found.values())).cpu()  # the only synchronisation
     return [
         step
         for step, seen in zip(found, on_host, strict=True)
@@ -402,13 +511,20 @@ def wrong_steps(found: dict[int, Tensor], prefetcher: Prefetcher, transforms: Se
 
 
 def follow(
-    kind: type[Prefetcher], *, steps: int, lag_cycles: int, transforms: Sequence[Any] = (), **options: Any
+    kind: type[Prefetcher],
+    *,
+    steps: int,
+    lag_cycles: int,
+    transforms: Sequence[Any] = (),
+    **options: Any,
 ) -> tuple[list[int], float]:
-    """Look at batches long after the host has gone on; return the wrong steps, and how many the host was ahead by (median)."""
+    """Check batches late; return the wrong steps, and by how many the host was ahead (median)."""
     found: dict[int, Tensor] = {}
     unread: deque[torch.cuda.Event] = deque()
     ahead = []
-    options = dict(device=CUDA, batch_size=LARGE_BATCH, transforms=transforms, **UNCHANGED) | options
+    options = (
+        dict(device=CUDA, batch_size=LARGE_BATCH, transforms=transforms, **UNCHANGED) | options
+    )
     with open_prefetcher(NOISE, kind=kind, **options) as prefetcher:
         for batch in prefetcher.batches(0, steps):
             torch.cuda._sleep(lag_cycles)
@@ -425,7 +541,7 @@ def follow(
 
 
 class LateCopies(Prefetcher):
-    """Copies begin when the host and the consumer have long gone on, as far as these are let."""
+    """Copies start late: the host and the consumer are as far ahead as allowed."""
 
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
         with torch.cuda.stream(self.side):
@@ -444,7 +560,7 @@ class LateCopies(Prefetcher):
         (100, 1, LateCopies, dict(workers=2)),
     ],
 )
-def test_consumer_at_least_three_steps_behind_sees_every_batch_as_it_was(
+def test_consumer_three_steps_behind_reads_the_right_batches(
     steps: int, lag: int, kind: type[Prefetcher], options: dict[str, Any]
 ) -> None:
     wrong, ahead = follow(kind, steps=steps, lag_cycles=lag * LAG_CYCLES, **options)
@@ -453,24 +569,24 @@ def test_consumer_at_least_three_steps_behind_sees_every_batch_as_it_was(
 
 
 class IgnoresReaders(Prefetcher):
-    """Broken: writes a batch into memory whose reader it has not waited for."""
+    """Broken: does not wait for the reader of the memory that it overwrites."""
 
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
         return super()._enqueue(host, slot, None)
 
 
 class GivesSlotsBackEarly(LateCopies):
-    """Broken: lets the workers write into a slot before the copy out of it."""
+    """Broken: the workers may write into a slot before the copy out of it."""
 
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
         return super()._enqueue(replace(host, release=lambda _: host.release(None)), slot, after)
 
 
 class HandsOutEarly(LateCopies):
-    """Broken: what the consumer waits for lies before the copy."""
+    """Broken: the consumer waits for an event before the copy."""
 
     def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
-        early = self._mark()
+        early = self.clock.now()
         batch, _, marks = super()._enqueue(host, slot, after)
         return batch, early, marks
 
@@ -478,16 +594,20 @@ class HandsOutEarly(LateCopies):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("broken", "lag_cycles"),
-    [(IgnoresReaders, 10 * LAG_CYCLES), (GivesSlotsBackEarly, LAG_CYCLES), (HandsOutEarly, LAG_CYCLES)],
+    [
+        (IgnoresReaders, 10 * LAG_CYCLES),
+        (GivesSlotsBackEarly, LAG_CYCLES),
+        (HandsOutEarly, LAG_CYCLES),
+    ],
 )
-def test_broken_prefetchers_are_found_out(broken: type[Prefetcher], lag_cycles: int) -> None:
+def test_broken_prefetchers_are_detected(broken: type[Prefetcher], lag_cycles: int) -> None:
     wrong, _ = follow(broken, steps=100, lag_cycles=lag_cycles, workers=2)
     assert wrong
 
 
 @pytest.mark.gpu
-def test_slow_host_and_fast_device_see_every_batch_too() -> None:
-    """The other direction: copies run ahead of the consumer as far as they may."""
+def test_slow_host_and_fast_device_read_the_right_batches() -> None:
+    """The other direction: copies run ahead of the consumer as far as allowed."""
     with open_prefetcher(NOISE, device=CUDA, depth=3, workers=2, **UNCHANGED) as prefetcher:
         found = {}
         for batch in prefetcher.batches(0, 60):
@@ -498,7 +618,7 @@ def test_slow_host_and_fast_device_see_every_batch_too() -> None:
 
 
 @pytest.mark.gpu
-def test_iteration_left_early_is_still_read_while_the_next_begins() -> None:
+def test_batches_of_an_iteration_that_ended_early_stay_intact_in_the_next() -> None:
     found = {}
     with open_prefetcher(NOISE, device=CUDA, workers=2, **UNCHANGED) as prefetcher:
         for begin in (0, 20, 40):
@@ -512,7 +632,7 @@ def test_iteration_left_early_is_still_read_while_the_next_begins() -> None:
 
 
 class SlowThread(Prefetcher):
-    """Takes its time over a batch, and notes when it is at one."""
+    """Is slow, and records when it enqueues a batch."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -527,8 +647,8 @@ class SlowThread(Prefetcher):
 
 
 @pytest.mark.gpu
-def test_next_iteration_waits_for_the_thread_of_one_left_early() -> None:
-    """Else a slot goes to new samples while the engines' thread is still at its old ones."""
+def test_next_iteration_waits_for_the_thread() -> None:
+    """The thread may still read a slot for an iteration that ended early."""
     with open_prefetcher(NOISE, kind=SlowThread, device=CUDA, workers=2, **UNCHANGED) as prefetcher:
         batches = prefetcher.batches(0, 100)
         next(batches)
@@ -572,15 +692,19 @@ def test_bf16_on_the_gpu_is_that_of_the_cpu() -> None:
 def test_every_batch_transform_with_every_decoder_and_precision(
     dataset: FolderDataset, name: str, decoder: str, dtype: torch.dtype
 ) -> None:
-    """The images are those of the same decoder without transforms, transformed in float32 and rounded once."""
+    """The images of the same decoder, transformed in float32 and rounded once."""
     engines = decoder in ("gpu", "hybrid")
     if not engines:
         dataset = FolderDataset(dataset.index, dataset.transform, decoder=decoder, seed=7)
-    options: dict[str, Any] = {"device": CUDA, "file_bytes": (1 << 16) * engines, "hybrid": decoder == "hybrid"}
+    options: dict[str, Any] = {
+        "device": CUDA,
+        "file_bytes": (1 << 16) * engines,
+        "hybrid": decoder == "hybrid",
+    }
     entries = [{name: {"p": 1.0}}]
 
     def first_batch(**more: Any) -> Batch:
-        """One batch only: the shares of a hybrid's later batches follow from measured rates."""
+        """Only the first batch: the shares of later hybrid batches depend on measured rates."""
         gpu_decoder = GpuDecoder(CUDA, BATCH) if engines else None
         with open_prefetcher(dataset, engines=gpu_decoder, **options, **more) as prefetcher:
             (batch,) = prefetcher.batches(4, 5)
@@ -600,19 +724,27 @@ def test_every_batch_transform_with_every_decoder_and_precision(
 @pytest.mark.gpu
 def test_loop_never_waits_for_the_device() -> None:
     weight = torch.randn(8, 3, 3, 3, device="cuda")
-    with open_prefetcher(FAKE, device=CUDA, workers=2, transforms=ALL, dtype=torch.bfloat16) as prefetcher:
+    with open_prefetcher(
+        FAKE, device=CUDA, workers=2, transforms=ALL, dtype=torch.bfloat16
+    ) as prefetcher:
         total = torch.zeros((), device="cuda")
         for batch in prefetcher.batches(0, 3):  # first uses of a kernel may load it
-            total += torch.nn.functional.conv2d(batch.images.float(), weight).mean() + batch.targets.sum()
+            total += (
+                torch.nn.functional.conv2d(batch.images.float(), weight).mean()
+                + batch.targets.sum()
+            )
         torch.cuda.set_sync_debug_mode("error")
         try:
             for batch in prefetcher.batches(3, 60):
-                total += torch.nn.functional.conv2d(batch.images.float(), weight).mean() + batch.targets.sum()
+                total += (
+                    torch.nn.functional.conv2d(batch.images.float(), weight).mean()
+                    + batch.targets.sum()
+                )
                 prefetcher.timing()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert total.isfinite().item()
-        with pytest.raises(RuntimeError):  # the mode does tell
+        with pytest.raises(RuntimeError):  # the mode detects it
             sync_in_debug_mode(total)
 
 
@@ -626,16 +758,23 @@ def sync_in_debug_mode(value: Tensor) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoding", [False, True])
-def test_device_memory_stays_flat_from_the_second_epoch_to_the_fortieth(dataset: FolderDataset, decoding: bool) -> None:
-    made_up = Noise(num_samples=len(dataset), num_classes=CLASSES, size=SIZE)
+def test_device_memory_is_constant_from_the_second_epoch(
+    dataset: FolderDataset, decoding: bool
+) -> None:
+    synthetic = Noise(num_samples=len(dataset), num_classes=CLASSES, size=SIZE)
     steps = len(dataset) // 4  # a whole number, and more than the prefetcher has memory for
     conv, head = torch.nn.Conv2d(3, 16, 3), torch.nn.Linear(16, CLASSES)
-    model = torch.nn.Sequential(conv, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head).to(CUDA)
+    model = torch.nn.Sequential(
+        conv, torch.nn.ReLU(), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), head
+    ).to(CUDA)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     used = []
-    gc.collect()  # what earlier tests have left would go in the middle,
-    torch.cuda.empty_cache()  # or hide that more is taken
-    with open_prefetcher(dataset if decoding else made_up, device=CUDA, workers=2, batch_size=4, transforms=ALL) as prefetcher:
+    gc.collect()  # memory of earlier tests would be freed in the middle,
+    torch.cuda.empty_cache()  # or hide a new allocation
+    chosen = dataset if decoding else synthetic
+    with open_prefetcher(
+        chosen, device=CUDA, workers=2, batch_size=4, transforms=ALL
+    ) as prefetcher:
         for epoch in range(40):
             for batch in prefetcher.batches(epoch * steps, (epoch + 1) * steps):
                 torch.cuda._sleep(LAG_CYCLES // 10)

@@ -1,4 +1,4 @@
-"""The order of samples: nothing but a function of (seed, step, world)."""
+"""The order of samples is a function of (seed, step, world size)."""
 
 import numpy as np
 import pytest
@@ -18,19 +18,34 @@ def test_samples_do_not_depend_on_what_was_asked_before() -> None:
 
 
 def test_order_is_the_same_on_every_machine() -> None:
-    """A run resumed elsewhere, or with another numpy, must go on in the same order."""
-    assert TrainSampler(num_samples=10, batch_size=5, seed=0).samples(1).tolist() == [[0, 5], [0, 9], [0, 0], [0, 8], [0, 1]]
+    """A run that resumes elsewhere, or with another numpy, must continue in the same order."""
+    assert TrainSampler(num_samples=10, batch_size=5, seed=0).samples(1).tolist() == [
+        [0, 5],
+        [0, 9],
+        [0, 0],
+        [0, 8],
+        [0, 1],
+    ]
 
 
 def test_seeds_and_epochs_have_orders_of_their_own() -> None:
-    orders = {tuple(rows(TrainSampler(num_samples=50, batch_size=50, seed=seed), range(1))) for seed in range(10)}
+    orders = {
+        tuple(rows(TrainSampler(num_samples=50, batch_size=50, seed=seed), range(1)))
+        for seed in range(10)
+    }
     epochs = TrainSampler(num_samples=50, batch_size=50, seed=0)
-    orders |= {tuple((0, index) for _, index in epochs.samples(epoch).tolist()) for epoch in range(10)}
+    orders |= {
+        tuple((0, index) for _, index in epochs.samples(epoch).tolist()) for epoch in range(10)
+    }
     assert len(orders) == 10 + 10 - 1  # epoch 0 of seed 0 is in both
 
 
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (36, 12), (5, 16), (1, 4), (100, 1), (7, 7)])
-def test_every_sample_once_an_epoch_though_batches_straddle(num_samples: int, batch_size: int) -> None:
+@pytest.mark.parametrize(
+    ("num_samples", "batch_size"), [(37, 8), (36, 12), (5, 16), (1, 4), (100, 1), (7, 7)]
+)
+def test_every_sample_once_an_epoch_though_batches_straddle(
+    num_samples: int, batch_size: int
+) -> None:
     epochs = 6
     steps = range(epochs * num_samples // batch_size)
     stream = rows(TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1), steps)
@@ -43,7 +58,10 @@ def test_every_sample_once_an_epoch_though_batches_straddle(num_samples: int, ba
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_together_take_what_one_rank_takes(world_size: int) -> None:
     alone = TrainSampler(num_samples=37, batch_size=8, seed=5)
-    ranks = [TrainSampler(num_samples=37, batch_size=8, seed=5, rank=r, world_size=world_size) for r in range(world_size)]
+    ranks = [
+        TrainSampler(num_samples=37, batch_size=8, seed=5, rank=r, world_size=world_size)
+        for r in range(world_size)
+    ]
     for step in range(30):
         shares = [rank.samples(step) for rank in ranks]
         assert {share.shape for share in shares} == {(8 // world_size, 2)}
@@ -51,9 +69,15 @@ def test_ranks_together_take_what_one_rank_takes(world_size: int) -> None:
 
 
 def test_number_of_ranks_can_change_in_the_middle_of_an_epoch() -> None:
-    before = [TrainSampler(num_samples=48, batch_size=8, seed=2, rank=r, world_size=4) for r in range(4)]
-    after = [TrainSampler(num_samples=48, batch_size=8, seed=2, rank=r, world_size=2) for r in range(2)]
-    seen = [row for rank in before for row in rows(rank, range(2))] + [row for rank in after for row in rows(rank, range(2, 6))]
+    before = [
+        TrainSampler(num_samples=48, batch_size=8, seed=2, rank=r, world_size=4) for r in range(4)
+    ]
+    after = [
+        TrainSampler(num_samples=48, batch_size=8, seed=2, rank=r, world_size=2) for r in range(2)
+    ]
+    seen = [row for rank in before for row in rows(rank, range(2))] + [
+        row for rank in after for row in rows(rank, range(2, 6))
+    ]
     assert sorted(seen) == [(0, index) for index in range(48)]
 
 
@@ -69,11 +93,15 @@ def test_resuming_late_in_a_long_run_is_exact() -> None:
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 16, 17, 50, 64])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("share", [1, 2, 7])
-def test_validation_takes_every_image_exactly_once(num_samples: int, world_size: int, share: int) -> None:
+def test_validation_takes_every_image_exactly_once(
+    num_samples: int, world_size: int, share: int
+) -> None:
     size = share * world_size
     seen: list[tuple[int, int]] = []
     for rank in range(world_size):
-        sampler = ValSampler(num_samples=num_samples, batch_size=size, rank=rank, world_size=world_size)
+        sampler = ValSampler(
+            num_samples=num_samples, batch_size=size, rank=rank, world_size=world_size
+        )
         batches = [sampler.samples(step) for step in range(len(sampler))]
         assert all(0 < len(batch) <= share for batch in batches)
         assert all(len(batch) == share for batch in batches[:-1])

@@ -1,4 +1,4 @@
-"""Shared memory: one copy for all processes, and nothing of it left behind."""
+"""Shared memory: one copy for all processes, freed with the last of them."""
 
 import multiprocessing
 import os
@@ -37,17 +37,21 @@ START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.s
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_child_reads_and_writes_the_same_memory(start_method: str) -> None:
     shared = SharedArray.copy_of(np.arange(12, dtype=np.int64).reshape(3, 4))
-    run_in_child(start_method, "assert shared.array[2, 3] == 11; shared.array[1] *= 10", shared=shared)
+    run_in_child(
+        start_method, "assert shared.array[2, 3] == 11; shared.array[1] *= 10", shared=shared
+    )
     assert shared.array.tolist() == [[0, 1, 2, 3], [40, 50, 60, 70], [8, 9, 10, 11]]
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_sample_table_reaches_a_child_without_being_copied(start_method: str, image_root: Path) -> None:
+def test_sample_table_reaches_a_child_without_being_copied(
+    start_method: str, image_root: Path
+) -> None:
     index = load_index(image_root / "train", key="data.train")
     names = [index.path(i) for i in range(len(index))]
     code = "assert [index.path(i) for i in range(len(index))] == names; index.labels.array[:] = 7"
     run_in_child(start_method, code, index=index, names=names)
-    assert set(index.labels.array.tolist()) == {7}  # so it was this memory that the child read
+    assert set(index.labels.array.tolist()) == {7}  # the child read this memory
 
 
 def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
@@ -55,9 +59,13 @@ def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
     shared = SharedArray((1000, 1000), np.uint8)
     values = shared.array[10:20]
     address = values.__array_interface__["data"][0]
-    (mapping,) = [line for line in Path("/proc/self/maps").read_text().splitlines() if covers(line, address)]
+    (mapping,) = [
+        line for line in Path("/proc/self/maps").read_text().splitlines() if covers(line, address)
+    ]
     assert mapping.split()[1] == "rw-s"
-    assert mapping.endswith("/memfd:batches (deleted)")  # not in /dev/shm, which a container keeps small
+    assert mapping.endswith(
+        "/memfd:batches (deleted)"
+    )  # not in /dev/shm, which is small in a container
     del shared
     values[:] = 9  # an array over it keeps the mapping
     assert values.sum() == 9 * 10 * 1000
@@ -67,12 +75,12 @@ def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
 
 def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing() -> None:
     before, limits = descriptors(), resource.getrlimit(resource.RLIMIT_FSIZE)
-    with pytest.raises(UserError, match="are refused"):
-        SharedArray((2**46,), np.int64)  # more than an address space holds
+    with pytest.raises(UserError, match="cannot be allocated"):
+        SharedArray((2**46,), np.int64)  # larger than the address space
     assert descriptors() == before
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
     try:
-        with pytest.raises(UserError, match="are refused"):
+        with pytest.raises(UserError, match="cannot be allocated"):
             SharedArray((4097,), np.uint8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

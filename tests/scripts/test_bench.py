@@ -1,4 +1,4 @@
-"""The rungs and the sweep on small JPEG files: what is measured, written and refused. Nothing here depends on a rate."""
+"""Rungs and sweep on small JPEG files: measurements, output and errors. No test depends on a rate."""
 
 import json
 import os
@@ -18,11 +18,18 @@ from conf import cli
 from conf.schema import Config, Loader, UserError
 from pipeline.loader import LoaderError
 from pipeline.sizing import machine
-from scripts import bench, sweep
+from scripts import bench, heat_map, sweep
 from scripts.sweep import Cell, Setting
 
 ROOT = Path(__file__).parents[2]
-BASE = ["recipe=demo", "data=folder", "data.image_size=32", "loader.batch_size=8", "loader.workers=1", "train.device=cpu"]
+BASE = [
+    "recipe=demo",
+    "data=folder",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "loader.workers=1",
+    "train.device=cpu",
+]
 
 
 def compose(root: Path, *overrides: str) -> Config:
@@ -30,9 +37,24 @@ def compose(root: Path, *overrides: str) -> Config:
 
 
 def run(root: Path, to: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "scripts/bench.py", *BASE, f"data.root={root}", "--out", str(to), "--seconds", "0.1", *arguments]
+    command = [
+        sys.executable,
+        "scripts/bench.py",
+        *BASE,
+        f"data.root={root}",
+        "--out",
+        str(to),
+        "--seconds",
+        "0.1",
+        *arguments,
+    ]
     return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=120, env={**os.environ, "OMP_NUM_THREADS": "1"}
+        command,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
 
 
@@ -55,21 +77,26 @@ def test_rungs_on_a_cpu(image_root: Path) -> None:
     assert found["loader"].batches > bench.WINDOWS
 
 
-def test_what_telemetry_costs(image_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_cost_of_telemetry(image_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (rung,) = bench.run(compose(image_root, "log.every_steps=1"), only=("telemetry",), seconds=0.5)
     assert rung.name == "telemetry" and len(rung.rates) == bench.WINDOWS and min(rung.rates) > 0
-    text = r"\d+\.\d{3} of the rate without it, in turns \(5 pairs, the middle half [\d.]+-[\d.]+, \d+ steps, (\d+) rows\)"
+    text = r"\d+\.\d{3} of the rate without telemetry \(5 pairs, interquartile range [\d.]+-[\d.]+, \d+ steps, (\d+) rows\)"
     found = re.match(text, rung.note)
     assert found is not None and int(found[1]) >= bench.WINDOWS
     assert capsys.readouterr().out == ""
 
 
 def test_only_some_rungs(image_root: Path) -> None:
-    assert [r.name for r in bench.run(compose(image_root), only=("train", "read"), seconds=0.05)] == ["read", "train"]
-    assert [r.name for r in bench.run(cli.load([*BASE, "data=fake"]), only=("read", "loader"), seconds=0.05)] == ["loader"]
+    assert [
+        r.name for r in bench.run(compose(image_root), only=("train", "read"), seconds=0.05)
+    ] == ["read", "train"]
+    assert [
+        r.name
+        for r in bench.run(cli.load([*BASE, "data=fake"]), only=("read", "loader"), seconds=0.05)
+    ] == ["loader"]
 
 
-def test_what_the_rungs_write(image_root: Path, tmp_path: Path) -> None:
+def test_the_output_of_the_rungs(image_root: Path, tmp_path: Path) -> None:
     done = run(image_root, tmp_path, "--only", "read", "decode", "loader")
     assert (done.returncode, done.stderr) == (0, "")
     record = json.loads((tmp_path / "bench.json").read_text())
@@ -79,18 +106,28 @@ def test_what_the_rungs_write(image_root: Path, tmp_path: Path) -> None:
     for line, rung in zip(done.stdout.splitlines(), record["rungs"], strict=False):
         assert line.split()[:3] == [rung["name"], f"{median(rung['rates']):,.0f}", "images/s"]
 
-    again = run(image_root, tmp_path / "again", "--only", "read", "step", "--compare", str(tmp_path / "bench.json"))
+    again = run(
+        image_root,
+        tmp_path / "again",
+        "--only",
+        "read",
+        "step",
+        "--compare",
+        str(tmp_path / "bench.json"),
+    )
     assert again.returncode == 0
     read, step = again.stdout.splitlines()[:2]
     assert read.startswith("read ") and ")  x" in read
-    assert step.startswith("step ") and ")  x" not in step  # the earlier run has none
+    assert step.startswith("step ") and ")  x" not in step  # not in the earlier run
 
 
 # The sweep.
 
 
-def test_what_a_sweep_writes(image_root: Path, tmp_path: Path) -> None:
-    done = run(image_root, tmp_path, "sweep=true", "sweep.workers=[0,2]", "sweep.prefetch_factor=[2,1]")
+def test_the_output_of_a_sweep(image_root: Path, tmp_path: Path) -> None:
+    done = run(
+        image_root, tmp_path, "sweep=true", "sweep.workers=[0,2]", "sweep.prefetch_factor=[2,1]"
+    )
     assert (done.returncode, done.stderr) == (0, "")
     record = json.loads((tmp_path / "sweep.json").read_text())
     settings = [Setting(**cell["setting"]) for cell in record["cells"]]
@@ -113,33 +150,46 @@ def test_what_a_sweep_writes(image_root: Path, tmp_path: Path) -> None:
     lines = done.stdout.splitlines()
     for number, setting in enumerate([*settings, *reversed(settings)] * 2, 1):
         assert any(line.startswith(f"{number:>3}/16  {setting}: loader alone ") for line in lines)
-    table = lines[lines.index(next(line for line in lines if line.startswith("workers "))) + 1 :][:4]
-    assert [line.split()[:3] for line in table] == [[str(s.workers), "false", str(s.prefetch_factor)] for s in settings]
+    table = lines[lines.index(next(line for line in lines if line.startswith("workers "))) + 1 :][
+        :4
+    ]
+    assert [line.split()[:3] for line in table] == [
+        [str(s.workers), "false", str(s.prefetch_factor)] for s in settings
+    ]
     assert [line.split()[4] for line in table] == [f"{rates[s]:,.0f}" for s in settings]
     assert [s for s, line in zip(settings, table, strict=True) if "best" in line] == [top]
     assert [s for s, line in zip(settings, table, strict=True) if "knee" in line] == [bend]
     assert any(line.startswith(f"best  {top}: ") for line in lines) and any(
         line.startswith(f"knee  {bend}: ") for line in lines
     )
-    assert opened(tmp_path / "sweep.png").height > 2 * 2 * sweep.HIGH
+    assert opened(tmp_path / "sweep.png").height > 2 * 2 * heat_map.HEIGHT
     assert not (tmp_path / "bench.json").exists()
 
-    again = run(image_root, tmp_path / "again", "sweep=true", "sweep.workers=[2,3]", "sweep.prefetch_factor=2",
-                "--compare", str(tmp_path / "sweep.json"))  # fmt: skip
+    again = run(
+        image_root,
+        tmp_path / "again",
+        "sweep=true",
+        "sweep.workers=[2,3]",
+        "sweep.prefetch_factor=2",
+        "--compare",
+        str(tmp_path / "sweep.json"),
+    )
     assert again.returncode == 0
     first, second = [line for line in again.stdout.splitlines() if line.startswith("      ")]
-    assert " x" in first and " x" not in second  # three workers are new
+    assert " x" in first and " x" not in second  # not in the earlier sweep
 
 
-def test_a_setting_that_cannot_run_is_told_and_left_out(
+def test_a_setting_that_cannot_run_is_reported_and_skipped(
     image_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     real, visits = bench.measure_loader, Counter[int]()
 
-    def short_of_memory(feed: Any, plan: Any, seconds: float, start: int = 0, *, count: int) -> bench.Rung:
+    def short_of_memory(
+        feed: Any, plan: Any, seconds: float, start: int = 0, *, count: int
+    ) -> bench.Rung:
         factor = feed.train.loader.pool.prefetch_factor
         visits[factor] += 1
-        if factor == 2 and visits[2] == 2:  # there is room for the first visit
+        if factor == 2 and visits[2] == 2:  # the first visit succeeds
             raise OSError("[Errno 12] Cannot\nallocate memory")
         return real(feed, plan, seconds, start, count=count)
 
@@ -149,40 +199,60 @@ def test_a_setting_that_cannot_run_is_told_and_left_out(
     alone, cells = bench.run_sweep(compose(image_root), asked, seconds=0.05)
     assert len(alone.rates) == bench.WINDOWS
     assert [bool(cell.failed) for cell in cells] == [False, True, True, True, False, True]
-    assert cells[1].failed.startswith("loader.workers=3: open files allow 2") and cells[1].rate("train") == 0
+    assert (
+        cells[1].failed.startswith("loader.workers=3: open files allow 2")
+        and cells[1].rate("train") == 0
+    )
     assert cells[2] == Cell(cells[2].setting, failed="[Errno 12] Cannot allocate memory")
-    assert visits == {1: sweep.ROUNDS, 2: 2, 3: sweep.ROUNDS}  # not again
-    assert f" 10/24  {cells[2].setting}: failed: [Errno 12] Cannot allocate memory\n" in capsys.readouterr().out
+    assert visits == {1: sweep.ROUNDS, 2: 2, 3: sweep.ROUNDS}  # not measured again
+    assert (
+        f" 10/24  {cells[2].setting}: failed: [Errno 12] Cannot allocate memory\n"
+        in capsys.readouterr().out
+    )
     best = sweep.best(cells)
     assert best is not None and best.setting.workers == 1
-    assert f"{1:>7}  {'false':>10}  {2:>15}  failed: [Errno 12]" in sweep.table(cells, alone.rate, {})
-    assert sweep.heat_map(cells, "title").width > 2 * sweep.WIDE
+    assert f"{1:>7}  {'false':>10}  {2:>15}  failed: [Errno 12]" in sweep.table(
+        cells, alone.rate, {}
+    )
+    assert heat_map.heat_map(cells, "title").width > 2 * heat_map.WIDTH
 
 
 def test_no_file_is_read_by_two_cells(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the first would warm the page cache for the others."""
+    """Otherwise the first cell would warm the page cache for the others."""
     taken: list[range] = []
 
-    def measured(setting: Setting, datasets: Any, stepper: Any, seconds: float, start: int) -> tuple[Cell, int]:
+    def measured(
+        setting: Setting, datasets: Any, stepper: Any, seconds: float, start: int
+    ) -> tuple[Cell, int]:
         cell, batches = real(setting, datasets, stepper, seconds, start)
         taken.append(range(start, start + batches))
         return cell, batches
 
     real = bench.measure_cell
     monkeypatch.setattr(bench, "measure_cell", measured)
-    bench.run_sweep(compose(image_root), {"workers": [0], "prefetch_factor": [1, 2, 3]}, seconds=0.05)
-    assert len(taken) == 3 * sweep.ROUNDS and [r.start for r in taken] == [0, *(r.stop for r in taken[:-1])]
+    bench.run_sweep(
+        compose(image_root), {"workers": [0], "prefetch_factor": [1, 2, 3]}, seconds=0.05
+    )
+    assert len(taken) == 3 * sweep.ROUNDS and [r.start for r in taken] == [
+        0,
+        *(r.stop for r in taken[:-1]),
+    ]
     assert min(map(len, taken)) > 2
 
 
-def test_no_cell_at_all_is_a_failure(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cells = [Cell(Setting(1, False, 1), failed="no room"), Cell(Setting(2, False, 1), failed="no room either")]
+def test_a_sweep_without_a_result_fails(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = [
+        Cell(Setting(1, False, 1), failed="no room"),
+        Cell(Setting(2, False, 1), failed="no room either"),
+    ]
     assert sweep.best(cells) is sweep.knee(cells) is None
-    monkeypatch.setattr(bench, "run_sweep", lambda *_, **__: (bench.Rung("step", "images/s", [1.0]), cells))
+    monkeypatch.setattr(
+        bench, "run_sweep", lambda *_, **__: (bench.Rung("step", "images/s", [1.0]), cells)
+    )
     monkeypatch.setattr(bench, "CONFIG", compose(image_root), raising=False)
     monkeypatch.setattr(bench, "OPTIONS", type("Options", (), {"seconds": None}), raising=False)
-    with pytest.raises(LoaderError, match=r"^no cell can run: no room$"):
-        bench.swept("about", {})
+    with pytest.raises(LoaderError, match=r"^no setting can run: no room$"):
+        bench.measure_sweep("about", {})
 
 
 def cells_of(rates: dict[tuple[int, bool, int], float]) -> list[Cell]:
@@ -190,45 +260,71 @@ def cells_of(rates: dict[tuple[int, bool, int], float]) -> list[Cell]:
 
 
 def test_the_knee_is_the_fewest_workers_near_the_best() -> None:
-    cells = cells_of({(4, True, 1): 97.0, (6, True, 1): 98.0, (6, True, 2): 99.0, (8, False, 2): 100.0, (9, True, 2): 99.9})
+    cells = cells_of(
+        {
+            (4, True, 1): 97.0,
+            (6, True, 1): 98.0,
+            (6, True, 2): 99.0,
+            (8, False, 2): 100.0,
+            (9, True, 2): 99.9,
+        }
+    )
     best, knee = sweep.best(cells), sweep.knee(cells)
     assert best is not None and best.setting == Setting(8, False, 2)
-    assert knee is not None and knee.setting == Setting(6, True, 2)  # of two with six workers the faster
+    assert knee is not None and knee.setting == Setting(
+        6, True, 2
+    )  # the faster one of two with six workers
     lines = sweep.table(cells, 125.0, {Setting(8, False, 2): 50.0}).splitlines()
     assert lines[4].split() == ["8", "false", "2", "200", "100", "1.00", "50", "%", "x2.00", "best"]
     assert lines[3].endswith("  knee") and len(lines) == 8
-    assert lines[6] == ("best  loader.workers=8 loader.pin_memory=false loader.prefetch_factor=2: 100 images/s, "
-                        "0.80 of the step alone (125)")  # fmt: skip
-    assert cli.load(["data.root=/x", *str(knee.setting).split()]).loader.workers == 6  # can be typed as it stands
+    assert lines[6] == (
+        "best  loader.workers=8 loader.pin_memory=false loader.prefetch_factor=2: 100 images/s, "
+        "0.80 of the step alone (125)"
+    )
+    assert (
+        cli.load(["data.root=/x", *str(knee.setting).split()]).loader.workers == 6
+    )  # valid as overrides
 
 
 @pytest.mark.parametrize("drift", [-0.4, 0.4])
-def test_a_machine_that_drifts_does_not_choose_a_cell(drift: float) -> None:
+def test_a_drifting_machine_does_not_change_the_best_cell(drift: float) -> None:
     settings = [Setting(workers, True, 3) for workers in range(5)]
     visits = sweep.visits(settings)
     cells = {setting: Cell(setting) for setting in settings}
     for number, setting in enumerate(visits):
         rate = 1000 * (1 + drift * number / len(visits))
-        cells[setting] = cells[setting].and_again(Cell(setting, [rate], [rate]))
+        cells[setting] = cells[setting].with_rounds(Cell(setting, [rate], [rate]))
     rates = [cell.rate("train") for cell in cells.values()]
     assert rates == pytest.approx([rates[0]] * 5)
 
 
 def test_heat_map_has_a_cell_for_each_setting() -> None:
-    rates = {(w, p, f): 10.0 * w + p + f / 10 for w, p, f in product((1, 2, 4), (False, True), (1, 2))}
-    image = sweep.heat_map(cells_of(rates), "title")
-    wide, high = sweep.WIDE, sweep.HIGH
-    shades = {image.getpixel((sweep.LEFT + wide * i + 6, 76 + 28 + high * j + 6)) for i in range(3) for j in range(2)}
+    rates = {
+        (w, p, f): 10.0 * w + p + f / 10 for w, p, f in product((1, 2, 4), (False, True), (1, 2))
+    }
+    image = heat_map.heat_map(cells_of(rates), "title")
+    wide, high = heat_map.WIDTH, heat_map.HEIGHT
+    shades = {
+        image.getpixel((heat_map.LEFT + wide * i + 6, 76 + 28 + high * j + 6))
+        for i in range(3)
+        for j in range(2)
+    }
     assert len(shades) >= 3 and (255, 255, 255) not in shades
-    assert image.size == (sweep.LEFT + 3 * wide + 24, 76 + 4 * (2 * high + 80))
+    assert image.size == (heat_map.LEFT + 3 * wide + 24, 76 + 4 * (2 * high + 80))
     colours = {colour for _, colour in image.getcolors(1 << 20)}
     assert {(232, 89, 12), (47, 158, 68)} <= colours  # the best and the knee
 
 
-@pytest.mark.parametrize(("budget", "expected"), [
-    (1, [1]), (3, [1, 2, 3]), (8, [1, 2, 3, 4, 5, 6, 7, 8]), (15, [1, 2, 4, 6, 8, 10, 12, 14, 15]),
-    (63, [1, 2, 4, 6, 8, 10, 12, 14, 16, 24, 32, 48, 62, 63]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (8, [1, 2, 3, 4, 5, 6, 7, 8]),
+        (15, [1, 2, 4, 6, 8, 10, 12, 14, 15]),
+        (63, [1, 2, 4, 6, 8, 10, 12, 14, 16, 24, 32, 48, 62, 63]),
+    ],
+)
 def test_ladder(budget: int, expected: list[int]) -> None:
     assert sweep.ladder(budget) == expected
 
@@ -239,7 +335,13 @@ def test_grid() -> None:
     assert grid == [Setting(w, p, f) for p, f, w in product((False, True), (1, 2, 3, 4), (1, 2, 3))]
     assert {s.pin_memory for s in sweep.grid({}, auto, budget=3, on_gpu=False)} == {False}
     own = sweep.grid({}, Loader(workers=7, prefetch_factor=9), budget=2, on_gpu=False)
-    assert {s.workers for s in own} == {1, 2, 7} and {s.prefetch_factor for s in own} == {1, 2, 3, 4, 9}
+    assert {s.workers for s in own} == {1, 2, 7} and {s.prefetch_factor for s in own} == {
+        1,
+        2,
+        3,
+        4,
+        9,
+    }
     asked = {"workers": [0], "pin_memory": [True], "prefetch_factor": [5]}
     assert sweep.grid(asked, auto, budget=3, on_gpu=False) == [Setting(0, True, 5)]
 
@@ -247,61 +349,119 @@ def test_grid() -> None:
 # The command line.
 
 
-def test_the_sweeps_overrides_are_told_from_the_configs() -> None:
+def test_the_overrides_of_sweep_and_config_are_separated() -> None:
     own = ["sweep=true", "sweep.workers=[4,8]", "+sweep.workers=[1]", "swep=true", "sweeep.x=1"]
     others = ["data.root=/sweep", "recipe=demo", "seed=3", "step=1", "--cfg", "job"]
     assert sweep.split([*own, *others]) == (own, others)
 
 
-@pytest.mark.parametrize(("overrides", "asked"), [
-    ([], None), (["sweep=false"], None), (["sweep=true"], {}),
-    (["sweep=true", "sweep.workers=[8,4,8]", "sweep.pin_memory=true"], {"workers": [4, 8], "pin_memory": [True]}),
-    (["sweep.prefetch_factor=[2]", "sweep.prefetch_factor=[1,3]", "sweep=true"], {"prefetch_factor": [1, 3]}),
-])  # fmt: skip
-def test_what_is_asked_for(overrides: list[str], asked: Any) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "asked"),
+    [
+        ([], None),
+        (["sweep=false"], None),
+        (["sweep=true"], {}),
+        (
+            ["sweep=true", "sweep.workers=[8,4,8]", "sweep.pin_memory=true"],
+            {"workers": [4, 8], "pin_memory": [True]},
+        ),
+        (
+            ["sweep.prefetch_factor=[2]", "sweep.prefetch_factor=[1,3]", "sweep=true"],
+            {"prefetch_factor": [1, 3]},
+        ),
+    ],
+)
+def test_requested_values(overrides: list[str], asked: Any) -> None:
     assert sweep.read(overrides) == asked
 
 
-WORKERS = "not allowed; give a list of whole numbers from 0 to 4096, such as [4,8]"
-PINS, FACTORS = "not allowed; give a list of true and false", "not allowed; give a list of whole numbers from 1 to 64"
+WORKERS = "not allowed; give a list of integers from 0 to 4096, for example [4,8]"
+PINS, FACTORS = (
+    "not allowed; give a list of true and false",
+    "not allowed; give a list of integers from 1 to 64",
+)
 
 
-@pytest.mark.parametrize(("wrong", "message"), [
-    ("sweep=1", "not allowed; give true or false"),
-    ("sweep=", "not allowed; give true or false"),
-    ("sweep", "not allowed; give true or false"),
-    ("swep=true", "there is no key swep; did you mean sweep?"),
-    ("sweep.worker=[4]", "there is no key sweep.worker; did you mean sweep.workers?"),
-    ("+sweep.workers=[4]", "there is no key +sweep.workers; did you mean sweep.workers?"),
-    ("sweep.zzz=[4]", "there is no key sweep.zzz"),
-    *((f"sweep.workers={value}", WORKERS) for value in ("", "[]", "[-1]", "[5000]", "[auto]", "[true]", "[1.5]", "4,8", "[[4]]",
-                                                         "[4", "${x}", "{a: 1}", "???", "null")),
-    ("sweep.pin_memory=[1]", PINS),
-    ("sweep.pin_memory=[auto]", PINS),
-    ("sweep.prefetch_factor=[0]", FACTORS),
-    ("sweep.prefetch_factor=[65]", FACTORS),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("sweep=1", "not allowed; give true or false"),
+        ("sweep=", "not allowed; give true or false"),
+        ("sweep", "not allowed; give true or false"),
+        ("swep=true", "there is no key swep; did you mean sweep?"),
+        ("sweep.worker=[4]", "there is no key sweep.worker; did you mean sweep.workers?"),
+        ("+sweep.workers=[4]", "there is no key +sweep.workers; did you mean sweep.workers?"),
+        ("sweep.zzz=[4]", "there is no key sweep.zzz"),
+        *(
+            (f"sweep.workers={value}", WORKERS)
+            for value in (
+                "",
+                "[]",
+                "[-1]",
+                "[5000]",
+                "[auto]",
+                "[true]",
+                "[1.5]",
+                "4,8",
+                "[[4]]",
+                "[4",
+                "${x}",
+                "{a: 1}",
+                "???",
+                "null",
+            )
+        ),
+        ("sweep.pin_memory=[1]", PINS),
+        ("sweep.pin_memory=[auto]", PINS),
+        ("sweep.prefetch_factor=[0]", FACTORS),
+        ("sweep.prefetch_factor=[65]", FACTORS),
+    ],
+)
 def test_a_wrong_sweep_is_refused(wrong: str, message: str) -> None:
     with pytest.raises(UserError) as refused:
         sweep.read(["sweep=true", wrong])
     assert str(refused.value).startswith(f"{wrong}: {message}")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [
-    (["sweep.workers=[4]"], "sweep.workers: nothing is swept without sweep=true; add it"),
-    (["sweep=true", "sweep.prefetch=[1]"], "sweep.prefetch=[1]: there is no key sweep.prefetch; "
-     "did you mean sweep.prefetch_factor?"),
-    (["sweep=true", "loader.wokers=2"], "loader.wokers=2: there is no key loader.wokers; did you mean loader.workers?"),
-    (["sweep=true", "--only", "train"], "--only: sweep=true measures the loader and training; leave one of the two out"),
-    (["--seconds", "0"], "--seconds 0.0: give a number > 0"),
-    (["sweep=true", "--compare", "{earlier}"], "--compare {earlier}: holds no cells; give the sweep.json of an earlier run"),
-    (["--compare", "{odd}"], "--compare {odd}: holds no rungs; give the bench.json of an earlier run"),
-    (["--compare", "{odd}.not"], "--compare {odd}.not: no such file"),
-])  # fmt: skip
-def test_a_mistake_is_one_line_and_status_2(image_root: Path, tmp_path: Path, arguments: list[str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sweep.workers=[4]"], "sweep.workers: requires sweep=true; add it"),
+        (
+            ["sweep=true", "sweep.prefetch=[1]"],
+            "sweep.prefetch=[1]: there is no key sweep.prefetch; "
+            "did you mean sweep.prefetch_factor?",
+        ),
+        (
+            ["sweep=true", "loader.wokers=2"],
+            "loader.wokers=2: there is no key loader.wokers; did you mean loader.workers?",
+        ),
+        (
+            ["sweep=true", "--only", "train"],
+            "--only: cannot be combined with sweep=true; remove one of them",
+        ),
+        (["--seconds", "0"], "--seconds 0.0: give a number > 0"),
+        (
+            ["sweep=true", "--compare", "{earlier}"],
+            "--compare {earlier}: contains no cells; give the sweep.json of an earlier run",
+        ),
+        (
+            ["--compare", "{odd}"],
+            "--compare {odd}: contains no rungs; give the bench.json of an earlier run",
+        ),
+        (["--compare", "{odd}.not"], "--compare {odd}.not: no such file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    image_root: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
     places = {"earlier": tmp_path / "bench.json", "odd": tmp_path / "odd.json"}
     places["earlier"].write_text('{"rungs": []}')
     places["odd"].write_bytes(b"[\xff")
     done = run(image_root, tmp_path / "out", *(argument.format(**places) for argument in arguments))
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"bench.py: {message.format(**places)}\n")
+    assert (done.returncode, done.stdout, done.stderr) == (
+        2,
+        "",
+        f"bench.py: {message.format(**places)}\n",
+    )
     assert not (tmp_path / "out").exists()

@@ -1,4 +1,4 @@
-"""The smaller copy of a dataset: the same names and labels, exact pixels, and nothing lost by a kill."""
+"""Shrunk datasets: same names and labels, exact pixels, and resumable after a kill."""
 
 import errno
 import io
@@ -33,7 +33,7 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 def drawn(mode: str = "RGB", *, seed: int = 0) -> Image.Image:
-    """All sides between 128 and 320."""
+    """Return an image with sides between 128 and 320 px."""
     return draw_image("plaid", np.random.default_rng(seed)).convert(mode)
 
 
@@ -54,12 +54,16 @@ def psnr(a: Image.Image, b: Image.Image) -> float:
     return float(10 * np.log10(255**2 / max(1e-9, (difference**2).mean())))
 
 
-def shrunk(data: bytes, name: str = "a.JPEG", *, side: int = 96, quality: int = 90) -> tuple[bytes, str]:
+def shrunk(
+    data: bytes, name: str = "a.JPEG", *, side: int = 96, quality: int = 90
+) -> tuple[bytes, str]:
     return shrink.shrink(data, name, side=side, quality=quality, decoder="pillow")
 
 
 def files(root: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()
+    }
 
 
 def images(root: Path) -> dict[str, bytes]:
@@ -71,33 +75,45 @@ def command(root: Path, to: Path, *options: str) -> list[str]:
 
 
 def run(root: Path, to: Path, *options: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(root, to, *options), cwd=ROOT, capture_output=True, text=True, timeout=60, **how)
+    return subprocess.run(
+        command(root, to, *options), cwd=ROOT, capture_output=True, text=True, timeout=60, **how
+    )
 
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start shrink.py as a shell starts it: in a process group of its own."""
+    """Start shrink.py in its own process group, like a shell."""
     started: list[subprocess.Popen[str]] = []
 
     def start(root: Path, to: Path) -> subprocess.Popen[str]:
-        process = subprocess.Popen(command(root, to, "--workers", "2"), cwd=ROOT, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE, text=True, process_group=0,
-                                   preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler))  # fmt: skip
+        process = subprocess.Popen(
+            command(root, to, "--workers", "2"),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         started.append(process)
         return process
 
     yield start
     for process in started:
-        with process:  # to wait for it and close its pipes
+        with process:  # waits for it and closes its pipes
             process.kill()
 
 
 # One image.
 
 
-@pytest.mark.parametrize("size", [(200, 300), (300, 200), (200, 200), (97, 1000), (1000, 97), (333, 111)])
+@pytest.mark.parametrize(
+    "size", [(200, 300), (300, 200), (200, 200), (97, 1000), (1000, 97), (333, 111)]
+)
 @pytest.mark.parametrize("side", [64, 96])
-def test_the_short_side_is_as_asked_and_the_aspect_stays(size: tuple[int, int], side: int) -> None:
+def test_the_short_side_is_exact_and_the_aspect_ratio_kept(
+    size: tuple[int, int], side: int
+) -> None:
     made = opened(shrunk(encoded(drawn().resize(size)), side=side)[0])
     assert (made.format, made.mode, min(made.size)) == ("JPEG", "RGB", side)
     assert max(made.size) == pytest.approx(side * max(size) / min(size), abs=1)
@@ -106,7 +122,7 @@ def test_the_short_side_is_as_asked_and_the_aspect_stays(size: tuple[int, int], 
     assert [layer[1:3] for layer in made.layer] == [(2, 2), (1, 1), (1, 1)]  # type: ignore[attr-defined]  # 4:2:0
 
 
-def test_pixels_are_those_of_an_exact_resize_at_that_quality() -> None:
+def test_pixels_equal_a_resize_and_encode_by_pillow() -> None:
     for seed in range(5):
         data = encoded(drawn(seed=seed), quality=95)
         made = opened(shrunk(data)[0])
@@ -128,14 +144,14 @@ def test_validation_does_not_resize_a_shrunk_image_again() -> None:
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 @pytest.mark.parametrize("size", [(96, 200), (200, 96), (40, 500), (5, 5)])
-def test_small_images_are_not_touched(mode: str, size: tuple[int, int]) -> None:
+def test_small_images_are_copied(mode: str, size: tuple[int, int]) -> None:
     data = encoded(drawn(mode).resize(size), quality=70, progressive=True, comment=b"kept")
     assert shrunk(data) == (data, "")
 
 
-def test_neither_exif_nor_profile_survives_and_nothing_is_turned() -> None:
+def test_exif_and_profile_are_removed_and_rotation_is_ignored() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # orientation: a viewer turns it by 90 degrees
+    exif[0x0112] = 6  # orientation: viewers rotate by 90 degrees
     image = drawn().resize((300, 200))
     made, odd = shrunk(encoded(image, exif=exif, icc_profile=b"profile" * 20))
     assert opened(made).size == (144, 96)
@@ -143,9 +159,20 @@ def test_neither_exif_nor_profile_survives_and_nothing_is_turned() -> None:
 
 
 @pytest.mark.parametrize("size", [(60, 90), (200, 300)])
-@pytest.mark.parametrize(("kind", "mode"), [("JPEG", "CMYK"), ("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA"), ("PNG", "I;16"),
-                                            ("GIF", "P"), ("WEBP", "RGB"), ("BMP", "RGB")])  # fmt: skip
-def test_what_is_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple[int, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("JPEG", "CMYK"),
+        ("PNG", "RGB"),
+        ("PNG", "P"),
+        ("PNG", "RGBA"),
+        ("PNG", "I;16"),
+        ("GIF", "P"),
+        ("WEBP", "RGB"),
+        ("BMP", "RGB"),
+    ],
+)
+def test_a_file_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tuple[int, int]) -> None:
     image = drawn("L" if mode == "I;16" else mode).resize(size)
     if mode == "I;16":
         image = Image.fromarray(np.asarray(image).astype(np.uint16) * 257)
@@ -154,18 +181,24 @@ def test_what_is_named_jpeg_becomes_an_rgb_jpeg(kind: str, mode: str, size: tupl
     assert odd.startswith(f"{kind} {mode}") and "converted" in odd
     assert (opened(made).format, opened(made).mode) == ("JPEG", "RGB")
     assert min(opened(made).size) == min(96, *size)
-    exact = decode.open_picture(data, "pillow").pillow().resize(opened(made).size, Image.Resampling.BILINEAR)
+    exact = (
+        decode.open_picture(data, "pillow")
+        .pillow()
+        .resize(opened(made).size, Image.Resampling.BILINEAR)
+    )
     assert psnr(opened(made), opened(encoded(exact, quality=90, subsampling="4:2:0"))) > 40
 
 
-def test_grey_stays_grey_and_is_not_odd() -> None:
+def test_grey_images_stay_grey_and_are_not_unusual() -> None:
     made, odd = shrunk(encoded(drawn("L")))
     pixels = np.asarray(opened(made).convert("RGB"))
     assert not odd and (pixels == pixels[..., :1]).all()
 
 
-@pytest.mark.parametrize(("name", "kind"), [("a.png", "PNG"), ("a.PNG", "JPEG"), ("a.webp", "WEBP"), ("a.gif", "GIF")])
-def test_what_is_named_otherwise_is_copied(name: str, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kind"), [("a.png", "PNG"), ("a.PNG", "JPEG"), ("a.webp", "WEBP"), ("a.gif", "GIF")]
+)
+def test_files_with_other_names_are_copied(name: str, kind: str) -> None:
     data = encoded(drawn(), kind)
     made, odd = shrunk(data, name)
     assert made == data and "copied" in odd
@@ -185,7 +218,7 @@ def test_a_truncated_file_is_an_error(name: str, side: int, kind: str) -> None:
 
 @pytest.fixture(scope="module")
 def source(image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """image_root with odd and unreadable files, a folder in a class folder, and names of all kinds."""
+    """image_root with unusual and unreadable files, a subfolder of a class, and special names."""
     root = shutil.copytree(image_root, tmp_path_factory.mktemp("source") / "imagenet")
     data = encoded(drawn().resize((300, 280)))
     for name, content in {
@@ -209,12 +242,14 @@ BROKEN = ["train/checks/empty.jpg", "train/checks/half.jpg", "val/checks/text.JP
 
 
 @pytest.fixture(scope="module")
-def done(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, subprocess.CompletedProcess[str]]:
+def done(
+    source: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, subprocess.CompletedProcess[str]]:
     to = tmp_path_factory.mktemp("done") / "new" / "imagenet256"
     return to, run(source, to, "--side", "256")
 
 
-def test_every_image_is_there_under_its_name(source: Path, done: tuple[Path, Any]) -> None:
+def test_every_image_is_written_under_its_name(source: Path, done: tuple[Path, Any]) -> None:
     to, _ = done
     before, after = images(source), images(to)
     assert after.keys() == before.keys() - set(BROKEN) - {"train/dots/notes.txt"}
@@ -226,7 +261,7 @@ def test_every_image_is_there_under_its_name(source: Path, done: tuple[Path, Any
     assert sum(after[name] != before[name] for name in after) > 5
 
 
-def test_default_side_is_the_one_that_the_advice_counts_with() -> None:
+def test_the_default_side_equals_the_one_in_the_verdict() -> None:
     assert shrink.SIDE == SHRUNK_SIDE
 
 
@@ -236,11 +271,21 @@ def test_the_report(source: Path, done: tuple[Path, subprocess.CompletedProcess[
     report = json.loads((to / "shrink.json").read_text())
     after, before = images(to), images(source)
     same = sum(after[name] == before[name] for name in after)
-    assert report["images"] == len(after) + 3 == report["copied"] + report["encoded"] + report["unreadable"]
+    assert (
+        report["images"]
+        == len(after) + 3
+        == report["copied"] + report["encoded"] + report["unreadable"]
+    )
     assert (report["copied"], report["unreadable"], report["odd"]) == (same, 3, 3)
     assert report["bytes_after"] == sum(map(len, after.values()))
     assert report["bytes_before"] == sum(len(before[name]) for name in after)
-    assert report["settings"] == {"version": 1, "source": str(source), "splits": ["train", "val"], "side": 256, "quality": 90}
+    assert report["settings"] == {
+        "version": 1,
+        "source": str(source),
+        "splits": ["train", "val"],
+        "side": 256,
+        "quality": 90,
+    }
     assert report["train_with"] == f"python train.py data.root={to}"
     assert report["train_with"] in process.stdout and "images/s" in process.stdout
     assert [line.split("\t")[0] for line in (to / "odd.txt").read_text().splitlines()] == ODD
@@ -251,18 +296,30 @@ def test_the_report(source: Path, done: tuple[Path, subprocess.CompletedProcess[
 
 def test_a_model_can_be_trained_on_the_copy(source: Path, done: tuple[Path, Any]) -> None:
     to, _ = done
-    transform = Compose(build([{"resize": {"size": 72}}, {"center_crop": {"size": 64}}], TRANSFORMS, key="augment.val"))
+    transform = Compose(
+        build(
+            [{"resize": {"size": 72}}, {"center_crop": {"size": 64}}], TRANSFORMS, key="augment.val"
+        )
+    )
     for split in ("train", "val"):
-        old, new = (FolderDataset(load_index(root / split, key="data.root"), transform) for root in (source, to))
+        old, new = (
+            FolderDataset(load_index(root / split, key="data.root"), transform)
+            for root in (source, to)
+        )
         assert new.index.classes == old.index.classes
-        labels = {os.path.relpath(old.name(i), source): int(old.index.labels.array[i]) for i in range(len(old))}
+        labels = {
+            os.path.relpath(old.name(i), source): int(old.index.labels.array[i])
+            for i in range(len(old))
+        }
         for i in range(len(new)):
             pixels, label = new.load(0, i)
             assert pixels.shape == (64, 64, 3)
             assert label == labels[os.path.relpath(new.name(i), to)]
 
 
-def test_again_does_nothing_but_try_the_unreadable(source: Path, done: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_second_run_only_retries_unreadable_files(
+    source: Path, done: tuple[Path, Any], tmp_path: Path
+) -> None:
     root, to = (shutil.copytree(folder, tmp_path / folder.name) for folder in (source, done[0]))
     settings = json.loads((to / "shrink.json").read_text())
     settings["settings"]["source"] = str(root)
@@ -275,21 +332,27 @@ def test_again_does_nothing_but_try_the_unreadable(source: Path, done: tuple[Pat
     assert {p: p.stat().st_mtime_ns for p in times} == times
     assert images(to).keys() == images(root).keys() - {"train/dots/notes.txt"}
     report = json.loads((to / "shrink.json").read_text())
-    assert (report["unreadable"], report["done_earlier"], report["odd"]) == (0, report["images"] - 3, 3)
+    assert (report["unreadable"], report["done_earlier"], report["odd"]) == (
+        0,
+        report["images"] - 3,
+        3,
+    )
     assert not (to / "unreadable.txt").exists()
     for split in ("train", "val"):
         old, new = (load_index(folder / split, key="data.root") for folder in (root, to))
-        assert new.fingerprint() == old.fingerprint()  # the same samples: a run can go on with the copy
+        assert (
+            new.fingerprint() == old.fingerprint()
+        )  # the same samples: a run can resume with the copy
 
 
-# A run that is stopped.
+# Interrupted runs.
 
 
 @pytest.mark.parametrize("killed", ["before", "after"])
-def test_odd_file_is_listed_whenever_the_run_is_killed(
+def test_an_odd_file_is_listed_even_if_the_run_is_killed(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
-    """The note comes first: a file that is there is not looked into again."""
+    """It is listed before it is written, because an existing file is not examined again."""
     job = shrink.Job(str(source), str(tmp_path), ("train",), (), 256, 90, "pillow")
     write = shrink.write_whole
 
@@ -300,17 +363,19 @@ def test_odd_file_is_listed_whenever_the_run_is_killed(
 
     monkeypatch.setattr(shrink, "write_whole", kill)
     with pytest.raises(KeyboardInterrupt):
-        shrink.shrink_file(job, ODD[0], shrink.Tally())
+        shrink.shrink_file(job, ODD[0])
     monkeypatch.undo()
     assert (tmp_path / ODD[0]).exists() == (killed == "after")
-    shrink.shrink_file(job, ODD[0], shrink.Tally())  # the same command again
+    shrink.shrink_file(job, ODD[0])  # the same command again
     shrink.write_report(job, shrink.Tally(), seconds=1, workers=1, command="")
-    assert [line.split("\t")[0] for line in (tmp_path / "odd.txt").read_text().splitlines()] == ODD[:1]
+    assert [line.split("\t")[0] for line in (tmp_path / "odd.txt").read_text().splitlines()] == ODD[
+        :1
+    ]
 
 
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """300 large images: some seconds of work."""
+    """300 large images, which take some seconds."""
     root = tmp_path_factory.mktemp("large") / "imagenet"
     data = encoded(drawn().resize((1200, 900)))
     for split, count in (("train", 240), ("val", 60)):
@@ -329,7 +394,7 @@ def await_gone(pids: set[int]) -> None:
 
 
 def await_images(process: subprocess.Popen[str], to: Path) -> set[int]:
-    """Wait until `process` is in the middle of its work; return its workers and their helpers."""
+    """Wait until `process` has written some images; return its descendants."""
     while len(list(to.rglob("*.JPEG"))) < 20:
         assert process.poll() is None
         time.sleep(0.01)
@@ -338,7 +403,9 @@ def await_images(process: subprocess.Popen[str], to: Path) -> set[int]:
     return family
 
 
-def test_killed_it_leaves_no_process_and_goes_on(large: Path, tmp_path: Path, start: Start) -> None:
+def test_a_killed_run_leaves_no_process_and_can_resume(
+    large: Path, tmp_path: Path, start: Start
+) -> None:
     to = tmp_path / "to"
     process = start(large, to)
     family = await_images(process, to)
@@ -350,14 +417,17 @@ def test_killed_it_leaves_no_process_and_goes_on(large: Path, tmp_path: Path, st
     (to / "train" / "b" / ".shrink-1.tmp").write_bytes(b"half")  # as left by a killed worker
     cut = min(finished)
     del finished[cut]
-    cut.write_bytes(b"")  # as left by a power cut
+    cut.write_bytes(b"")  # as left by a power failure
     process = run(large, to)
     assert process.returncode == 0, process.stderr
     assert {p: (p.stat().st_mtime_ns, p.stat().st_ino) for p in finished} == finished
     assert not list(to.rglob(".shrink*"))
     after = images(to)
     assert after.keys() == images(large).keys()
-    assert len(set(after.values())) == 1 and opened(after["val/a/000.JPEG"]).size == (352 * 1200 // 900, 352)
+    assert len(set(after.values())) == 1 and opened(after["val/a/000.JPEG"]).size == (
+        352 * 1200 // 900,
+        352,
+    )
     report = json.loads((to / "shrink.json").read_text())
     assert report["done_earlier"] == len(finished) and report["encoded"] == 300
     assert report["bytes_before"] == sum(map(len, images(large).values()))
@@ -371,77 +441,106 @@ def test_ctrl_c_ends_promptly(large: Path, tmp_path: Path, start: Start) -> None
     output, errors = process.communicate(timeout=10)
     assert time.monotonic() - began < 3
     assert (process.returncode, output) == (130, "")
-    assert errors.splitlines()[-1] == "shrink.py: interrupted; the same command goes on from here" and "Trace" not in errors
+    assert (
+        errors.splitlines()[-1] == "shrink.py: interrupted; run the same command again to resume"
+        and "Trace" not in errors
+    )
     await_gone(family)
     assert not list((tmp_path / "to").rglob(".shrink*"))
-    assert all(opened(data).size == (352 * 1200 // 900, 352) for name, data in images(tmp_path / "to").items())
+    assert all(
+        opened(data).size == (352 * 1200 // 900, 352)
+        for name, data in images(tmp_path / "to").items()
+    )
 
 
-def test_a_dead_worker_ends_it_in_one_line(large: Path, tmp_path: Path, start: Start) -> None:
+def test_a_dead_worker_is_a_one_line_error(large: Path, tmp_path: Path, start: Start) -> None:
     process = start(large, tmp_path / "to")
     family = await_images(process, tmp_path / "to")
     workers = {worker for helper in family for worker in descendants(helper)}
     os.kill(min(workers), signal.SIGKILL)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert errors.splitlines()[-1].startswith("shrink.py: a worker died (exit status -9") and "Trace" not in errors
+    assert (
+        errors.splitlines()[-1].startswith("shrink.py: worker died (exit status -9")
+        and "Trace" not in errors
+    )
     await_gone(family)
 
 
-def test_what_cannot_be_written_ends_it_in_one_line(large: Path, tmp_path: Path) -> None:
-    limits = (5000, resource.RLIM_INFINITY)  # bytes a file may have
-    process = run(large, tmp_path / "to", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
+def test_a_write_error_is_a_one_line_error(large: Path, tmp_path: Path) -> None:
+    limits = (5000, resource.RLIM_INFINITY)  # maximum file size, bytes
+    process = run(
+        large, tmp_path / "to", preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    )
     assert process.returncode == 1
     last = process.stderr.splitlines()[-1]
-    assert last == "shrink.py: OSError: [Errno 27] File too large; the same command goes on from here"
+    assert (
+        last
+        == "shrink.py: OSError: [Errno 27] File too large; run the same command again to resume"
+    )
     assert not images(tmp_path / "to")
 
 
-# What is refused.
+# Refused input.
 
 
 def planned(root: Path, to: Path, *overrides: str, side: int = 256) -> shrink.Job:
-    return shrink.plan(cli.load([f"data.root={root}", *overrides]), to, side=side, quality=90)
+    config = cli.load([f"data.root={root}", *overrides])
+    return shrink.plan(config.data, config.loader.decoder, to, side=side, quality=90)
 
 
-def test_a_full_disk_is_told_with_figures(image_root: Path, tmp_path: Path) -> None:
+def test_a_full_disk_error_reports_the_sizes(image_root: Path, tmp_path: Path) -> None:
     job = planned(image_root, tmp_path)
     half = shrink.Tally(encoded=20, copied=5, bytes_after=25_000_000)
-    line = shrink.cannot_write(OSError(errno.ENOSPC, "No space left on device"), job, half, 51)
-    assert line.startswith(f"{tmp_path}: No space left on device: about 0.026 GB needed, ") and "GB free" in line
+    line = shrink.cannot_write(OSError(errno.ENOSPC, "No space left on device"), job, half)
+    assert (
+        line.startswith(f"{tmp_path}: No space left on device: about 0.026 GB needed, ")
+        and "GB free" in line
+    )
 
 
 @pytest.mark.parametrize("present", ["file.txt", "train/a/a.jpg", ".hidden"])
-def test_a_folder_with_something_else_is_refused_and_not_touched(source: Path, tmp_path: Path, present: str) -> None:
+def test_a_folder_with_other_files_is_refused_and_not_changed(
+    source: Path, tmp_path: Path, present: str
+) -> None:
     (tmp_path / present).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / present).write_bytes(b"mine")
-    with pytest.raises(UserError, match=r"^--to .*: holds something else \(.*\); give a new or an empty folder$"):
+    with pytest.raises(
+        UserError, match=r"^--to .*: contains other files \(.*\); give a new or an empty folder$"
+    ):
         shrink.open_destination(planned(source, tmp_path))
     assert files(tmp_path) == {present: b"mine"}
 
 
-def test_other_settings_or_another_source_are_refused(source: Path, large: Path, tmp_path: Path) -> None:
+def test_other_settings_or_another_source_are_refused(
+    source: Path, large: Path, tmp_path: Path
+) -> None:
     shrink.open_destination(planned(source, tmp_path)).close()
     shrink.open_destination(planned(source, tmp_path)).close()
     before = files(tmp_path)
-    with pytest.raises(UserError, match=r"begun otherwise \(side 256, not 128\); give the same options or another folder$"):
+    with pytest.raises(
+        UserError,
+        match=r"other settings \(side 256, not 128\); give the same options or another folder$",
+    ):
         shrink.open_destination(planned(source, tmp_path, side=128))
-    with pytest.raises(UserError, match=f"begun otherwise \\(source {source}, not {large}\\)"):
+    with pytest.raises(
+        UserError, match=f"started with other settings \\(source {source}, not {large}\\)"
+    ):
         shrink.open_destination(planned(large, tmp_path))
     assert files(tmp_path) == before
     (tmp_path / "shrink.json").write_text("{}")
-    with pytest.raises(UserError, match=r"shrink\.json cannot be read"):
+    with pytest.raises(UserError, match=r"cannot read shrink\.json"):
         shrink.open_destination(planned(source, tmp_path))
 
 
-def test_killed_before_its_first_line_it_starts_anew(source: Path, tmp_path: Path) -> None:
+def test_a_run_killed_before_its_first_line_starts_again(source: Path, tmp_path: Path) -> None:
     (tmp_path / "shrink.json").touch()
-    (tmp_path / "lost+found").mkdir()  # a fresh disk has one
+    (tmp_path / "lost+found").mkdir()  # a new file system has one
     shrink.open_destination(planned(source, tmp_path)).close()
     assert (tmp_path / "train" / "dots").is_dir()
 
 
-def test_of_two_at_once_one_is_refused(source: Path, tmp_path: Path) -> None:
+def test_a_concurrent_run_is_refused(source: Path, tmp_path: Path) -> None:
     with shrink.open_destination(planned(source, tmp_path)):
         with pytest.raises(UserError, match=r"another shrink\.py is writing there"):
             shrink.open_destination(planned(source, tmp_path))
@@ -452,27 +551,39 @@ def test_a_destination_in_the_dataset_is_refused(source: Path, tmp_path: Path, p
     (tmp_path / "link").symlink_to(source / "val")
     to = tmp_path / place if place.startswith("link") else source / place
     before = files(source)
-    with pytest.raises(UserError, match=r"lies in the dataset itself .*; give another folder$"):
+    with pytest.raises(UserError, match=r"inside the dataset .*; give another folder$"):
         planned(source, to)
     assert files(source) == before
 
 
-@pytest.mark.parametrize(("overrides", "message"), [
-    (["data.root=/nowhere"], "data.train=/nowhere/train: no such folder"),
-    (["data.val=/elsewhere"], "data.val=/elsewhere: is not under data.root="),
-    (["data=fake"], "data=fake: has no folder to shrink"),
-])  # fmt: skip
-def test_a_source_that_is_not_one(source: Path, tmp_path: Path, overrides: list[str], message: str) -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["data.root=/nowhere"], "data.train=/nowhere/train: no such folder"),
+        (["data.val=/elsewhere"], "data.val=/elsewhere: not under data.root="),
+        (["data=fake"], "data=fake: has no folder to shrink"),
+    ],
+)
+def test_an_invalid_source(
+    source: Path, tmp_path: Path, overrides: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=f"^{message}"):
         planned(source, tmp_path / "to", *overrides)
     assert not (tmp_path / "to").exists()
 
 
-@pytest.mark.parametrize("options", [["--side", "3"], ["--quality", "0"], ["--workers", "0"], ["--sides", "3"], ["data.rot=3"]])
-def test_a_mistake_is_one_line_and_status_2(source: Path, tmp_path: Path, options: list[str]) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [["--side", "3"], ["--quality", "0"], ["--workers", "0"], ["--sides", "3"], ["data.rot=3"]],
+)
+def test_a_mistake_is_one_line_and_status_2(
+    source: Path, tmp_path: Path, options: list[str]
+) -> None:
     process = run(source, tmp_path / "to", *options)
     assert (process.returncode, process.stdout) == (2, "")
-    assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(f"shrink.py: {options[0]}")
+    assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(
+        f"shrink.py: {options[0]}"
+    )
     assert not (tmp_path / "to").exists()
 
 
@@ -481,5 +592,7 @@ def test_a_refused_destination_is_one_line_and_status_2(source: Path, tmp_path: 
     for to in (tmp_path, tmp_path / "mine"):
         process = run(source, to)
         assert (process.returncode, process.stdout) == (2, "")
-        assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(f"shrink.py: --to {to}: ")
+        assert len(process.stderr.splitlines()) == 1 and process.stderr.startswith(
+            f"shrink.py: --to {to}: "
+        )
     assert list(files(tmp_path)) == ["mine"]

@@ -1,4 +1,4 @@
-"""What the GPU path makes of a file: the crops of the CPU path, its pixels within a stated bound."""
+"""The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
 import io
 import random
@@ -38,7 +38,7 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
 
 
 def weights(start: float, scale: float, count: int, low: int, high: int, size: int) -> np.ndarray:
-    """float64 [count, size]: how much of each source pixel goes into each target pixel, as pipeline/gpu_kernel.py says it."""
+    """float64 [count, size]: weight of each source pixel per target pixel, as in crop_kernel.py."""
     table = np.zeros((count, size))
     half = max(scale, 1.0)
     for i in range(count):
@@ -50,7 +50,7 @@ def weights(start: float, scale: float, count: int, low: int, high: int, size: i
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
-    """What the kernel makes of a row of the geometry, in float64: uint8 [side, side, 3]."""
+    """The result of the kernel for a row of the geometry, uint8 [side, side, 3]."""
     g, (height, width, _) = geometry, pixels.shape
     across = weights(
         row[g.SOURCE_LEFT],
@@ -75,7 +75,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
 @pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
 @pytest.mark.parametrize("seed", range(12))
 def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: int) -> None:
-    """The same draws give the same region, to one level: the CPU path rounds after each direction."""
+    """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
     data = encoded(draw_image("waves", np.random.default_rng(seed)), quality=95)
     chain = transform(entries)
     noted = open_noted(data)
@@ -84,7 +84,9 @@ def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: in
     assert isinstance(result, NotedPicture)
     row = np.zeros(geometry.COLUMNS)
     result.write(row)
-    exact = decode.Picture(decode.open_picture(data, "pillow").pixels())  # not shrunk by its decoder
+    exact = decode.Picture(
+        decode.open_picture(data, "pillow").pixels()
+    )  # not shrunk by its decoder
     expected = chain(exact, sample_rng(1, 2, seed)).pixels().astype(int)
     assert abs(apply(row, exact.pixels(), 48).astype(int) - expected).max() <= 1
 
@@ -100,7 +102,7 @@ def test_order_of_crop_and_mirror_is_kept() -> None:
     assert row_back[geometry.MIRRORED] == 0
 
 
-def test_what_needs_pixels_says_so() -> None:
+def test_transforms_that_need_pixels_raise() -> None:
     picture = open_noted(encoded(draw_image("dots", np.random.default_rng(0))))
     assert picture is not None
     with pytest.raises(NeedsPixelsError):
@@ -126,14 +128,16 @@ def test_what_needs_pixels_says_so() -> None:
     ],
     ids=["4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "PNG", "truncated"],
 )
-def test_engines_get_only_what_they_take(data: Any, taken: bool) -> None:
+def test_engines_get_only_supported_files(data: Any, taken: bool) -> None:
     assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
 
 
-# Through workers, without a GPU: files and geometry arrive in the slot; what does not fit is decoded.
+# Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
 
 
-def loader_of(dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8) -> Iterator[Loader]:
+def loader_of(
+    dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8
+) -> Iterator[Loader]:
     source = start_source(dataset, batch_size=batch, size=48, slots=4, file_bytes=file_bytes)
     with WorkerPool([source], workers=1) as pool:
         loader = Loader(
@@ -150,8 +154,12 @@ def loader_of(dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8
     ("share", "file_bytes", "files"),
     [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)],
 )
-def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: float, file_bytes: int, files: int) -> None:
-    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3)
+def test_slot_holds_files_and_geometry(
+    image_root: Path, share: float, file_bytes: int, files: int
+) -> None:
+    dataset = FolderDataset(
+        load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3
+    )
     for loader in loader_of(dataset, share=share, file_bytes=file_bytes):
         for batch in loader.batches(0, 3):
             encoded = loader.pool.sources[0].encoded
@@ -166,14 +174,24 @@ def test_slot_holds_files_and_what_to_make_of_them(image_root: Path, share: floa
                     int(table[row, geometry.OFFSET]),
                 )
                 if length:
-                    assert encoded.files.array[batch.slot][offset : offset + length].tobytes() == Path(path).read_bytes()
-                    assert tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]]) == Image.open(path).size
+                    assert (
+                        encoded.files.array[batch.slot][offset : offset + length].tobytes()
+                        == Path(path).read_bytes()
+                    )
+                    assert (
+                        tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]])
+                        == Image.open(path).size
+                    )
                 else:
-                    np.testing.assert_array_equal(batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0])
+                    np.testing.assert_array_equal(
+                        batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0]
+                    )
                 assert batch.labels[row] == dataset.load(0, index)[1]
             loader.load_in_process(batch)
             assert not table[:, geometry.LENGTH].any()
-            np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0])
+            np.testing.assert_array_equal(
+                batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0]
+            )
             batch.release(None)
 
 
@@ -195,7 +213,9 @@ class RefusingEngines:
 
     seconds_per_image = 0.0
 
-    def make_batch(self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any) -> None:
+    def make_batch(
+        self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any
+    ) -> None:
         if (rows[:, geometry.LENGTH] > 0).any():
             raise EngineError("nvjpegDecodeBatched returned status 2")
         out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
@@ -225,13 +245,18 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
 @pytest.mark.gpu
 @pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
 @pytest.mark.parametrize("share", [1.0, 0.5])
-def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entries: list[Any], share: float) -> None:
-    """Engines and libjpeg differ in the inverse transform and in how colour is interpolated: a mean of 2 levels at most."""
+def test_batches_agree_with_the_cpu_path(
+    image_root: Path, tmp_path: Path, entries: list[Any], share: float
+) -> None:
+    """Engines and libjpeg differ in inverse DCT and chroma upsampling: by 2 levels on average."""
     from pipeline.gpu_decode.decoder import GpuDecoder
 
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
-    images = [draw_image(name, np.random.default_rng(i)) for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)]
+    images = [
+        draw_image(name, np.random.default_rng(i))
+        for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)
+    ]
     kinds: list[dict[str, Any]] = [
         {"quality": 95},
         {"subsampling": 0},
@@ -258,19 +283,27 @@ def test_batches_agree_with_the_cpu_path(image_root: Path, tmp_path: Path, entri
                     if abs(ours[row] - dataset.load(0, index)[0]).max() < 0.01:
                         by_workers += 1
                         continue
-                    # From the whole image: the CPU path may shrink it while decoding, which is another matter.
-                    whole = decode.Picture(decode.open_picture(Path(dataset.name(index)).read_bytes(), "pillow").pixels())
-                    expected = dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
+                    # From the whole image: the CPU path may scale while decoding.
+                    whole = decode.Picture(
+                        decode.open_picture(
+                            Path(dataset.name(index)).read_bytes(), "pillow"
+                        ).pixels()
+                    )
+                    expected = (
+                        dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
+                    )
                     difference = abs(ours[row] - expected)
                     assert difference.mean() < 2, (batch.step, row)
                     assert np.percentile(difference, 99) < 25, (batch.step, row)
-            # The progressive ones, the CMYK and the PNG are not for the engines.
+            # The engines do not support the progressive files, the CMYK file and the PNG.
             assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
 
 
 @pytest.mark.gpu
-def test_a_file_the_engines_refuse_is_decoded_by_a_worker(image_root: Path, tmp_path: Path) -> None:
-    """A header that promises a JPEG, with damage behind it: the batch is made all the same, or the file is named."""
+def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
+    image_root: Path, tmp_path: Path
+) -> None:
+    """A valid header before damaged data: the batch is complete, or an error names the file."""
     from pipeline.gpu_decode.decoder import GpuDecoder
     from pipeline.loader import LoaderError
 

@@ -1,4 +1,4 @@
-"""What the machine lets this process use: control groups of both versions, hardware threads, memory and open files."""
+"""Resources of this process: control groups of both versions, cores, memory, open files."""
 
 import math
 import os
@@ -14,7 +14,7 @@ from pipeline.sizing import machine
 
 ROOT = Path(__file__).parents[3]
 MIB = 1 << 20
-NO_LIMIT = 9223372036854771712  # what version 1 shows: 2**63, down to a whole page
+NO_LIMIT = 9223372036854771712  # version 1 without a limit: 2**63 rounded down to a page
 
 
 def write_groups(folder: Path, lines: str, files: dict[str, str | int]) -> tuple[Path, Path]:
@@ -29,11 +29,17 @@ def write_groups(folder: Path, lines: str, files: dict[str, str | int]) -> tuple
 
 
 def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[float]:
-    """Run Python in a process of its own, under a soft and a hard limit of open files; return the numbers it prints."""
+    """Run Python in another process with these limits of open files; return what it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True,
-        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files)) if open_files else None,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, open_files))
+        if open_files
+        else None,
+    )
     return [float(word) for word in done.stdout.split()]
 
 
@@ -46,12 +52,22 @@ def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[f
         ({}, math.inf),
         ({"cpu.max": "max 100000"}, math.inf),
         ({"a/b/cpu.max": "150000 100000"}, 1.5),
-        ({"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),  # a parent's quota holds for its children
-        ({"cpu.max": "200000 100000", "a/cpu.max": "800000 100000", "a/b/cpu.max": "50000 10000"}, 2),  # the tightest counts
+        (
+            {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"},
+            4,
+        ),  # a parent's quota holds for its children
+        (
+            {
+                "cpu.max": "200000 100000",
+                "a/cpu.max": "800000 100000",
+                "a/b/cpu.max": "50000 10000",
+            },
+            2,
+        ),  # the smallest applies
         ({"cpu.max": "800000 100000", "a/b/cpu.max": "250000 100000"}, 2.5),
         ({"a/b/cpu.max": "not a quota at all"}, math.inf),
         ({"a/cpu.max": "", "cpu.max": "300000 100000"}, 3),
-        ({"a/c/cpu.max": "100000 100000"}, math.inf),  # of others
+        ({"a/c/cpu.max": "100000 100000"}, math.inf),  # another group
     ],
 )
 def test_quota_of_version_2(tmp_path: Path, files: dict[str, str | int], cores: float) -> None:
@@ -74,7 +90,7 @@ def test_quota_in_a_container_which_sees_itself_as_the_root(tmp_path: Path) -> N
     ],
 )
 def test_quota_of_version_1(tmp_path: Path, quota: str | int, parents: int, cores: float) -> None:
-    """Where cpu and cpuacct are one tree, cpu is a link to it."""
+    """If cpu and cpuacct are one tree, cpu is a link to it."""
     proc, mount = write_groups(
         tmp_path,
         "5:memory:/m\n4:cpu,cpuacct:/a/b\n1:name=systemd:/s\n",
@@ -90,16 +106,24 @@ def test_quota_of_version_1(tmp_path: Path, quota: str | int, parents: int, core
 
 
 def test_quota_of_version_1_in_a_container_which_is_told_its_outer_name(tmp_path: Path) -> None:
-    """Docker without a namespace for control groups: the path is the host's, the mount begins at the container."""
-    files: dict[str, str | int] = {"cpu/cpu.cfs_quota_us": 200_000, "cpu/cpu.cfs_period_us": 100_000}
+    """Docker without a cgroup namespace: a path of the host, a mount of the container."""
+    files: dict[str, str | int] = {
+        "cpu/cpu.cfs_quota_us": 200_000,
+        "cpu/cpu.cfs_period_us": 100_000,
+    }
     assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/docker/0123abcd\n", files)) == 2
 
 
 def test_quota_without_its_period_is_none(tmp_path: Path) -> None:
-    assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/\n", {"cpu/cpu.cfs_quota_us": 200_000})) == math.inf
+    assert (
+        machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/\n", {"cpu/cpu.cfs_quota_us": 200_000}))
+        == math.inf
+    )
 
 
-@pytest.mark.parametrize(("new", "old", "cores"), [(100_000, 300_000, 1), (300_000, 100_000, 1), (200_000, -1, 2)])
+@pytest.mark.parametrize(
+    ("new", "old", "cores"), [(100_000, 300_000, 1), (300_000, 100_000, 1), (200_000, -1, 2)]
+)
 def test_both_versions_at_once(tmp_path: Path, new: int, old: int, cores: float) -> None:
     files: dict[str, str | int] = {
         "b/cpu.max": f"{new} 100000",
@@ -115,9 +139,12 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("siblings", "threads"), [("0", 1), ("0,4", 2), ("0-1", 2), ("0-3", 4), ("0-1,8-9", 4), ("", 1), (None, 1)]
+    ("siblings", "threads"),
+    [("0", 1), ("0,4", 2), ("0-1", 2), ("0-3", 4), ("0-1,8-9", 4), ("", 1), (None, 1)],
 )
-def test_threads_per_core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int) -> None:
+def test_threads_per_core(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int
+) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     if siblings is not None:
         topology = tmp_path / "cpu0" / "topology"
@@ -140,14 +167,23 @@ def test_threads_of_a_core_that_the_affinity_mask_leaves_out_do_not_count(
 # Version, folder of the tree, names of limit and usage.
 VERSIONS = [
     pytest.param("0::/a/b\n", "", "memory.max", "memory.current", id="version 2"),
-    pytest.param("7:memory:/a/b\n", "memory/", "memory.limit_in_bytes", "memory.usage_in_bytes", id="version 1"),
+    pytest.param(
+        "7:memory:/a/b\n",
+        "memory/",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        id="version 1",
+    ),
 ]
 AVAILABLE = 1000 * MIB
 
 
 def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
     meminfo = folder / "meminfo"
-    meminfo.write_text(f"MemTotal:  9999999 kB\nMemFree:  1 kB\nMemAvailable:  {AVAILABLE // 1024} kB\nHugePages_Total:  0\n")
+    meminfo.write_text(
+        "MemTotal:  9999999 kB\nMemFree:  1 kB\n"
+        f"MemAvailable:  {AVAILABLE // 1024} kB\nHugePages_Total:  0\n"
+    )
     return machine.free_memory(*write_groups(folder, lines, files), meminfo)
 
 
@@ -164,24 +200,36 @@ def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
     ],
 )
 def test_limit_of_the_own_group(
-    tmp_path: Path, lines: str, tree: str, limit: str, used: str, bytes_allowed: str | int, free: int
+    tmp_path: Path,
+    lines: str,
+    tree: str,
+    limit: str,
+    used: str,
+    bytes_allowed: str | int,
+    free: int,
 ) -> None:
     total = "total_" if "limit_in_bytes" in limit else ""
     files = {
         f"{tree}a/b/{limit}": bytes_allowed,
         f"{tree}a/b/{used}": 200 * MIB,
-        f"{tree}a/b/memory.stat": f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}",
+        f"{tree}a/b/memory.stat": (
+            f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}"
+        ),
     }
     assert free_memory(tmp_path, lines, files) == free
 
 
 def test_limit_of_a_parent_in_version_2(tmp_path: Path) -> None:
-    """There a group's memory.stat counts what its children hold too."""
+    """In version 2, memory.stat of a group includes its children."""
     stat = f"inactive_file {100 * MIB}\nactive_file {50 * MIB}"
     files: dict[str, str | int] = {
-        "a/memory.max": 600 * MIB, "a/memory.current": 400 * MIB, "a/memory.stat": stat,
-        "a/b/memory.max": "max", "a/b/memory.current": 390 * MIB, "a/b/memory.stat": stat,
-    }  # fmt: skip
+        "a/memory.max": 600 * MIB,
+        "a/memory.current": 400 * MIB,
+        "a/memory.stat": stat,
+        "a/b/memory.max": "max",
+        "a/b/memory.current": 390 * MIB,
+        "a/b/memory.stat": stat,
+    }
     assert free_memory(tmp_path, "0::/a/b\n", files) == 350 * MIB
 
 
@@ -213,7 +261,7 @@ def test_limit_that_cannot_be_read_is_none(tmp_path: Path, lost: str) -> None:
 
 
 def test_memory_of_this_machine() -> None:
-    """Whatever it is: more than what these tests need, less than all of it."""
+    """More than these tests need, less than the RAM."""
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 64 * MIB < machine.free_memory() <= total
     assert machine.cpu_quota() > 0
@@ -238,20 +286,20 @@ except OSError:
 
 @pytest.mark.parametrize("limits", [(64, 64), (64, 300), (20, 20)])
 def test_spare_files_can_be_opened(limits: tuple[int, int]) -> None:
-    """A soft limit below the hard one is raised to it; counting opens a folder itself, which may count as one."""
+    """The soft limit is raised to the hard one; counting opens a folder, which may count too."""
     spare, opened, soft, hard = elsewhere(COUNT_FILES, open_files=limits)
     assert (soft, hard) == (limits[1], limits[1])
     assert opened - 1 <= spare <= opened
 
 
-# Groups of the kernel's own.
+# Real control groups.
 
 MakeGroup = Callable[..., Path]
 
 
 @pytest.fixture
 def make_group() -> Iterator[MakeGroup]:
-    """Make real control groups of version 1 for as long as the test lasts; skip where that is not permitted."""
+    """Make real control groups of version 1 during a test; skip if that is not permitted."""
     made: list[Path] = []
 
     def make(controller: str, file: str, *, within: Path | None = None) -> Path:
@@ -293,10 +341,12 @@ REAL_LIMITS = [
 
 @pytest.mark.parametrize("limited", REAL_LIMITS)
 def test_memory_of_a_real_group(make_group: MakeGroup, tmp_path: Path, limited: str) -> None:
-    """The page cache that a process fills is free all the same, whichever group has the limit; what it holds is not."""
+    """Page cache of the process counts as free with a limit of either group; its heap does not."""
     parent = make_group("memory", "memory.limit_in_bytes")
     group = make_group("memory", "memory.limit_in_bytes", within=parent)
-    ((parent if limited == "parent" else group) / "memory.limit_in_bytes").write_text(str(256 * MIB))
+    ((parent if limited == "parent" else group) / "memory.limit_in_bytes").write_text(
+        str(256 * MIB)
+    )
     code = f"""
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What the loader will take of the machine's memory is known before it is taken, and refused where there is too little."""
+"""The loader's memory is computed before it is allocated; too little free memory is an error."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -27,8 +27,15 @@ Planned = Callable[..., MemoryPlan]
 
 def small(*overrides: str) -> Config:
     """Images of 24 px for training, of 32 px for validation."""
-    return cli.load(["augment=demo", "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]", "data.image_size=24",
-                     "loader.batch_size=8", *overrides])  # fmt: skip
+    return cli.load(
+        [
+            "augment=demo",
+            "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]",
+            "data.image_size=24",
+            "loader.batch_size=8",
+            *overrides,
+        ]
+    )
 
 
 def plan(
@@ -43,16 +50,18 @@ def plan(
 ) -> MemoryPlan:
     standard: dict[str, Any] = dict(fewest=workers, decoder="none", dtype=torch.float32)
     world = world_of(device, ranks, ranks_here)
-    return plan_memory(config, datasets or build_datasets(config), world, workers=workers, **(standard | options))
+    return plan_memory(
+        config, datasets or build_datasets(config), world, workers=workers, **(standard | options)
+    )
 
 
 @pytest.fixture
 def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the machine have so many bytes."""
+    """Set the free memory of the machine, in bytes."""
     return lambda number: monkeypatch.setattr(machine, "free_memory", lambda: number)
 
 
-def test_ulimit_on_files_counts_for_shared_memory(
+def test_ulimit_f_applies_to_shared_memory(
     file_size_limit: Callable[[int], AbstractContextManager[None]],
 ) -> None:
     """A batch of 8 takes at most 8 * 3 * 32 * 32 bytes in the larger of the two rings."""
@@ -77,15 +86,20 @@ def allocated(source: Source) -> int:
     [
         (1, 0, 1, []),
         (8, 0, 1, ["loader.prefetch_batches=1"]),
-        (8, 3, 1, []),  # three workers have nine tasks of 8 images in hand
+        (8, 3, 1, []),  # three workers have nine tasks of 8 images in progress
         (36, 1, 2, ["loader.prefetch_factor=7"]),
         (33, 2, 1, ["loader.prefetch_batches=9"]),  # more than a task
     ],
 )
-def test_sum_is_what_the_feed_allocates(
-    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, batch_size: int, workers: int, world_size: int,
+def test_planned_bytes_are_those_that_open_feed_allocates(
+    monkeypatch: pytest.MonkeyPatch,
+    image_root: Path,
+    decoder: str,
+    batch_size: int,
+    workers: int,
+    world_size: int,
     overrides: list[str],
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(feed_module, "GpuDecoder", lambda device, batch_size: None)  # no engines
     config = small(
         f"data.root={image_root}",
@@ -109,19 +123,21 @@ def sources_of(feed: Feed) -> list[Source]:
     return feed.train.loader.pool.sources
 
 
-def test_sum_for_a_known_case() -> None:
-    """Two rings of 256 images of 224 px and their labels, where 4 batches are ready, one is in the step and two are made."""
+def test_planned_bytes_of_a_known_case() -> None:
+    """Two rings of 256 images of 224 px: 4 batches ready, one in the step, two in progress."""
     planned = plan(cli.load(["data=fake", "loader.prefetch_batches=4"]), workers=0)
     assert planned.slots == 4 + 1 + 2
     assert planned.buffers == 2 * 7 * 256 * (224 * 224 * 3 + 8)
     assert planned.line().startswith(
-        "0.50 GiB of batch buffers (7 slots for each split, not page-locked), workers about 0.00 GiB; "
+        "0.50 GiB of batch buffers (7 slots for each split, not page-locked), "
+        "workers about 0.00 GiB; "
     )
 
 
-def test_workers_that_import_everything_themselves_cost_more() -> None:
+def test_spawned_workers_need_more_memory() -> None:
     costs = {
-        method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).worker_bytes for method in WORKER_BYTES
+        method: plan(small("data=fake", f"loader.start_method={method}"), workers=3).worker_bytes
+        for method in WORKER_BYTES
     }
     assert costs["spawn"] > 2 * costs["forkserver"] > 0
     assert costs["fork"] == costs["forkserver"] == 3 * WORKER_BYTES["forkserver"]
@@ -132,14 +148,16 @@ def test_workers_that_import_everything_themselves_cost_more() -> None:
     ("device", "pin_memory", "pinned"),
     [(CPU, True, False), (CUDA, False, False), (CUDA, True, True)],
 )
-def test_pages_are_locked_for_a_gpu_only(device: torch.device, pin_memory: bool, pinned: bool) -> None:
+def test_buffers_are_page_locked_for_a_gpu_only(
+    device: torch.device, pin_memory: bool, pinned: bool
+) -> None:
     planned = plan(small("data=fake", f"loader.pin_memory={pin_memory}"), device=device)
     assert planned.pinned == (planned.buffers if pinned else 0)
     assert ("not page-locked" in planned.line()) == (not pinned)
 
 
 def test_batches_ready_on_the_gpu() -> None:
-    """Each slot there holds the bytes as they came and the images as the step takes them; on a CPU there are none."""
+    """A slot on the GPU holds the uint8 pixels and the images for the step."""
     config = small("data=fake", "loader.prefetch_batches=2")
     pixels = 3 * 8 * 3 * (24 * 24 + 32 * 32)
     assert plan(config, device=CUDA, dtype=torch.bfloat16).device == pixels * (1 + 2)
@@ -148,8 +166,8 @@ def test_batches_ready_on_the_gpu() -> None:
     assert plan(config).device == 0 and "on the GPU" not in plan(config).line()
 
 
-def test_ranks_share_what_is_free_and_the_batch(free: Callable[[int], None]) -> None:
-    """Two nodes of four ranks: a rank has an eighth of the batch, and a quarter of its node's memory."""
+def test_ranks_share_free_memory_and_the_batch(free: Callable[[int], None]) -> None:
+    """Two nodes of four ranks: 1/8 of the batch and 1/4 of the node's memory per rank."""
     free(8 * GIB)
     config = small("data=fake", "loader.batch_size=512")
     alone, shared = plan(config, workers=0), plan(config, workers=0, ranks=8, ranks_here=4)
@@ -158,7 +176,7 @@ def test_ranks_share_what_is_free_and_the_batch(free: Callable[[int], None]) -> 
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_too_little_memory_is_refused(free: Callable[[int], None], ranks: int) -> None:
+def test_too_little_memory_is_an_error(free: Callable[[int], None], ranks: int) -> None:
     config = small("data=fake")
     free(16 * GIB)
     enough = plan(config, ranks_here=ranks)
@@ -180,9 +198,21 @@ def test_too_little_memory_is_refused(free: Callable[[int], None], ranks: int) -
         assert key in line
 
 
-def test_run_says_what_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train.train(small("data=fake", "data.fake_images=40", "data.fake_classes=2", "model=resnet_tiny", "loader.workers=1",
-                      "train.device=cpu", "train.max_steps=1", f"run.dir={tmp_path / 'run'}"))  # fmt: skip
+def test_run_prints_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    train.train(
+        small(
+            "data=fake",
+            "data.fake_images=40",
+            "data.fake_classes=2",
+            "model=resnet_tiny",
+            "loader.workers=1",
+            "train.device=cpu",
+            "train.max_steps=1",
+            f"run.dir={tmp_path / 'run'}",
+        )
+    )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
     assert line.startswith("memory   0.00 GiB of batch buffers (")
-    assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith("GiB are free, /dev/shm is not used")
+    assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith(
+        "GiB are free, /dev/shm is not used"
+    )

@@ -9,6 +9,7 @@ import torch
 from conf import cli
 from conf.schema import Config, UserError
 from pipeline.build import build_datasets
+from pipeline.dataset import FakeDataset
 from pipeline.sizing import machine, plan
 from pipeline.sizing.budget import READERS
 from pipeline.sizing.plan import PROBE_WORKERS, LoaderPlan, plan_loader, why_not_measured
@@ -35,15 +36,28 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 def small(*overrides: str) -> Config:
     """Images of 24 px."""
-    return cli.load(["data=fake", "data.image_size=24", "data.val_size=24", "loader.batch_size=8",
-                     "data.root=/x", *overrides])  # fmt: skip
+    return cli.load(
+        [
+            "data=fake",
+            "data.image_size=24",
+            "data.val_size=24",
+            "loader.batch_size=8",
+            *overrides,
+        ]
+    )
 
 
-def planned(config: Config, *, device: torch.device = CUDA, ranks: int = 1) -> LoaderPlan:
-    """The plan for JPEG files instead of synthetic images."""
-    datasets = build_datasets(config)
-    config = replace(config, data=replace(config.data, source="folder"))
-    world = world_of(device, ranks, ranks)
+class Files(FakeDataset):
+    """Stands in for a dataset of files."""
+
+    def time_decoding(self, index: int, data: bytes) -> float:
+        raise AssertionError("planning decodes nothing")
+
+
+def planned(config: Config, *, device: torch.device = CUDA) -> LoaderPlan:
+    files = Files(num_samples=100_000, num_classes=2, size=24)
+    datasets = replace(build_datasets(config), train=files)
+    world = world_of(device)
     return plan_loader(config, datasets, world, dtype=torch.float32, channels_last=False)
 
 
@@ -60,7 +74,9 @@ def planned(config: Config, *, device: torch.device = CUDA, ranks: int = 1) -> L
         ("0", "gpu", CUDA, (0, 0, READERS, False, 0)),
     ],
 )
-def test_workers(host: Machine, workers: str, decoder: str, device: torch.device, expected: tuple[int, ...]) -> None:
+def test_workers(
+    host: Machine, workers: str, decoder: str, device: torch.device, expected: tuple[int, ...]
+) -> None:
     host()
     found = planned(small(f"loader.workers={workers}", f"loader.decoder={decoder}"), device=device)
     counts = found.workers, found.ceiling, found.cores, found.measured, found.start_workers
@@ -120,7 +136,9 @@ def test_lines(host: Machine) -> None:
         (CUDA, "gpu", 5000, None),
     ],
 )
-def test_when_it_is_not_measured(device: torch.device, decoder: str, batches: float, reason: str | None) -> None:
+def test_when_it_is_not_measured(
+    device: torch.device, decoder: str, batches: float, reason: str | None
+) -> None:
     found = why_not_measured(device, decoder, batches, 4)
     assert found is None if reason is None else reason in str(found)
     assert "none can be started" in str(why_not_measured(device, decoder, batches, 0))

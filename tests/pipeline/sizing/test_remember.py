@@ -1,4 +1,4 @@
-"""The answer of loader.workers=auto is remembered for its question; a memory that cannot be read or written costs nothing."""
+"""Answers of loader.workers=auto are stored by question; a bad file is no error."""
 
 import json
 import logging
@@ -15,7 +15,10 @@ from pipeline.index import default_cache_dir
 from pipeline.sizing.autotune import Answer, recall, remember
 from tests.answers import ANSWER
 
-QUESTION: dict[str, Any] = {"data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]], "machine": ["H200", 16, 1.5, None, True]}
+QUESTION: dict[str, Any] = {
+    "data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]],
+    "machine": ["H200", 16, 1.5, None, True],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def memory(cache: Path) -> Path:
-    """The one file there is."""
+    """The only file in the cache."""
     (path,) = (p for p in cache.rglob("*") if p.is_file())
     return path
 
@@ -35,12 +38,16 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
 
 
-@pytest.mark.parametrize("answer", [ANSWER, replace(ANSWER, copy_ms=None, pin_memory=False)], ids=["a GPU", "a CPU"])
+@pytest.mark.parametrize(
+    "answer", [ANSWER, replace(ANSWER, copy_ms=None, pin_memory=False)], ids=["a GPU", "a CPU"]
+)
 def test_round_trip(answer: Answer) -> None:
     assert recall(QUESTION) is None
     remember(QUESTION, answer)
     assert recall(QUESTION) == answer
-    assert recall(dict(reversed(QUESTION.items()))) == answer  # a question is what it says, in any order
+    assert (
+        recall(dict(reversed(QUESTION.items()))) == answer
+    )  # the order of its keys does not matter
 
 
 def test_another_question() -> None:
@@ -52,22 +59,24 @@ def test_another_question() -> None:
     assert recall({**QUESTION, "more": 1}) is None
 
 
-def test_newest_answer_counts(cache: Path) -> None:
+def test_the_newest_answer_is_used(cache: Path) -> None:
     remember(QUESTION, ANSWER)
     remember(QUESTION, replace(ANSWER, workers=3))
     assert recall(QUESTION) == replace(ANSWER, workers=3)
     assert memory(cache).suffix == ".json"
 
 
-def test_memory_says_what_it_is_about(cache: Path) -> None:
+def test_the_file_holds_its_question(cache: Path) -> None:
     remember(QUESTION, ANSWER)
     assert json.loads(memory(cache).read_text())["question"] == QUESTION
 
 
 def test_file_of_another_question(cache: Path) -> None:
-    """As if two had the same name."""
+    """As if two questions had the same file name."""
     remember(QUESTION, ANSWER)
-    memory(cache).write_text(json.dumps({"question": {**QUESTION, "data": []}, "answer": asdict(ANSWER)}))
+    memory(cache).write_text(
+        json.dumps({"question": {**QUESTION, "data": []}, "answer": asdict(ANSWER)})
+    )
     assert recall(QUESTION) is None
 
 
@@ -112,19 +121,23 @@ def test_foreign_file(cache: Path, content: bytes) -> None:
     remember(QUESTION, ANSWER)
     memory(cache).write_bytes(content)
     assert recall(QUESTION) is None
-    remember(QUESTION, ANSWER)  # the next measurement puts it right
+    remember(QUESTION, ANSWER)  # the next measurement replaces it
     assert recall(QUESTION) == ANSWER
 
 
-@pytest.mark.parametrize("changes", [{"workers": "many"}, {"workers": 3.5}, {"prefetch_factor": 0}, {"demand": 0}], ids=str)
-def test_values_that_cannot_be(cache: Path, changes: dict[str, Any]) -> None:
-    """They would end the run, or hang it, much later."""
+@pytest.mark.parametrize(
+    "changes",
+    [{"workers": "many"}, {"workers": 3.5}, {"prefetch_factor": 0}, {"demand": 0}],
+    ids=str,
+)
+def test_invalid_values(cache: Path, changes: dict[str, Any]) -> None:
+    """They would stop the run, or let it hang, much later."""
     remember(QUESTION, ANSWER)
     memory(cache).write_text(answered(**changes))
     assert recall(QUESTION) is None
 
 
-def test_folder_in_the_files_place(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_folder_in_place_of_the_file(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     remember(QUESTION, ANSWER)
     path = memory(cache)
     path.unlink()
@@ -135,22 +148,28 @@ def test_folder_in_the_files_place(cache: Path, caplog: pytest.LogCaptureFixture
 
 
 @pytest.mark.parametrize("part", ["..", ".", "autotune"])
-def test_cache_that_cannot_be_written(part: str, cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A file where a folder should be, which stops root as well."""
+def test_cache_that_cannot_be_written(
+    part: str, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A file in place of a folder, which root cannot write to either."""
     blocked = Path(os.path.normpath(cache / part))
     blocked.parent.mkdir(parents=True, exist_ok=True)
     blocked.write_text("in the way")
     remember(QUESTION, ANSWER)
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"the answer of loader.workers=auto cannot be kept in {cache / 'autotune'} (")
+    assert warning.startswith(
+        f"cannot store the answer of loader.workers=auto in {cache / 'autotune'} ("
+    )
     assert recall(QUESTION) is None
     assert blocked.read_text() == "in the way"
 
 
 def test_full_disk(
-    cache: Path, caplog: pytest.LogCaptureFixture, file_size_limit: Callable[[int], AbstractContextManager[None]]
+    cache: Path,
+    caplog: pytest.LogCaptureFixture,
+    file_size_limit: Callable[[int], AbstractContextManager[None]],
 ) -> None:
-    """The answer before stays."""
+    """The earlier answer is kept."""
     remember(QUESTION, ANSWER)
     with file_size_limit(100):
         remember(QUESTION, replace(ANSWER, workers=3))
@@ -158,7 +177,9 @@ def test_full_disk(
     assert recall(QUESTION) == ANSWER
 
 
-def test_full_disk_is_not_made_fuller(cache: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]) -> None:
+def test_full_disk_leaves_no_files(
+    cache: Path, file_size_limit: Callable[[int], AbstractContextManager[None]]
+) -> None:
     with file_size_limit(100):
         remember(QUESTION, ANSWER)
     assert [p for p in cache.rglob("*") if p.is_file()] == []

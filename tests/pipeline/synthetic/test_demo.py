@@ -1,28 +1,41 @@
-"""The demo dataset: its images, and that it appears whole or not at all."""
+"""The demo dataset: its images, and that it appears complete or not at all."""
 
-import os
+import errno
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from pipeline.synthetic.demo import CLASSES, TEXTURES, draw_image, ensure_demo_dataset
-from tests.processes import is_running
+from conf.schema import UserError
+from pipeline.augment import Compose, RandomResizedCrop
+from pipeline.dataset import FolderDataset
+from pipeline.index import load_index
+from pipeline.synthetic import demo
+from pipeline.synthetic.demo import (
+    CLASSES,
+    SPLITS,
+    TEXTURES,
+    UndrawnDataset,
+    draw_image,
+    ensure_demo_dataset,
+)
 
 SCRIPT = """
 import signal
 import sys
 from pathlib import Path
 from pipeline.synthetic.demo import ensure_demo_dataset
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started pytest with it ignored
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
 root, train_images, val_images = sys.argv[1:]
-print(ensure_demo_dataset(Path(root), train_images=int(train_images), val_images=int(val_images), workers=2))
+counts = {"train_images": int(train_images), "val_images": int(val_images)}
+print(ensure_demo_dataset(Path(root), **counts))
 """
 
 
@@ -33,12 +46,16 @@ Start = Callable[[Path, int, int], Process]
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("drawn") / "demo"
-    assert ensure_demo_dataset(root, train_images=40, val_images=20, workers=2)
+    assert ensure_demo_dataset(root, train_images=40, val_images=20, threads=2)
     return root
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted(root.rglob("*"))
+        if path.is_file()
+    }
 
 
 def images(root: Path) -> dict[str, bytes]:
@@ -51,12 +68,16 @@ def names(folder: Path) -> list[str]:
 
 @pytest.fixture
 def start() -> Iterator[Start]:
-    """Start `ensure_demo_dataset(root, train_images=..., val_images=...)` in a process of its own."""
+    """Start `ensure_demo_dataset(root, train_images=..., val_images=...)` in another process."""
     processes: list[Process] = []
 
     def start(root: Path, train_images: int, val_images: int) -> Process:
         command = [sys.executable, "-c", SCRIPT, str(root), str(train_images), str(val_images)]
-        processes.append(subprocess.Popen(command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True))
+        processes.append(
+            subprocess.Popen(
+                command, cwd=Path(__file__).parents[3], stdout=subprocess.PIPE, text=True
+            )
+        )
         return processes[-1]
 
     yield start
@@ -65,15 +86,13 @@ def start() -> Iterator[Start]:
             process.kill()
 
 
-def await_first_image(process: Process, root: Path) -> list[int]:
-    """Wait until `process` is in the middle of drawing; return the ids of its children."""
+def await_first_image(process: Process, root: Path) -> None:
+    """Wait until `process` is in the middle of drawing."""
     while not any(root.parent.glob(".*/train/*/*.jpg")):
         assert process.poll() is None
         time.sleep(0.01)
     assert not root.exists()
-    children = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
-    assert children
-    return children
+    assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == ""
 
 
 def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> None:
@@ -109,20 +128,22 @@ def test_texture_uses_its_range(label: str) -> None:
 
 
 def test_drawing_is_a_function_of_the_generator() -> None:
-    first, again, other = (draw_image("cells", np.random.default_rng(seed)).tobytes() for seed in (1, 1, 2))
+    first, again, other = (
+        draw_image("cells", np.random.default_rng(seed)).tobytes() for seed in (1, 1, 2)
+    )
     assert first == again
     assert first != other
 
 
-def test_same_seed_draws_same_bytes_with_any_number_of_processes(drawn: Path, tmp_path: Path) -> None:
-    for workers in (1, 3):
-        root = tmp_path / str(workers)
-        ensure_demo_dataset(root, train_images=40, val_images=20, workers=workers)
+def test_same_seed_draws_same_bytes_with_any_number_of_threads(drawn: Path, tmp_path: Path) -> None:
+    for threads in (1, 3):
+        root = tmp_path / str(threads)
+        ensure_demo_dataset(root, train_images=40, val_images=20, threads=threads)
         assert contents(root) == contents(drawn)
 
 
 def test_an_image_does_not_depend_on_how_many_there_are(drawn: Path, tmp_path: Path) -> None:
-    ensure_demo_dataset(tmp_path / "demo", train_images=20, val_images=30, workers=1)
+    ensure_demo_dataset(tmp_path / "demo", train_images=20, val_images=30, threads=1)
     few, many = images(tmp_path / "demo"), images(drawn)
     common = few.keys() & many.keys()
     assert len(common) == 20 + 20
@@ -130,7 +151,7 @@ def test_an_image_does_not_depend_on_how_many_there_are(drawn: Path, tmp_path: P
 
 
 def test_no_two_images_are_equal_whatever_seed_and_split(drawn: Path, tmp_path: Path) -> None:
-    ensure_demo_dataset(tmp_path / "demo", train_images=40, val_images=20, seed=1, workers=1)
+    ensure_demo_dataset(tmp_path / "demo", train_images=40, val_images=20, seed=1, threads=1)
     both = [*images(drawn).values(), *images(tmp_path / "demo").values()]
     assert len(set(both)) == len(both) == 120
 
@@ -147,7 +168,7 @@ def test_second_call_touches_nothing(drawn: Path) -> None:
 def test_empty_folder_and_missing_parents_are_fine(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     for root in (tmp_path / "empty", tmp_path / "a" / "b" / "demo"):
-        assert ensure_demo_dataset(root, train_images=10, val_images=10, workers=1)
+        assert ensure_demo_dataset(root, train_images=10, val_images=10, threads=1)
         assert len(images(root)) == 20
 
 
@@ -160,7 +181,7 @@ def test_other_parameters_are_refused(drawn: Path, other: dict[str, int]) -> Non
     assert contents(drawn) == before
 
 
-def test_foreign_folder_is_refused_and_untouched(tmp_path: Path) -> None:
+def test_other_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     root = tmp_path / "photos"
     (root / "train").mkdir(parents=True)
     (root / "train" / "cat.jpg").write_bytes(b"mine")
@@ -171,35 +192,75 @@ def test_foreign_folder_is_refused_and_untouched(tmp_path: Path) -> None:
     assert contents(tmp_path) == {"photos/train/cat.jpg": b"mine"}
 
 
-def test_killed_process_leaves_nothing_that_matters(drawn: Path, tmp_path: Path, start: Start) -> None:
+def test_killed_process_does_not_hinder_the_next(drawn: Path, tmp_path: Path, start: Start) -> None:
     root = tmp_path / "demo"
     process = start(root, 100_000, 0)
-    children = await_first_image(process, root)
+    await_first_image(process, root)
     process.kill()
     process.communicate()
     assert not root.exists()
-    assert ensure_demo_dataset(root, train_images=40, val_images=20, workers=1)
+    assert ensure_demo_dataset(root, train_images=40, val_images=20, threads=1)
     assert contents(root) == contents(drawn)
     assert names(tmp_path) == ["demo"]
-    while any(is_running(pid) for pid in children):
-        time.sleep(0.01)
 
 
-@pytest.mark.parametrize("victim", ["parent", "child"])
-def test_interrupted_or_failed_drawing_cleans_up(tmp_path: Path, start: Start, victim: str) -> None:
+def test_interrupted_drawing_cleans_up(tmp_path: Path, start: Start) -> None:
     process = start(tmp_path / "demo", 100_000, 0)
-    children = await_first_image(process, tmp_path / "demo")
-    if victim == "parent":
-        process.send_signal(signal.SIGINT)  # what Ctrl-C sends
-    else:
-        os.kill(children[0], signal.SIGKILL)
+    await_first_image(process, tmp_path / "demo")
+    process.send_signal(signal.SIGINT)  # what Ctrl-C sends
     process.communicate()
     assert process.returncode != 0
-    assert not any(is_running(pid) for pid in children)
     assert names(tmp_path) == []
 
 
-def test_of_processes_that_start_at_once_one_draws(drawn: Path, tmp_path: Path, start: Start) -> None:
+def test_failed_drawing_cleans_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, root = demo.draw_image, tmp_path / "demo"
+
+    def full_disk(label: str, rng: np.random.Generator) -> Image.Image:
+        if label == "grain":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return draw(label, rng)
+
+    monkeypatch.setattr(demo, "draw_image", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        ensure_demo_dataset(root, train_images=1000, val_images=20)
+    assert names(tmp_path) == []
+    with pytest.raises(UserError, match=f"data.root={root}: .*No space left"):
+        undrawn(root, "train").prepare()
+
+
+def undrawn(root: Path, split: str) -> UndrawnDataset:
+    return UndrawnDataset(
+        root, split, Compose([RandomResizedCrop(size=24)]), decoder="auto", seed=0
+    )
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_samples_are_known_before_they_are_drawn(
+    drawn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    counts = {"train_images": 40, "val_images": 20}
+    monkeypatch.setattr(demo, "TRAIN_IMAGES", 40)
+    monkeypatch.setattr(demo, "VAL_IMAGES", 20)
+    monkeypatch.setattr(demo, "ensure_demo_dataset", partial(ensure_demo_dataset, **counts))
+    dataset, index = undrawn(tmp_path / "demo", split), load_index(drawn / split, key="data.root")
+    files = FolderDataset(index, dataset.transform)
+    assert dataset.index.classes == index.classes
+    assert dataset.index.fingerprint() == index.fingerprint()
+    assert (dataset.mean_bytes(), names(tmp_path)) == (0, [])
+    assert dataset.fingerprint() != files.fingerprint()  # which covers the sizes of the files
+    dataset.prepare()
+    assert dataset.fingerprint() == files.fingerprint()
+    assert dataset.mean_bytes() == files.mean_bytes() > 0
+    for place in range(0, len(index), 7):
+        pixels, label = dataset.load(0, place)
+        np.testing.assert_array_equal(pixels, files.load(0, place)[0])
+        assert label == files.load(0, place)[1]
+
+
+def test_of_processes_that_start_at_once_one_draws(
+    drawn: Path, tmp_path: Path, start: Start
+) -> None:
     root = tmp_path / "demo"
     processes = [start(root, 40, 20) for _ in range(4)]
     said = [process.communicate()[0].strip() for process in processes]

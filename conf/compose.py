@@ -1,0 +1,283 @@
+"""Compose a checked `Config` from YAML groups, a recipe and overrides.
+
+Hydra composes the groups and the recipe. Overrides are read and checked before that
+(conf/overrides.py), so that a typo is answered with the nearest name, also after + and ++.
+"""
+
+import copy
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize_config_dir
+from hydra.core.config_store import ConfigStore
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from yaml import MarkedYAMLError
+
+from conf import schema
+from conf.overrides import FIELDS, GROUPS, KEYS, allowed_values, read_override
+from conf.schema import RESULT, Config, UserError, config_values, in_effect, path_hash, show
+
+DEFAULT_RECIPE: str = OmegaConf.load(schema.FOLDER / "config.yaml").defaults[-2].recipe
+NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
+
+
+def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
+    """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
+
+    Precedence, from low to high: defaults of the schema, groups, the recipe, typed groups, typed
+    keys.
+
+    Args:
+        overrides: as typed.
+        runnable: refuse a config without data.root, which has no default.
+
+    Raises:
+        UserError: a key, group choice or value that is not allowed.
+    """
+    parsed = [read_override(text) for text in overrides]
+    groups = {o.key_or_group: str(o.value()) for o in parsed if o.key_or_group in GROUPS}
+    keys = [o for o in parsed if o.key_or_group not in GROUPS]
+    recipe = groups.pop("recipe", DEFAULT_RECIPE)
+    try:
+        planned = _compose(recipe, schema.FOLDER)
+        tree = copy.deepcopy(planned)
+        for group, choice in groups.items():
+            _choose(tree, group, choice)
+        for override in keys:
+            _set_key(tree, override)
+        if tree.run.name is None:
+            tree.run.name = run_name(recipe, planned, tree)
+        config = OmegaConf.to_object(tree)
+    except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
+        raise UserError(_explain(error, parsed)) from None
+    assert isinstance(config, Config)
+    schema.check(config, runnable=runnable)
+    for override in keys:
+        _check_effect(override, config)
+    typed_keys = {o.key_or_group for o in keys}
+    config.typed = list(overrides)
+    config.notes = [
+        *_replaced_values(recipe, planned, tree, groups, typed_keys),
+        *_kept_values(planned, tree, groups, typed_keys),
+        *_doubts(config),
+    ]
+    return config
+
+
+@cache
+def _compose(recipe: str, folder: Path) -> DictConfig:
+    """Merge the defaults of the schema, the groups and the recipe. Callers must copy the result."""
+    _refuse_missing(recipe, folder)
+    ConfigStore.instance().store(name="schema", node=Config)
+    with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
+        composed = compose(config_name="config", overrides=[f"recipe={recipe}"])
+    # A YAML file can add keys to the composed tree; this merge refuses keys that the schema lacks.
+    return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
+
+
+def _refuse_missing(recipe: str, folder: Path) -> None:
+    """Refuse `???` in the recipe or in a group, which Hydra would ignore.
+
+    Raises:
+        UserError: names the file and the key.
+    """
+    for path in sorted(folder.rglob("*.yaml")):
+        other_recipe = path.parent.name == "recipe" and path.stem != recipe
+        if not other_recipe and "???" in path.read_text(encoding="utf-8"):
+            for name in sorted(OmegaConf.missing_keys(OmegaConf.load(path))):
+                raise UserError(f"{path}: {name}=??? is not allowed; give it a value")
+
+
+def _choose(tree: DictConfig, group: str, choice: str) -> None:
+    """Merge a typed group into the tree, above the recipe.
+
+    A section with a name (optim, schedule, model) is replaced as a whole, because the values of a
+    recipe for one optimiser are wrong for another. In other sections the values of the recipe stay
+    unless the group sets them: data=fake keeps the image size.
+    """
+    section = tree[group]
+    if f"{group}.name" in FIELDS:
+        section = OmegaConf.structured(OmegaConf.get_type(section))
+    tree[group] = OmegaConf.merge(section, OmegaConf.load(schema.FOLDER / group / f"{choice}.yaml"))
+
+
+def _set_key(tree: DictConfig, override: Override) -> None:
+    try:
+        OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+    except OmegaConfBaseException as error:
+        raise UserError(_explain(error, [override])) from None
+
+
+def _replaced_values(
+    recipe: str,
+    planned: DictConfig,
+    tree: DictConfig,
+    groups: Mapping[str, str],
+    typed_keys: set[str],
+) -> list[str]:
+    """One note for each typed group that replaces values of the recipe."""
+    own = OmegaConf.load(schema.FOLDER / "recipe" / f"{recipe}.yaml")
+    before, now = _flat(planned, resolve=True), _flat(tree, resolve=True)
+    notes = []
+    for group, choice in groups.items():
+        if f"{group}.name" not in FIELDS:
+            continue
+        names = [f"{group}.{key}" for key in OmegaConf.select(own, group) or {}]
+        changed = [
+            f"{name} {show(before[name])} -> {show(now[name])}"
+            for name in names
+            if before[name] != now[name] and name not in typed_keys
+        ]
+        if changed:
+            notes.append(f"{group}={choice} replaces values of the recipe: {', '.join(changed)}")
+    return notes
+
+
+def _kept_values(
+    planned: DictConfig, tree: DictConfig, groups: Mapping[str, str], typed_keys: set[str]
+) -> list[str]:
+    """A note if optim.name was typed and values of the recipe's optimiser are still used."""
+    if "optim.name" not in typed_keys or "optim" in groups or tree.optim.name == planned.optim.name:
+        return []
+    kept = [
+        f"optim.{key}={show(tree.optim[key])}"
+        for key in ("lr", "weight_decay")
+        if f"optim.{key}" not in typed_keys
+    ]
+    if not kept:
+        return []
+    return [
+        f"optim.name={tree.optim.name} keeps {', '.join(kept)} of {planned.optim.name}; "
+        f"write optim={tree.optim.name} to use its own defaults"
+    ]
+
+
+def _doubts(config: Config) -> list[str]:
+    """Notes about values that are allowed but probably a mistake."""
+    transformer = re.search(r"vit|swin|[bd]eit|former|eva0|cait|mixer", config.model.name)
+    if not transformer or config.optim.name != "sgd":
+        return []
+    return [
+        f"model.name={config.model.name} with optim.name=sgd: transformers train poorly with SGD; "
+        "try the optimiser and the schedule of recipe=imagenet_vit_s16"
+    ]
+
+
+def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
+    """The default run.name: the recipe, and the keys that affect the result and differ from it.
+
+    Two commands with the same recipe get the same name if and only if they train the same thing.
+
+    Args:
+        recipe: name of the recipe.
+        planned: the composed recipe with unresolved interpolations.
+        tree: the same after typed groups and keys.
+
+    Returns:
+        A name such as `imagenet_rn50,optim.lr=0.3`. Parts beyond NAME_LENGTH are left out, and
+        characters that are unsafe in a file name are replaced; in both cases a hash of the full
+        name is appended.
+    """
+    before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
+    parts = [
+        f",{name}={show(f.metadata['alike'](values[name]))}"
+        for name, f in FIELDS.items()
+        if f.metadata["affects"] & RESULT
+        and before[name] != now[name]
+        and in_effect(tree, f)
+        and not _same_value(name, before[name], values[name], tree)
+    ]
+    full = recipe + "".join(parts)
+    short = recipe
+    for part in parts:
+        name, _, value = part.partition("=")
+        safe = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")
+        if len(f"{short}{name}={safe}") <= NAME_LENGTH:
+            short += f"{name}={safe}"
+    if tree.checkpoint.resume not in ("auto", "never"):  # the run starts from another run's weights
+        part = f",checkpoint.resume={path_hash(tree.checkpoint.resume)}"
+        full += part
+        short += part
+    return full if full == short else f"{short},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
+
+
+def _same_value(name: str, expression: Any, value: Any, tree: DictConfig) -> bool:
+    """Whether a key's value equals the recipe's expression for it, evaluated in this tree.
+
+    data.val_size=224 equals ${data.image_size} if data.image_size is 224.
+    """
+    trial = copy.deepcopy(tree)
+    OmegaConf.update(trial, name, expression, merge=False)
+    alike = FIELDS[name].metadata["alike"]
+    try:
+        return bool(alike(value) == alike(_flat(trial, resolve=True)[name]))
+    except InterpolationResolutionError:  # the two keys now refer to each other
+        return False
+
+
+def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
+    """Dotted key -> value, for every key; interpolations as written, or resolved."""
+    nested = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=resolve))
+    return {name: nested[name.split(".")[0]][name.split(".")[1]] for name in KEYS}
+
+
+def _check_effect(override: Override, config: Config) -> None:
+    """Refuse a typed key that has no effect in this config.
+
+    Raises:
+        UserError: names the key that disables it.
+    """
+    f = FIELDS[override.key_or_group]
+    if in_effect(config, f):
+        return
+    values = config_values(config)
+    when = f.metadata["when"]
+    because = " and ".join(f"{key}={show(values[key])}" for key in when)
+    needed = " and ".join(f"{key}={' or '.join(allowed)}" for key, allowed in when.items())
+    raise UserError(
+        f"{override.input_line}: has no effect with {because}; give {needed}, or leave it out"
+    )
+
+
+def to_yaml(content: Config | list[str]) -> str:
+    """YAML of a resolved config (`--cfg job`, config.yaml) or of a list of overrides."""
+    if isinstance(content, list):
+        return OmegaConf.to_yaml(OmegaConf.create(content))
+    sections = {name: s for name, s in asdict(content).items() if isinstance(s, dict)}
+    return OmegaConf.to_yaml(OmegaConf.create(sections))
+
+
+def _explain(error: Exception, overrides: Sequence[Override]) -> str:
+    """Rewrite an error of Hydra, OmegaConf or PyYAML as `key=value: what is wrong; what to do`."""
+    if isinstance(error, MarkedYAMLError):
+        mark = error.problem_mark
+        place = f"{mark.name}: line {mark.line + 1}" if mark else "config"
+        return f"{place}: is not YAML ({error.problem}); correct it"
+    cause: BaseException = error
+    while isinstance(cause.__cause__, (HydraException, OmegaConfBaseException)):
+        cause = cause.__cause__
+    name = getattr(cause, "full_key", None) or ""
+    base = name.split("[")[0]
+    # The type of each override has been checked; an error found here is in the last one of a key.
+    lines = (o.input_line for o in reversed(overrides) if o.key_or_group == base)
+    typed = next(filter(None, lines), None)
+    message = f"{typed or name or 'config'}: {_first_line(cause)}"
+    return f"{message}; give {allowed_values(base)}" if base in FIELDS else message
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if len(lines) > 1 and lines[0].endswith("raised while composing config:"):
+        # An error in a YAML file: the cause and the key are on the lines below.
+        key = next((n.strip() for n in lines if n.strip().startswith("full_key: ")), "")
+        place = f"{key.removeprefix('full_key: ')}: " if key else ""
+        return f"{lines[0].split(':')[0]}: {place}{lines[1]}"
+    return lines[0]

@@ -1,0 +1,194 @@
+"""Read and check one override: `key=value` or `group=choice`, in Hydra's grammar.
+
+Each mistake gets one line that says what to write instead.
+"""
+
+import contextlib
+import difflib
+import math
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_origin
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+
+from conf import hints
+from conf.schema import FOLDER, Config, UserError, did_you_mean, group_names, show, walk
+
+GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
+FIELDS = {name: field for name, field, _ in walk(Config())}
+KEYS = list(FIELDS)
+NAMES = [*KEYS, *GROUPS]
+WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
+
+
+def read_override(text: str) -> Override:
+    """Parse an override and check its key and the type of its value.
+
+    Raises:
+        UserError: names the override and what to write instead.
+    """
+    override = _parse(_quoted(text))
+    name, typed = override.key_or_group, override.input_line or override.key_or_group
+    if override.is_sweep_override():
+        if name in KEYS and get_origin(FIELDS[name].type) is list:
+            raise UserError(f"{typed}: not allowed; give {allowed_values(name)}")
+        raise UserError(f"{typed}: sweeps are not supported; start one run per value")
+    if name in GROUPS and "@" not in typed.split("=")[0]:
+        _check_choice(override, typed)
+    elif name in KEYS:
+        _check_key(override, typed)
+    else:
+        _refuse_unknown(override, typed)
+    return override
+
+
+def _quoted(text: str) -> str:
+    """Quote a value, usually a path, that Hydra's grammar would not take literally."""
+    name, _, value = text.partition("=")
+    if name.lstrip("+") not in WORDS or not value or not value.isprintable():
+        return text
+    with contextlib.suppress(HydraException):
+        parsed = OverridesParser.create().parse_override(text)
+        is_word = not isinstance(parsed.value(), (bool, int, float))  # 1.10 would become 1.1
+        if is_word and (not parsed.is_sweep_override() or "/" not in value):
+            return text
+    # Inside quotes, a backslash is literal unless it precedes a quote.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"{name}='{escaped}'"
+
+
+def _parse(text: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        # JSON's {"alpha": 0.2} is {alpha: 0.2} here.
+        plain = re.sub(r"""(["'])(\w+)\1\s*:""", r"\2:", text)
+        name = text.partition("=")[0].lstrip("+")
+        remedy = "put special characters in quotes: 'run.name=\"a, b\"'"
+        if plain != text:
+            remedy = f"write {shlex.quote(plain)}"
+        elif name in KEYS and name not in WORDS:
+            remedy = f"give {allowed_values(name)}"
+        raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
+
+
+def _check_choice(override: Override, typed: str) -> None:
+    name, choice = override.key_or_group, override.value()
+    choices = group_names(name)
+    if not isinstance(choice, str) or choice not in choices:
+        more = {
+            "model": f"; for any other model write model.name={choice}",
+            "data": f"; for a folder of images write data.root={choice}",
+        }.get(name, "")
+        cutoff = 0.85 if name == "model" else 0.6
+        hint = nearest(Path(str(choice)).stem, choices, cutoff=cutoff)
+        one_of = ", ".join(choices)
+        raise UserError(f"{typed}: no such {name}; choose one of {one_of}{hint}{more}")
+    if override.is_add() or override.is_delete():
+        raise UserError(f"{typed}: write {name}={choice}")
+
+
+def _check_key(override: Override, typed: str) -> None:
+    name, value = override.key_or_group, override.value()
+    if override.is_delete():
+        raise UserError(f"{typed}: a key cannot be removed; give it a value")
+    if override.is_add():
+        raise UserError(f"{typed}: write {name}={show(value)}")
+    plain = f"{name}={show(value)}".lower()
+    for start, remedy in hints.VALUES.items():
+        if plain.startswith(start):
+            raise UserError(f"{typed}: not allowed; {remedy}")
+    if not _fits(name, value):
+        raise UserError(f"{typed}: not allowed; give {allowed_values(name)}")
+
+
+def _fits(name: str, value: Any) -> bool:
+    """Whether a value has the type of a key. Each override is checked by itself, to name it.
+
+    If a key is given twice, composing would find a mistake in either but not know in which.
+    """
+    section, _, last = name.partition(".")
+    try:
+        OmegaConf.update(OmegaConf.structured(getattr(Config(), section)), last, value)
+        missing = OmegaConf.missing_keys(OmegaConf.create([value]))
+    except InterpolationResolutionError:  # found by composing, with the values of the other keys
+        return True
+    except OmegaConfBaseException:
+        return False
+    # OmegaConf would accept 2 and yes for true.
+    return not missing and (FIELDS[name].type is not bool or isinstance(value, bool))
+
+
+def _refuse_unknown(override: Override, typed: str) -> None:
+    name = override.key_or_group
+    if name.split(".")[0] == "hydra":
+        raise UserError(
+            f"{typed}: Hydra's own settings are not used here; run.dir= sets the run's folder"
+        )
+    section = [key for key in KEYS if key.startswith(f"{name}.")]
+    if section:
+        raise UserError(f"{typed}: {name} is a group of keys: {', '.join(section)}")
+    raise UserError(f"{typed}: there is no key {name or typed}; {_another_key(override)}")
+
+
+def _another_key(override: Override) -> str:
+    """The advice for an unknown key: the right key, or a sentence."""
+    name = override.key_or_group
+    last = name.rpartition(".")[2].lower()
+    # The right last part in the wrong section (`train.lr`) says more than a similar spelling.
+    moved = [key for key in KEYS if key.rpartition(".")[2] == last]
+    if moved and last not in hints.REMEDIES:
+        return f"did you mean {' or '.join(moved)}?"
+    if advice := remedy(name):
+        advice = advice.replace("{}", "" if override.is_delete() else show(override.value()))
+        return f"write {shlex.quote(advice)}" if advice.partition("=")[0] in NAMES else advice
+    last_parts = {key.rpartition(".")[2]: key for key in KEYS}
+    close = difflib.get_close_matches(name.lower(), last_parts, n=1, cutoff=0.75)
+    if close and "." not in name:
+        return f"did you mean {last_parts[close[0]]}?"
+    return did_you_mean(name.lower(), NAMES) or "--help lists all keys"
+
+
+def remedy(name: str) -> str | None:
+    """The equivalent of another program's flag or key: an override, or a sentence.
+
+    `{}` in it stands for the value. None if there is no equivalent.
+    """
+    word = name.lstrip("-").replace("_", "-").lower()
+    own = [
+        key
+        for key in NAMES
+        if word in (key.replace("_", "-"), key.rpartition(".")[2].replace("_", "-"))
+    ]
+    if len(own) == 1 and word not in hints.REMEDIES:
+        is_bool = own[0] in KEYS and FIELDS[own[0]].type is bool
+        return f"{own[0]}={'true' if is_bool else '{}'}"
+    return hints.REMEDIES.get(word) or hints.REMEDIES.get(word.rpartition(".")[2])
+
+
+def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
+    """`; did you mean X?` for the closest known name, or an empty string."""
+    hint = did_you_mean(word.lower(), known, cutoff=cutoff)
+    return f"; {hint}" if hint else ""
+
+
+def allowed_values(name: str) -> str:
+    """The values that a key accepts, from its check if it has one, else from its type."""
+    kind: Any = FIELDS[name].type
+    test = FIELDS[name].metadata["check"]
+    # A check describes the allowed values when it refuses one.
+    wrong: Any = "" if name in WORDS else [math.nan] if get_origin(kind) is list else math.nan
+    says: str | None = test(wrong) if test else None
+    if get_origin(kind) is list:
+        return f"{says or 'a list'}, in brackets"
+    if says is None:
+        return "true or false" if kind is bool else "a name or a path"
+    return says.replace("a number", "a whole number", 1) if kind in (int, int | None) else says

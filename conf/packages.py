@@ -1,0 +1,32 @@
+"""Import of torchvision when its build does not match the installed torch."""
+
+import re
+import sys
+from types import ModuleType
+
+
+def import_torchvision() -> ModuleType:
+    """Import torchvision, even if its compiled operators do not match the installed torch.
+
+    With a CPU build of torch, a torchvision built for CUDA cannot load its detection operators. The
+    import then fails when it registers their shapes. Classifiers and transforms do not use these
+    operators, so a declaration without an implementation is enough.
+    """
+    import torch  # here, because conf imports no torch
+
+    for _ in range(4):
+        try:
+            import torchvision
+
+            return torchvision
+        except RuntimeError as error:
+            missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
+            if missing is None:
+                raise
+            schema = f"torchvision::{missing[1]}"
+            torch.library.define(
+                schema, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+            )
+            for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
+                del sys.modules[name]
+    raise RuntimeError("torchvision cannot be imported: it does not match the installed torch")

@@ -1,0 +1,164 @@
+"""Time of every batch by the device's clock: CUDA events on a GPU, the host's clock on a CPU."""
+
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from itertools import takewhile
+from statistics import median
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Where the time of some batches went.
+
+    Attributes:
+        batches: number of batches.
+        seconds: from the end of the step before the first batch to the end of the last step,
+            without pauses.
+        wait_fraction: share of `seconds` in which the device was idle because the next batch was
+            not ready.
+        late_fraction: share in which the device was idle although the batch was ready, because the
+            host had not launched the next kernels.
+        copy_fraction: share in which copy, normalisation and batch transforms ran: while the step
+            runs on a GPU, between the steps on a CPU.
+        compute_fraction: share that remains for the step.
+        drained_fraction: share of the batches for which the device had finished everything
+            launched before: the host does not run ahead.
+        copy_ms: median of copy, normalisation and batch transforms.
+        step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
+    """
+
+    batches: int
+    seconds: float
+    wait_fraction: float
+    late_fraction: float
+    copy_fraction: float
+    compute_fraction: float
+    drained_fraction: float
+    copy_ms: float
+    step_ms: float
+    step_p95_ms: float
+    step_worst_ms: float
+
+
+@dataclass
+class Marks:
+    """Points in time of one batch: CUDA events, or seconds of the host's clock."""
+
+    copy_begin: Any = None
+    copy_end: Any = None
+    idle: Any = None  # the step before has ended, or the last pause
+    begin: Any = None  # the step begins: its batch is ready
+    end: Any = None  # the step has ended
+    drained: bool = False
+
+
+class StepClock:
+    """Marks the points in time of every batch, and reads them when the device has passed them.
+
+    Recording a CUDA event takes microseconds and never waits. Each batch has four: begin and end of
+    the copy, begin and end of the step. The gap before a step begins where the step before ended.
+
+    Args:
+        cuda: whether batches are on a GPU.
+    """
+
+    def __init__(self, cuda: bool) -> None:
+        self.cuda = cuda
+        self._idle: Any = None
+        self._current: Marks | None = None
+        self._unread: deque[Marks] = deque()
+
+    def now(self) -> Any:
+        """Mark this point: an event on the current stream, or seconds of the host's clock."""
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def start(self) -> None:
+        """Begin an iteration over batches, and forget unread figures of the one before."""
+        self._unread.clear()
+        self._current = None
+        self.skip()
+
+    def skip(self) -> None:
+        """Count the time since the last step neither as a step nor as waiting."""
+        self._idle = self.now()
+
+    def begin_step(self, marks: Marks) -> None:
+        """Begin the step of a batch, once the current stream waits for its copy."""
+        marks.drained = self.cuda and self._idle.query()
+        marks.idle = self._idle
+        marks.begin = self.now()
+        self._current = marks
+
+    def restart_step(self) -> None:
+        """Count the time until now neither as waiting nor as part of the current step."""
+        assert self._current is not None, "between begin_step and end_step"
+        self._current.idle = self._current.begin = self.now()
+
+    def end_step(self) -> Any:
+        """End the step, once its kernels are launched; return its mark, None without a step."""
+        if self._current is None:
+            return None
+        marks = self._current
+        self._current = None
+        self._idle = marks.end = self.now()
+        self._unread.append(marks)
+        return marks.end
+
+    def timing(self, batches: int | None = None) -> Timing | None:
+        """Return the figures of the oldest unread batches, which then are read.
+
+        Args:
+            batches: how many, at most those whose step has been ended; waits until the device has
+                finished them. None reads those that the device has finished, without waiting.
+
+        Returns:
+            None when there are no such batches.
+        """
+        if batches is None:
+            finished = takewhile(lambda m: not self.cuda or m.end.query(), self._unread)
+            batches = len(list(finished))
+        marks = [self._unread.popleft() for _ in range(min(batches, len(self._unread)))]
+        if not marks:
+            return None
+        if self.cuda and not marks[-1].end.query():
+            marks[-1].end.synchronize()
+        return self._figures(marks)
+
+    def _figures(self, marks: list[Marks]) -> Timing:
+        gaps = [self._ms(m.idle, m.begin) for m in marks]
+        steps = sorted(self._ms(m.begin, m.end) for m in marks)
+        copies = [self._ms(m.copy_begin, m.copy_end) for m in marks]
+        if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
+            ready = [self._ms(m.idle, m.copy_end) for m in marks]
+            waits = [min(gap, max(0.0, copied)) for gap, copied in zip(gaps, ready, strict=True)]
+        else:  # copies are made between the steps, by the process that waits for them
+            waits = [max(0.0, gap - copy) for gap, copy in zip(gaps, copies, strict=True)]
+        total = max(sum(gaps) + sum(steps), 1e-6)
+        copying_between = 0.0 if self.cuda else sum(copies)
+        late = max(0.0, sum(gaps) - sum(waits) - copying_between)
+        return Timing(
+            batches=len(marks),
+            seconds=total / 1000,
+            wait_fraction=sum(waits) / total,
+            late_fraction=late / total,
+            copy_fraction=sum(copies) / total,
+            compute_fraction=max(0.0, 1 - (sum(waits) + late + copying_between) / total),
+            drained_fraction=sum(m.drained for m in marks) / len(marks),
+            copy_ms=median(copies),
+            step_ms=median(steps),
+            step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
+            step_worst_ms=steps[-1],
+        )
+
+    def _ms(self, begin: Any, end: Any) -> float:
+        """Milliseconds between two marks."""
+        return float(begin.elapsed_time(end) if self.cuda else 1000 * (end - begin))

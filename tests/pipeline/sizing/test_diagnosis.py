@@ -1,0 +1,388 @@
+"""The stage that limits, by the figures of a run: its name, the sentences and what to change."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+
+from pipeline.sizing.diagnosis import (
+    CAUSES,
+    LoaderState,
+    Observation,
+    Setup,
+    Supply,
+    diagnose,
+    slowest,
+)
+from tests.answers import SETUP
+
+SUPPLY = Supply(cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, spread=1.2, file_bytes=110e3, workers=1)
+RUNS_WELL = Observation(
+    SETUP,
+    LoaderState(workers=15, worker_rate=0.0, supply=SUPPLY, pinned=True),
+    images_per_second=6600,
+    step_alone=6700,
+    copy_ms=1.2,
+    wait_fraction=0.004,
+    late_fraction=0.001,
+    copy_fraction=0.03,
+)
+
+
+def changed(**values: Any) -> Observation:
+    """RUNS_WELL with other values, wherever the fields of these names are."""
+
+    def part(record: Any) -> dict[str, Any]:
+        return {
+            field.name: values.pop(field.name) for field in fields(record) if field.name in values
+        }
+
+    of_loader = part(LoaderState)
+    supply = replace(SUPPLY, **part(Supply))
+    loader = replace(
+        RUNS_WELL.loader, supply=supply, worker_rate=supply.images_per_second, **of_loader
+    )
+    found = replace(
+        RUNS_WELL, setup=replace(SETUP, **part(Setup)), loader=loader, **part(Observation)
+    )
+    assert not values
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "says"),
+    [
+        ({}, "compute", ["compute-bound", "6,600 of 6,633", "model.compile=tuned"]),
+        ({"compile": "tuned"}, "compute", ["so faster data loading would not help."]),
+        ({"compile": "off"}, "compute", ["model.compile=default"]),
+        (
+            {"wait_fraction": 0.38, "images_per_second": 4150, "cpu_ms": 3.6},
+            "decode",
+            [
+                "waited 38.0% of the time",
+                "can process 6,704 img/s and got 4,150",
+                "3.6 ms of CPU time",
+                "loader.decoder=hybrid",
+            ],
+        ),
+        (
+            {"wait_fraction": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid"},
+            "decode",
+            [" ms for a core: re-encode the images once with scripts/shrink.py."],
+        ),
+        (
+            {
+                "wait_fraction": 0.38,
+                "images_per_second": 4150,
+                "cpu_ms": 3.6,
+                "decoder": "hybrid",
+                "large_files": False,
+            },
+            "decode",
+            [" ms for a core: use a machine with more CPU cores."],
+        ),
+        (
+            {
+                "wait_fraction": 0.38,
+                "images_per_second": 4150,
+                "cpu_ms": 3.6,
+                "has_engines": True,
+                "shrink_gain": 2.9,
+            },
+            "decode",
+            ["JPEG engines; re-encode the images once with scripts/shrink.py (x2.9 per core)."],
+        ),
+        (
+            {
+                "wait_fraction": 0.38,
+                "images_per_second": 4150,
+                "cpu_ms": 3.6,
+                "has_engines": False,
+                "shrink_gain": 1.1,
+            },
+            "decode",
+            [" ms for a core: use a machine with more CPU cores."],
+        ),
+        (
+            {"wait_fraction": 0.9, "images_per_second": 2200, "workers": 3, "core_ms": 0.0},
+            "decode",
+            [" ms for a core: set"],
+        ),
+        (
+            {
+                "wait_fraction": 0.9,
+                "images_per_second": 2200,
+                "workers": 3,
+                "core_ms": 0.0,
+                "step_alone": 0,
+            },
+            "decode",
+            ["raise loader.workers, there are cores for 15; set loader.decoder"],
+        ),
+        (
+            {
+                "wait_fraction": 0.9,
+                "images_per_second": 2200,
+                "workers": 3,
+                "core_ms": 1.8,
+                "large_files": False,
+            },
+            "decode",
+            ["1.8 ms for a core: set loader.decoder=hybrid to use the GPU's JPEG engines"],
+        ),
+        (
+            {"wait_fraction": 0.6, "images_per_second": 2000, "wait_ms": 5.7},
+            "storage",
+            [
+                "by storage",
+                "waits 5.7 ms for storage",
+                "faster storage, or re-encode them once with scripts/shrink.py",
+            ],
+        ),
+        (
+            {"wait_fraction": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "large_files": False},
+            "storage",
+            [" ms for a core: move", "faster storage."],
+        ),
+        (
+            {"wait_fraction": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "step_alone": 0},
+            "storage",
+            [
+                " ms for a core: try loader.workers=38, since reading is mostly waiting",
+                "; else move the images",
+            ],
+        ),
+        (
+            {
+                "wait_fraction": 0.6,
+                "images_per_second": 2000,
+                "wait_ms": 5.7,
+                "step_alone": 0,
+                "core_ms": 25.0,
+            },
+            "storage",
+            ["25.0 ms for a core: move the images"],
+        ),
+        (
+            {
+                "wait_fraction": 0.86,
+                "images_per_second": 31,
+                "wait_ms": 30.1,
+                "workers": 1,
+                "most_workers": 1,
+                "step_alone": 0,
+                "late_fraction": 0.0,
+            },
+            "storage",
+            [" ms for a core: try loader.workers=9, since"],
+        ),
+        (
+            {
+                "wait_fraction": 0.83,
+                "images_per_second": 60,
+                "wait_ms": 20.0,
+                "slow_share": 0.95,
+                "slow_files": "/x/a.jpg, /x/b.jpg",
+            },
+            "files",
+            [
+                "by single files: the GPU waited 83.0%",
+                "Single files took 95% of the workers' time, seconds each (/x/a.jpg, /x/b.jpg)",
+            ],
+        ),
+        (
+            {
+                "on_gpu": False,
+                "step_alone": 0,
+                "wait_fraction": 0.6,
+                "images_per_second": 46,
+                "cpu_ms": 20.0,
+                "workers": 1,
+                "most_workers": 1,
+            },
+            "decode",
+            [" ms for a core: set loader.workers=2 to use the core of the step, which waits"],
+        ),
+        (
+            {
+                "on_gpu": False,
+                "step_alone": 0,
+                "wait_fraction": 0.6,
+                "images_per_second": 46,
+                "cpu_ms": 7.0,
+                "core_ms": 1.0,
+                "workers": 1,
+                "most_workers": 1,
+            },
+            "hand-off",
+            [],
+        ),
+        (
+            {"wait_fraction": 0.38, "images_per_second": 4150},
+            "hand-off",
+            ["by the hand-off", "can supply 7,895"],
+        ),
+        (
+            {"wait_fraction": 0.3, "images_per_second": 2500, "workers": 0, "cpu_ms": 0.4},
+            "decode",
+            ["loader.workers=auto"],
+        ),
+        (
+            {"wait_fraction": 0.3, "images_per_second": 500, "workers": 0, "cpu_ms": 0.4},
+            "decode",
+            ["loader.workers=auto"],
+        ),
+        (
+            {"wait_fraction": 0.3, "copy_fraction": 0.95, "copy_ms": 16.0},
+            "copy",
+            ["copy-bound", "page-locked already: use more PCIe lanes"],
+        ),
+        ({"wait_fraction": 0.3, "copy_fraction": 0.7, "copy_ms": 16.0}, "decode", []),
+        (
+            {"wait_fraction": 0.3, "copy_fraction": 0.7, "copy_ms": 16.0, "pinned": False},
+            "copy",
+            ["copy-bound", "loader.pin_memory=true"],
+        ),
+        (
+            {"wait_fraction": 0.6, "images_per_second": 4000, "wait_ms": 5.7, "ranks": 2},
+            "storage",
+            ["can process 10,025 img/s and got 4,000", "Each of the 15 workers of a rank"],
+        ),
+        (
+            {"wait_fraction": 0.6, "images_per_second": 8000, "ranks": 2},
+            "hand-off",
+            ["can supply 15,789"],
+        ),
+        (
+            {"drained_fraction": 0.9, "batch_size": 8},
+            "launch",
+            ["launch-bound", "90% of the steps", "loader.batch_size"],
+        ),
+        (
+            {"late_fraction": 0.2},
+            "launch",
+            ["launch-bound: the GPU was idle 20% of the time, and before 0% of the steps,"],
+        ),
+        (
+            {"step_alone": 7500, "drained_fraction": 0.6},
+            "cores",
+            [
+                "core-bound: the step processed 7,500 img/s alone and 6,627 while the workers run",
+                "Set loader.decoder=hybrid",
+            ],
+        ),
+        (
+            {"step_alone": 7500},
+            "compute",
+            ["Alone the step processed 7,500 img/s: check the GPU's clocks and"],
+        ),
+        ({"step_alone": 7500, "drained_fraction": 0.6, "decoder": "gpu"}, "launch", []),
+        (
+            {"step_alone": 7500, "decoder": "gpu"},
+            "compute",
+            ["Alone the step processed 7,500 img/s: decoding uses part of the GPU"],
+        ),
+        (
+            {
+                "wait_fraction": 0.34,
+                "images_per_second": 14555,
+                "cpu_ms": 0.1,
+                "workers": 6,
+                "decoder": "gpu",
+                "large_files": False,
+            },
+            "engines",
+            [
+                "for images; the step can process 22,",
+                "Set loader.decoder=hybrid to share each batch",
+            ],
+        ),
+        (
+            {"wait_fraction": 0.3, "cpu_ms": 3.0, "decoder": "none", "large_files": False},
+            "decode",
+            ["use a machine with more CPU cores."],
+        ),
+        (
+            {
+                "wait_fraction": 0.8,
+                "images_per_second": 1950,
+                "cpu_ms": 0.5,
+                "core_ms": 0.0,
+                "workers": 1,
+                "decoder": "gpu",
+                "step_alone": 0,
+            },
+            "decode",
+            [
+                "The one worker spends 0.5 ms",
+                "raise loader.workers, there are cores for 15; set loader.decoder=hybrid to share",
+            ],
+        ),
+        (
+            {"wait_fraction": 0.34, "images_per_second": 4000, "cpu_ms": 0.5, "wait_ms": 0.6},
+            "hand-off",
+            [],
+        ),
+        ({"step_alone": 7500, "drained_fraction": 0.2}, "cores", []),
+        ({"step_alone": 9000, "late_fraction": 0.2}, "cores", []),
+        ({"step_alone": 7500, "wait_fraction": 0.3}, "decode", []),
+        ({"step_alone": 0, "drained_fraction": 0.6}, "launch", []),
+        ({"on_gpu": False, "drained_fraction": 1.0}, "compute", ["the CPU waited"]),
+        (
+            {
+                "on_gpu": False,
+                "step_alone": 0,
+                "images_per_second": 100,
+                "wait_fraction": 0.01,
+                "copy_fraction": 0.1,
+            },
+            "compute",
+            ["100 of 112 img/s"],
+        ),
+    ],
+)
+def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
+    found = diagnose(changed(**change))
+    assert found.cause == cause
+    text = " ".join(found.sentences)
+    assert all(part in text for part in says), text
+    assert 1 <= len(found.sentences) <= 2
+    assert text.startswith(CAUSES[cause].label)
+    assert found.remedy.lower() in text.lower()
+
+
+def test_every_cause_can_be_found() -> None:
+    (mark,) = [mark for mark in test_sentences.pytestmark if mark.name == "parametrize"]  # type: ignore[attr-defined]
+    assert {cause for _, cause, _ in mark.args[1]} == CAUSES.keys()
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            ({"wait_fraction": 0.002}, {"wait_fraction": 0.4, "cpu_ms": 9.0}),
+            "input-bound by decode: the GPU waited 40.0%",
+        ),
+        (
+            (
+                {"wait_fraction": 0.002, "drained_fraction": 0.95},
+                {"wait_fraction": 0.001, "late_fraction": 0.4},
+            ),
+            "launch-bound: the GPU was idle 40% of the time",
+        ),
+        (
+            ({"wait_fraction": 0.002}, {"wait_fraction": 0.001, "drained_fraction": 0.9}),
+            "launch-bound: the GPU was idle 0% of the time, and before 90% of the steps",
+        ),
+        (({"wait_fraction": 0.002}, {"wait_fraction": 0.001}), "compute-bound"),
+    ],
+)
+def test_the_rank_that_the_others_wait_for_is_judged(
+    changes: tuple[dict[str, Any], ...], says: str
+) -> None:
+    """They wait where gradients are averaged, which looks like computing."""
+    observed = [changed(ranks=2, **change) for change in changes]
+    for order in (observed, observed[::-1]):
+        found = slowest(order)
+        assert found is not None and diagnose(found).sentences[0].startswith(says)
+    assert slowest([*observed, None]) is None

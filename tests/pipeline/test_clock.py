@@ -1,0 +1,98 @@
+"""The clock's CUDA path without a GPU: which figures are read, and when the host waits."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from pipeline.clock import Marks, StepClock
+
+
+class Gpu:
+    """A device that has a time of its own, in milliseconds, and finishes events only when told."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.finished = -1.0  # events recorded up to this time are finished
+        self.waits: list[float] = []
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    device = Gpu()
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+            self.time = -1.0
+
+        def record(self) -> None:
+            self.time = device.now
+
+        def query(self) -> bool:
+            return self.time <= device.finished
+
+        def synchronize(self) -> None:
+            device.waits.append(self.time)
+            device.finished = max(device.finished, self.time)
+
+        def elapsed_time(self, end: Any) -> float:
+            assert self.query() and end.query()
+            return float(end.time - self.time)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    return device
+
+
+def run(clock: StepClock, gpu: Gpu, *, copied: float, begin: float, end: float) -> None:
+    """One batch, by the times at which its copy ends, its step begins and its step ends."""
+    marks = Marks()
+    marks.copy_begin = clock.now()
+    gpu.now = copied
+    marks.copy_end = clock.now()
+    gpu.now = begin
+    clock.begin_step(marks)
+    gpu.now = end
+    clock.end_step()
+
+
+def test_a_gap_is_waiting_until_the_copy_ends_and_late_after_it(gpu: Gpu) -> None:
+    clock = StepClock(cuda=True)
+    clock.start()
+    run(clock, gpu, copied=30, begin=40, end=100)
+    gpu.finished = 100
+    timing = clock.timing()
+    assert timing is not None
+    assert (timing.batches, timing.seconds, timing.step_ms, timing.copy_ms) == (1, 0.1, 60, 30)
+    fractions = (timing.wait_fraction, timing.late_fraction, timing.compute_fraction)
+    assert fractions == pytest.approx((0.3, 0.1, 0.6))
+    assert timing.copy_fraction == pytest.approx(0.3)
+
+
+def test_the_host_waits_only_for_batches_that_are_asked_for(gpu: Gpu) -> None:
+    clock = StepClock(cuda=True)
+    clock.start()
+    for number in range(4):
+        run(clock, gpu, copied=10 * number, begin=10 * number, end=10 * (number + 1))
+    gpu.finished = 10
+    timing = clock.timing()
+    assert timing is not None and timing.batches == 1 and gpu.waits == []
+    assert clock.timing() is None and gpu.waits == []
+    timing = clock.timing(2)
+    assert timing is not None and timing.seconds == 0.02
+    assert gpu.waits == [30]
+    gpu.finished = 40
+    timing = clock.timing(1)
+    assert timing is not None and timing.seconds == 0.01
+    assert gpu.waits == [30], "the device has finished it already"
+
+
+def test_a_drained_device_is_counted(gpu: Gpu) -> None:
+    clock = StepClock(cuda=True)
+    clock.start()
+    run(clock, gpu, copied=0, begin=0, end=10)  # the host is ahead
+    gpu.finished = 10
+    run(clock, gpu, copied=10, begin=10, end=20)
+    gpu.finished = 20
+    timing = clock.timing()
+    assert timing is not None and timing.drained_fraction == 0.5

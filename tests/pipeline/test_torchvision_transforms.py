@@ -1,0 +1,129 @@
+"""Transforms of torchvision v2: the sample's own draws, checked parameters, a late import."""
+
+import pickle
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from conf import cli
+from conf.packages import import_torchvision
+from conf.schema import UserError
+from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.build import build_datasets
+from pipeline.decode import Picture
+from pipeline.feed import open_feed
+from pipeline.torchvision_transforms import NAMES
+
+AUGMENT = (
+    "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {num_ops: 2}},"
+    " {v2.ColorJitter: {brightness: 0.4}}, horizontal_flip]"
+)
+# Unpickles a list of transforms as a worker does, then uses it.
+WORKER = """
+import pickle, random, sys
+import numpy as np
+import pipeline.worker
+from pipeline.decode import Picture
+transform = pickle.loads(bytes.fromhex(sys.argv[1]))
+print("torchvision" in sys.modules)
+transform(Picture(np.zeros((8, 8, 3), np.uint8)), random.Random(0))
+print("torchvision" in sys.modules)
+"""
+
+
+def one(name: str, **parameters: Any) -> Any:
+    return build([{name: parameters}], TRANSFORMS, key="augment.train")[0]
+
+
+def picture(size: int = 24) -> Picture:
+    return Picture(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws() -> None:
+    import_torchvision()
+    from torchvision.transforms import v2
+
+    ours = one("v2.RandomAffine", degrees=30)(picture(), random.Random(3)).pixels()
+    torch.manual_seed(random.Random(3).getrandbits(63))
+    image = torch.from_numpy(picture().pixels()).permute(2, 0, 1)
+    theirs = v2.RandomAffine(degrees=30)(image)
+    np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+
+
+def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> None:
+    transform = one("v2.RandomErasing", p=1)
+    before = torch.get_rng_state()
+    first = transform(picture(), random.Random(1)).pixels()
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    np.testing.assert_array_equal(transform(picture(), random.Random(1)).pixels(), first)
+    assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
+
+
+def batches(image_root: Path, workers: int) -> list[tuple[Tensor, Tensor]]:
+    config = cli.load(
+        [f"data.root={image_root}", "data.image_size=32", "loader.batch_size=6", AUGMENT]
+    )
+    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
+    with open_feed(
+        config,
+        build_datasets(config),
+        workers=workers,
+        decoder="pillow",
+        channels_last=False,
+        **options,
+    ) as feed:
+        return [(b.images.clone(), b.labels.clone()) for b in feed.train.batches(0, 8)]
+
+
+def test_pixels_are_the_same_for_any_number_of_workers(image_root: Path) -> None:
+    expected = batches(image_root, 0)
+    for workers in (1, 3):
+        for ours, theirs in zip(batches(image_root, workers), expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_gpu_decoding_leaves_the_image_to_the_cpu(image_root: Path) -> None:
+    config = cli.load([f"data.root={image_root}", "data.image_size=32", AUGMENT])
+    assert build_datasets(config).train.load_encoded(0, 0) is None
+
+
+def test_torchvision_is_imported_at_the_first_image() -> None:
+    transform = Compose([one("v2.RandomVerticalFlip", p=1)])
+    transform(picture(), random.Random(0))
+    given = pickle.dumps(transform).hex()
+    command = [sys.executable, "-c", WORKER, given]
+    folder = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "True"]
+
+
+def test_names_are_those_of_torchvision_and_take_one_image() -> None:
+    import_torchvision()
+    from torchvision.transforms import v2
+
+    assert all(issubclass(getattr(v2, name), v2.Transform) for name in NAMES)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "message"),
+    [
+        ("v2.RandAugment", {"count": 2}, "v2.RandAugment has no parameter count; it has num_ops, "),
+        ("v2.RandomPosterize", {}, "v2.RandomPosterize needs bits; write v2.RandomPosterize: "),
+        ("v2.RandAugment", {"num_ops": "two"}, "v2.RandAugment: .*; check {'num_ops': 'two'}"),
+        ("v2.RandAugment", {"magnitude": 99}, "v2.RandAugment: .*; check {'magnitude': 99}"),
+        ("v2.RandomErasing", {"p": 3}, "v2.RandomErasing: .*; check {'p': 3}"),
+        ("v2.Compose", {}, "there is no transform v2.Compose; choose from "),
+        ("v2.__class__", {}, "there is no transform v2.__class__; choose from "),
+    ],
+)
+def test_wrong_parameter_is_refused(name: str, parameters: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"^augment.train: {message}"):
+        one(name, **parameters)

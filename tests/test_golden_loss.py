@@ -1,0 +1,129 @@
+"""The losses of a short training on a CPU, compared with the losses stored in golden-loss.json.
+
+A refactoring does not change them. A change of the algorithm does: sample order, augmentation,
+learning rate, momentum, weight decay, label smoothing and so on. After an intended change, delete
+golden-loss.json, run this test twice (the first run writes the file), and commit the file with an
+entry in CHANGELOG.md that says what changed.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+import train
+from conf import cli
+from models import zoo
+from models.vit import VisionTransformer
+
+GOLDEN = Path(__file__).with_name("golden-loss.json")
+# Relative, for each loss. Other CPUs and versions of torch round differently: a relative change of
+# 1e-5 in the learning rate changes a loss by 9e-6, 10 % less weight decay by 2e-3. The model has no
+# batch norm and no ReLU, which amplify rounding to 1e-2 within 20 steps at this batch size.
+TOLERANCE = 5e-4
+RECIPE = [
+    "model.name=golden",
+    "data.image_size=32",
+    "augment.train=[{random_resized_crop: {size: 32, scale: [0.35, 1.0]}}, horizontal_flip]",
+    "augment.val=[{resize: {size: 32}}, {center_crop: {size: 32}}]",
+    "augment.batch=[{mixup: {alpha: 0.2}}]",
+    "optim=sgd",
+    "optim.lr=0.03",
+    "optim.nesterov=true",
+    "optim.weight_decay=0.05",
+    "optim.decay_norms=false",
+    "schedule=cosine",
+    "schedule.warmup_epochs=1",
+    "train.label_smoothing=0.1",
+    "train.epochs=7",
+    "train.max_steps=20",
+    "train.ema_decay=0.8",
+    "train.precision=fp32",
+    "train.device=cpu",
+    "loader.batch_size=12",
+    "loader.workers=0",
+    "loader.decoder=pillow",
+    "log.every_steps=1",
+    "log.tensorboard=false",
+]
+CHANGES = {
+    "sample order and random numbers": ["train.seed=1"],
+    "crop": [
+        "augment.train=[{random_resized_crop: {size: 32, scale: [0.36, 1.0]}}, horizontal_flip]"
+    ],
+    "flip": ["augment.train=[{random_resized_crop: {size: 32, scale: [0.35, 1.0]}}]"],
+    "validation crop": ["augment.val=[{resize: {size: 36}}, {center_crop: {size: 32}}]"],
+    "mixup": ["augment.batch=[{mixup: {alpha: 0.21}}]"],
+    "normalisation": ["data.mean=[0.48, 0.456, 0.406]"],
+    "learning rate": ["optim.lr=0.0303"],
+    "momentum": ["optim.momentum=0.89"],
+    "Nesterov momentum": ["optim.nesterov=false"],
+    "weight decay": ["optim.weight_decay=0.045"],
+    "decayed parameters": ["optim.decay_norms=true"],
+    "gradient clipping": ["optim.clip_norm=2"],
+    "schedule": ["schedule.name=linear"],
+    "length of the schedule": ["train.epochs=7.2"],
+    "warm-up": ["schedule.warmup_epochs=1.4"],
+    "label smoothing": ["train.label_smoothing=0.09"],
+    "moving average": ["train.ema_decay=0.79"],
+}
+
+
+def golden_model(num_classes: int, image_size: int) -> nn.Module:
+    return VisionTransformer(
+        num_classes=num_classes,
+        image_size=image_size,
+        patch=8,
+        width=48,
+        depth=2,
+        heads=4,
+        hidden=96,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _golden_model(monkeypatch: pytest.MonkeyPatch, own_logging: None) -> None:
+    monkeypatch.setitem(zoo.OURS, "golden", golden_model)
+
+
+def losses(images: Path, folder: Path, overrides: list[str]) -> dict[str, list[float]]:
+    """Train 20 steps; return every training and validation loss in metrics.jsonl."""
+    config = cli.load([*RECIPE, f"data.root={images}", f"run.dir={folder}", *overrides])
+    assert train.main(config) == 0
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    val = [row for row in rows if row["split"] == "val"]
+    return {
+        "train": [row["loss"] for row in rows if row["split"] == "train"],
+        "val": [row["loss"] for row in val],
+        "val, raw model": [row["loss_raw"] for row in val],
+    }
+
+
+def deviation(found: dict[str, list[float]], expected: dict[str, list[float]]) -> float:
+    """The largest relative difference between two losses of the same step."""
+    pairs = [(a, b) for name in expected for a, b in zip(found[name], expected[name], strict=True)]
+    return max(abs(a - b) / b for a, b in pairs)
+
+
+def test_losses_are_the_stored_ones(image_root: Path, tmp_path: Path) -> None:
+    found = losses(image_root, tmp_path / "run", [])
+    assert [len(values) for values in found.values()] == [20, 7, 7]
+    if not GOLDEN.exists():
+        lines = (f"  {json.dumps(name)}: {json.dumps(values)}" for name, values in found.items())
+        GOLDEN.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        pytest.fail(f"{GOLDEN.name} did not exist and has been written; run the test again")
+    expected = json.loads(GOLDEN.read_text())
+    assert deviation(found, expected) < TOLERANCE, (
+        f"the training has changed: {found} instead of {expected}; if this is intended, write "
+        f"{GOLDEN.name} again (see the docstring of this file)"
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_the_algorithm_is_noticed(
+    change: str, image_root: Path, tmp_path: Path
+) -> None:
+    found = losses(image_root, tmp_path / "run", CHANGES[change])
+    assert deviation(found, json.loads(GOLDEN.read_text())) > 2 * TOLERANCE
