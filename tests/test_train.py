@@ -378,7 +378,7 @@ def test_curves_are_on_disk_before_a_checkpoint_is_written(
 def test_validation_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """This includes a validation that an earlier start was stopped before, and the next one does."""
+    """This includes a validation at the start, which the earlier start was stopped before."""
     evaluate = validator.evaluate
     monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
@@ -637,7 +637,7 @@ sys.addaudithook(pause)
 
 
 def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
-    """There is nothing to save and no message. The process pauses when train.py has imported torch."""
+    """There is nothing to save and no message. The process pauses after it has imported torch."""
     (tmp_path / "sitecustomize.py").write_text(PAUSE_AT_IMPORT)
     with subprocess.Popen(
         command(image_root, tmp_path / "run"),
@@ -1012,7 +1012,7 @@ def test_corrupt_validation_image(
 def test_loss_not_finite(
     log_every: int, image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """No checkpoint holds non-finite weights; a lower learning rate can resume from the last one."""
+    """No checkpoint has non-finite weights; a lower learning rate can resume from the last one."""
     folder = tmp_path / "run"
     options = [
         f"log.every_steps={log_every}",
@@ -1161,7 +1161,7 @@ def test_log_cannot_be_written(
     caplog: pytest.LogCaptureFixture,
     short: tuple[Path, dict[str, Any]],
 ) -> None:
-    """A folder in place of a file, or a file in place of a folder: one warning; the run continues."""
+    """A folder in place of a file, or the reverse: one warning, and the run continues."""
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     if log == "TensorBoard":
@@ -1223,7 +1223,7 @@ def test_disk_full(
     short: tuple[Path, dict[str, Any]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A checkpoint that cannot be written ends the run; the next start resumes at the one before."""
+    """A failed checkpoint ends the run; the next start resumes at the checkpoint before."""
     folder = tmp_path / "run"
     run(image_root, folder, "train.max_steps=3")
     size = (folder / "checkpoints" / "step-00000003.pt").stat().st_size
