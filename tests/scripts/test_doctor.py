@@ -829,10 +829,9 @@ def test_few_open_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "ON_MACHINE", {"memory": doctor.memory})
     for free, status in ((16 << 30, "ok"), (110 << 20, "warn")):
         monkeypatch.setattr(machine, "free_memory", lambda free=free: free)
-        row = only(look(root, "loader.workers=2")["memory"])
+        row = only(doctor.memory(planned(root, "loader.workers=2")))
         assert row.status == status and "of batch buffers" in row.found
 
 
