@@ -378,7 +378,7 @@ def test_curves_are_on_disk_before_a_checkpoint_is_written(
 def test_validation_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """This includes a validation at the start, which the earlier start was stopped before."""
+    """This includes a validation that an earlier start missed."""
     evaluate = validator.evaluate
     monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
@@ -716,7 +716,7 @@ def test_signal_while_validating(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """An interrupted validation is not recorded; the next start repeats it, even after the end."""
+    """An interrupted validation is not recorded; the next start repeats it, also at the end."""
     measure = train.validation_loss
 
     def interrupted(*arguments: Any) -> torch.Tensor:
