@@ -28,7 +28,6 @@ from tests.processes import HANGS_SECONDS
 from tests.results import stored
 from tests.small_run import SMALL_RUN, torchrun
 
-ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 BASE = [*SMALL_RUN, "loader.workers=0", "run.name=one"]
 Answer = tuple[int, str, str]
