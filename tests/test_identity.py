@@ -1,4 +1,4 @@
-"""A run directory holds one training: the effect of a second command in it, with the real program."""
+"""A run directory holds one training: the effect of a second command in it, with train.py."""
 
 import dataclasses
 import gzip
