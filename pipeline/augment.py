@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError, did_you_mean
@@ -178,7 +179,7 @@ class RandAugment:
         image = picture.pillow()
         for _ in range(self.count):
             image = operate(image, *_draw(rng), self.strength, wide=False)
-        return Picture.of_pillow(image)
+        return Picture(np.asarray(image))
 
 
 class TrivialAugment:
@@ -190,7 +191,7 @@ class TrivialAugment:
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
         image = operate(picture.pillow(), *_draw(rng), strength, wide=True)
-        return Picture.of_pillow(image)
+        return Picture(np.asarray(image))
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:

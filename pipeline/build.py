@@ -31,14 +31,6 @@ class Datasets:
     train_size: int
     val_size: int
 
-    @property
-    def train_fingerprint(self) -> str:
-        return self.train.fingerprint()
-
-    @property
-    def val_fingerprint(self) -> str:
-        return self.val.fingerprint()
-
     def prepare(self) -> None:
         """Create missing files, such as the images of data=demo.
 

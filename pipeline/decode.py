@@ -85,10 +85,6 @@ class Picture:
     def pillow(self) -> Image.Image:
         return Image.fromarray(self.pixels())
 
-    @classmethod
-    def of_pillow(cls, image: Image.Image) -> "Picture":
-        return cls(np.asarray(image))
-
 
 class EncodedPicture(Picture):
     """A colour JPEG whose header alone has been read.
@@ -120,7 +116,7 @@ class EncodedPicture(Picture):
         right = min(box[2] / scale - outer[0], region.width)
         bottom = min(box[3] / scale - outer[1], region.height)
         inner = (left, top, right, bottom)
-        return Picture.of_pillow(region.resize(size, Image.Resampling.BILINEAR, box=inner))
+        return Picture(np.asarray(region.resize(size, Image.Resampling.BILINEAR, box=inner)))
 
     def pixels(self) -> np.ndarray:
         return self._region((0, 0, *self.size), 1)

@@ -27,7 +27,7 @@ class Feed:
 
     Attributes:
         val_batches: of this rank.
-        plan: buffers are allocated for `plan.ceiling` workers.
+        plan: buffers are allocated for `plan.memory.ceiling` workers.
         pinned: the page-locked buffers; None if they are ordinary memory.
     """
 
@@ -44,7 +44,7 @@ class Feed:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """With JPEG engines, grow the pool to `plan.ceiling` workers during the `with` block.
+        """With JPEG engines, grow the pool to `plan.memory.ceiling` workers during the `with` block.
 
         The CPU decodes every validation image, and few workers may be enough to read files for the
         engines.
@@ -54,7 +54,7 @@ class Feed:
             return
         pool = self.train.loader.pool
         before = len(pool.workers)
-        pool.resize(max(before, self.plan.ceiling))
+        pool.resize(max(before, self.plan.memory.ceiling))
         yield
         pool.resize(before)
 
@@ -93,9 +93,9 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         world_size=world.size,
     )
     with ExitStack() as stack:
-        pinned = None
-        if loader.pin_memory and world.device.type == "cuda":
-            pinned = stack.enter_context(Pinned([*train_source.buffers, *val_source.buffers]))
+        buffers = [*train_source.buffers, *val_source.buffers]
+        lock = loader.pin_memory and world.device.type == "cuda"
+        pinned = stack.enter_context(Pinned(buffers)) if lock else None
         factor = loader.prefetch_factor
         pool = stack.enter_context(
             WorkerPool(

@@ -114,7 +114,7 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     rows = range(task.row, task.row + len(task.samples))
     files = None
     if source.encoded is not None:
-        files = FileWriter(source.encoded, source.dataset, task.slot, rows)
+        files = FileWriter(source.encoded, source.dataset.load_encoded, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()

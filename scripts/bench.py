@@ -455,9 +455,9 @@ class Stepper:
 
         warm_up(take, feed)
         self.finish()
-        feed.train.timing()
+        feed.train.clock.timing()
         rates = windows(take, seconds, self.finish, count=count)
-        timing = feed.train.timing()
+        timing = feed.train.clock.timing()
         return Rung(
             "train",
             "images/s",
@@ -492,7 +492,7 @@ class Stepper:
             for number in range(count):
                 found = {}
                 for watched in (number % 2 == 0, number % 2 == 1):
-                    feed.train.timing()
+                    feed.train.clock.timing()
                     with ExitStack() as stack:
                         if watched:
                             log = stack.enter_context(

@@ -198,7 +198,7 @@ class Tuner:
     @property
     def budget(self) -> int:
         """Workers of this rank for which there are cores and memory."""
-        return min(self.setup.most_workers, self.feed.plan.ceiling)
+        return min(self.setup.most_workers, self.feed.plan.memory.ceiling)
 
     def measure(self) -> Answer:
         """Measure, decide and try; leaves the pool as the answer says.
@@ -290,7 +290,7 @@ class Tuner:
         demand = self.loader.batch_size / step_seconds
         # Workers that wait for storage leave their core to others.
         waiting = 1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)
-        cap = max(1, min(self.feed.plan.ceiling, math.floor(self.budget * waiting)))
+        cap = max(1, min(self.feed.plan.memory.ceiling, math.floor(self.budget * waiting)))
         first = min(cap, math.ceil(MARGIN * demand / supply.images_per_second))
         batch_seconds = self._expected_seconds(first, step_seconds, supply)
         if MEASURE_SECONDS / batch_seconds < FEWEST_STEPS:
@@ -338,10 +338,10 @@ class Tuner:
         for place, batch in enumerate(train.batches(self.first_step, stop)):
             if place == WARM_BATCHES:
                 self._finish()
-                train.timing()
+                train.clock.timing()
                 recent.clear()
             self.step(batch)
-        timing = train.timing(steps)
+        timing = train.clock.timing(steps)
         assert timing is not None
         rate = timing.batches * self.loader.batch_size / timing.seconds
         return Trial(
@@ -383,7 +383,7 @@ def settle(
     seen = answer.observation(tuner.setup)
     dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
     if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
-        engines = has_engines(tuner.feed.train.device)
+        engines = has_engines(tuner.feed.train.format.device)
         seen = replace(seen, shrink_gain=shrink_gain(dataset), has_engines=engines)
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
 
@@ -391,7 +391,7 @@ def settle(
 def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
     """Set the feed as a remembered answer says, with the workers for which this node has room."""
     feed = tuner.feed
-    answer = replace(known, workers=min(known.workers, feed.plan.ceiling))
+    answer = replace(known, workers=min(known.workers, feed.plan.memory.ceiling))
     cut = ""
     if answer.workers < known.workers:
         cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"

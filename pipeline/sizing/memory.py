@@ -29,7 +29,7 @@ class MemoryPlan:
     """Bytes on the host for one rank, and on its GPU.
 
     Attributes:
-        ceiling: most workers that it is enough for.
+        ceiling: most workers that it is enough for: the buffers are allocated for so many.
         slots: batches in each of the two rings of buffers.
         file_bytes: per row of the training ring, for files that the GPU decodes; 0 for none.
         buffers: both rings, in memory shared with the workers.

@@ -196,7 +196,7 @@ def test_slot_holds_files_and_geometry(
 
 
 def test_worker_decodes_a_dataset_that_has_no_files() -> None:
-    """A dataset need not implement EncodedDataset."""
+    """A dataset need not override `load_encoded`."""
     dataset = FakeDataset(num_samples=64, num_classes=2, size=48)
     for loader in loader_of(dataset, share=1.0, file_bytes=1 << 15):
         for batch in loader.batches(0, 2):
