@@ -45,10 +45,8 @@ class Compose:
     @property
     def image_size(self) -> int | None:
         """Side of the resulting square image in pixels; None if the list does not fix it."""
-        image_size = None
-        for transform in self.transforms:
-            image_size = getattr(transform, "image_size", image_size)
-        return image_size
+        resizing = (t for t in reversed(self.transforms) if hasattr(t, "image_size"))
+        return getattr(next(resizing, None), "image_size", None)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -190,8 +188,7 @@ class TrivialAugment:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
-        image = operate(picture.pillow(), *_draw(rng), strength, wide=True)
-        return Picture(np.asarray(image))
+        return Picture(np.asarray(operate(picture.pillow(), *_draw(rng), strength, wide=True)))
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
@@ -291,9 +288,10 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
 def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
     name, parameters = _parsed(entry, key)
     if name not in table:
-        hint = did_you_mean(name, table)
-        known = "; ".join(filter(None, [", ".join(table), hint]))
-        raise UserError(f"{key}: there is no transform {name}; choose from {known}")
+        raise UserError(
+            f"{key}: there is no transform {name}; choose from {', '.join(table)}"
+            f"{did_you_mean(name, table)}"
+        )
     try:
         _check_parameters(name, parameters, inspect.signature(table[name]))
         return table[name](**parameters)
@@ -320,8 +318,9 @@ def _check_parameters(name: str, given: dict[str, Any], signature: inspect.Signa
     accepted = {p.name: p.default for p in signature.parameters.values() if p.kind in kinds}
     unknown = next((p for p in given if p not in accepted), None)
     if unknown is not None:
-        known = ", ".join(accepted) or "none"
-        raise UserError(f"{name} has no parameter {unknown}; it has {known}")
+        raise UserError(
+            f"{name} has no parameter {unknown}; it has {', '.join(accepted) or 'none'}"
+        )
     required = [p for p, default in accepted.items() if default is inspect.Parameter.empty]
     missing = [p for p in required if p not in given]
     if missing:

@@ -54,8 +54,10 @@ def build_datasets(config: Config) -> Datasets:
     train_size = _image_size(train, "augment.train")
     val_size = _image_size(val, "augment.val")
     if source not in DATASETS:
-        known = "; ".join(filter(None, [", ".join(DATASETS), did_you_mean(source, DATASETS)]))
-        raise UserError(f"data.source={source}: there is no such dataset; choose from {known}")
+        raise UserError(
+            f"data.source={source}: there is no such dataset; choose from {', '.join(DATASETS)}"
+            f"{did_you_mean(source, DATASETS)}"
+        )
     # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
     decoder = "auto" if decoder in ON_GPU else decoder
     splits = DATASETS[source](config.data, train, val, decoder, config.train.seed)
@@ -160,9 +162,8 @@ def _check_layout(root: Path, data: Data) -> None:
 
 def _missing_split(root: Path, data: Data, folders: list[str]) -> str:
     others = [name for name in folders if name not in (data.train, data.val)]
-    key, split = "data.train", data.train
-    if os.path.isdir(root / data.train):
-        key, split = "data.val", data.val
+    has_train = os.path.isdir(root / data.train)
+    key, split = ("data.val", data.val) if has_train else ("data.train", data.train)
     hint = f"give {key}=FOLDER with one folder per class"
     if len(others) == 1:
         hint = f"did you mean {key}={others[0]}?"

@@ -8,7 +8,6 @@ files that are not a plain colour JPEG.
 """
 
 import ctypes
-import ctypes.util
 import importlib.util
 import io
 import math

@@ -16,9 +16,7 @@ from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, Upload, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.sizing.memory import PREFETCH_FACTOR
-from pipeline.sizing.plan import LoaderPlan
-from pipeline.sizing.ranks import Ranks
+from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection, resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -192,7 +191,7 @@ class _Worker:
     """
 
     process: BaseProcess
-    pipe: Connection
+    pipe: connection.Connection
     tasks: dict[int, Task] = field(default_factory=dict)
     leaving: bool = False
     seconds: RunningMean = field(default_factory=lambda: RunningMean(window=20))
@@ -253,7 +252,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     @property
     def pids(self) -> list[int]:
-        """Process IDs of the workers."""
         return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
 
     def submit(
@@ -389,9 +387,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     def _receive(self, timeout: float) -> None:
         """Handle replies and deaths; wait up to `timeout` seconds for the first."""
         workers = list(self.workers)
-        pipes = [worker.pipe for worker in workers]
-        sentinels = [worker.process.sentinel for worker in workers]
-        ready = connection.wait([*pipes, *sentinels], timeout)
+        ends = [end for worker in workers for end in (worker.pipe, worker.process.sentinel)]
+        ready = connection.wait(ends, timeout)
         for worker in workers:
             if worker.pipe in ready:
                 self._receive_from(worker)
@@ -584,7 +581,6 @@ class Loader:
 
 
 def _cause_of_death(code: int | None) -> str:
-    """Describe the exit code of a worker."""
     if code is None or code >= 0:
         return f"exit status {code}"
     if code == -signal.SIGKILL:

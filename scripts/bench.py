@@ -113,8 +113,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from pipeline.sizing.budget import worker_budget
-from pipeline.sizing.plan import choose_decoder
+from pipeline.sizing.plan import choose_decoder, worker_budget
 from scripts.heat_map import heat_map
 
 WINDOWS = 5

@@ -46,9 +46,7 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     supply_of,
 )
-from pipeline.sizing.memory import MAX_PREFETCH_FACTOR
-from pipeline.sizing.plan import FEWEST_BATCHES
-from pipeline.sizing.ranks import Ranks
+from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks
 from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
@@ -149,9 +147,8 @@ class Answer(Trial):
     def lines(self, seen: Observation) -> list[str]:
         """The answer for a reader, with the diagnosis of `seen`."""
         supply = self.supply
-        storage = ""
-        if supply.waits and supply.file_bytes:
-            storage = f"; storage delivers {supply.storage_bytes_per_second / 1e6:,.0f} MB/s"
+        served = f"; storage delivers {supply.storage_bytes_per_second / 1e6:,.0f} MB/s"
+        storage = served if supply.waits and supply.file_bytes else ""
         pins = "on" if self.pin_memory else "off"
         if self.copy_ms:
             pins += f" ({self.copy_ms[0]:.1f} ms per batch, {self.copy_ms[1]:.1f} without)"
@@ -383,8 +380,11 @@ def settle(
     seen = answer.observation(tuner.setup)
     dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
     if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
-        engines = has_engines(tuner.feed.train.format.device)
-        seen = replace(seen, shrink_gain=shrink_gain(dataset), has_engines=engines)
+        seen = replace(
+            seen,
+            shrink_gain=shrink_gain(dataset),
+            has_engines=has_engines(tuner.feed.train.format.device),
+        )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
 
 
@@ -392,19 +392,16 @@ def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
     """Set the feed as a remembered answer says, with the workers for which this node has room."""
     feed = tuner.feed
     answer = replace(known, workers=min(known.workers, feed.plan.memory.ceiling))
-    cut = ""
-    if answer.workers < known.workers:
-        cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
+    cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
     tuner.loader.pool.prefetch_factor = answer.prefetch_factor
     tuner.loader.pool.resize(answer.workers)
     if feed.pinned is not None and not answer.pin_memory:
         feed.pinned.release()
-    lines = answer.lines(answer.observation(tuner.setup))
-    return answer, [*lines, f"remembered{cut}; autotune.refresh=true measures again"]
+    note = f"remembered{cut if answer != known else ''}; autotune.refresh=true measures again"
+    return answer, [*answer.lines(answer.observation(tuner.setup)), note]
 
 
 def _take_budget(tuner: Tuner, reason: str) -> tuple[None, list[str]]:
-    """Use all workers for which there are cores."""
     tuner.loader.pool.resize(tuner.budget)
     return None, [f"not measured, workers={tuner.budget}: {reason}"]
 

@@ -53,7 +53,7 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
     done = run("train.py", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"train.py: torch is not installed for {sys.executable}; run ")
+    assert done.stderr.startswith(f"train.py: torch: not installed for {sys.executable}; run ")
 
 
 def test_only_local_rank_0_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
