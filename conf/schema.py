@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+# Takes a value. Returns None if it is allowed, else a description of the allowed values.
 Check = Callable[[Any], str | None]
-"""Takes a value. Returns None if it is allowed, else a description of the allowed values."""
 
 
 class UserError(ValueError):

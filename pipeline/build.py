@@ -64,8 +64,8 @@ def build_datasets(config: Config) -> Datasets:
     return Datasets(*splits, train_size, val_size)
 
 
+# Training split, validation split, names of the classes.
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
-"""Training split, validation split, names of the classes."""
 
 
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
@@ -105,12 +105,12 @@ def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
     )
 
 
+# data.source -> function of (data, training and validation transform, CPU decoder, seed).
 DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "folder": folder,
     "demo": demo,
     "fake": fake,
 }
-"""data.source -> function of (data, training and validation transform, CPU decoder, seed)."""
 
 
 def _root(data: Data) -> Path:

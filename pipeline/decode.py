@@ -22,8 +22,7 @@ from PIL import Image, ImageFile
 
 from conf.schema import UserError
 
-Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels."""
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 # A 17 kB PNG can unpack to gigabytes. Pillow warns above this number of pixels, and refuses above
 # twice this number.
@@ -128,11 +127,9 @@ class EncodedPicture(Picture):
             return decode_pillow(self._data, box, scale)
 
 
+# (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
+# 1 / scale; `box` is in pixels of that smaller image.
 Decode = Callable[[bytes, Box, int], np.ndarray]
-"""(file, box, scale) -> uint8 [bottom - top, right - left, 3].
-
-The result is the region `box` of the image at 1 / scale; `box` is in pixels of that smaller image.
-"""
 
 
 class DecodeError(Exception):
@@ -292,14 +289,13 @@ def decode_turbojpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
     return turbo.decode(data, box, scale)
 
 
+# Fastest first.
 DECODERS: dict[str, Decode] = {
     "turbojpeg": decode_turbojpeg,
     "simplejpeg": decode_simplejpeg,
     "pillow": decode_pillow,
 }
-"""Fastest first."""
-ON_GPU = ("gpu", "hybrid")
-"""Values of loader.decoder that use the GPU's JPEG engines."""
+ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG engines
 
 
 def installed() -> list[str]:

@@ -11,8 +11,7 @@ from conf.schema import Config
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
-from pipeline.gpu_decode.decoder import GpuDecoder
-from pipeline.gpu_decode.upload import EngineUpload
+from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, Upload, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler

@@ -187,8 +187,7 @@ def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray,
     )
 
 
-_Identity = tuple[int, int]
-"""Device and inode: the same for every path to a folder."""
+_Identity = tuple[int, int]  # device and inode: the same for every path to a folder
 
 
 def _scan_class(

@@ -244,8 +244,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.workers: list[_Worker] = []
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
         try:
-            for _ in range(workers):
-                self.workers.append(self._start())
+            self.resize(workers)
         except BaseException:
             self.close()
             raise

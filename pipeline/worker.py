@@ -20,8 +20,7 @@ from pipeline.dataset import BadImageError, Dataset, describe
 from pipeline.gpu_decode.encoded import EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
-EMPTY_ROW = -1
-"""Label of a row without a sample; the loss and the metrics ignore it."""
+EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
 REMEDY = (
     "run scripts/doctor.py --all to check every file, "
     "or set data.on_error=skip to skip unreadable training images"

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from pipeline.gpu_decode.geometry import (
+    CLIP_BOTTOM,
+    CLIP_RIGHT,
     HEIGHT,
     LENGTH,
     OFFSET,
+    SCALE_X,
+    SCALE_Y,
     WIDTH,
     NotedPicture,
-    identity,
 )
 from pipeline.shared import SharedArray
 
@@ -52,7 +55,10 @@ class EncodedRows:
 
     def mark_as_pixels(self, slot: int, rows: int | slice) -> None:
         """Note that rows of a slot hold pixels and need no decoding."""
-        identity(self.geometry.array[slot, rows], self.size)
+        geometry = self.geometry.array[slot, rows]
+        geometry[...] = 0.0
+        geometry[..., [CLIP_RIGHT, CLIP_BOTTOM]] = self.size
+        geometry[..., [SCALE_X, SCALE_Y]] = 1.0
 
 
 class FileWriter:

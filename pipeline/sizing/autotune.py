@@ -207,7 +207,7 @@ class Tuner:
         resident = next(self.feed.train.batches(self.first_step, self.first_step + 1)).clone()
         for _ in range(WARM_STEPS):
             self.step(resident)
-        self._finish()
+        self._synchronize()
         began = time.perf_counter()
         supplies = self.ranks.of_node(self._probe())
         supply: Supply = max(supplies, key=lambda one: one.cpu_ms + one.wait_ms)
@@ -231,8 +231,7 @@ class Tuner:
             seconds=time.perf_counter() - began,
         )
 
-    def _finish(self) -> None:
-        """Wait for the device."""
+    def _synchronize(self) -> None:
         if self.feed.train.cuda:
             torch.cuda.synchronize()
 
@@ -253,11 +252,11 @@ class Tuner:
         """Seconds of a step on a batch that is on the device."""
 
         def timed(steps: int) -> float:
-            self._finish()
+            self._synchronize()
             began = time.perf_counter()
             for _ in range(steps):
                 self.step(resident)
-            self._finish()
+            self._synchronize()
             return (time.perf_counter() - began) / steps
 
         # Every rank takes as many steps as the first: they average gradients together.
@@ -334,7 +333,7 @@ class Tuner:
         stop = self.first_step + WARM_BATCHES + steps
         for place, batch in enumerate(train.batches(self.first_step, stop)):
             if place == WARM_BATCHES:
-                self._finish()
+                self._synchronize()
                 train.clock.timing()
                 recent.clear()
             self.step(batch)
@@ -515,19 +514,18 @@ def measure_supply(loader: Loader) -> Supply:
 
 def measure_copies(loader: Loader) -> tuple[float, float]:
     """Milliseconds to copy a batch to the GPU, from page-locked and from pageable memory."""
-    target = torch.empty_like(loader.images[0], device="cuda")
+    batch = loader.images[0]
+    target = torch.empty_like(batch, device="cuda")
 
     def timed(source: torch.Tensor) -> float:
-        found = []
-        for _ in range(7):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            found.append(1e3 * (time.perf_counter() - began))
-        return median(found)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began)
 
-    return timed(loader.images[0]), timed(loader.images[0].clone())
+    pageable = batch.clone()
+    return median(timed(batch) for _ in range(7)), median(timed(pageable) for _ in range(7))
 
 
 def shrink_gain(dataset: FileDataset, images: int = 24) -> float:

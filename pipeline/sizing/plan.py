@@ -17,7 +17,6 @@ from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FileDataset
-from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineError, GpuDecoder, has_engines
 from pipeline.gpu_decode.encoded import file_bytes_per_row
 from pipeline.loader import buffer_layout, slots_needed
@@ -153,7 +152,7 @@ class LoaderPlan:
     @property
     def uses_engines(self) -> bool:
         """Whether the GPU decodes training images."""
-        return self.decoder in ON_GPU
+        return self.decoder in decode.ON_GPU
 
     def limited_to(self, memory: MemoryPlan) -> "LoaderPlan":
         """The plan with this memory and no more workers than it is enough for."""
@@ -244,7 +243,7 @@ def why_not_measured(
 
 def pixels_of(decoder: str) -> str:
     """The pixels that a decoder makes: cpu (all CPU decoders agree bit for bit), gpu or hybrid."""
-    return decoder if decoder in ON_GPU else "cpu"
+    return decoder if decoder in decode.ON_GPU else "cpu"
 
 
 def choose_decoder(
@@ -262,9 +261,9 @@ def choose_decoder(
     if not isinstance(dataset, FileDataset):
         return "none"
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
-    if name == "auto" and stored_pixels in ON_GPU and has_engines(device):
+    if name == "auto" and stored_pixels in decode.ON_GPU and has_engines(device):
         name = stored_pixels
-    if name not in ON_GPU:
+    if name not in decode.ON_GPU:
         return decode.resolve(name)
     if name == "hybrid" and config.train.deterministic:
         raise UserError(
@@ -353,7 +352,7 @@ def plan_memory(
     cuda = world.device.type == "cuda"
     share = loader.batch_size // world.size
     factor = loader.prefetch_factor
-    file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in ON_GPU else 0
+    file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in decode.ON_GPU else 0
     sizes = [
         math.prod(shape) * np.dtype(kind).itemsize
         for size, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0))

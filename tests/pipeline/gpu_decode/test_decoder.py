@@ -15,9 +15,8 @@ from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.gpu_decode import geometry
-from pipeline.gpu_decode.decoder import EngineError
+from pipeline.gpu_decode.decoder import EngineError, EngineUpload
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
-from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
