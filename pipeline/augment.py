@@ -302,9 +302,8 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
 
 
 def _parsed(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
-    name, parameters = entry, None
-    if isinstance(entry, dict) and len(entry) == 1:
-        name, parameters = next(iter(entry.items()))
+    has_parameters = isinstance(entry, dict) and len(entry) == 1
+    name, parameters = next(iter(entry.items())) if has_parameters else (entry, None)
     parameters = {} if parameters is None else parameters
     if not isinstance(name, str) or not isinstance(parameters, dict):
         raise UserError(

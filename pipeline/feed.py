@@ -128,4 +128,4 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
 
 def _mixing(config: Config, num_classes: int, rank: int) -> Mixing | None:
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    return Mixing(list(transforms), num_classes, config.train.seed, rank) if transforms else None
+    return Mixing(transforms, num_classes, config.train.seed, rank) if transforms else None

@@ -85,8 +85,10 @@ def buffer_layout(
         "labels": ((slots, batch_size), np.int64),
     }
     if file_bytes:
-        layout["files"] = ((slots, batch_size * file_bytes), np.uint8)
-        layout["geometry"] = ((slots, batch_size, COLUMNS), np.float64)
+        layout |= {
+            "files": ((slots, batch_size * file_bytes), np.uint8),
+            "geometry": ((slots, batch_size, COLUMNS), np.float64),
+        }
     return layout
 
 

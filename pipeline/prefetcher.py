@@ -102,9 +102,8 @@ class DeviceSlot:
         if name not in self._tensors:
             # "raw" has the layout of the host memory
             layout = torch.channels_last if name == "raw" else self._layout(shape)
-            device = self.format.device
             self._tensors[name] = torch.empty(
-                shape, dtype=dtype, device=device, memory_format=layout
+                shape, dtype=dtype, device=self.format.device, memory_format=layout
             )
         return self._tensors[name]
 

@@ -249,7 +249,6 @@ class Tuner:
         return supplies
 
     def _step_seconds(self, resident: Batch) -> float:
-        """Seconds of a step on a batch that is on the device."""
 
         def timed(steps: int) -> float:
             self._synchronize()

@@ -313,9 +313,11 @@ def _less_decoding(seen: Observation) -> str:
 
 
 def _faster_copies(seen: Observation) -> str:
-    if seen.loader.pinned:
-        return "the buffers are page-locked already: use more PCIe lanes"
-    return "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
+    return (
+        "the buffers are page-locked already: use more PCIe lanes"
+        if seen.loader.pinned
+        else "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
+    )
 
 
 def _fewer_launches(seen: Observation) -> str:

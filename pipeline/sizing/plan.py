@@ -210,7 +210,7 @@ def plan_loader(
         decoder=decoder,
         dtype=dtype,
     )
-    plan = LoaderPlan(
+    return LoaderPlan(
         workers=budget.workers,
         cores=worker_budget(world.local_size, decoder=decoder).workers,
         reason=budget.reason,
@@ -220,8 +220,7 @@ def plan_loader(
         not_measured=not_measured,
         dtype=dtype,
         channels_last=channels_last,
-    )
-    return plan.limited_to(memory)
+    ).limited_to(memory)
 
 
 def why_not_measured(

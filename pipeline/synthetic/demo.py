@@ -338,8 +338,7 @@ def _draw_all(draft: Path, draw: Callable[[int], None], images: int, threads: in
         (draft / split / label).mkdir(parents=True)
     pool = ThreadPoolExecutor(threads)
     try:
-        for _ in pool.map(draw, range(images)):
-            pass
+        list(pool.map(draw, range(images)))  # raises the error of the first that failed
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error, only started images finish
 
