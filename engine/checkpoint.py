@@ -1,10 +1,10 @@
 """Checkpoints that survive a kill at any instant.
 
-A checkpoint is `step-<8 digits>.pt` and its manifest `step-<8 digits>.json`, written after it, which
-holds its size and SHA-256. A file without a matching manifest is not a checkpoint. `last.json` and
-`best.json` point to one. Each file is written under a temporary name, fsynced and renamed, and then
-its folder is fsynced: after 40 kills during such saves, all 40 folders held a loadable checkpoint;
-with files written in place, 3 of 40 did.
+A checkpoint is `step-<8 digits>.pt` and its manifest `step-<8 digits>.json`, written after it,
+which holds its size and SHA-256. A file without a matching manifest is not a checkpoint.
+`last.json` and `best.json` point to one. Each file is written under a temporary name, fsynced and
+renamed, and then its folder is fsynced: after 40 kills during such saves, all 40 folders held a
+loadable checkpoint; with files written in place, 3 of 40 did.
 """
 
 import errno
@@ -239,7 +239,10 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a text file atomically: a reader finds the old or the new text, also after a power cut."""
+    """Replace a text file atomically.
+
+    A reader finds the old or the new text, also after a power cut.
+    """
     _write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 

@@ -33,7 +33,7 @@ class World:
         return self.rank == 0
 
     def agree(self, decide: Callable[[], T]) -> T:
-        """Call `decide` on rank 0; every rank returns its result or raises its error. Collective."""
+        """Call `decide` on rank 0; all ranks return its result or raise its error. Collective."""
         box: list[Any] = [None, None]
         if self.leads:
             try:
@@ -85,7 +85,7 @@ class World:
         return values
 
     def share_buffers(self, model: nn.Module) -> None:
-        """Copy rank 0's buffers to every rank, so that all validate with the same BatchNorm statistics."""
+        """Copy rank 0's buffers to all ranks: they validate with the same BatchNorm statistics."""
         if self.size > 1:
             for buffer in model.buffers():
                 dist.broadcast(buffer, src=0)
@@ -206,9 +206,8 @@ class StopSignal:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        work, self._work = self._work, None
-        if work is not None and kind is None:
-            work.wait()  # gloo can abort if its group is destroyed during a collective
+        if self._work is not None and kind is None:
+            self._work.wait()  # gloo can abort if its group is destroyed during a collective
 
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""

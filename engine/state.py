@@ -32,9 +32,9 @@ class MovingAverage(nn.Module):
     """Exponential moving average of a model's weights and buffers, including BatchNorm statistics.
 
     The decay warms up as in timm's ModelEmaV3: update t, counted from 0, uses
-    min(decay, 1 - (1 + t)^(-2/3)). Update 0 copies the model, the average of a short run forgets the
-    initial weights, and a decay of 0.9999 is reached after 1,000,000 steps. Integer buffers are
-    copied.
+    min(decay, 1 - (1 + t)^(-2/3)). Update 0 copies the model, the average of a short run forgets
+    the initial weights, and a decay of 0.9999 is reached after 1,000,000 steps. Integer buffers
+    are copied.
 
     Args:
         model: the model to average; the average starts as a copy of it.

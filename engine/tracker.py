@@ -156,7 +156,8 @@ class Tracker:
         threading.excepthook = hook
         self._restore.callback(setattr, threading, "excepthook", default)
         first = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
-        # purge_step hides what an earlier start wrote after the step from which this one resumes.
+        # purge_step hides the values of an earlier start after the step from which this one
+        # resumes.
         purge_step = start_step + 1 if start_step else 0
         self._board = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
         if first:

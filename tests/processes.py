@@ -10,7 +10,7 @@ HANGS_SECONDS = 120  # a test that takes longer hangs
 
 
 def process_state(pid: int) -> str:
-    """Return a state as in proc(5): R running, S sleeping, T stopped, Z zombie; X for no process."""
+    """Return a state as in proc(5): R running, S sleeping, T stopped, Z zombie; X: no process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):

@@ -19,7 +19,7 @@ from conf import cli
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
-from engine.plan import make_plan
+from engine.plan import make_plan, tuning_question
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
 from pipeline.sizing import plan as loader_plan
@@ -269,7 +269,7 @@ def test_notes_about_doubtful_values(program: Program) -> None:
         "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
         "loader.batch_size=8 optim.lr=0.000222\n",
         "optim=adamw replaces values of the recipe: ",
-        "augment.val makes images of 48 px whatever data.val_size=32 says; write size: "
+        "augment.val makes images of 48 px although data.val_size=32; write size: "
         "${data.val_size} in it\n",
     ):
         assert f"note     {note}" in out
@@ -501,8 +501,13 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
     """So that a fork's new key cannot be forgotten, it follows from the schema."""
     config = cli.load([*BASE, f"data.root={image_root}"])
     datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
-    plan = make_plan(config, datasets, world)
-    question = train.tuning_question(config, plan, datasets, world, 4)
+    made = make_plan(config, datasets, world)
+
+    def question_of(config: Config) -> dict[str, Any]:
+        plan = dataclasses.replace(made, config=config)
+        return tuning_question(plan, world, datasets.train.fingerprint())
+
+    question = question_of(config)
     assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds
     changed = set()
     for name, field, _ in walk(config):
@@ -520,10 +525,10 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
             and name not in DATA_FOLDERS
             and not field.metadata["when"]
         ):
-            assert train.tuning_question(other, plan, datasets, world, 4) != question, name
+            assert question_of(other) != question, name
             changed.add(name)
         elif not field.metadata["affects"] & SPEED:
-            assert train.tuning_question(other, plan, datasets, world, 4) == question, name
+            assert question_of(other) == question, name
     assert {
         "augment.batch",
         "optim.clip_norm",

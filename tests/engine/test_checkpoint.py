@@ -1,4 +1,4 @@
-"""Checkpoints after kills, flipped bits, full disks and malicious files: an earlier one is intact."""
+"""Checkpoints after kills, flipped bits, full disks, and malicious files."""
 
 import errno
 import gc
@@ -330,9 +330,9 @@ def test_kill_before_best_json_is_written(folder: Path) -> None:
 
 @pytest.mark.parametrize("damage", ["", "{", '{"file": "step-00000001.pt"}', None])
 def test_damaged_best_json_is_repaired(folder: Path, damage: str | None) -> None:
-    """The best checkpoint is kept although its pointer is damaged; the next start repairs the pointer."""
+    """The best checkpoint is kept, and the next start repairs the pointer."""
     save(folder, content(30), keep=2, best_step=30)
-    whole = (folder / "best.json").read_bytes()
+    intact = (folder / "best.json").read_bytes()
     (folder / "best.json").unlink() if damage is None else (folder / "best.json").write_text(damage)
     for step in (40, 50, 60):
         save(folder, content(step), keep=2, best_step=30)
@@ -340,7 +340,7 @@ def test_damaged_best_json_is_repaired(folder: Path, damage: str | None) -> None
         f"step-000000{n}.pt" for n in (30, 50, 60)
     }
     remove_leftovers(folder)
-    assert (folder / "best.json").read_bytes() == whole
+    assert (folder / "best.json").read_bytes() == intact
 
 
 def test_failure_to_remove_an_old_checkpoint_is_a_warning(
@@ -363,8 +363,8 @@ def test_failure_to_remove_an_old_checkpoint_is_a_warning(
     remove_leftovers(folder)  # the next start does not fail either
 
 
-# Imports torch once. For each step number that it reads, a child saves checkpoints from that step on
-# until it is killed.
+# Imports torch once. For each step number that it reads, a child saves checkpoints from that step
+# on until it is killed.
 SAVER = """
 import os, signal, sys
 from pathlib import Path
@@ -379,7 +379,8 @@ for line in sys.stdin:
         while True:
             state = {"weights": torch.full((500_000,), float(step)), "names": [str(step)]}
             for again in (False, True):  # as when the next start validates the step
-                content = {"step": step, "state": state, "identity": {}, "config": {}, "again": again}
+                content = {"step": step, "state": state, "identity": {}, "config": {}}
+                content["again"] = again
                 checkpoint.save(folder, content, keep=2, best_step=step - step % 3)
             step += 1
     print(child, flush=True)
@@ -473,7 +474,8 @@ def test_full_disk(tmp_path: Path) -> None:
         message = str(error.value)
         assert message.startswith(f"{folder}/step-00000030.pt: the disk is full: 3 MiB needed, ")
         assert message.endswith(
-            " MiB free; free some space and run the same command again: earlier checkpoints are intact"
+            " MiB free; free some space and run the same command again: earlier checkpoints are "
+            "intact"
         )
         assert files(folder) == before
         assert newest(folder) == 20
@@ -541,7 +543,7 @@ def test_changes_that_do_not_fit_the_tensors_cannot_be_accepted(name: str) -> No
 
 @pytest.fixture
 def old(tmp_path: Path) -> Path:
-    """A checkpoint of format 1, as version 0.1 wrote it after 4 steps; its tensors have been set to zero."""
+    """A checkpoint of format 1, written by version 0.1 after 4 steps, with all tensors zeroed."""
     path = tmp_path / "old" / "checkpoints" / "step-00000004.pt"
     path.parent.mkdir(parents=True)
     path.write_bytes(gzip.decompress((Path(__file__).parent / "format-1.pt.gz").read_bytes()))

@@ -235,7 +235,7 @@ def test_signal_to_one_rank_stops_both_at_the_same_step(ranks: tuple[Found, Foun
         "one_signalled": (signal.SIGUSR1, 5),
         "both_signalled": (signal.SIGTERM, 3),  # the higher number
         "first_step": (signal.SIGTERM, 0),
-        "nobody_signalled_again": (signal.SIGUSR1, 2),
+        "signalled_once": (signal.SIGUSR1, 2),
     }
     for case, (number, earliest) in cases.items():
         step, agreed, asked_again = ranks[0][case]

@@ -132,7 +132,7 @@ def classed(
 
 @pytest.mark.parametrize("size", [1, 5, 37, 100])
 def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
-    """For any batch size; rows that fill up are neither counted nor shown, however wrong."""
+    """For any batch size; padding is neither counted nor shown."""
     mistakes = Mistakes(7, ALONE.device, worst=4)
     (found,) = evaluate([model], measure, padded(*data, size), ALONE, mistakes)
     table, losses, predictions = classed(model, *data)
@@ -188,12 +188,15 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
     network, device = copy.deepcopy(model).cuda(), torch.device("cuda")
     world = World(rank=0, size=1, local_rank=0, local_size=1, device=device)
     batches = [(images.cuda(), labels.cuda()) for images, labels in padded(*data, 8)]
-    compiled, whole = torch.compile(measure, dynamic=False), Mistakes(7, device, worst=4)
+    compiled = torch.compile(measure, dynamic=False)
+    expected = Mistakes(7, device, worst=4)
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        metrics, same = evaluate([network, copy.deepcopy(network)], compiled, batches, world, whole)
+        metrics, same = evaluate(
+            [network, copy.deepcopy(network)], compiled, batches, world, expected
+        )
         assert metrics == same
         rows = [compiled(network.eval(), *batch)[1:] for batch in batches]
-    assert whole.per_class()[1].sum().item() == pytest.approx(metrics.top1 * IMAGES / 100)
+    assert expected.per_class()[1].sum().item() == pytest.approx(metrics.top1 * IMAGES / 100)
     for repeatable in (False, True):
         found = Mistakes(7, device, worst=4)
         torch.use_deterministic_algorithms(repeatable)
@@ -204,8 +207,8 @@ def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]
         finally:
             torch.cuda.set_sync_debug_mode("default")
             torch.use_deterministic_algorithms(False)
-        assert torch.equal(found.table, whole.table) and found.table.sum() == IMAGES
-        assert torch.equal(found.worst_images()[0], whole.worst_images()[0])
+        assert torch.equal(found.table, expected.table) and found.table.sum() == IMAGES
+        assert torch.equal(found.worst_images()[0], expected.worst_images()[0])
 
 
 def counted(logits: Tensor, labels: Tensor) -> tuple[int, int, int]:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from conf import cli
 from engine.distributed import join_world
 from engine.ledger import Ledger, peak_rate
+from engine.plan import Plan, make_plan
 from pipeline.build import build_datasets
 from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
@@ -70,6 +70,20 @@ class SlowDecoder(FolderDataset):
         return super()._read(index)
 
 
+def ledger_of(plan: Plan, spent: dict[str, float]) -> Ledger:
+    return Ledger(
+        plan.setup,
+        spent,
+        train_images=plan.train_images,
+        peak_rate=peak_rate(
+            plan.device,
+            precision=plan.precision,
+            flops_per_image=plan.flops_per_image,
+            ranks=plan.world_size,
+        ),
+    )
+
+
 @contextmanager
 def open_run(
     image_root: Path, kind: type[FolderDataset] | None, *overrides: str
@@ -86,7 +100,7 @@ def open_run(
     )
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        plan = train.make_plan(config, datasets, world)
+        plan = make_plan(config, datasets, world)
         if kind is not None:
             plain = datasets.train
             assert isinstance(plain, FolderDataset)
@@ -94,16 +108,8 @@ def open_run(
                 datasets,
                 train=kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed),
             )
-        with open_feed(
-            config,
-            datasets,
-            workers=plan.workers,
-            decoder=plan.decoder,
-            device=world.device,
-            dtype=plan.input_dtype,
-            channels_last=plan.channels_last,
-        ) as feed:
-            yield feed, train.build_ledger(plan, {})
+        with open_feed(config, datasets, plan.loader, world) as feed:
+            yield feed, ledger_of(plan, {})
 
 
 def verdict_of_steps(
@@ -279,10 +285,10 @@ def test_lost_seconds_are_kept_over_starts(image_root: Path, clock: Clock) -> No
         [f"data.root={image_root}", "loader.batch_size=16", "model=resnet_tiny", "train.device=cpu"]
     )
     with join_world("cpu") as world:
-        plan = train.make_plan(config, build_datasets(config), world)
+        plan = make_plan(config, build_datasets(config), world)
     spent: dict[str, float] = {}
     for _ in range(2):
-        ledger = train.build_ledger(plan, spent)
+        ledger = ledger_of(plan, spent)
         ledger.started(5.0)
         clock.now += 30.0
         with ledger.lost("validation"):

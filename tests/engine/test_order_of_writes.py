@@ -1,4 +1,4 @@
-"""The system calls of checkpoint.save: the order of fsync, rename and unlink, and kills between them.
+"""The system calls of checkpoint.save: order of fsync, rename and unlink, and kills between them.
 
 A power cut keeps synced data and may lose all other data. Each call is recorded and executed.
 """
@@ -80,8 +80,8 @@ def test_old_checkpoints_are_removed_last_and_their_manifests_first(
     assert not any(kind == "unlink" for kind, *_ in calls[:-2])
 
 
-# Imports torch once. For each number N that it reads, a child saves step 20 again and then step 30 as
-# the best, and is killed before the Nth call.
+# Imports torch once. For each number N that it reads, a child saves step 20 again and then step 30
+# as the best, and is killed before the Nth call.
 KILLED = """
 import os, signal, sys
 from pathlib import Path

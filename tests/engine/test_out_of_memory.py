@@ -30,7 +30,8 @@ ALONE = world()
 
 def out() -> torch.cuda.OutOfMemoryError:
     return torch.cuda.OutOfMemoryError(
-        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB of which 1.00 GiB is free. "
+        "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 80.00 GiB "
+        "of which 1.00 GiB is free. "
         "Including non-PyTorch memory, this process has 79.00 GiB memory in use."
     )
 
@@ -130,17 +131,18 @@ def test_batch_that_fits(
     assert [p.name for p in tmp_path.iterdir()] == ["oom-rank0.pickle"]
 
 
-def test_several_ranks(full, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("ranks", "batch"), [(1, 224), (3, 672), (8, 1792)])
+def test_several_ranks(full, tmp_path: Path, ranks: int, batch: int) -> None:
     full(peak=78, reserved=78.5, free=0.5)
     line = explain_oom(
         raised_in(out_in_backward),
-        world(8, rank=3),
+        world(ranks, rank=ranks - 1),
         folder=tmp_path,
-        batch_size=2048,
+        batch_size=256 * ranks,
         static_bytes=2 * GIB,
     )
-    assert "loader.batch_size=1792 should fit" in line
-    assert (tmp_path / "oom-rank3.pickle").exists()
+    assert f"loader.batch_size={batch} should fit" in line
+    assert (tmp_path / f"oom-rank{ranks - 1}.pickle").exists()
 
 
 @pytest.mark.parametrize("batch", [8, 24, 100, 256, 1000])
@@ -339,7 +341,7 @@ def convnet() -> nn.Module:
 @pytest.mark.parametrize("first", [144, 512, 4096])
 @pytest.mark.parametrize("expects", [False, True])
 def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> None:
-    """The suggested batch fits: at once with an estimate of the activations, else after a few tries."""
+    """The suggested batch fits: at once with `image_bytes`, otherwise after a few attempts."""
     with torch.device("meta"):
         expected = activation_bytes(convnet(), 128, torch.float32) if expects else 0
     model = convnet().to(CUDA)

@@ -255,7 +255,8 @@ def test_image_size_that_the_model_does_not_accept() -> None:
         )
     with pytest.raises(
         UserError,
-        match=r"^data\.image_size: the model does not take images of 32 px \(.*\); give another size$",
+        match=r"^data\.image_size: the model does not take images of 32 px \(.*\); "
+        r"give another size$",
     ):
         count_flops(small, 32)
     with pytest.raises(UserError, match=r"^augment\.val: the model does not take images of 48 px"):

@@ -142,7 +142,7 @@ def test_path_without_manifest_is_kept(run: Path, tmp_path: Path) -> None:
     assert copied.read_bytes() == before
 
 
-def test_never_moves_aside(run: Path, tmp_path: Path) -> None:
+def test_never_moves_the_old_run_aside(run: Path, tmp_path: Path) -> None:
     before = tree(run)
     for number in (1, 2):
         assert open_run(run, "never") is None
@@ -211,7 +211,8 @@ def test_changed_identity_is_refused_and_nothing_changes(run: Path, resume: str)
     path = resume if resume == "auto" else str(run / resume)
     with pytest.raises(
         UserError,
-        match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; model\.name cannot change",
+        match=r"cannot resume .*: model\.name was resnet_tiny, is resnet50; "
+        r"model\.name cannot change",
     ):
         open_run(run, path, {**IDENTITY, "model.name": "resnet50"})
     with pytest.raises(

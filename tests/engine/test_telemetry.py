@@ -487,7 +487,10 @@ def test_allocator_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert allocator_figures(CUDA)["memory/fragmentation"] == 0
 
 
-HOLD = "import sys; held = bytearray(b'1') * (int(sys.argv[1]) << 20); print('ready', flush=True); sys.stdin.read()"
+HOLD = (
+    "import sys; held = bytearray(b'1') * (int(sys.argv[1]) << 20); print('ready', flush=True); "
+    "sys.stdin.read()"
+)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Console, metrics.jsonl and TensorBoard: complete after restarts, and never a reason to stop training."""
+"""Console, metrics.jsonl and TensorBoard, also after restarts and failures to write."""
 
 import io
 import json

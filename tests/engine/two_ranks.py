@@ -201,7 +201,7 @@ def main(folder: Path) -> None:
             "one_signalled": stopping(world, {1: (5, signal.SIGUSR1)}),
             "both_signalled": stopping(world, {0: (3, signal.SIGINT), 1: (3, signal.SIGTERM)}),
             "first_step": stopping(world, {0: (0, signal.SIGTERM)}),
-            "nobody_signalled_again": stopping(world, {0: (2, signal.SIGUSR1)}),
+            "signalled_once": stopping(world, {0: (2, signal.SIGUSR1)}),
             "from_outside": from_outside(world, folder / f"ready-{world.rank}"),
         }
         (folder / f"found-{world.rank}.json").write_text(json.dumps(found))
