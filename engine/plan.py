@@ -323,7 +323,7 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
 
 def same_images(datasets: Datasets) -> list[str]:
     """Return a note if both splits hold the same images."""
-    if datasets.train_fingerprint != datasets.val_fingerprint:
+    if datasets.train.fingerprint() != datasets.val.fingerprint():
         return []
     return [
         "data.val holds the training images, so its accuracy says nothing about new images; give another split"

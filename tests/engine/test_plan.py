@@ -20,8 +20,7 @@ from engine.plan import (
     has_bf16,
     precision_note,
 )
-from pipeline.sizing.memory import MemoryPlan
-from pipeline.sizing.plan import LoaderPlan
+from pipeline.sizing.plan import LoaderPlan, MemoryPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOADER = LoaderPlan(
