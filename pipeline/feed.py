@@ -24,7 +24,7 @@ class Feed:
 
     Attributes:
         val_batches: of this rank.
-        plan: buffers are allocated for `plan.memory.ceiling` workers.
+        plan: buffers are allocated for `plan.ceiling` workers.
         pinned: the page-locked buffers; None if they are ordinary memory.
     """
 
@@ -41,7 +41,7 @@ class Feed:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """With JPEG engines, grow the pool to `plan.memory.ceiling` workers during the `with` block.
+        """With JPEG engines, grow the pool to `plan.ceiling` workers during the `with` block.
 
         The CPU decodes every validation image, and few workers may be enough to read files for the
         engines.
@@ -51,7 +51,7 @@ class Feed:
             return
         pool = self.train.loader.pool
         before = len(pool.workers)
-        pool.resize(max(before, self.plan.memory.ceiling))
+        pool.resize(max(before, self.plan.ceiling))
         yield
         pool.resize(before)
 

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from pipeline.dataset import BadImageError, Dataset, describe
-from pipeline.gpu_decode.encoded import EncodedRows, FileWriter
+from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
@@ -109,11 +109,9 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     skipped: list[str] = []
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
-    files = (
-        None
-        if source.encoded is None
-        else FileWriter(source.encoded, source.dataset.load_encoded, task.slot, rows)
-    )
+    files = None
+    if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
+        files = FileWriter(source.encoded, source.dataset.load_encoded, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()

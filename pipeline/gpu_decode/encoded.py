@@ -5,6 +5,7 @@ Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -39,6 +40,14 @@ class Encoded:
     label: int
 
 
+@runtime_checkable
+class EncodedDataset(Protocol):
+    """A dataset that can leave decoding to the GPU. Workers decode the samples of all others."""
+
+    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
+        """Return the sample of `load`, still encoded; None if a CPU must decode it."""
+
+
 @dataclass(frozen=True)
 class EncodedRows:
     """The buffers of a ring that hold encoded rows.
@@ -66,7 +75,7 @@ class FileWriter:
 
     Args:
         buffers: where to.
-        load: `Dataset.load_encoded` of the dataset.
+        load: `EncodedDataset.load_encoded` of the dataset.
         slot: slot of the ring.
         rows: the rows of the task.
 

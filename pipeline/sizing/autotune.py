@@ -195,7 +195,7 @@ class Tuner:
     @property
     def budget(self) -> int:
         """Workers of this rank for which there are cores and memory."""
-        return min(self.setup.most_workers, self.feed.plan.memory.ceiling)
+        return min(self.setup.most_workers, self.feed.plan.ceiling)
 
     def measure(self) -> Answer:
         """Measure, decide and try; leaves the pool as the answer says.
@@ -285,7 +285,7 @@ class Tuner:
         demand = self.loader.batch_size / step_seconds
         # Workers that wait for storage leave their core to others.
         waiting = 1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)
-        cap = max(1, min(self.feed.plan.memory.ceiling, math.floor(self.budget * waiting)))
+        cap = max(1, min(self.feed.plan.ceiling, math.floor(self.budget * waiting)))
         first = min(cap, math.ceil(MARGIN * demand / supply.images_per_second))
         batch_seconds = self._expected_seconds(first, step_seconds, supply)
         if MEASURE_SECONDS / batch_seconds < FEWEST_STEPS:
@@ -389,7 +389,7 @@ def settle(
 def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
     """Set the feed as a remembered answer says, with the workers for which this node has room."""
     feed = tuner.feed
-    answer = replace(known, workers=min(known.workers, feed.plan.memory.ceiling))
+    answer = replace(known, workers=min(known.workers, feed.plan.ceiling))
     cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
     tuner.loader.pool.prefetch_factor = answer.prefetch_factor
     tuner.loader.pool.resize(answer.workers)

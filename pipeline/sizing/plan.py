@@ -145,6 +145,11 @@ class LoaderPlan:
     channels_last: bool
 
     @property
+    def ceiling(self) -> int:
+        """Most workers: the buffers are allocated for so many."""
+        return self.memory.ceiling
+
+    @property
     def start_workers(self) -> int:
         """Workers that `open_feed` starts."""
         return min(PROBE_WORKERS, self.workers) if self.measured else self.workers

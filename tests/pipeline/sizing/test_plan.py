@@ -78,7 +78,7 @@ def test_workers(
 ) -> None:
     host()
     found = planned(small(f"loader.workers={workers}", f"loader.decoder={decoder}"), device=device)
-    counts = found.workers, found.memory.ceiling, found.cores, found.measured, found.start_workers
+    counts = found.workers, found.ceiling, found.cores, found.measured, found.start_workers
     assert counts == expected
     assert (found.not_measured is not None) == (workers == "auto" and not found.measured)
     assert found.uses_engines == (decoder != "pillow")
@@ -96,7 +96,7 @@ def test_auto_takes_as_many_workers_as_memory_allows(host: Machine) -> None:
     need = loader_plan(config, build_datasets(config), world_of(CUDA), workers=7).memory.host
     host(free=need)
     found = planned(config)
-    assert (found.workers, found.memory.ceiling, found.cores) == (7, 7, 15)
+    assert (found.workers, found.ceiling, found.cores) == (7, 7, 15)
     assert found.reason == "free memory allows no more"
     with pytest.raises(UserError, match=r"^loader: needs"):
         planned(small("loader.workers=8", "loader.decoder=pillow"))
@@ -109,7 +109,7 @@ def test_the_ranks_of_a_node_take_the_smallest_memory(host: Machine) -> None:
     for workers in (20, 4):
         memory = loader_plan(config, datasets, world_of(CUDA), workers=workers).memory
         limited = found.limited_to(memory)
-        assert (limited.workers, limited.memory.ceiling) == (min(15, workers), workers)
+        assert (limited.workers, limited.ceiling) == (min(15, workers), workers)
         assert limited.memory == memory
 
 
