@@ -156,13 +156,13 @@ def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Fork:
     return fork
 
 
+def remove_folders(fork: Fork) -> None:
+    for split in ("train", "val"):
+        shutil.rmtree(fork.root / "data" / "demo" / split)
+
+
 def check_storage(fork: Fork, unchanged: Fork) -> None:
     """The images of the database give the weights that the same images in folders give."""
-    for split, images in (("train", IMAGES), ("val", VAL_IMAGES)):
-        assert (fork.root / "data" / "demo" / f"{split}.sqlite").stat().st_size > 2000 * images
-        shutil.rmtree(fork.root / "data" / "demo" / split)
-    assert fork.weights == unchanged.weights
-    fork.run(GUIDE["Another storage"].commands[-1].split("\nEND\n")[-1], "run.name=without_folders")
     assert fork.weights == unchanged.weights
     assert rows(fork.runs[-1], "val") == rows(unchanged.runs[-1], "val")
 
@@ -322,8 +322,12 @@ def test_change_has_its_effect(heading: str, tree: Path, unchanged: Fork, tmp_pa
     section = GUIDE[heading]
     fork = Fork(tmp_path / "tree", tree)
     fork.apply(section)
-    for command in section.commands:
+    *preparations, training = section.commands
+    for command in preparations:
         fork.run(command)
+    if heading == "Another storage":
+        remove_folders(fork)  # only the database is left
+    fork.run(training)
     CHECKS[heading](fork, unchanged)
 
 
