@@ -111,9 +111,8 @@ def test_five_steps_equal_numpy(mixed: bool, config: Config) -> None:
 
         hits = (logits.argmax(1) == labels).sum()
         expected = {"loss": loss_sum / BATCH, "top1": 100 * hits / BATCH, "top5": 100.0}
-        assert {name: value.item() for name, value in values.items()} == pytest.approx(
-            expected, rel=1e-5
-        )
+        # A fork may log further values.
+        assert {name: values[name].item() for name in expected} == pytest.approx(expected, rel=1e-5)
         assert state.ema is not None
         for network, expected in ((model, weights), (state.ema.module, averages)):
             for found, value in zip(network.parameters(), expected, strict=True):
