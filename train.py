@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +48,7 @@ from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
 from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
-from engine.validator import Validator
+from engine.validator import validate_model
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
@@ -93,7 +94,8 @@ def train(config: Config) -> dict[str, Any]:
         datasets, plan, state = prepare(config, run, world)  # every mistake of the user shows here
         run.open(run_identity(config, datasets, plan), stop_step=plan.stop_step)
         changes = run.restore(state)
-        log = use(RunLog(plan, world, run, state, started=started))
+        log = RunLog(plan, world, run, state, started=started)
+        use(log.tracker)
         log.introduce(changes, cli.to_yaml(config))
         if log.finished is not None:
             return log.already_finished()
@@ -113,10 +115,19 @@ def train(config: Config) -> dict[str, Any]:
         )
         log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train_fingerprint))
         measure = compiled(validation_loss, plan.compile)
-        validate = Validator(measure, feed=feed, plan=plan, world=world, log=log, stop=stop)
+        validate = partial(
+            validate_model,
+            measure=measure,
+            feed=feed,
+            plan=plan,
+            world=world,
+            log=log,
+            stop=stop,
+        )
         use(log.watch(feed))
 
-        if validate.missing(state):  # an earlier start was stopped before it could validate
+        if plan.due(state.step).validate and state.last.get("step") != state.step:
+            # An earlier start was stopped before it could validate.
             validate(state)
             save(state, run, log)
         use(garbage_collection_paused())

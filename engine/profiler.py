@@ -60,20 +60,11 @@ class StepProfiler:
     def stop(self, steps: int) -> None:
         """End the profile after this number of steps and write it; waits for the device."""
         self._wait_for_device()
-        self._write(steps - 1)
-
-    def close(self) -> None:
-        """Drop a running profile: one that still runs when Python exits crashes the process."""
-        if self.running:
-            self._profile.stop()
-            self._profile = None
-
-    def _write(self, last: int) -> None:
         self._profile.stop()
         found = self._profile
         self._profile, self.steps = None, []
         assert self.folder is not None
-        stem = self.folder / f"steps-{self._first}-{last}"
+        stem = self.folder / f"steps-{self._first}-{steps - 1}"
         column = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
         try:
@@ -84,6 +75,12 @@ class StepProfiler:
             logger.warning("the profile cannot be written (%s); training continues", error)
             return
         self.say(f"profile  {stem}.json.gz (open in ui.perfetto.dev) and {stem.name}.txt")
+
+    def close(self) -> None:
+        """Drop a running profile: one that still runs when Python exits crashes the process."""
+        if self.running:
+            self._profile.stop()
+            self._profile = None
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":

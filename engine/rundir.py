@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ class _Found:
         return cls(path, content["step"], content["identity"], content["state"].get("origin"))
 
 
-class RunDirectory:
+class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
     Rank 0 alone reads and writes the folder; every rank raises the error that rank 0 meets.
@@ -340,9 +340,6 @@ class RunDirectory:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def __enter__(self) -> "RunDirectory":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -70,17 +70,6 @@ class RunLog:
         self._wants_images = run.begins or plan.due(state.step).epoch
         self._step_alone = 0.0
 
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.tracker.close()
-
-    @property
-    def draws(self) -> bool:
-        """Whether pictures are written."""
-        return self.tracker.draws
-
     # Before the first step
 
     def introduce(self, changes: Sequence[str], config_text: str) -> None:
@@ -151,6 +140,7 @@ class RunLog:
             self.state.spent,
             train_images=plan.train_images,
             step=self.state.step,
+            began=self._started,
             step_alone=self._step_alone,
             peak_rate=peak_rate(
                 plan.device,
@@ -199,7 +189,7 @@ class RunLog:
             self.meter.send(step, self.plan.curve.at(step - 1))
         self.tracker.progress(step)
         if step == self._first_step + 1:
-            self.ledger.started(time.monotonic() - self._started)  # includes compilation
+            self.ledger.started()
         if self.profiler.ends(step) or (self.profiler.running and step == self.plan.stop_step):
             with self.pause("profile"):
                 self.profiler.stop(step)
@@ -231,7 +221,6 @@ class RunLog:
         """
         with self._paused():
             self.tracker.flush()  # a kill after a checkpoint leaves no gap in the curves before it
-            self.ledger.settle()
             with self.ledger.lost(kind):
                 yield
 
@@ -291,8 +280,6 @@ class RunLog:
             signal_number: the signal that ends this start; 0 if the run is finished.
         """
         self._report()
-        if self.state.step == self._first_step:  # no step was left to train
-            self.ledger.started(time.monotonic() - self._started)
         if self.profiler.running:
             with self.ledger.lost("profile"):
                 self.profiler.stop(self.state.step)

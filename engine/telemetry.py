@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
 EVERY_SECOND_TIME = {"PCIe transmit", "PCIe receive"}
 
 
-class GpuMonitor:
+class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     """Samples one GPU in a thread through NVML (nvidia-ml-py); reports nothing without NVML."""
 
     def __init__(self, device: torch.device) -> None:
@@ -198,16 +199,10 @@ class GpuMonitor:
             if not reason.startswith("gpu/")
         ]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-
-    def __enter__(self) -> "GpuMonitor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 SPREAD = (

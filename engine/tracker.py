@@ -90,7 +90,7 @@ HEADER = (
 )
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes rows to the console and to metrics.jsonl, and curves and images to TensorBoard.
 
     Args:
@@ -386,7 +386,7 @@ class Tracker:
         for name, text in rows.items():
             self.say(f"{name:<9} {text}")
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Write everything and close the files."""
         self._clear_live()
         self._write_pending(wait=True)
@@ -395,12 +395,6 @@ class Tracker:
             if writer is not None:
                 self._guard(name, writer.close)
         self._restore.close()
-
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         if self._rows is not None:

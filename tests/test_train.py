@@ -40,7 +40,6 @@ from conf.schema import Config
 from engine import checkpoint, tracker, validator
 from engine.ledger import Ledger
 from engine.state import TrainState, params_sha256
-from engine.validator import Validator
 from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
@@ -818,18 +817,18 @@ def test_signal_in_the_last_step_of_an_epoch(
 ) -> None:
     """Saved at once: a cluster may kill the job before a validation is done. The next start validates."""
     folder = tmp_path / "run"
-    step, validate, validated = train.train_step, Validator.__call__, list[int]()
+    step, validate, validated = train.train_step, train.validate_model, list[int]()
 
     def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
         if state.step == 4:
             signal.raise_signal(signal.SIGTERM)
         return step(state, *arguments, **options)
 
-    def noted(self: Validator, state: TrainState) -> None:
+    def noted(state: TrainState, *arguments: Any, **options: Any) -> None:
         validated.append(state.step)
-        validate(self, state)
+        validate(state, *arguments, **options)
 
-    monkeypatch.setattr(Validator, "__call__", noted)
+    monkeypatch.setattr(train, "validate_model", noted)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM

@@ -14,6 +14,7 @@ import train
 from conf import cli
 from engine.distributed import join_world
 from engine.ledger import Ledger, peak_rate
+from engine.plan import Plan
 from pipeline.build import build_datasets
 from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
@@ -70,6 +71,21 @@ class SlowDecoder(FolderDataset):
         return super()._read(index)
 
 
+def open_ledger(plan: Plan, spent: dict[str, float]) -> Ledger:
+    return Ledger(
+        plan.setup,
+        spent,
+        train_images=plan.train_images,
+        began=time.monotonic(),
+        peak_rate=peak_rate(
+            plan.device,
+            precision=plan.precision,
+            flops_per_image=plan.flops_per_image,
+            ranks=plan.world_size,
+        ),
+    )
+
+
 @contextmanager
 def open_run(
     image_root: Path, kind: type[FolderDataset] | None, *overrides: str
@@ -94,16 +110,8 @@ def open_run(
                 datasets,
                 train=kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed),
             )
-        with open_feed(
-            config,
-            datasets,
-            workers=plan.workers,
-            decoder=plan.decoder,
-            device=world.device,
-            dtype=plan.input_dtype,
-            channels_last=plan.channels_last,
-        ) as feed:
-            yield feed, train.build_ledger(plan, {})
+        with open_feed(config, datasets, plan.loader, world) as feed:
+            yield feed, open_ledger(plan, {})
 
 
 def verdict_of_steps(
@@ -282,12 +290,12 @@ def test_lost_seconds_are_kept_over_starts(image_root: Path, clock: Clock) -> No
         plan = train.make_plan(config, build_datasets(config), world)
     spent: dict[str, float] = {}
     for _ in range(2):
-        ledger = train.build_ledger(plan, spent)
-        ledger.started(5.0)
+        ledger = open_ledger(plan, spent)
+        clock.now += 5.0
+        ledger.started()
         clock.now += 30.0
         with ledger.lost("validation"):
             clock.now += 10.0
-        ledger.settle()
         with ledger.lost("checkpoint"):
             clock.now += 2.0
         clock.now += 8.0
@@ -298,11 +306,12 @@ def test_lost_seconds_are_kept_over_starts(image_root: Path, clock: Clock) -> No
     assert balance["total_seconds"] == 110
 
 
-def test_checkpoint_of_an_earlier_version(image_root: Path) -> None:
+def test_checkpoint_of_an_earlier_version(image_root: Path, clock: Clock) -> None:
     """It calls a start a life."""
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
-        again = Ledger(ledger.setup, {"lives": 3, "training": 60.0}, train_images=36)
-        again = Ledger(ledger.setup, again.spent, train_images=36)
+        spent: dict[str, float] = {"lives": 3, "training": 60.0}
+        for _ in range(2):
+            again = Ledger(ledger.setup, spent, train_images=36, began=clock.now)
     assert again.spent == {"starts": 5, "training": 60.0}
     assert again.balance()["total_seconds"] == 60
 
@@ -313,11 +322,10 @@ def test_seconds_lost_before_the_first_step_count_once(image_root: Path, clock: 
         clock.now += 3.0
         with ledger.lost("validation"):
             clock.now += 20.0
-        ledger.settle()
         with ledger.lost("checkpoint"):
             clock.now += 1.0
         clock.now += 2.0
-        ledger.started(26.0)
+        ledger.started()
         balance = ledger.balance()
     assert balance["seconds_lost"] == {"validation": 20.0, "checkpoint": 1.0, "start": 5.0}
     assert balance["total_seconds"] == 26.0
@@ -481,7 +489,7 @@ def test_speed_with_and_without_the_first_epoch(image_root: Path) -> None:
             ledger.note(replace(WAITED, batches=1, seconds=seconds), step)
             rates.append(tuple(ledger.speed().values()))
         assert rates == [(16 / 8, 16 / 8), (16 / 4, 32 / 12), (16 / 2, 48 / 14)]
-        again = Ledger(ledger.setup, ledger.spent, train_images=36, step=4)
+        again = Ledger(ledger.setup, ledger.spent, train_images=36, step=4, began=0.0)
         again.note(replace(WAITED, batches=1, seconds=9.0), 5)
         again.note(replace(WAITED, batches=1, seconds=2.0), 6)
         assert tuple(again.speed().values()) == (32 / 4, 80 / 25)

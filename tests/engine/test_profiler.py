@@ -110,13 +110,13 @@ def test_writing_a_profile_is_no_training(
     jump: Callable[[], None],
 ) -> None:
     """Neither in the rate, nor in a step's time."""
-    write = StepProfiler._write
+    stop = StepProfiler.stop
 
-    def slowly(profiler: StepProfiler, last: int) -> None:
-        write(profiler, last)
+    def slowly(profiler: StepProfiler, steps: int) -> None:
+        stop(profiler, steps)
         jump()
 
-    monkeypatch.setattr(StepProfiler, "_write", slowly)
+    monkeypatch.setattr(StepProfiler, "stop", slowly)
     summary = run(
         image_root,
         tmp_path / "run",
