@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles the steps first ... last, numbered from 0 as by the sampler. Other steps cost nothing.
+    """Profiles the steps first ... last, numbered from 0. Other steps cost nothing.
 
     A profile that an error interrupts is not written.
 
@@ -40,7 +40,7 @@ class StepProfiler:
         return self._profile is not None
 
     def starts(self, step: int) -> bool:
-        """Return whether the profile starts with this step: the first one, or after a resume a later one."""
+        """Return whether the profile starts with this step; after a resume, with a later one."""
         return bool(self.steps) and not self.running and self.steps[0] <= step <= self.steps[1]
 
     def ends(self, steps: int) -> bool:

@@ -41,7 +41,7 @@ SUMMARY = {
     "best_epoch",
     "images_per_second",
 }
-# Keys that decide what a validation measures: with other values, the best checkpoint is incomparable.
+# Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 
 
@@ -262,7 +262,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if not os.path.isfile(resume):
             reason = "is a folder" if os.path.isdir(resume) else "no such file"
             raise UserError(
-                f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), auto or never"
+                f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), "
+                "auto or never"
             )
         try:
             given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
@@ -279,7 +280,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if given.step < own.step:
             raise UserError(
                 f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; "
-                "leave the key out to continue from that one, or give another run.name to branch off"
+                "leave the key out to continue from it, or give another run.name to branch off"
             )
         return given
 
@@ -292,7 +293,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         return found
 
     def begin(self, files: dict[str, str]) -> None:
-        """Write config.yaml and other files, and remove the summary of an earlier start. Collective.
+        """Write files such as config.yaml, and remove an earlier start's summary. Collective.
 
         Args:
             files: content by name.
@@ -370,7 +371,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         except BlockingIOError:
             os.close(lock)
             raise UserError(
-                f"run.dir={self.path}: another process is training in it; give another run.dir or run.name"
+                f"run.dir={self.path}: another process is training in it; give another run.dir or "
+                "run.name"
             ) from None
         self._lock = lock
 

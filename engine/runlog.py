@@ -1,4 +1,4 @@
-"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, step times, verdict and profiler.
+"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, profiler.
 
 It never steps, validates or saves: the loop in train.py does, and tells it.
 """
@@ -41,7 +41,7 @@ class RunLog:
         started: time.monotonic() when the program began.
 
     Attributes:
-        finished: summary.json of an earlier start that finished this run; None while there are steps
+        finished: summary.json of an earlier start that finished this run; None while steps are
             left to train.
     """
 
@@ -215,7 +215,7 @@ class RunLog:
 
     @contextmanager
     def pause(self, kind: str) -> Iterator[None]:
-        """Count the `with` block as `kind` ("validation", "checkpoint" or "profile"), not as training.
+        """Count the block as `kind` ("validation", "checkpoint" or "profile"), not as training.
 
         It counts neither in images/s nor in the time of a step.
         """

@@ -81,7 +81,6 @@ LAYOUT = {
 }
 # Pixels in a grid of training images: 16 of ImageNet's images, up to 64 smaller ones.
 GRID_PIXELS = 16 * 224 * 224
-WORST_IMAGES = 16
 # Models with more parameters are not traced, because tracing builds a second model on the CPU.
 GRAPH_PARAMETERS = 100_000_000
 HEADER = (

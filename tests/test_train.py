@@ -37,7 +37,7 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint, tracker, validator
+from engine import checkpoint, tracker
 from engine.ledger import Ledger
 from engine.state import TrainState, params_sha256
 from models import build
@@ -429,8 +429,8 @@ def test_validation_is_not_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
     """Nor is one at the beginning of a start, for which the start before was stopped too early."""
-    evaluate = validator.evaluate
-    monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
     for name in ("checkpoints/step-00000009.pt", "checkpoints/step-00000009.json", "summary.json"):
         (tmp_path / "run" / name).unlink()
@@ -817,7 +817,7 @@ def test_signal_in_the_last_step_of_an_epoch(
 ) -> None:
     """Saved at once: a cluster may kill the job before a validation is done. The next start validates."""
     folder = tmp_path / "run"
-    step, validate, validated = train.train_step, train.validate_model, list[int]()
+    step, validate, validated = train.train_step, train.validate, list[int]()
 
     def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
         if state.step == 4:
@@ -828,7 +828,7 @@ def test_signal_in_the_last_step_of_an_epoch(
         validated.append(state.step)
         validate(state, *arguments, **options)
 
-    monkeypatch.setattr(train, "validate_model", noted)
+    monkeypatch.setattr(train, "validate", noted)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM

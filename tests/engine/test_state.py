@@ -221,7 +221,7 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
         plan = make_plan(config, build_datasets(config), world)
         state = train.build_state(plan, world)
         batch = Batch(
-            torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.input_dtype),
+            torch.randn(16, 3, 32, 32, device="cuda", dtype=plan.loader.dtype),
             torch.zeros(16, dtype=torch.int64, device="cuda"),
             torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"),
             0,
