@@ -374,9 +374,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plan.rewrites_layers:
         gpu_layers.rewrite(model)
-    ema = None
-    if config.train.ema_decay is not None:
-        ema = MovingAverage(model, config.train.ema_decay)
+    decay = config.train.ema_decay
+    ema = None if decay is None else MovingAverage(model, decay)
     return TrainState(model, build_optimizer(model, config.optim), ema)
 
 

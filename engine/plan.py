@@ -149,8 +149,7 @@ class Plan:
         train = self.config.train
         steps = f"{self.stop_step:,} of {self.batch_size} images"
         if self.world_size > 1:
-            share = self.batch_size // self.world_size
-            steps += f" ({share} on each of {self.world_size} ranks)"
+            steps += f" ({self.batch_size // self.world_size} on each of {self.world_size} ranks)"
         steps += f", {self.steps_per_epoch:,.1f} per epoch"
         if self.stop_step < self.schedule_steps:
             steps += f"; stops early: {train.epochs:g} epochs are {self.schedule_steps:,} steps"

@@ -212,8 +212,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             state.spent.clear()
             state.origin = str(self.resumed.resolve())
             state.history.append(f"began at step {state.step:,} with {self.resumed}")
-        accepted = self.accepted.values()
-        state.history += [f"accepted at step {state.step:,}: {change}" for change in accepted]
+        state.history += [
+            f"accepted at step {state.step:,}: {change}" for change in self.accepted.values()
+        ]
         return differences(stored["config"], self._values())
 
     def _values(self) -> dict[str, Any]:
@@ -319,9 +320,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         try:
             checkpoint.replace_file(self.path / name, content)
         except OSError as error:
-            kept = "nothing has been trained yet"
-            if any(self.checkpoints.glob("step-*.pt")):
-                kept = "the checkpoints are intact: run the same command again to resume"
+            kept = (
+                "the checkpoints are intact: run the same command again to resume"
+                if any(self.checkpoints.glob("step-*.pt"))
+                else "nothing has been trained yet"
+            )
             raise checkpoint.CheckpointError(
                 f"{self.path / name}: cannot be written: {error.strerror or error}; {kept}"
             ) from error
@@ -332,10 +335,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(summary, dict) or not summary.keys() >= SUMMARY:
-            return None
-        finished = summary["status"] == "finished" and summary["step"] == step
-        return summary if finished else None
+        complete = isinstance(summary, dict) and summary.keys() >= SUMMARY
+        done = complete and summary["status"] == "finished" and summary["step"] == step
+        return summary if done else None
 
     def close(self) -> None:
         if self._lock is not None:

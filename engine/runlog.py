@@ -50,9 +50,8 @@ class RunLog:
     ) -> None:
         self.plan, self.world, self.run, self.state = plan, world, run, state
         self._started = started
-        self.finished = None
-        if state.step >= plan.stop_step:
-            self.finished = run.finished_summary(state.step)
+        finished = state.step >= plan.stop_step
+        self.finished = run.finished_summary(state.step) if finished else None
         config = plan.config
         self.tracker = Tracker(
             run.path if world.leads else None,
@@ -79,18 +78,14 @@ class RunLog:
             changes: keys that differ from the resumed checkpoint's config, each as a sentence.
             config_text: the config as YAML, for TensorBoard.
         """
-        for line in self.plan.lines():
-            self.say(line)
+        self.say(*self.plan.lines())
         resumed = ""
         if self.run.resumed is not None:
-            of_another = self.run.resumed.parent != self.run.checkpoints
-            name = str(self.run.resumed) if of_another else self.run.resumed.name
+            name = self.run.resumed if self.run.begins else self.run.resumed.name
             resumed = f", resumed from {name}"
         self.say(f"run      {self.run.path}{resumed}")
-        for line in self.state.history:
-            self.say(f"history  {line}")
-        for change in changes:
-            self.say(f"changed  {change}")
+        self.say(*(f"history  {line}" for line in self.state.history))
+        self.say(*(f"changed  {change}" for change in changes))
         if self.run.begins and self.finished is None:
             plan = self.plan
             self.tracker.text("config", config_text)
@@ -107,9 +102,8 @@ class RunLog:
     def already_finished(self) -> dict[str, Any]:
         """Say that an earlier start finished this run; return its summary."""
         assert self.finished is not None
-        more = ""
-        if self.state.step < self.plan.schedule_steps:
-            more = "a larger train.max_steps to continue, "
+        stopped_early = self.state.step < self.plan.schedule_steps
+        more = "a larger train.max_steps to continue, " if stopped_early else ""
         self.say(
             f"this run is finished after {self.state.step:,} steps: give {more}another run.name to "
             "train again, or checkpoint.resume=never to start over in this directory"
@@ -200,8 +194,7 @@ class RunLog:
         self._wants_images = True
         with self._paused():
             lines = self.ledger.epoch_verdict(describe_loader(self.feed), self.world.gather)
-            for line in lines:
-                self.say(f"verdict  {line}")
+            self.say(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
@@ -292,26 +285,19 @@ class RunLog:
         self.tracker.outcome(summary, compiles=self.plan.compile != "off")
         if signal_number and config.checkpoint.resume == "auto":
             self.say(f"resume    run the same command again to resume at step {self.state.step:,}")
-        self._say_times(summary)
-        for line in summary["verdict"]:
-            self.say(f"verdict   {line}")
-        return summary
-
-    def _say_times(self, summary: dict[str, Any]) -> None:
         lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
         starts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
         self.say(
             f"time      {100 * summary['effective_time']:.0f} % of "
-            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}"
+            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}",
+            *(f"verdict   {line}" for line in summary["verdict"]),
         )
+        return summary
 
     def _summary(self, signal_number: int) -> dict[str, Any]:
         """Return what summary.json holds. The exit status follows from the signal's number."""
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
-        raw: dict[str, Any] = {
-            key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last
-        }
         speed = self.ledger.speed()
         return {
             "status": "interrupted" if signal_number else "finished",
@@ -321,7 +307,7 @@ class RunLog:
             "loss": last.get("loss"),
             "top1": last.get("top1"),
             "top5": last.get("top5"),
-            **raw,
+            **{key: value for key, value in last.items() if key.endswith("_raw")},
             "best_top1": state.best.get("top1"),
             "best_epoch": round(epoch(best_step), 4) if best_step else None,
             "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,

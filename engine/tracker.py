@@ -26,7 +26,6 @@ from conf.schema import show
 from engine import pictures
 from engine.checkpoint import replace_file, write_json
 from engine.evaluate import Mistakes
-from engine.pictures import grid
 
 logger = logging.getLogger(__name__)
 
@@ -171,11 +170,11 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         """Whether pictures are written."""
         return self._board is not None
 
-    def say(self, line: str) -> None:
-        """Print a line on the console."""
+    def say(self, *lines: str) -> None:
+        """Print lines on the console."""
         if self.folder is not None:
             self._clear_live()
-            self._print(line + "\n")
+            self._print("".join(f"{line}\n" for line in lines))
 
     def train_row(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         """Report the steps since the last row.
@@ -188,9 +187,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if self.folder is None:
             return
         self._write(row, figures)
-        waited = "-"
-        if "data_wait_fraction" in row:
-            waited = f"{100 * row['data_wait_fraction']:.1f}"
+        waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
         shown = {*SCALARS, *NO_CURVE, *IN_TABLE}
         others = "".join(f"  {key} {row[key]:.4g}" for key in row if key not in shown)
         self._table_line(
@@ -381,9 +378,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         rows["best"] = "no checkpoint was validated"
         if summary.get("best_checkpoint"):
             rows["best"] = f"{self.folder / 'checkpoints' / summary['best_checkpoint']}"
-        self.say("")
-        for name, text in rows.items():
-            self.say(f"{name:<9} {text}")
+        self.say("", *(f"{name:<9} {text}" for name, text in rows.items()))
 
     def __exit__(self, *_: object) -> None:
         """Write everything and close the files."""
@@ -401,8 +396,11 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             line = json.dumps(_rounded(content)) + "\n"
             self._guard("metrics.jsonl", self._rows.write, line)
         self._write_pending()
-        curves = {key: value for key, value in row.items() if key not in NO_CURVE}
-        tags = {SCALARS.get(key, f"{row['split']}/{key}"): curves[key] for key in curves}
+        tags = {
+            SCALARS.get(key, f"{row['split']}/{key}"): value
+            for key, value in row.items()
+            if key not in NO_CURVE
+        }
         self.figures({**tags, **figures}, row["step"])
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
@@ -414,11 +412,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
     ) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        numbers = (int, float)
         plain = {
-            key: value
-            if isinstance(value, numbers) and not isinstance(value, bool)
-            else show(value)
+            key: value if type(value) in (int, float) else show(value)
             for key, value in values.items()
         }
         results = {
@@ -492,13 +487,10 @@ def _speed(summary: Mapping[str, Any], *, compiles: bool) -> str:
     text = f"{steady} images/s"
     if overall == steady:
         return text
-    slow = []
-    if summary["epoch"] > 1:
-        slow.append("the first epoch")
-    if compiles:
-        slow.append("compilation")
+    slow = {"the first epoch": summary["epoch"] > 1, "compilation": compiles}
+    included = " and ".join(name for name, present in slow.items() if present)
     text += f"; {overall} over all steps"
-    return f"{text}, including {' and '.join(slow)}" if slow else text
+    return f"{text}, including {included}" if included else text
 
 
 def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
@@ -524,7 +516,7 @@ def _encode_grid(tag: str, pixels: Tensor, ready: torch.cuda.Event | None) -> An
         # In the stream of the training step, the copy would wait for later steps.
         with torch.cuda.stream(torch.cuda.Stream(pixels.device)):
             pixels = pixels.cpu()
-    sheet = grid(pixels).permute(1, 2, 0).contiguous().numpy()
+    sheet = pictures.grid(pixels).permute(1, 2, 0).contiguous().numpy()
     return _summary(tag, Image.fromarray(sheet), photos=True)
 
 
