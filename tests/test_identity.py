@@ -1,4 +1,4 @@
-"""A run directory holds one training: a second command in it, with the real program."""
+"""A run directory holds one training: the effect of a second command in it, with the real program."""
 
 import dataclasses
 import gzip
@@ -19,7 +19,7 @@ from conf import cli
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
-from engine.plan import make_plan
+from engine.plan import make_plan, tuning_question
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
 from pipeline.sizing import plan as loader_plan
@@ -269,7 +269,7 @@ def test_notes_about_doubtful_values(program: Program) -> None:
         "1.0 optimiser steps per epoch are too few to train well; for 36 images, try "
         "loader.batch_size=8 optim.lr=0.000222\n",
         "optim=adamw replaces values of the recipe: ",
-        "augment.val makes images of 48 px whatever data.val_size=32 says; write size: "
+        "augment.val makes images of 48 px although data.val_size=32; write size: "
         "${data.val_size} in it\n",
     ):
         assert f"note     {note}" in out
@@ -366,8 +366,7 @@ def test_resumed_decoder_gives_the_same_pixels(
     # as on a GPU with JPEG engines
     monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)
     monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
-    cpu = torch.device("cpu")
-    cuda = torch.device("cuda")
+    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
 
     def chosen(name: str, device: torch.device, stored: str) -> str:
@@ -460,18 +459,18 @@ def test_ranks_with_other_numbers_of_steps_are_refused(image_root: Path, tmp_pat
 
 
 def test_two_ranks_share_a_directory_named_after_the_time(image_root: Path, tmp_path: Path) -> None:
-    """`${now:}` has a different value on every rank."""
+    """`${now:}` is another instant on every rank."""
     done = two_ranks(image_root, tmp_path, "run.name=${now:%H-%M-%S-%f}", "train.max_steps=2")
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
 
 
-# The stored answers of loader.workers=auto.
+# What loader.workers=auto remembers.
 
 
 def other_value(config: Config, name: str) -> Any:
-    """Return another valid value of a key."""
+    """A value of a key that is allowed and not the present one."""
     strings = {
         "loader.decoder": "pillow",
         "loader.start_method": "spawn",
@@ -498,14 +497,18 @@ def other_value(config: Config, name: str) -> Any:
     return 0.5 if value is None else value / 2 if isinstance(value, float) else value + 1
 
 
-def test_stored_answer_depends_on_every_key_that_affects_speed(image_root: Path) -> None:
-    """The keys follow from the schema, so that a fork's new key is included."""
+def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Path) -> None:
+    """So that a fork's new key cannot be forgotten, it follows from the schema."""
     config = cli.load([*BASE, f"data.root={image_root}"])
-    datasets = build_datasets(config)
-    world = World(0, 1, 0, 1, torch.device("cpu"))
-    plan = make_plan(config, datasets, world)
-    question = train.tuning_question(config, plan, datasets, world, 4)
-    assert json.loads(json.dumps(question)) == question  # it is compared with the content of a file
+    datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
+    made = make_plan(config, datasets, world)
+
+    def question_of(config: Config) -> dict[str, Any]:
+        plan = dataclasses.replace(made, config=config)
+        return tuning_question(plan, world, datasets.train_fingerprint)
+
+    question = question_of(config)
+    assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds
     changed = set()
     for name, field, _ in walk(config):
         section, key = name.split(".")
@@ -522,10 +525,10 @@ def test_stored_answer_depends_on_every_key_that_affects_speed(image_root: Path)
             and name not in DATA_FOLDERS
             and not field.metadata["when"]
         ):
-            assert train.tuning_question(other, plan, datasets, world, 4) != question, name
+            assert question_of(other) != question, name
             changed.add(name)
         elif not field.metadata["affects"] & SPEED:
-            assert train.tuning_question(other, plan, datasets, world, 4) == question, name
+            assert question_of(other) == question, name
     assert {
         "augment.batch",
         "optim.clip_norm",

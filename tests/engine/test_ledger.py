@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from conf import cli
 from engine.distributed import join_world
 from engine.ledger import Ledger, peak_rate
-from engine.plan import Plan
+from engine.plan import Plan, make_plan
 from pipeline.build import build_datasets
 from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
@@ -71,7 +70,7 @@ class SlowDecoder(FolderDataset):
         return super()._read(index)
 
 
-def open_ledger(plan: Plan, spent: dict[str, float]) -> Ledger:
+def ledger_of(plan: Plan, spent: dict[str, float]) -> Ledger:
     return Ledger(
         plan.setup,
         spent,
@@ -102,7 +101,7 @@ def open_run(
     )
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
-        plan = train.make_plan(config, datasets, world)
+        plan = make_plan(config, datasets, world)
         if kind is not None:
             plain = datasets.train
             assert isinstance(plain, FolderDataset)
@@ -111,7 +110,7 @@ def open_run(
                 train=kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed),
             )
         with open_feed(config, datasets, plan.loader, world) as feed:
-            yield feed, open_ledger(plan, {})
+            yield feed, ledger_of(plan, {})
 
 
 def verdict_of_steps(
@@ -287,10 +286,10 @@ def test_lost_seconds_are_kept_over_starts(image_root: Path, clock: Clock) -> No
         [f"data.root={image_root}", "loader.batch_size=16", "model=resnet_tiny", "train.device=cpu"]
     )
     with join_world("cpu") as world:
-        plan = train.make_plan(config, build_datasets(config), world)
+        plan = make_plan(config, build_datasets(config), world)
     spent: dict[str, float] = {}
     for _ in range(2):
-        ledger = open_ledger(plan, spent)
+        ledger = ledger_of(plan, spent)
         clock.now += 5.0
         ledger.started()
         clock.now += 30.0

@@ -194,7 +194,7 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
             load(0, 0)
     assert (
         survey.examine(str(path), "pillow").problem
-        == "not a picture, begins with b'%!PS-Adobe-3.0 E'"
+        == "not an image, begins with b'%!PS-Adobe-3.0 E'"
     )
     with pytest.raises(UnidentifiedImageError):
         shrink.shrink(path.read_bytes(), path.name, side=256, quality=90, decoder="pillow")

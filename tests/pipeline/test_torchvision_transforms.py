@@ -20,6 +20,7 @@ from pipeline.build import build_datasets
 from pipeline.decode import Picture
 from pipeline.feed import open_feed
 from pipeline.torchvision_transforms import NAMES
+from tests.loader_plans import loader_plan, world_of
 
 AUGMENT = (
     "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {num_ops: 2}},"
@@ -71,15 +72,9 @@ def batches(image_root: Path, workers: int) -> list[tuple[Tensor, Tensor]]:
     config = cli.load(
         [f"data.root={image_root}", "data.image_size=32", "loader.batch_size=6", AUGMENT]
     )
-    options: dict[str, Any] = {"device": torch.device("cpu"), "dtype": torch.float32}
-    with open_feed(
-        config,
-        build_datasets(config),
-        workers=workers,
-        decoder="pillow",
-        channels_last=False,
-        **options,
-    ) as feed:
+    datasets, world = build_datasets(config), world_of(torch.device("cpu"))
+    plan = loader_plan(config, datasets, world, workers=workers)
+    with open_feed(config, datasets, plan, world) as feed:
         return [(b.images.clone(), b.labels.clone()) for b in feed.train.batches(0, 8)]
 
 

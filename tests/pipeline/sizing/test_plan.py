@@ -9,7 +9,7 @@ import torch
 from conf import cli
 from conf.schema import Config, UserError
 from pipeline.build import build_datasets
-from pipeline.dataset import FakeDataset
+from pipeline.dataset import FakeDataset, FileDataset
 from pipeline.sizing import machine, plan
 from pipeline.sizing.budget import READERS
 from pipeline.sizing.plan import PROBE_WORKERS, LoaderPlan, plan_loader, why_not_measured
@@ -47,7 +47,7 @@ def small(*overrides: str) -> Config:
     )
 
 
-class Files(FakeDataset):
+class Files(FakeDataset, FileDataset):
     """Stands in for a dataset of files."""
 
     def time_decoding(self, index: int, data: bytes) -> float:
