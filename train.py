@@ -278,9 +278,8 @@ def compiled(function: F, mode: str) -> F:
     """Return the function compiled as model.compile says; the function itself if that is `off`."""
     if mode == "off":
         return function
-    if mode == "tuned":
-        return torch.compile(function, options=TUNED, dynamic=False)  # type: ignore[return-value]
-    return torch.compile(function, mode=mode, dynamic=False)  # type: ignore[return-value]
+    options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
+    return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
 
 
 def save(state: TrainState, run: RunDirectory, log: RunLog) -> None:

@@ -147,7 +147,7 @@ class Ledger:
         }
 
     def epoch_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
-        """Judge the intervals since the last call; nothing for less than SHORT_EPOCH seconds.
+        """Judge the intervals since the last call; nothing below SHORT_EPOCH seconds.
 
         Args:
             loader: state of this rank's loader.
@@ -155,17 +155,13 @@ class Ledger:
         """
         timings = self._epoch
         self._epoch = []
-        long_enough = _seconds(timings) > SHORT_EPOCH
-        seen = slowest(gather(self._observation(timings, loader) if long_enough else None))
-        return diagnose(seen).sentences if seen is not None else []
+        return self._verdict(timings, SHORT_EPOCH, loader, gather)
 
     def run_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
         """Judge this start; arguments as for `epoch_verdict`."""
-        long_enough = _seconds(self._run) >= SHORT_RUN
-        seen = slowest(gather(self._observation(self._run, loader) if long_enough else None))
-        if seen is None:
-            return [f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"]
-        return diagnose(seen).sentences
+        return self._verdict(self._run, SHORT_RUN, loader, gather) or [
+            f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"
+        ]
 
     def balance(self) -> dict[str, Any]:
         """Seconds over all starts for summary.json: total, lost by kind, and training's share."""
@@ -201,6 +197,13 @@ class Ledger:
         images = sum(self.spent.get(f"{kind} images", 0.0) for kind in kinds)
         seconds = sum(self.spent.get(f"{kind} seconds", 0.0) for kind in kinds)
         return images / seconds if seconds else 0.0
+
+    def _verdict(
+        self, timings: list[Timing], shortest: float, loader: LoaderState, gather: Gather
+    ) -> list[str]:
+        long_enough = _seconds(timings) >= shortest
+        seen = slowest(gather(self._observation(timings, loader) if long_enough else None))
+        return diagnose(seen).sentences if seen is not None else []
 
     def _observation(self, timings: list[Timing], loader: LoaderState) -> Observation:
         """Means over time: an interval counts by its seconds."""

@@ -70,10 +70,8 @@ class Meter:
         """End an interval with step `step`: start the copy of its sums to the host."""
         self._host.copy_(self.world.sum(self._total), non_blocking=True)
         self._total.zero_()
-        copied = None
-        if self.world.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
+        on_gpu = self.world.device.type == "cuda"
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
         self._sent = (step, self._steps, lr, copied)
         self._steps = 0
 

@@ -116,8 +116,16 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             UserError: the folder holds something else.
         """
         with self._usable():
-            if self.path.exists():
-                self._refuse_foreign()
+            if not self.path.exists():
+                return
+            if not self.path.is_dir():
+                raise UserError(f"run.dir={self.path}: is a file; give a folder")
+            content = {p.name for p in self.path.iterdir()}
+            if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+                raise UserError(
+                    f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
+                    "own"
+                )
 
     def stored_identity(self) -> dict[str, Any]:
         """Return the identity in the checkpoint that `open` would resume, or nothing.
@@ -355,15 +363,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             raise UserError(
                 f"run.dir={self.path}: cannot be used: {error.strerror}; give a writable folder"
             ) from None
-
-    def _refuse_foreign(self) -> None:
-        if not self.path.is_dir():
-            raise UserError(f"run.dir={self.path}: is a file; give a folder")
-        content = {p.name for p in self.path.iterdir()}
-        if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-            raise UserError(
-                f"run.dir={self.path}: holds files that are not of a run; give a folder of its own"
-            )
 
     def _claim(self) -> None:
         """Lock the folder. The kernel releases the lock when the process ends, however it ends."""

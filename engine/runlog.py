@@ -113,8 +113,7 @@ class RunLog:
 
     def tuned(self, answer: Answer | None, lines: Sequence[str]) -> None:
         """Report what loader.workers=auto has measured, and keep the rate of the step alone."""
-        for number, line in enumerate(lines):
-            self.say(f"{'' if number else 'autotune':<8} {line}")
+        self.say(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
         if answer is None:
             return
         self._step_alone = answer.demand * self.world.size
@@ -259,9 +258,12 @@ class RunLog:
             "seconds_left": images_left / times["images_per_second"],
         }
         pool = self.feed.train.loader.pool
-        host = host_figures(pool.pids, self.plan.loader.memory.pinned)
-        gpu = {**self.monitor.read(), **allocator_figures(self.world.device)}
-        self.tracker.train_row(row, {**gpu, **host})
+        figures = {
+            **self.monitor.read(),
+            **allocator_figures(self.world.device),
+            **host_figures(pool.pids, self.plan.loader.memory.pinned),
+        }
+        self.tracker.train_row(row, figures)
         pool.warn_about_slow_workers()
 
     # At the end

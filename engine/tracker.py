@@ -329,8 +329,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
                     traced = torch.jit.trace(build().eval(), image, check_trace=False)
                     self._board.add_graph(traced, image)
         except Exception as error:
-            kind = type(error).__name__
-            logger.debug("no graph: the model cannot be traced (%s: %s)", kind, error)
+            reason = f"{type(error).__name__}: {error}"
+            logger.debug("no graph: the model cannot be traced (%s)", reason)
 
     def hyperparameters(
         self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
@@ -375,9 +375,10 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         curves = self.folder / "tensorboard"
         if curves.is_dir():
             rows["curves"] = f"tensorboard --logdir {shlex.quote(str(curves))}"
-        rows["best"] = "no checkpoint was validated"
-        if summary.get("best_checkpoint"):
-            rows["best"] = f"{self.folder / 'checkpoints' / summary['best_checkpoint']}"
+        best = summary.get("best_checkpoint")
+        rows["best"] = (
+            f"{self.folder}/checkpoints/{best}" if best else "no checkpoint was validated"
+        )
         self.say("", *(f"{name:<9} {text}" for name, text in rows.items()))
 
     def __exit__(self, *_: object) -> None:
@@ -432,9 +433,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         try:
             return call(*arguments)
         except Exception as error:
-            remedy = ""
-            if isinstance(error, ModuleNotFoundError) and error.name:
-                remedy = f"; pip install {error.name}"
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            remedy = f"; pip install {missing}" if missing else ""
             logger.warning(
                 "%s cannot be written (%s: %s); training continues without it%s",
                 name,
