@@ -410,8 +410,7 @@ def tune_loader(
 
 def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 the user's mistake, 128 + signal."""
-    leads = int(os.environ.get("RANK", 0)) == 0
-    level = logging.INFO if leads else logging.ERROR
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=True)
     try:
         summary = train(config)

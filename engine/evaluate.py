@@ -120,8 +120,8 @@ class Mistakes:
         if not self._kept:
             return torch.zeros(0, 3, 1, 1), []
         losses, labels, predictions = (tensor.tolist() for tensor in self._kept[:3])
-        rows = list(zip(labels, predictions, losses, strict=True))
-        rows = [row for row in rows if row[0] >= 0]  # rows that fill up a batch come last
+        # Rows that fill up a batch come last.
+        rows = [row for row in zip(labels, predictions, losses, strict=True) if row[0] >= 0]
         return self._kept[3][: len(rows)], rows
 
 

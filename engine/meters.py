@@ -54,10 +54,11 @@ class Meter:
         """
         if not self._names:
             device = self.world.device
-            shape = len(values)
             self._names = list(values)
-            self._total = torch.zeros(shape, dtype=torch.float64, device=device)
-            self._host = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+            self._total = torch.zeros(len(values), dtype=torch.float64, device=device)
+            self._host = torch.zeros(
+                len(values), dtype=torch.float64, pin_memory=device.type == "cuda"
+            )
         if list(values) != self._names:
             raise ValueError(
                 f"train_step returned {', '.join(values)}; earlier steps returned "

@@ -306,10 +306,8 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
     and ResNet-50 ended with a validation loss of 168,212. The advised learning rate is scaled with
     the batch (arXiv 1706.02677).
     """
-    better = SMALL_BATCH
-    while 2 * better * GOOD_STEPS <= train_images:
-        better *= 2
-    better = -(-better // world_size) * world_size
+    power_of_two = 2 ** int(math.log2(train_images / GOOD_STEPS))
+    better = -(-max(SMALL_BATCH, power_of_two) // world_size) * world_size
     steps = train_images / batch_size
     if steps >= FEW_STEPS or better >= batch_size:
         return []

@@ -50,10 +50,8 @@ class StepProfiler:
     def start(self, step: int) -> None:
         """Start the profile with this step; waits for the device."""
         self._wait_for_device()
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, acc_events=True)
+        gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._first = step
         self._profile.start()
 

@@ -132,11 +132,10 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if path.exists():
             kept = []
             for line in path.read_text(errors="replace").splitlines():
-                try:
+                # A killed process leaves an incomplete line.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # an incomplete line of a killed process
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
@@ -212,9 +211,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         )
         if "top1_raw" in row:
             text += f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %"
-        if best:
-            text += "  best so far"
-        self._table_line(row, text)
+        self._table_line(row, text + ("  best so far" if best else ""))
 
     def _table_line(self, row: dict[str, Any], rest: str) -> None:
         """Print a line of the table, with the header above the first line."""
@@ -259,10 +256,11 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             return
         count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
         pixels = _pixels(images[:count], scale, shift)
-        ready = None
-        if pixels.is_cuda:
-            ready = torch.cuda.Event(blocking=True)
-            ready.record()
+        ready = (
+            torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+            if pixels.is_cuda
+            else None
+        )
         self._pending = step, self._executor.submit(_encode_grid, tag, pixels, ready)
 
     def _write_pending(self, *, wait: bool = False) -> None:
