@@ -246,10 +246,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             "config": self._values(),
             "made_by": checkpoint.provenance(),
         }
-        keep = self.config.checkpoint.keep
         best = int(state.best["step"]) if state.best else None
         self.world.agree(
-            lambda: checkpoint.save(self.checkpoints, content, keep=keep, best_step=best)
+            lambda: checkpoint.save(
+                self.checkpoints, content, keep=self.config.checkpoint.keep, best_step=best
+            )
         )
 
     def _find(self) -> _Found | None:
