@@ -392,7 +392,11 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
     def _write(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         if self._rows is not None:
             content = {**row, **{tag.replace("/", "_"): value for tag, value in figures.items()}}
-            line = json.dumps(_rounded(content)) + "\n"
+            rounded = {
+                key: float(f"{value:.6g}") if isinstance(value, float) else value
+                for key, value in content.items()
+            }
+            line = json.dumps(rounded) + "\n"
             self._guard("metrics.jsonl", self._rows.write, line)
         self._write_pending()
         tags = {
@@ -543,7 +547,3 @@ def _draw_mistakes(
     title = f"top-1 of each class, {when}"
     drawn["val/per_class"] = pictures.per_class(title, seen, hits, classes)
     return drawn
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}
