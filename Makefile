@@ -78,7 +78,8 @@ test: env  ## the tests that take seconds each
 # A test file that can start a process or train imports one of these modules.
 quick: env  ## the test files that start no process and do not train: under a minute
 	@$(RUN) -m pytest -q $(ARGS) \
-	    $$(grep -rLE '^(import|from) (subprocess|train|scripts|pipeline\.(build|loader))( |\.|$$)' tests --include='test_*.py')
+	    $$(grep -rLE '^(import|from) (subprocess|train|scripts|pipeline\.(build|feed|loader)|tests.*small_run)( |\.|$$)' \
+	        tests --include='test_*.py')
 
 soak: env  ## the tests that `make test` leaves out, to stay short
 	@$(RUN) -m pytest -q -m slow $(ARGS)

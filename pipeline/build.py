@@ -134,7 +134,7 @@ def _check_layout(root: Path, data: Data) -> None:
     parent = Path(os.path.abspath(root)).parent
 
     def holds_splits(folder: Path) -> bool:
-        return all(os.path.isdir(folder / split) for split in splits)
+        return all(os.path.exists(folder / split) for split in splits)
 
     if holds_splits(root):
         return

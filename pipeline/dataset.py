@@ -77,7 +77,11 @@ class Dataset(ABC):
 
 
 class FileDataset(Dataset):
-    """A dataset that decodes files; `name` is the path of a file."""
+    """A dataset that decodes image files."""
+
+    @abstractmethod
+    def read(self, index: int) -> bytes:
+        """Return the content of a file."""
 
     @abstractmethod
     def time_decoding(self, index: int, data: bytes) -> float:
@@ -126,7 +130,7 @@ class FolderDataset(FileDataset):
             BadImageError: the file cannot be read, decoded or cropped.
         """
         with self._naming_file(index):
-            picture = decode.open_picture(self._read(index), self.decoder)
+            picture = decode.open_picture(self.read(index), self.decoder)
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, int(self.index.labels.array[index])
 
@@ -137,7 +141,7 @@ class FolderDataset(FileDataset):
             BadImageError: the file cannot be read.
         """
         with self._naming_file(index):
-            data = self._read(index)
+            data = self.read(index)
             picture = open_noted(data)
             if picture is None:
                 return None
@@ -170,19 +174,11 @@ class FolderDataset(FileDataset):
     @cached_property
     def _sizes(self) -> list[int]:
         """Sizes in bytes of up to 256 files spread over the split; 0 for a missing file."""
-
-        def size(path: str) -> int:
-            try:
-                return os.stat(path).st_size
-            except FileNotFoundError:
-                return 0
-
         places = np.linspace(0, len(self) - 1, min(len(self), 256)).astype(int)
-        return [size(self.index.path(place)) for place in places]
+        return [self.index.size(place) for place in places]
 
-    def _read(self, index: int) -> bytes:
-        with open(self.index.path(index), "rb") as file:
-            return file.read()
+    def read(self, index: int) -> bytes:
+        return self.index.read(index)
 
     @contextmanager
     def _naming_file(self, index: int) -> Iterator[None]:

@@ -68,6 +68,18 @@ class Index:
         start, stop = self.offsets.array[i : i + 2]
         return os.path.join(self.root, os.fsdecode(self.paths.array[start:stop].tobytes()))
 
+    def read(self, i: int) -> bytes:
+        """Return the content of a file. Override it for images that are not in a file system."""
+        with open(self.path(i), "rb") as file:
+            return file.read()
+
+    def size(self, i: int) -> int:
+        """Return the size of a file in bytes; 0 if there is no such file."""
+        try:
+            return os.stat(self.path(i)).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return 0
+
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the root."""
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))

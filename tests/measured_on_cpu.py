@@ -1,6 +1,7 @@
-"""train.py with `loader.workers=auto` measured on a CPU too, for test_auto_workers.py: `measured_on_cpu.py folder overrides...`
+"""train.py that also measures loader.workers=auto on a CPU, for test_auto_workers.py.
 
-Each rank writes to the folder that it begins to measure, and what it has found.
+Usage: `measured_on_cpu.py folder overrides...`. In the folder, each rank creates a file when it
+begins to measure, and writes its results.
 """
 
 import json
@@ -20,7 +21,7 @@ def main(folder: Path, overrides: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
     settle = autotune.settle
 
-    def noted(tuner: autotune.Tuner, *arguments: Any, **options: Any) -> Any:
+    def recorded(tuner: autotune.Tuner, *arguments: Any, **options: Any) -> Any:
         (folder / f"measuring-{rank}").touch()
         answer, lines = settle(tuner, *arguments, **options)
         assert answer is not None, lines
@@ -32,14 +33,13 @@ def main(folder: Path, overrides: list[str]) -> int:
         (folder / f"found-{rank}.json").write_text(json.dumps(found))
         return answer, lines
 
-    autotune.settle = noted
-    plan.why_not_measured, autotune.FEWEST_BATCHES = lambda *_: None, 0
+    autotune.settle = recorded
+    plan.why_not_measured = lambda *_: None
+    autotune.FEWEST_BATCHES = 0
     autotune.MEASURE_SECONDS = 0.3
-    machine.cores, machine.threads_per_core, machine.cpu_quota = (
-        lambda: 4,
-        lambda: 1,
-        lambda: math.inf,
-    )
+    machine.cores = lambda: 4
+    machine.threads_per_core = lambda: 1
+    machine.cpu_quota = lambda: math.inf
     return train.main(cli.load(overrides))
 
 

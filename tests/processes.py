@@ -1,5 +1,6 @@
 """Functions to observe processes, for tests that kill them."""
 
+import contextlib
 import subprocess
 import time
 from collections.abc import Callable
@@ -32,6 +33,20 @@ def descendants(pid: int) -> set[int]:
     except (FileNotFoundError, ProcessLookupError):
         return set()
     return {*own, *(d for child in own for d in descendants(child))}
+
+
+def family(pid: int) -> set[int]:
+    """Return the running ones of a process, the members of its session, and their descendants."""
+    relatives = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process ended in the meantime
+            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            if state not in "ZX":
+                relatives[int(stat.parent.name)] = {int(parent), int(session)}
+    found = {pid}
+    while more := {one for one in relatives if one not in found and relatives[one] & found}:
+        found |= more
+    return found & relatives.keys()
 
 
 def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None) -> None:

@@ -1,9 +1,9 @@
-"""The whole program with `loader.workers=auto`: measuring leaves no trace in what is trained, and no process.
+"""train.py with loader.workers=auto: the measurement changes no weights and leaves no process.
 
-On a CPU nothing is measured. Here it is, on a machine that says it has four cores, with every measurement cut short.
+On a CPU, train.py does not measure. These tests force it to, with four simulated cores and short
+measurements.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -19,7 +19,6 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
-from conf import cli
 from conf.schema import Config
 from engine import ledger
 from engine.distributed import World
@@ -28,24 +27,13 @@ from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
 from pipeline.sizing import autotune, machine, plan
 from pipeline.sizing.diagnosis import Observation
+from tests import small_run
 from tests.answers import ANSWER
-from tests.processes import HANGS_SECONDS, wait_until
+from tests.processes import HANGS_SECONDS, family, wait_until
 from tests.results import rows, same, stored
 
 ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
-# 36 images in batches of 8: 9 steps, validated after 5 and 9.
-BASE = [
-    "recipe=demo",
-    "data=folder",
-    "data.image_size=32",
-    "loader.batch_size=8",
-    "loader.workers=auto",
-    "train.epochs=2",
-    "train.device=cpu",
-    "log.every_steps=1",
-    "log.tensorboard=false",
-]
 ADAMW = [
     "optim=adamw",
     "optim.lr=0.001",
@@ -53,15 +41,13 @@ ADAMW = [
     "optim.clip_norm=1",
     "augment.batch=[{mixup: {alpha: 0.4}}]",
 ]
-BUDGET, MOST = (
-    3,
-    6,
-)  # workers: of four cores one is left to the training process; there is room for twice as many
+BUDGET = 3  # workers: of four cores, the training process keeps one
+MOST = 6  # workers for which buffers are allocated
 
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As on a GPU that has never seen this work."""
+    """Measure as on a GPU, without remembered results."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(plan, "why_not_measured", lambda *_: None)
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 0)
@@ -72,7 +58,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
-    return cli.load([*BASE, f"data.root={root}", f"run.dir={folder}", *overrides])
+    return small_run.compose(root, folder, "loader.workers=auto", *overrides)
 
 
 def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
@@ -80,15 +66,10 @@ def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
 
 
 def command(notes: Path, root: Path, folder: Path, *overrides: str) -> list[str]:
-    """The command line of such a machine; what it finds is in `notes`."""
-    return [
-        str(Path(__file__).with_name("measured_on_cpu.py")),
-        str(notes),
-        *BASE,
-        f"data.root={root}",
-        f"run.dir={folder}",
-        *overrides,
-    ]
+    """Return the command line of a run that measures; it writes its results to `notes`."""
+    script = str(Path(__file__).with_name("measured_on_cpu.py"))
+    arguments = small_run.overrides_of(root, folder, "loader.workers=auto", *overrides)
+    return [sys.executable, script, str(notes), *arguments]
 
 
 @pytest.fixture
@@ -97,33 +78,17 @@ def environment() -> dict[str, str]:
 
 
 def result(folder: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """The state that was stored last and the validations, without what the clock says."""
+    """Return the newest stored state and the validation rows, without durations."""
     return stored(folder), rows(folder, "val")
 
 
-def running(process: int) -> set[int]:
-    """A process and its descendants, those that have ended left out."""
-    relatives = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                relatives[int(stat.parent.name)] = int(parent)
-    found = {process}
-    while more := {
-        pid for pid, parent in relatives.items() if parent in found and pid not in found
-    }:
-        found |= more
-    return found & relatives.keys()
-
-
 def answer(workers: int) -> autotune.Answer:
-    """Such as a start before this one may have found."""
+    """Return an answer of an earlier start."""
     return replace(ANSWER, workers=workers, prefetch_factor=2, pin_memory=False, budget=BUDGET)
 
 
 def tuning(console: str) -> list[str]:
-    """What was said of the measuring; it must stand before the first step."""
+    """Return the lines about the measurement; they must come before the first step."""
     before, header, _ = console.partition(f"{'epoch':>10} {'step':>9}")
     assert header, "no step was logged"
     lines = before.splitlines()
@@ -131,18 +96,18 @@ def tuning(console: str) -> list[str]:
     return [line[9:] for line in lines[first:]]
 
 
-def test_nothing_is_changed_by_measuring(
+def test_the_measurement_does_not_change_the_result(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """And what was found once is remembered, until it is asked for again."""
+    """The answer is remembered until autotune.refresh."""
     expected = [
         run(image_root, tmp_path / name, f"loader.workers={name}")["params_sha256"] for name in "01"
     ]
-    processes = running(os.getpid())  # the forkserver stays
+    processes = family(os.getpid())  # the forkserver stays
     assert expected[0] == expected[1]
     expected_result = result(tmp_path / "1")
 
-    found, said = [], []
+    answers, printed = [], []
     for name, options in (
         ("measured", ["log.tensorboard=true"]),
         ("remembered", []),
@@ -151,15 +116,15 @@ def test_nothing_is_changed_by_measuring(
         capfd.readouterr()
         assert run(image_root, tmp_path / name, *options)["params_sha256"] == expected[1], name
         assert same(result(tmp_path / name), expected_result), name
-        assert running(os.getpid()) == processes, name
-        found.append(json.loads((tmp_path / name / "autotune.json").read_text()))
-        said.append(tuning(capfd.readouterr().out))
+        assert family(os.getpid()) == processes, name
+        answers.append(json.loads((tmp_path / name / "autotune.json").read_text()))
+        printed.append(tuning(capfd.readouterr().out))
 
-    measured, remembered, again = found
+    measured, remembered, again = answers
     assert remembered == measured
     assert again["seconds"] != measured["seconds"]
-    assert [lines[-1].split(" ")[0] for lines in said] == ["measured", "remembered;", "measured"]
-    for kept, lines in zip(found, said, strict=True):
+    assert [lines[-1].split(" ")[0] for lines in printed] == ["measured", "remembered;", "measured"]
+    for kept, lines in zip(answers, printed, strict=True):
         assert kept["tried"] and kept["rate"] > 0
         assert 1 <= kept["workers"] <= MOST and kept["budget"] == BUDGET and kept["batch_size"] == 8
         assert kept["supply"]["workers"] == plan.PROBE_WORKERS
@@ -174,7 +139,7 @@ def test_nothing_is_changed_by_measuring(
     assert "the step takes " in text
 
 
-def test_the_verdict_is_of_all_ranks_and_knows_what_the_step_takes_alone(
+def test_the_verdict_uses_all_ranks_and_the_measured_step_time(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gathered: list[Any] = []
@@ -187,39 +152,37 @@ def test_the_verdict_is_of_all_ranks_and_knows_what_the_step_takes_alone(
     assert [one.step_alone for one in seen] == [demand] * 3  # two epochs, and the run
 
 
-def test_nothing_is_changed_by_measuring_when_resumed(
+def test_the_measurement_does_not_change_a_resumed_run(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Moments and the average are there, or not yet, when the measured steps are taken."""
+    """With and without moments and an average when the measurement starts."""
     whole = run(image_root, tmp_path / "whole", *ADAMW, "loader.workers=1")
     for part in (["train.max_steps=3"], ["autotune.refresh=true"]):
         capfd.readouterr()
         summary = run(image_root, tmp_path / "parts", *ADAMW, *part)
         assert tuning(capfd.readouterr().out)[-1].startswith("measured in ")
     assert summary["params_sha256"] == whole["params_sha256"]
-    (state, validated), (expected_state, expected) = (
-        result(tmp_path / "parts"),
-        result(tmp_path / "whole"),
-    )
+    state, validated = result(tmp_path / "parts")
+    expected_state, expected = result(tmp_path / "whole")
     assert same({**state, "best": 0}, {**expected_state, "best": 0})
     assert [row["step"] for row in validated] == [3, 5, 9] and validated[1:] == expected
 
 
-def test_remembered_number_has_room(
+def test_remembered_number_of_workers_is_limited_by_memory(
     image_root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """There may be less memory than at the last start."""
+    """Less memory may be free than at the last start."""
     sizes = []
     resize = WorkerPool.resize
 
-    def noted(pool: WorkerPool, workers: int) -> None:
+    def recorded(pool: WorkerPool, workers: int) -> None:
         resize(pool, workers)
         sizes.append(len(pool.workers))
 
-    monkeypatch.setattr(WorkerPool, "resize", noted)
+    monkeypatch.setattr(WorkerPool, "resize", recorded)
     monkeypatch.setattr(autotune, "recall", lambda _: answer(MOST + 2))
     run(image_root, tmp_path / "run", "train.max_steps=1")
     assert sizes == [MOST]
@@ -230,7 +193,7 @@ def test_remembered_number_has_room(
     )
 
 
-def test_few_steps_are_not_worth_measuring(
+def test_too_few_steps_for_a_measurement(
     image_root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -242,16 +205,15 @@ def test_few_steps_are_not_worth_measuring(
         ("7", "the step takes "),
     ):
         capfd.readouterr()
-        run(
-            image_root, tmp_path / "run", f"train.max_steps={steps}"
-        )  # the second goes on after the first's three
+        # The second run resumes at step 3.
+        run(image_root, tmp_path / "run", f"train.max_steps={steps}")
         assert tuning(capfd.readouterr().out)[0].startswith(first_line)
 
 
-def test_unreadable_file_among_those_that_are_measured(
+def test_unreadable_file_during_the_measurement(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """It is training's business, if training comes to it."""
+    """It is an error only when training reads it."""
     root = shutil.copytree(image_root, tmp_path / "images")
     index = load_index(root / "train", key="data.train")
     order = TrainSampler(num_samples=36, batch_size=8, seed=0)
@@ -260,7 +222,7 @@ def test_unreadable_file_among_those_that_are_measured(
     broken.write_bytes(broken.read_bytes()[:2000])
 
     one = run(root, tmp_path / "one", "train.max_steps=3", "loader.workers=1")
-    processes = running(os.getpid())
+    processes = family(os.getpid())
     capfd.readouterr()
     auto = run(root, tmp_path / "auto", "train.max_steps=3")
     (line,) = tuning(capfd.readouterr().out)
@@ -268,27 +230,27 @@ def test_unreadable_file_among_those_that_are_measured(
     assert auto["params_sha256"] == one["params_sha256"]
     assert not (tmp_path / "auto" / "autotune.json").exists()
     assert not [*(tmp_path / "cache").rglob("autotune/*")]
-    assert running(os.getpid()) == processes
+    assert family(os.getpid()) == processes
 
-    assert train.main(compose(root, tmp_path / "longer")) == 1  # training does come to it
+    assert train.main(compose(root, tmp_path / "longer")) == 1  # training reads it
     assert f"train.py: {broken}: " in capfd.readouterr().err
-    assert running(os.getpid()) == processes
+    assert family(os.getpid()) == processes
 
 
-def test_signal_while_measuring(
+def test_signal_during_the_measurement(
     image_root: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """A checkpoint, and 128 + signal, as at any other time."""
-    arguments = [sys.executable, *command(tmp_path, image_root, tmp_path / "run")]
+    """A checkpoint and the exit status 128 + signal, as at any other time."""
+    arguments = command(tmp_path, image_root, tmp_path / "run")
     with subprocess.Popen(
         arguments, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as process:
         wait_until((tmp_path / "measuring-0").exists, process)
-        family = running(process.pid)
-        assert len(family) > 1
+        processes = family(process.pid)
+        assert len(processes) > 1
         os.killpg(process.pid, signal.SIGTERM)
         process.communicate(timeout=HANGS_SECONDS)
-    wait_until(lambda: not any(running(pid) for pid in family))
+    wait_until(lambda: not any(map(family, processes)))
     assert process.returncode == 128 + signal.SIGTERM
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
@@ -308,20 +270,12 @@ def test_signal_while_measuring(
 def test_ranks_choose_together(
     image_root: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    """One number, within what is one rank's of the cores; and the steps of the measuring leave no trace in any.
+    """All ranks get the same number, within one rank's share of the cores, and the same weights.
 
-    Three, for sums of two round alike in any order.
+    There are three ranks because a sum of two numbers does not depend on their order.
     """
     ranks, hashes = 3, {}
     for workers in ("auto", "1"):
-        launcher = [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(ranks),
-        ]
         arguments = command(
             tmp_path,
             image_root,
@@ -331,7 +285,7 @@ def test_ranks_choose_together(
             f"loader.workers={workers}",
         )
         done = subprocess.run(
-            [*launcher, *arguments],
+            small_run.torchrun(arguments, ranks),
             env=environment,
             capture_output=True,
             text=True,
@@ -345,13 +299,13 @@ def test_ranks_choose_together(
             assert tuning(done.stdout)[-1].startswith("measured in ")
             assert done.stdout.count("the step takes ") == 1
 
-    everyones = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(ranks)]
-    assert json.loads((tmp_path / "auto" / "autotune.json").read_text()) == everyones[0]["answer"]
-    for found in everyones:
+    by_rank = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+    assert json.loads((tmp_path / "auto" / "autotune.json").read_text()) == by_rank[0]["answer"]
+    for found in by_rank:
         answer, supply = found["answer"], found["answer"]["supply"]
-        assert found["workers"] == answer["workers"] == everyones[0]["workers"]
+        assert found["workers"] == answer["workers"] == by_rank[0]["workers"]
         assert answer["budget"] == 1 and answer["batch_size"] == 12 // ranks
-        # Only workers that wait for storage more than they compute leave room for another.
+        # Only workers that wait for storage longer than they compute leave time for another one.
         assert (
             1
             <= found["workers"]

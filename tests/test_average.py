@@ -9,10 +9,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 import train
-from conf import cli
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from tests.results import rows, stored
+from tests.small_run import compose
 
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 
@@ -21,19 +21,13 @@ def test_average_and_raw_model_are_validated(
     image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each result equals an evaluation of the stored weights, one image at a time."""
-    config = cli.load(
-        [
-            "recipe=demo",
-            "data=folder",
-            f"data.root={image_root}",
-            f"run.dir={tmp_path}",
-            "data.image_size=32",
-            "loader.batch_size=8",
-            "loader.workers=0",
-            "train.epochs=3",
-            "train.device=cpu",
-            "train.ema_decay=0.9999",
-        ]
+    config = compose(
+        image_root,
+        tmp_path,
+        "loader.workers=0",
+        "train.epochs=3",
+        "train.ema_decay=0.9999",
+        "log.tensorboard=true",
     )
     summary = train.train(config)
     row, state = rows(tmp_path, "val")[-1], stored(tmp_path)

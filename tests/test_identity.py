@@ -1,4 +1,4 @@
-"""A run directory holds one training: the effect of a second command in it, with the real program."""
+"""A run directory holds one training: the effect of a second command in it, with train.py."""
 
 import dataclasses
 import gzip
@@ -26,21 +26,10 @@ from pipeline.sizing import plan as loader_plan
 from pipeline.sizing.plan import choose_decoder, pixels_of
 from tests.processes import HANGS_SECONDS
 from tests.results import stored
+from tests.small_run import SMALL_RUN, torchrun
 
-ROOT = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
-BASE = [
-    "recipe=demo",
-    "data=folder",
-    "data.image_size=32",
-    "loader.batch_size=8",
-    "loader.workers=0",
-    "train.epochs=2",
-    "train.device=cpu",
-    "log.every_steps=1",
-    "log.tensorboard=false",
-    "run.name=one",
-]
+BASE = [*SMALL_RUN, "loader.workers=0", "run.name=one"]
 Answer = tuple[int, str, str]
 Program = Callable[..., Answer]
 
@@ -428,17 +417,9 @@ def test_ranks_with_other_values_are_refused() -> None:
 
 
 def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        str(ROOT / "train.py"),
-    ]
+    arguments = [sys.executable, train.__file__, *BASE, f"data.root={image_root}", *overrides]
     return subprocess.run(
-        [*launcher, *BASE, f"data.root={image_root}", *overrides],
+        torchrun(arguments, ranks=2),
         cwd=folder,
         capture_output=True,
         text=True,

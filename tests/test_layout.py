@@ -1,4 +1,4 @@
-"""The layout that others rely on: which way imports point, what is never called, and which keys there are."""
+"""The structure of the program: directions of imports, banned calls, and the list of keys."""
 
 import ast
 import subprocess
@@ -11,7 +11,7 @@ import pytest
 from conf.overrides import KEYS
 
 ROOT = Path(__file__).parents[1]
-# package -> what of this project it may import, besides itself
+# package -> modules of this project that it may import, in addition to itself
 ALLOWED = {
     "conf": [],
     "pipeline": ["conf.schema", "conf.packages"],
@@ -40,12 +40,12 @@ PROGRAM = {name: path for name, path in SOURCES.items() if not name.startswith("
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Dotted names that a file imports anywhere in it; `from a import b` gives a.b, for b may be a module."""
+    """Dotted names that a file imports; `from a import b` gives a.b, because b may be a module."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: imports are written in full"
+            assert node.level == 0, f"{path}: use absolute imports"
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
@@ -57,28 +57,22 @@ def within(name: str, packages: list[str]) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
-def test_all_of_the_program_is_seen() -> None:
-    assert {
-        "train",
-        "conf.schema",
-        "conf.cli",
-        "pipeline.loader",
-        "models.zoo",
-        "engine.state",
-    } <= set(PROGRAM)
+def test_all_modules_are_found() -> None:
+    expected = {"train", "conf.schema", "conf.cli", "pipeline.loader", "models.zoo", "engine.state"}
+    assert expected <= set(PROGRAM)
     outside = [p for p in ROOT.glob("*.py") if p.name != "train.py"]
     assert outside == []
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_imports_point_one_way(name: str) -> None:
+def test_imports_have_one_direction(name: str) -> None:
     package = name.split(".")[0]
     for imported in imports(SOURCES[name]):
         if imported.split(".")[0] in ALLOWED:
             assert within(imported, [package, *ALLOWED[package]]), f"{name} imports {imported}"
 
 
-def test_no_two_modules_import_each_other() -> None:
+def test_no_circular_imports() -> None:
     modules = {
         name: list(imports(path)) for name, path in SOURCES.items() if path.name != "__init__.py"
     }
@@ -92,12 +86,12 @@ def test_no_two_modules_import_each_other() -> None:
     }
     while graph:
         leaves = {name for name, found in graph.items() if not found & graph.keys()}
-        assert leaves, f"in a circle: {sorted(graph)}"
+        assert leaves, f"circular imports: {sorted(graph)}"
         graph = {name: found for name, found in graph.items() if name not in leaves}
 
 
 def loaded_by(statement: str) -> set[str]:
-    """Top-level modules in a fresh interpreter after a statement."""
+    """Return the top-level modules of a new interpreter after a statement."""
     code = f"{statement}\nimport sys\nprint(*{{name.split('.')[0] for name in sys.modules}})"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
@@ -115,7 +109,7 @@ def test_conf_works_without_torch() -> None:
     )
 
 
-def test_what_is_slow_or_optional_is_imported_when_used() -> None:
+def test_slow_and_optional_packages_are_imported_when_used() -> None:
     loaded = loaded_by("import train")
     assert {"torch", "pipeline", "models", "engine"} <= loaded
     assert loaded.isdisjoint(
@@ -130,7 +124,7 @@ def test_workers_do_not_import_the_models() -> None:
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_modules_are_named_for_what_they_hold(name: str) -> None:
+def test_modules_have_specific_names(name: str) -> None:
     parts = {word for part in name.split(".") for word in part.removeprefix("test_").split("_")}
     assert parts.isdisjoint(
         {"utils", "util", "utilities", "helpers", "helper", "common", "misc", "tools"}
@@ -138,7 +132,7 @@ def test_modules_are_named_for_what_they_hold(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAM)
-def test_nothing_named_in_a_config_or_found_in_a_file_is_executed(name: str) -> None:
+def test_no_code_from_a_config_or_a_file_is_executed(name: str) -> None:
     banned = {
         "pickle",
         "cPickle",
@@ -175,7 +169,7 @@ def test_no_config_file_names_code() -> None:
 
 
 def test_environment_variables() -> None:
-    """What is read decides where this process stands among others or where a cache lies, never what is trained."""
+    """Variables give the rank of this process and the cache folder; none affects the result."""
     read = set()
     for path in PROGRAM.values():
         for node in ast.walk(ast.parse(path.read_text())):
@@ -194,7 +188,7 @@ def test_environment_variables() -> None:
 
 
 def test_the_keys() -> None:
-    """The list is fixed, so that each new key is a decision."""
+    """The list is fixed, because a new key is a decision."""
     known = [
         "data.source",
         "data.root",

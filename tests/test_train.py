@@ -1,8 +1,8 @@
-"""The real train() and the real command line, end to end on small JPEG files.
+"""train() and its command line, end to end on small JPEG files.
 
-Faults come from outside: signals, broken files, a full disk, a console nobody reads. A training process whose console is a
-4 KiB pipe that nobody reads stands still after a known number of log lines; that is how a signal is sent at a known place
-without a word about time.
+Faults come from outside: signals, corrupt files, a full disk, a console that is not read. A process
+whose console is a pipe of 4 KiB that is not read blocks after a known number of log lines. A test
+can then send a signal at a known step, without depending on time.
 """
 
 import contextlib
@@ -43,25 +43,16 @@ from engine.state import TrainState, params_sha256
 from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
-from tests.processes import HANGS_SECONDS, is_running, wait_until
+from tests.processes import HANGS_SECONDS, family, is_running, wait_until
 from tests.results import check_not_trained, rows, same, stored
+from tests.small_run import SMALL_RUN, command, compose, run, torchrun
 
 REPOSITORY = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging", "every_picture")
-BASE = [
-    "recipe=demo",
-    "data=folder",
-    "data.image_size=32",
-    "loader.batch_size=8",
-    "loader.workers=1",
-    "train.epochs=2",
-    "train.device=cpu",
-    "log.every_steps=1",
-    "log.tensorboard=false",
-]
-# 36 images in batches of 8: 54 steps, validated after 32 and 54, a checkpoint besides after 35 (in the middle of an epoch).
+# 36 images in batches of 8: 54 steps, validated after steps 32 and 54. Another checkpoint is saved
+# after step 35, in the middle of an epoch.
 LONG = ["train.epochs=12", "train.validate_every_epochs=7", "checkpoint.every_steps=35"]
-# The console of a LONG run holds 38 log lines in any case and never all 54.
+# The console pipe always has room for 38 log lines of a LONG run, and never for all 54.
 STOP_AFTER_ROW = 38
 PLAIN_TAGS = {
     "train/loss",
@@ -77,40 +68,8 @@ PLAIN_TAGS = {
 }
 
 
-def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
-    return train.train(compose(root, folder, *overrides))
-
-
-def compose(root: Path, folder: Path, *overrides: str) -> Config:
-    return cli.load([*BASE, f"data.root={root}", f"run.dir={folder}", *overrides])
-
-
-def command(root: Path, folder: Path, *overrides: str) -> list[str]:
-    return [
-        sys.executable,
-        str(REPOSITORY / "train.py"),
-        *BASE,
-        f"data.root={root}",
-        f"run.dir={folder}",
-        *overrides,
-    ]
-
-
-def torchrun(root: Path, folder: Path, *overrides: str, ranks: int = 2) -> list[str]:
-    """The command line for several ranks."""
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-    ]
-    return launcher + command(root, folder, *overrides)[1:]
-
-
 def files(folder: Path) -> dict[str, tuple[int, int]]:
-    """Every file below a folder with what changes when somebody writes it."""
+    """Return the inode and modification time of every file below a folder."""
     found = [p for p in sorted(folder.rglob("*")) if p.is_file()]
     return {str(p.relative_to(folder)): (p.stat().st_ino, p.stat().st_mtime_ns) for p in found}
 
@@ -119,9 +78,14 @@ def files(folder: Path) -> dict[str, tuple[int, int]]:
 def stalled(
     arguments: Sequence[str], folder: Path, after_row: int, *, full: int = 0
 ) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
-    """A training process that has logged step `after_row`, whose console is full before step 54, and what lets it go on.
+    """Start a training process that blocks after logging step `after_row`, before step 54.
 
-    Of the console's 4 KiB, `full` bytes are taken from the start: a row takes 75.
+    Args:
+        full: bytes of the console's 4 KiB that are filled before the start. A row takes 75.
+
+    Yields:
+        The process; and a function that reads the console, waits for the end of the process and
+        returns the text.
     """
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
@@ -135,7 +99,7 @@ def stalled(
             json.loads(x)["step"] >= after_row for x in path.read_text().split("\n")[:-1]
         )
 
-    def let_go() -> str:
+    def read_console() -> str:
         drain.start()
         process.wait(HANGS_SECONDS)
         drain.join(HANGS_SECONDS)
@@ -145,7 +109,7 @@ def stalled(
         os.close(write)
         try:
             wait_until(logged, process)
-            yield process, let_go
+            yield process, read_console
         finally:
             for left in family(process.pid):
                 with contextlib.suppress(ProcessLookupError):
@@ -156,22 +120,8 @@ def stalled(
     os.close(read)
 
 
-def family(process: int) -> list[int]:
-    """The running processes among a process, its session, and all that descend from them."""
-    relatives = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if state not in "ZX":
-                relatives[int(stat.parent.name)] = {int(parent), int(session)}
-    found = {process}
-    while more := {pid for pid in relatives if pid not in found and relatives[pid] & found}:
-        found |= more
-    return sorted(found & relatives.keys())
-
-
 def ranks_of(launcher: int) -> list[int]:
-    """The processes torchrun started, by rank."""
+    """Return the processes that torchrun has started, ordered by rank."""
     found = {}
     for pid in family(launcher):
         with contextlib.suppress(OSError):
@@ -183,7 +133,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 
 class WaitingExecutor(ThreadPoolExecutor):
-    """Its work is done when `submit` returns."""
+    """An executor that has done the work when `submit` returns."""
 
     def submit(self, *arguments: Any, **named: Any) -> Future[Any]:
         future = super().submit(*arguments, **named)
@@ -193,7 +143,7 @@ class WaitingExecutor(ThreadPoolExecutor):
 
 @pytest.fixture(scope="module")
 def every_picture() -> Iterator[None]:
-    """An epoch here may be shorter than its picture takes to draw, and the tracker would leave out the next one."""
+    """Draw every picture: the tracker skips one while the previous one is still being drawn."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tracker, "ThreadPoolExecutor", WaitingExecutor)
         yield
@@ -212,7 +162,7 @@ def short(
 def straight(
     image_root: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, dict[str, Any]]:
-    """A run of 54 steps that nothing stops, and its summary."""
+    """An uninterrupted run of 54 steps, and its summary."""
     folder = tmp_path_factory.mktemp("straight") / "run"
     return folder, run(image_root, folder, *LONG, "log.tensorboard=true")
 
@@ -220,7 +170,7 @@ def straight(
 def check_continued(
     folder: Path, summary: dict[str, Any], straight: tuple[Path, dict[str, Any]]
 ) -> None:
-    """A run that was stopped ended as the one that never was; its rows are there once each, in order."""
+    """Check that a resumed run ended like an uninterrupted one, with each row once and in order."""
     assert summary["status"] == "finished"
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert same(stored(folder), stored(straight[0]))
@@ -233,7 +183,7 @@ def check_continued(
 
 
 def check_curves(folder: Path) -> EventAccumulator:
-    """TensorBoard shows what metrics.jsonl holds: each step once, rising, under the names of the design."""
+    """Check that TensorBoard holds the values of metrics.jsonl: each step once, in order."""
     board = EventAccumulator(
         str(folder / "tensorboard"), size_guidance={"scalars": 0, "images": 0, "tensors": 0}
     )
@@ -262,13 +212,13 @@ def check_curves(folder: Path) -> EventAccumulator:
     return board
 
 
-# The same seed gives the same model, whatever brings the images.
+# The same seed gives the same model, independent of the loader.
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["loader.workers=1"],  # the same again
+        ["loader.workers=1"],  # no change
         ["loader.workers=0"],
         ["loader.workers=2"],
         ["loader.workers=4"],
@@ -294,7 +244,7 @@ def test_another_seed(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
     assert summary["status"] == "finished" and summary["params_sha256"] != short[1]["params_sha256"]
 
 
-# What a run leaves behind.
+# The files of a run.
 
 
 def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
@@ -341,7 +291,7 @@ def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> 
     assert not list(folder.rglob("*.tmp"))
 
 
-def test_config_is_kept(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
+def test_config_is_stored(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = short
     kept = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
     assert OmegaConf.to_object(kept) == compose(image_root, folder, "log.tensorboard=true")
@@ -352,9 +302,8 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
     board = check_curves(folder)
     text = board.Tensors("config/text_summary")[0].tensor_proto.string_val[0].decode()
     assert "batch_size: 8" in text and f"dir: {folder}" in text
-    grids = board.Images(
-        "train/images"
-    )  # the first batch of each epoch, at the step that learns from it
+    # The first batch of each epoch, at the step that trains on it.
+    grids = board.Images("train/images")
     assert [(grid.step, grid.height, grid.width) for grid in grids] == [
         (1, 32, 8 * 32),
         (6, 32, 8 * 32),
@@ -365,7 +314,7 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
     assert len(list((folder / "tensorboard").iterdir())) == 1
 
 
-def test_hyperparameters_stand_beside_what_came_of_them(short: tuple[Path, dict[str, Any]]) -> None:
+def test_hyperparameters_and_final_metrics_are_logged(short: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = short
     board = check_curves(folder)
     start = board.PluginTagToContent("hparams")["_hparams_/session_start_info"]
@@ -393,10 +342,10 @@ def test_accuracy_of_each_class(short: tuple[Path, dict[str, Any]]) -> None:
     )
 
 
-def test_curves_are_on_disk_before_a_checkpoint_counts(
+def test_curves_are_on_disk_before_a_checkpoint_is_written(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kill right after it leaves no gap before the step that the next life begins with."""
+    """A kill right after a checkpoint leaves no gap in the curves of the resumed run."""
     write, save = RecordWriter.write, checkpoint.save
     seen = {}
 
@@ -425,10 +374,10 @@ def test_curves_are_on_disk_before_a_checkpoint_counts(
     assert seen == {2: [2], 4: [4], 5: [5, 5]}
 
 
-def test_validation_is_not_training(
+def test_validation_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """Nor is one at the beginning of a start, for which the start before was stopped too early."""
+    """This includes a validation that an earlier start missed."""
     evaluate = train.evaluate
     monkeypatch.setattr(train, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
@@ -444,8 +393,8 @@ def test_validation_is_not_training(
     check_not_trained(tmp_path / "run")
 
 
-def test_a_start_that_only_makes_up_for_a_validation(image_root: Path, tmp_path: Path) -> None:
-    """Its start counts, although no step was left to take."""
+def test_a_start_that_only_does_a_missing_validation(image_root: Path, tmp_path: Path) -> None:
+    """It counts as a start, although no step remains."""
     first = run(
         image_root,
         tmp_path / "run",
@@ -463,24 +412,24 @@ def test_a_start_that_only_makes_up_for_a_validation(image_root: Path, tmp_path:
     assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
 
 
-def test_the_end_of_an_epoch_is_not_training(
+def test_the_end_of_an_epoch_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
-    """What is said there, and workers that start."""
+    """The verdict of the epoch and the start of workers take time as well."""
     monkeypatch.setattr(Ledger, "epoch_verdict", lambda *_: jump() or [])
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
     check_not_trained(tmp_path / "run")
 
 
 def test_every_row_has_its_times(short: tuple[Path, dict[str, Any]]) -> None:
-    """Also of the step after which is validated, saved, or ended."""
+    """This includes steps before a validation, a checkpoint or the end."""
     train_rows = rows(short[0], "train")
     for key in ("copy_ms", "step_ms"):
         times = [row[key] for row in train_rows if key in row]
         assert len(times) == len(train_rows) and min(times) > 0
 
 
-def test_finished_run_is_left_alone(
+def test_finished_run_is_not_changed(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
@@ -493,7 +442,7 @@ def test_finished_run_is_left_alone(
     assert files(folder / "checkpoints") == before
     assert (folder / "metrics.jsonl").read_text() == metrics
 
-    # More epochs, once accepted, go on; with a constant learning rate that is the longer run.
+    # Accepted: more epochs. With a constant learning rate, the result equals that of a longer run.
     longer = run(image_root, folder, *options, "train.epochs=4", "checkpoint.accept_changes=true")
     once = run(image_root, tmp_path / "once", *options, "train.epochs=4")
     assert longer["step"] == once["step"] == 18
@@ -505,14 +454,14 @@ def test_finished_run_is_left_alone(
 def test_best_follows_top1(
     straight: tuple[Path, dict[str, Any]], image_root: Path, tmp_path: Path
 ) -> None:
-    """The best checkpoint is that of the highest top1, and a resume that makes it worse neither loses nor moves it."""
+    """The checkpoint with the highest top1 is the best; a resumed run that is worse keeps it."""
     folder = tmp_path / "run"
     first = run(image_root, folder, "train.epochs=8", "checkpoint.keep=1")
     val = rows(folder, "val")
-    best = max(val, key=lambda row: row["top1"])  # the first of equals
+    best = max(val, key=lambda row: row["top1"])  # the first of equal ones
     pointer = json.loads((folder / "checkpoints" / "best.json").read_text())
     assert pointer["step"] == best["step"] and first["best_top1"] == pytest.approx(best["top1"])
-    assert best["top1"] > 100 / 3 + 1, "nothing was learned: the rest would prove nothing"
+    assert best["top1"] > 100 / 3 + 1, "the model has not learned, so the test shows nothing"
     weights = checkpoint.load(folder / "checkpoints" / pointer["file"])
 
     second = run(
@@ -537,7 +486,7 @@ def test_best_follows_top1(
 
 
 def test_first_of_equal_validations_is_the_best(image_root: Path, tmp_path: Path) -> None:
-    """Without BatchNorm and with hardly a learning rate, every validation finds the same."""
+    """Without BatchNorm and with a tiny learning rate, all validations are equal."""
     options = [
         "model.name=squeezenet1_1",
         "data.image_size=64",
@@ -557,7 +506,10 @@ def test_first_of_equal_validations_is_the_best(image_root: Path, tmp_path: Path
 
 
 def test_learning_rate_of_every_step(straight: tuple[Path, dict[str, Any]]) -> None:
-    """Two epochs of linear warm-up (9 steps) to 0.2, then a cosine to 0 at the end of step 54 (arXiv 1812.01187)."""
+    """Linear warm-up to 0.2 in two epochs (9 steps), then a cosine to 0 at the end of step 54.
+
+    Source: arXiv 1812.01187.
+    """
     warmup = [0.2 * (step + 1) / 9 for step in range(9)]
     cosine = [0.2 * (1 + math.cos(math.pi * (step - 9) / (54 - 9))) / 2 for step in range(9, 54)]
     assert [row["lr"] for row in rows(straight[0], "train")] == pytest.approx(
@@ -565,20 +517,14 @@ def test_learning_rate_of_every_step(straight: tuple[Path, dict[str, Any]]) -> N
     )
 
 
-def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path) -> None:
-    """Each validation row is what the average in the checkpoint of that step gives, image by image."""
+def test_validation_uses_the_averaged_weights(image_root: Path, tmp_path: Path) -> None:
+    """Each validation row equals an evaluation of the average in the checkpoint of that step."""
     config = compose(image_root, tmp_path / "run", "train.ema_decay=0.9")
     train.train(config)
     val = build_datasets(config).val
-    images = torch.stack(
-        [torch.from_numpy(val[index][0]) for index in range(15)]
-    )  # uint8 [15, 32, 32, 3]
-    images = (
-        images.float()
-        .div(255)
-        .sub(torch.tensor([0.485, 0.456, 0.406]))
-        .div(torch.tensor([0.229, 0.224, 0.225]))
-    )
+    pixels = torch.stack([torch.from_numpy(val[index][0]) for index in range(15)])
+    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+    images = (pixels / 255 - mean) / std  # [15, 32, 32, 3]
     labels = torch.arange(3).repeat_interleave(5)
 
     def evaluated(weights: dict[str, torch.Tensor]) -> list[Any]:
@@ -599,12 +545,10 @@ def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path)
             "state"
         ]
         assert [row["loss"], row["top1"]] == evaluated(state["ema"])
-        assert row["loss"] != evaluated(state["model"])[0], (
-            "the average does not differ from the weights"
-        )
+        assert row["loss"] != evaluated(state["model"])[0], "the average equals the weights"
 
 
-# Stopped and gone on = never stopped.
+# A run that stops and resumes gives the result of an uninterrupted run.
 
 
 @pytest.mark.parametrize(
@@ -623,8 +567,8 @@ def test_validation_is_of_the_averaged_weights(image_root: Path, tmp_path: Path)
     ],
     ids=["momentum and average", "dropout, AdamW, average, mixup, cutmix", "dropout, no BatchNorm"],
 )
-def test_max_steps_and_on(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
-    overrides = [*overrides, "schedule.warmup_epochs=0.25"]  # the curve bends within these 9 steps
+def test_resume_after_max_steps(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
+    overrides = [*overrides, "schedule.warmup_epochs=0.25"]  # ends within these 9 steps
     whole = run(image_root, tmp_path / "whole", *overrides)
     part = run(image_root, tmp_path / "parts", *overrides, "train.max_steps=3")
     assert (part["status"], part["step"]) == ("finished", 3)
@@ -670,30 +614,30 @@ def test_sigkill(
     for tag in whole.Tags()["images"]:
         pictures = {image.step: image.encoded_image_string for image in whole.Images(tag)}
         found = {image.step: image.encoded_image_string for image in board.Images(tag)}
-        assert len(found) == len(board.Images(tag)), f"{tag}: a step is shown twice"
-        if tag == "train/images":  # the killed process may have left some out: see every_picture
+        assert len(found) == len(board.Images(tag)), f"{tag}: a step appears twice"
+        if tag == "train/images":  # the killed process may have skipped some: see every_picture
             pictures = {
                 step: picture for step, picture in pictures.items() if step in found or step > 35
             }
         assert found == pictures, tag
     for tag in ("config/text_summary", "custom_scalars__config__"):
         assert len(board.Tensors(tag)) == 1
-    assert len(list((folder / "tensorboard").iterdir())) == 2  # one for each life
+    assert len(list((folder / "tensorboard").iterdir())) == 2  # one for each start
 
 
-STANDS_STILL = """
+PAUSE_AT_IMPORT = """
 import pathlib, signal, sys
-def stand_still(event, arguments):
+def pause(event, arguments):
     if event == "import" and arguments[0] == "models":
         pathlib.Path("reached").touch()
         signal.pause()
-sys.addaudithook(stand_still)
+sys.addaudithook(pause)
 """
 
 
 def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
-    """There is nothing to save yet, and nothing to say. The process stands still when torch is imported, and not all else."""
-    (tmp_path / "sitecustomize.py").write_text(STANDS_STILL)
+    """There is nothing to save and no message. The process pauses after it has imported torch."""
+    (tmp_path / "sitecustomize.py").write_text(PAUSE_AT_IMPORT)
     with subprocess.Popen(
         command(image_root, tmp_path / "run"),
         stdout=subprocess.PIPE,
@@ -709,7 +653,7 @@ def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
 
 
 def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
-    """What was begun is taken away, and nobody who draws is left."""
+    """The incomplete dataset is removed, and no process remains."""
     arguments = [
         sys.executable,
         str(REPOSITORY / "train.py"),
@@ -744,13 +688,13 @@ def test_signal(
     tmp_path: Path,
     straight: tuple[Path, dict[str, Any]],
 ) -> None:
-    """To the whole process group, as a terminal and a cluster send it: workers and the forkserver get it too."""
+    """Terminals and clusters signal the whole process group, including workers and forkserver."""
     folder = tmp_path / "run"
     with stalled(
         command(image_root, folder, *LONG, "loader.workers=2"), folder, STOP_AFTER_ROW
-    ) as (process, let_go):
+    ) as (process, read_console):
         os.killpg(process.pid, number)
-        console = let_go()
+        console = read_console()
         assert process.returncode == status
         wait_until(lambda: not family(process.pid))
     summary = json.loads((folder / "summary.json").read_text())
@@ -771,7 +715,7 @@ def test_signal_while_validating(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A validation that a signal ends is not recorded: the next life makes up for it, also when nothing else is left to do."""
+    """An interrupted validation is not recorded; the next start repeats it, also at the end."""
     measure = train.validation_loss
 
     def interrupted(*arguments: Any) -> torch.Tensor:
@@ -815,7 +759,7 @@ def test_signal_in_the_last_step_of_an_epoch(
     short: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Saved at once: a cluster may kill the job before a validation is done. The next start validates."""
+    """The checkpoint comes first, because a cluster may kill the job; the next start validates."""
     folder = tmp_path / "run"
     step, validate, validated = train.train_step, train.validate, list[int]()
 
@@ -824,11 +768,11 @@ def test_signal_in_the_last_step_of_an_epoch(
             signal.raise_signal(signal.SIGTERM)
         return step(state, *arguments, **options)
 
-    def noted(state: TrainState, *arguments: Any, **options: Any) -> None:
+    def recorded(state: TrainState, *arguments: Any, **options: Any) -> None:
         validated.append(state.step)
         validate(state, *arguments, **options)
 
-    monkeypatch.setattr(train, "validate", noted)
+    monkeypatch.setattr(train, "validate", recorded)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
@@ -847,7 +791,7 @@ def test_damaged_checkpoint(
     straight: tuple[Path, dict[str, Any]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A life that begins before the last one ended takes back its rows and curves."""
+    """A run that resumes at an earlier step removes the later rows and curves."""
     folder = tmp_path / "run"
     shutil.copytree(straight[0], folder)
     with open(folder / "checkpoints" / "step-00000054.pt", "r+b") as file:
@@ -874,7 +818,7 @@ def test_killed_before_the_first_checkpoint(
     for path in [*(folder / "checkpoints").iterdir(), folder / "summary.json"]:
         path.unlink()
     (folder / "checkpoints" / "step-00000005.pt.tmp").write_bytes(b"half")
-    (folder / "checkpoints" / "step-00000009.pt").write_bytes(b"no manifest yet")
+    (folder / "checkpoints" / "step-00000009.pt").write_bytes(b"no manifest")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 10, "epo')
     summary = run(image_root, folder, "log.tensorboard=true")
@@ -882,9 +826,8 @@ def test_killed_before_the_first_checkpoint(
     assert rows(folder, "val") == rows(short[0], "val")
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
     board = check_curves(folder)
-    assert [image.step for image in board.Images("train/images")] == [1, 6] and len(
-        board.Tensors("config/text_summary")
-    ) >= 1
+    assert [image.step for image in board.Images("train/images")] == [1, 6]
+    assert len(board.Tensors("config/text_summary")) >= 1
 
 
 def test_resume_from_a_path(
@@ -893,7 +836,7 @@ def test_resume_from_a_path(
     straight: tuple[Path, dict[str, Any]],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A checkpoint of one run begins another, in a folder that stands on its own and leaves the first alone."""
+    """A run can start from a checkpoint of another run, which stays unchanged."""
     before = files(straight[0])
     path = straight[0] / "checkpoints" / "step-00000035.pt"
     same_folder, worse_folder = tmp_path / "same", tmp_path / "worse"
@@ -908,9 +851,8 @@ def test_resume_from_a_path(
     )
     console = capsys.readouterr().out
     assert f"resumed from {path}\n" in console
-    assert not re.search(
-        r"^changed +run\.", console, re.MULTILINE
-    )  # another name and folder do not change the training
+    # Another name and folder do not change the training.
+    assert not re.search(r"^changed +run\.", console, re.MULTILINE)
     assert summary["params_sha256"] == straight[1]["params_sha256"]
     assert rows(same_folder, "val") == rows(straight[0], "val")[1:]
     board = EventAccumulator(str(same_folder / "tensorboard")).Reload()
@@ -920,7 +862,7 @@ def test_resume_from_a_path(
     )
     assert board.Images("train/images")[0].step == 36
 
-    # What was best there is not here: here the best is the only one, although it is worse.
+    # The best checkpoint of the first run is not in this folder: the only one here is the best.
     last = path.with_name("step-00000054.pt")
     worse = run(
         image_root,
@@ -944,7 +886,7 @@ def test_resume_from_its_own_checkpoint_by_another_path(
     short: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """That is no other run: what was best stays so, and the curves do not begin again."""
+    """It is the same run: it keeps its best checkpoint, and the curves continue."""
     monkeypatch.chdir(tmp_path)
     run(image_root, Path("run"), "train.max_steps=5", "log.tensorboard=true")
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
@@ -1037,10 +979,10 @@ def test_corrupt_training_image(
 def test_corrupt_training_image_skipped(
     image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Skipping puts the same image in its place whatever the number of workers."""
+    """The replacement of a skipped image does not depend on the number of workers."""
     root = tmp_path / "images"
     shutil.copytree(image_root, root)
-    broken = root / "train" / "stripes" / "11.jpg"  # the last of all: its successor is the first
+    broken = root / "train" / "stripes" / "11.jpg"  # the last one: its replacement is the first
     broken.write_bytes(b"")
     skipped = [
         run(root, tmp_path / f"run{n}", "data.on_error=skip", f"loader.workers={n}") for n in (0, 2)
@@ -1058,7 +1000,7 @@ def test_corrupt_validation_image(
     root, folder = tmp_path / "images", tmp_path / "run"
     shutil.copytree(image_root, root)
     broken = root / "val" / "checks" / "02.jpg"
-    broken.write_bytes(b"GIF89a, it is not")
+    broken.write_bytes(b"GIF89a, but not a GIF")
     assert train.main(compose(root, folder, "data.on_error=skip")) == 1
     error = capfd.readouterr().err
     assert error.startswith(f"train.py: {broken}: ") and error.count("\n") == 1
@@ -1069,7 +1011,7 @@ def test_corrupt_validation_image(
 def test_loss_not_finite(
     log_every: int, image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Nothing that is not finite is ever saved, also between two log rows; a tamer learning rate goes on from what is."""
+    """No checkpoint has non-finite weights; a lower learning rate can resume from the last one."""
     folder = tmp_path / "run"
     options = [
         f"log.every_steps={log_every}",
@@ -1101,7 +1043,7 @@ def test_loss_not_finite(
 
 
 def fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mistake in the step shows when `number` are done."""
+    """Make the training step raise an exception after `number` steps."""
     step = train.train_step
 
     def crash(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -1112,10 +1054,10 @@ def fail_at(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "train_step", crash)
 
 
-def test_the_interpreter_leaves_the_step_alone(
+def test_the_interpreter_does_not_delay_the_step(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No collection in the middle of it, and no thread that keeps a launch waiting for long."""
+    """No garbage collection within a step, and a short thread switch interval."""
     fail_at(3, monkeypatch)
     step, seen, before = train.train_step, set[tuple[bool, float]](), gc.isenabled()
 
@@ -1130,7 +1072,7 @@ def test_the_interpreter_leaves_the_step_alone(
     assert gc.isenabled() is before is True
 
 
-def test_a_choice_without_effect_is_told(
+def test_a_key_without_effect_is_reported(
     image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run(
@@ -1144,7 +1086,7 @@ def test_a_choice_without_effect_is_told(
     assert "runs on the CPU" in line and line.endswith("; autotune.refresh has no effect")
 
 
-def test_the_verdict_so_far_outlives_a_crash(
+def test_the_verdict_so_far_survives_a_crash(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.ledger.SHORT_EPOCH", 0.0)
@@ -1164,25 +1106,21 @@ def test_the_verdict_so_far_outlives_a_crash(
 def test_curves_are_on_disk_after_a_crash(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also the last rows, before the feed is closed: whatever a crash has left of it may hang."""
+    """The last rows as well: they are written before the feed is closed, which may hang."""
     folder = tmp_path / "run"
     close, write = Prefetcher.close, RecordWriter.write
     seen: list[list[int]] = []
 
     def look_and_close(self: Prefetcher) -> None:
-        seen.append(
-            [
-                event.step
-                for event in EventAccumulator(str(folder / "tensorboard"))
-                .Reload()
-                .Scalars("train/loss")
-            ]
-        )
+        board = EventAccumulator(str(folder / "tensorboard")).Reload()
+        seen.append([event.step for event in board.Scalars("train/loss")])
         close(self)
 
-    monkeypatch.setattr(
-        RecordWriter, "write", lambda self, data: (time.sleep(0.01), write(self, data))
-    )  # a slow disk
+    def slow_write(*arguments: Any) -> None:
+        time.sleep(0.01)
+        write(*arguments)
+
+    monkeypatch.setattr(RecordWriter, "write", slow_write)
     fail_at(7, monkeypatch)
     monkeypatch.setattr(Prefetcher, "close", look_and_close)
     with pytest.raises(RuntimeError, match="a bug"):
@@ -1201,7 +1139,7 @@ def test_summary_of_an_earlier_start_is_removed(
     short: tuple[Path, dict[str, Any]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It says that the run is finished, which is not true of one that trains again."""
+    """It says that the run is finished, which is wrong once the run trains again."""
     folder = tmp_path / "run"
     shutil.copytree(short[0], folder)
     for path in (folder / "checkpoints").glob("step-00000009.*"):
@@ -1214,29 +1152,29 @@ def test_summary_of_an_earlier_start_is_removed(
     assert not (folder / "summary.json").exists()
 
 
-@pytest.mark.parametrize("what", ["TensorBoard", "metrics.jsonl"])
+@pytest.mark.parametrize("log", ["TensorBoard", "metrics.jsonl"])
 def test_log_cannot_be_written(
-    what: str,
+    log: str,
     image_root: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     short: tuple[Path, dict[str, Any]],
 ) -> None:
-    """A folder where a file should be, or a file where a folder should: one warning, and the run goes on."""
+    """A folder in place of a file, or the reverse: one warning, and the run continues."""
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
-    if what == "TensorBoard":
+    if log == "TensorBoard":
         (folder / "tensorboard").write_text("in the way")
     else:
         (folder / "metrics.jsonl").mkdir()
     summary = run(image_root, folder, "log.tensorboard=true")
     assert summary["params_sha256"] == short[1]["params_sha256"]
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert len(warnings) == 1 and warnings[0].startswith(f"{what} cannot be written")
+    assert len(warnings) == 1 and warnings[0].startswith(f"{log} cannot be written")
 
 
 def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
-    """A log file on a full disk costs the lines, not the training."""
+    """If the console cannot be written, the run loses its log lines, and continues."""
     folder = tmp_path / "run"
     with open("/dev/full", "w") as full:
         result = subprocess.run(
@@ -1261,9 +1199,9 @@ def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
 def test_a_file_of_the_run_cannot_be_written(
     name: str, kept: str, image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One line; the same command goes on once the obstacle is gone."""
+    """One line; the same command resumes once the obstacle is removed."""
     folder = tmp_path / "run"
-    obstacle = folder / f"{name}.tmp"  # where the new file would be filled
+    obstacle = folder / f"{name}.tmp"  # the temporary name of the new file
     (folder / "checkpoints").mkdir(parents=True)
     obstacle.mkdir()
     assert train.main(compose(image_root, folder)) == 1
@@ -1284,7 +1222,7 @@ def test_disk_full(
     short: tuple[Path, dict[str, Any]],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """A checkpoint that cannot be written ends the run; the one before is whole, and the next start goes on from it."""
+    """A failed checkpoint ends the run; the next start resumes at the checkpoint before."""
     folder = tmp_path / "run"
     run(image_root, folder, "train.max_steps=3")
     size = (folder / "checkpoints" / "step-00000003.pt").stat().st_size
@@ -1307,7 +1245,7 @@ def test_disk_full(
     assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
 
 
-# From anywhere.
+# From any working directory.
 
 
 @pytest.fixture(scope="module")
@@ -1341,12 +1279,12 @@ def test_help_and_cfg_from_anywhere(spaced: Path, tmp_path: Path) -> None:
 def test_train_from_anywhere(
     spaced: Path, image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]
 ) -> None:
-    """A path with a space, another working directory, and relative paths; everything it writes is in run.dir."""
+    """Paths with spaces, another working directory, relative paths; all output is in run.dir."""
     (tmp_path / "the images").symlink_to(image_root)
     arguments = [
         sys.executable,
         str(spaced / "train.py"),
-        *BASE,
+        *SMALL_RUN,
         "data.root='the images'",
         "run.dir='my runs/first'",
         "loader.workers=2",
@@ -1362,11 +1300,11 @@ def test_train_from_anywhere(
     assert {p.name for p in tmp_path.iterdir()} == {"the images", "my runs"}
 
 
-# Several ranks, as torchrun starts them.
+# Several ranks, started by torchrun.
 
 
-class BothShares(nn.Module):
-    """What two ranks compute in a step, by one: each half of the batch with the dropout of its rank."""
+class TwoRanks(nn.Module):
+    """Computes a step of two ranks on one: each half of the batch uses the dropout of its rank."""
 
     def __init__(self, network: nn.Module, step: int) -> None:
         super().__init__()
@@ -1380,12 +1318,13 @@ class BothShares(nn.Module):
         return torch.cat(logits)
 
 
-def test_two_ranks_learn_as_one_and_stop_together(
+def test_two_ranks_learn_like_one_and_stop_together(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The losses tell that samples and dropout are the same. The model has no BatchNorm, which sees a rank's share alone.
+    """Equal losses show that samples and dropout are equal.
 
-    The signal goes to torchrun. A signal to one rank: tests/engine/two_ranks.py.
+    The model has no BatchNorm, whose statistics are those of one rank. The signal goes to torchrun;
+    tests/engine/two_ranks.py tests a signal to one rank.
     """
     options = [
         "model.name=squeezenet1_1",
@@ -1394,11 +1333,12 @@ def test_two_ranks_learn_as_one_and_stop_together(
         "train.epochs=12",
     ]
     folder = tmp_path / "two"
-    with stalled(torchrun(image_root, folder, *options), folder, 6, full=2048) as (process, let_go):
+    start = torchrun(command(image_root, folder, *options), ranks=2)
+    with stalled(start, folder, 6, full=2048) as (process, read_console):
         ranks = ranks_of(process.pid)
         assert len(ranks) == 2
         process.terminate()
-        console = let_go()
+        console = read_console()
         assert process.returncode != 0
         wait_until(lambda: not any(map(family, ranks)))
     summary = json.loads((folder / "summary.json").read_text())
@@ -1418,10 +1358,11 @@ def test_two_ranks_learn_as_one_and_stop_together(
     def step_of_two(
         state: TrainState, network: nn.Module, *arguments: Any, **named: Any
     ) -> torch.Tensor:
-        return step(state, BothShares(network, state.step), *arguments, **named)
+        return step(state, TwoRanks(network, state.step), *arguments, **named)
 
     monkeypatch.setattr(train, "train_step", step_of_two)
-    run(image_root, folder, *options, f"train.max_steps={stopped + 2}")  # one rank goes on from two
+    # One rank resumes the run of two ranks.
+    run(image_root, folder, *options, f"train.max_steps={stopped + 2}")
     run(image_root, tmp_path / "one", *options, f"train.max_steps={stopped + 2}")
     for split in ("train", "val"):
         one, two = rows(tmp_path / "one", split), rows(folder, split)
@@ -1430,11 +1371,16 @@ def test_two_ranks_learn_as_one_and_stop_together(
         ]
         assert [r["loss"] for r in one] == pytest.approx([r["loss"] for r in two], abs=1e-3)
     losses = [r["loss"] for r in rows(tmp_path / "one", "train")]
-    assert max(losses) - min(losses) > 0.1, "the losses do not tell one step from another"
+    assert max(losses) - min(losses) > 0.1, (
+        "the losses of different steps are too similar to compare"
+    )
 
 
-def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path) -> None:
-    """From a checkpoint in the middle of an epoch. Three, because a sum of two numbers is the same in any order."""
+def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path) -> None:
+    """From a checkpoint in the middle of an epoch.
+
+    There are three ranks because a sum of two numbers does not depend on their order.
+    """
     options = [
         "loader.batch_size=6",
         "train.epochs=3",
@@ -1450,7 +1396,7 @@ def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path)
             for path in (folder / "checkpoints").glob("step-0000001*"):
                 path.unlink()
         result = subprocess.run(
-            torchrun(image_root, target, *options, ranks=3),
+            torchrun(command(image_root, target, *options), ranks=3),
             capture_output=True,
             text=True,
             timeout=HANGS_SECONDS,
@@ -1463,7 +1409,7 @@ def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path)
         (straight, json.loads((straight / "summary.json").read_text())),
     )
 
-    # What the ranks validated is the model in the checkpoint: one rank finds the same.
+    # The ranks validated the model in the checkpoint: one rank gets the same result.
     last = straight / "checkpoints" / "step-00000018.pt"
     run(image_root, tmp_path / "alone", *options, f"checkpoint.resume={last}")
     (alone,) = rows(tmp_path / "alone", "val")
@@ -1471,17 +1417,17 @@ def test_three_ranks_go_on_as_if_never_stopped(image_root: Path, tmp_path: Path)
 
 
 def test_two_ranks_and_a_corrupt_image(image_root: Path, tmp_path: Path) -> None:
-    """The rank that meets it says so, and the other does not wait for it for ever."""
+    """The rank that reads it reports it, and the other one does not wait forever."""
     root = tmp_path / "images"
     shutil.copytree(image_root, root)
     broken = root / "train" / "dots" / "03.jpg"
     broken.write_bytes(broken.read_bytes()[:2000])
     with subprocess.Popen(
-        torchrun(root, tmp_path / "run"),
+        torchrun(command(root, tmp_path / "run"), ranks=2),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
         _, error = process.communicate(timeout=HANGS_SECONDS)
     assert process.returncode == 1
-    assert error.count(f"train.py: {broken}: ") in (1, 2)  # reading ahead, both may meet it
+    assert error.count(f"train.py: {broken}: ") in (1, 2)  # both may read it ahead

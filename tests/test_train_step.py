@@ -1,4 +1,4 @@
-"""One optimiser step against a computation by hand: float64 NumPy, from the formulas of the papers and of torch.optim."""
+"""train_step compared with float64 NumPy, from the formulas of the papers and of torch.optim."""
 
 from pathlib import Path
 
@@ -35,12 +35,12 @@ OPTIONS = [
 
 
 def ema_decay(step: int) -> float:
-    """The share of the average that step `step` (from 0) keeps: it warms up to EMA_DECAY, which the third step reaches."""
+    """Decay of the average in a step (from 0): it warms up to EMA_DECAY in the third step."""
     return min(EMA_DECAY, 1 - (1 + step) ** (-2 / 3))
 
 
 def batch_of(step: int, mixed: bool) -> Batch:
-    """Images [B, 3, 2, 2]; with `mixed`, targets as mixup makes them, float32 [B, classes]."""
+    """Images [B, 3, 2, 2]; with `mixed`, soft targets as from mixup, float32 [B, classes]."""
     rng = torch.Generator().manual_seed(step)
     images = torch.randn(BATCH, 3, 2, 2, generator=rng)
     labels = torch.randint(0, CLASSES, (BATCH,), generator=rng)
@@ -54,8 +54,8 @@ def config(image_root: Path) -> Config:
 
 
 @pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
-def test_five_steps_by_hand(mixed: bool, config: Config) -> None:
-    """Label smoothing, clipping, weight decay, Nesterov momentum and the average, each in its place."""
+def test_five_steps_equal_numpy(mixed: bool, config: Config) -> None:
+    """Label smoothing, clipping, weight decay, Nesterov momentum and the average, in order."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, build_optimizer(model, config.optim), MovingAverage(model, EMA_DECAY))
@@ -72,7 +72,8 @@ def test_five_steps_by_hand(mixed: bool, config: Config) -> None:
         labels = batch.labels.numpy()
         targets = batch.targets.double().numpy() if mixed else np.eye(CLASSES)[labels]
 
-        # Cross entropy against targets mixed with the uniform distribution (arXiv 1512.00567, section 7).
+        # Cross entropy with targets mixed with the uniform distribution (arXiv 1512.00567,
+        # section 7).
         logits = x @ weights[0].T + weights[1]
         log_probabilities = logits - np.log(np.exp(logits).sum(1, keepdims=True))
         smooth = (1 - SMOOTHING) * targets + SMOOTHING / CLASSES
@@ -80,12 +81,12 @@ def test_five_steps_by_hand(mixed: bool, config: Config) -> None:
         error = (np.exp(log_probabilities) - smooth) / BATCH
         gradients = [error.T @ x, error.sum(0)]
 
-        # Clipping by the norm of all gradients together (arXiv 1211.5063), before weight decay is added.
+        # Clipping by the norm of all gradients together (arXiv 1211.5063), before weight decay.
         norm = np.sqrt(sum((gradient**2).sum() for gradient in gradients))
         clipped.append(bool(norm > CLIP_NORM))
         gradients = [gradient * min(1, CLIP_NORM / norm) for gradient in gradients]
 
-        # torch.optim.SGD: the first step has no momentum yet.
+        # torch.optim.SGD: the first step has no momentum.
         gradients = [g + WEIGHT_DECAY * w for g, w in zip(gradients, weights, strict=True)]
         momenta = (
             [MOMENTUM * m + g for m, g in zip(momenta, gradients, strict=True)]
@@ -129,9 +130,8 @@ def test_training_loss() -> None:
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
     loss, values = train.training_loss(network, images, labels, labels, 0.1)
     logs = network(images).log_softmax(1)
-    expected = -(
-        0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)
-    ).mean()  # a tenth is spread over all classes
+    # A tenth is distributed over all classes.
+    expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()
     torch.testing.assert_close(loss, expected)
     hits1, hits5, _ = counted(network(images), labels)
     found = {name: value.item() for name, value in values.items()}
@@ -149,13 +149,13 @@ def test_training_loss_with_mixed_targets() -> None:
     loss, values = train.training_loss(network, images, targets, labels, 0.0)
     logs = network(images).log_softmax(1)
     torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
-    hits1, hits5, _ = counted(network(images), labels)  # against the image's own label
+    hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
     assert [value.item() for value in values.values()] == pytest.approx(
         [100 * hits1 / 6, 100 * hits5 / 6]
     )
 
 
-def test_loss_is_taken_in_float32() -> None:
+def test_loss_is_computed_in_float32() -> None:
     network = nn.Linear(8, 5).bfloat16()
     loss, values = train.training_loss(
         network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long(), 0.0
@@ -163,7 +163,7 @@ def test_loss_is_taken_in_float32() -> None:
     assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}
 
 
-def test_validation_loss_leaves_out_rows_that_fill_up() -> None:
+def test_validation_loss_ignores_padding() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(9, 8), torch.randint(0, 7, (9,))
@@ -177,9 +177,5 @@ def test_validation_loss_leaves_out_rows_that_fill_up() -> None:
     assert found[0].item() == pytest.approx(each.sum().item())
     assert torch.equal(predictions[:9], network(images).argmax(1))
     assert found[1] == (predictions[:9] == labels).sum()
-    assert train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))[0].tolist() == [
-        0,
-        0,
-        0,
-        0,
-    ]
+    padding_only = train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))
+    assert padding_only[0].tolist() == [0, 0, 0, 0]

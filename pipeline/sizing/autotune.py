@@ -541,7 +541,7 @@ def shrink_gain(dataset: FileDataset, images: int = 24) -> float:
     torch.set_num_threads(1)
     try:
         for index in np.linspace(0, len(dataset) - 1, images).astype(int).tolist():
-            data = Path(dataset.name(index)).read_bytes()
+            data = dataset.read(index)
             small = _shrunk(data)
             dataset.time_decoding(index, data)  # warm-up, as is the next
             dataset.time_decoding(index, small)

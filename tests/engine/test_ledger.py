@@ -59,15 +59,15 @@ def _worker_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SlowDisk(FolderDataset):
-    def _read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytes:
         WORKER_CLOCK.passes(waiting=0.005, computing=0.001)
-        return super()._read(index)
+        return super().read(index)
 
 
 class SlowDecoder(FolderDataset):
-    def _read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytes:
         WORKER_CLOCK.passes(waiting=0.001, computing=0.005)
-        return super()._read(index)
+        return super().read(index)
 
 
 def ledger_of(plan: Plan, spent: dict[str, float]) -> Ledger:
@@ -188,9 +188,9 @@ def test_slow_storage_and_slow_decoding_are_distinguished(
 class OneSlowFile(FolderDataset):
     slow = frozenset({5})
 
-    def _read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytes:
         WORKER_CLOCK.passes(waiting=3.0 if index in self.slow else 0.001, computing=0.002)
-        return super()._read(index)
+        return super().read(index)
 
 
 class Hiccup(OneSlowFile):

@@ -1,10 +1,9 @@
-"""profile.steps: a trace and a table of just these steps, and a run that goes on whatever becomes of them."""
+"""profile.steps: a trace and a table of exactly these steps, and an unchanged run."""
 
 import gzip
 import json
 import logging
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,30 +12,16 @@ import pytest
 import torch
 
 import train
-from conf import cli
 from conf.schema import UserError
 from engine.profiler import StepProfiler
+from tests import small_run
 from tests.results import check_not_trained
 
 CPU = torch.device("cpu")
 
 
-def overrides(root: Path, folder: Path, *more: str) -> list[str]:
-    return [
-        f"data.root={root}",
-        f"run.dir={folder}",
-        "model=resnet_tiny",
-        "augment=demo",
-        "data.image_size=32",
-        "loader.workers=0",
-        "loader.batch_size=8",
-        "train.device=cpu",
-        *more,
-    ]
-
-
 def run(root: Path, folder: Path, *more: str) -> dict[str, Any]:
-    return train.train(cli.load(overrides(root, folder, *more)))
+    return small_run.run(root, folder, "loader.workers=0", *more)
 
 
 def steps(profiler: StepProfiler, count: int) -> None:
@@ -59,22 +44,22 @@ def steps(profiler: StepProfiler, count: int) -> None:
         ([6, 9], 0, ""),
     ],
 )
-def test_profile_holds_the_steps_asked_for(
+def test_profile_of_the_given_steps(
     tmp_path: Path, chosen: list[int], products: int, name: str
 ) -> None:
-    said: list[str] = []
-    steps(StepProfiler(chosen, tmp_path / "profile", CPU, said.append), 6)
+    lines: list[str] = []
+    steps(StepProfiler(chosen, tmp_path / "profile", CPU, lines.append), 6)
     traces = list(tmp_path.glob("profile/*.json.gz"))
-    assert len(traces) == len(said) == (products > 0)
+    assert len(traces) == len(lines) == (products > 0)
     for trace in traces:
         assert trace.name == f"{name}.json.gz"
         events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
         assert sum(event.get("name") == "aten::mm" for event in events) == products
         assert "aten::mm" in trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text()
-        assert str(trace) in said[0]
+        assert str(trace) in lines[0]
 
 
-def test_no_steps_and_silent_ranks_profile_nothing(tmp_path: Path) -> None:
+def test_without_steps_or_on_other_ranks_nothing_is_profiled(tmp_path: Path) -> None:
     steps(StepProfiler([], tmp_path, CPU, print), 3)
     steps(StepProfiler([0, 1], None, CPU, print), 3)
     assert list(tmp_path.iterdir()) == []
@@ -101,14 +86,14 @@ def test_run_with_a_profile_ends_with_the_same_weights(image_root: Path, tmp_pat
 
 
 @pytest.mark.parametrize("chosen", ["[2,3]", "[2,99]"])
-def test_writing_a_profile_is_no_training(
+def test_writing_a_profile_does_not_count_as_training(
     chosen: str,
     image_root: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     jump: Callable[[], None],
 ) -> None:
-    """Neither in the rate, nor in a step's time."""
+    """Neither in the rate nor in the time of a step."""
     stop = StepProfiler.stop
 
     def slowly(profiler: StepProfiler, steps: int) -> None:
@@ -116,13 +101,7 @@ def test_writing_a_profile_is_no_training(
         jump()
 
     monkeypatch.setattr(StepProfiler, "stop", slowly)
-    summary = run(
-        image_root,
-        tmp_path / "run",
-        "train.max_steps=6",
-        "log.every_steps=1",
-        f"profile.steps={chosen}",
-    )
+    summary = run(image_root, tmp_path / "run", "train.max_steps=6", f"profile.steps={chosen}")
     assert summary["seconds_lost"]["profile"] > 1000
     check_not_trained(tmp_path / "run")
 
@@ -131,7 +110,7 @@ def test_writing_a_profile_is_no_training(
 def test_validation_is_not_in_the_profile(
     chosen: str, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """36 images in batches of 8: step 5 ends an epoch, and here the run."""
+    """36 images in batches of 8: step 5 ends an epoch, and the run."""
     evaluate, validated = train.evaluate, []
 
     def marked(*arguments: Any) -> Any:
@@ -145,20 +124,17 @@ def test_validation_is_not_in_the_profile(
     assert validated and b"convolution_backward" in trace and b"a validation" not in trace
 
 
-def test_run_that_fails_while_it_is_profiled(image_root: Path, tmp_path: Path) -> None:
-    """In one line, and not in a crash of the interpreter."""
-    arguments = overrides(
+def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> None:
+    """The error is one line, without a crash of the interpreter."""
+    arguments = small_run.command(
         image_root,
         tmp_path / "run",
+        "loader.workers=0",
         "optim.lr=1e30",
         "schedule.warmup_epochs=0",
-        "train.epochs=2",
-        "log.every_steps=1",
         "profile.steps=[0,8]",
     )
-    done = subprocess.run(
-        [sys.executable, train.__file__, *arguments], capture_output=True, text=True, timeout=120
-    )
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "train.py: the loss is " in done.stderr
 
 

@@ -15,7 +15,7 @@ from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import open_picture
-from pipeline.index import load_index
+from pipeline.index import Index, load_index
 from pipeline.sizing.autotune import shrink_gain
 from scripts import shrink, survey
 
@@ -52,6 +52,35 @@ def png_bomb(width: int, height: int) -> bytes:
         + chunk(b"IDAT", zlib.compress(bytes(1000)))
         + chunk(b"IEND", b"")
     )
+
+
+class InMemory(Index):
+    """The files of one class, none of which is in the file system."""
+
+    content: dict[str, bytes]
+
+    def read(self, i: int) -> bytes:
+        return self.content[os.path.basename(self.path(i))]
+
+
+def test_index_may_read_its_files_from_elsewhere(
+    image_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Samples, the JPEG engines' input and the gain of shrinking come from Index.read."""
+    folder = image_root / "train" / "checks"
+    InMemory.content = {path.name: path.read_bytes() for path in folder.iterdir()}
+    names = sorted(InMemory.content)
+    index = InMemory.of_files("memory:", {"checks": [f"checks/{n}".encode() for n in names]})
+    files = open_dataset(image_root / "train")
+    dataset = FolderDataset(index, files.transform)
+    for number in range(0, len(names), 5):
+        np.testing.assert_array_equal(dataset.load(0, number)[0], files.load(0, number)[0])
+        encoded = dataset.load_encoded(0, number)
+        assert encoded is not None and encoded.data == files.read(number)
+    assert dataset.mean_bytes() == 0
+    with caplog.at_level("DEBUG"):
+        shrink_gain(dataset, images=2)
+    assert not caplog.messages  # it logs a file that it cannot read
 
 
 def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:

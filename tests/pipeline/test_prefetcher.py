@@ -377,36 +377,47 @@ class Stream:
         pass
 
 
+class Event:
+    """A CUDA event: it records the time of the current stream."""
+
+    def __init__(self, streams: "Streams") -> None:
+        self.streams = streams
+        self.time = -1
+
+    def record(self) -> None:
+        self.time = self.streams.current[-1].now
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return False  # the host is always ahead
+
+
+class Streams:
+    """Replaces the streams of torch.cuda: a main stream and a side stream."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.main, self.side = Stream(), Stream()
+        self.current = [self.main]
+        monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(self))
+        monkeypatch.setattr(torch.cuda, "stream", self.use)
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda _: self.main)
+
+    @contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
+        self.current.append(stream)
+        yield
+        self.current.pop()
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_streams_wait_for_each_other_in_both_directions(
     monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     """CUDA's rules without a GPU: a copy takes 1, the step's kernels take 10, the host takes 0."""
-    main, side = Stream(), Stream()
-    current = [main]
-
-    class Event:
-        def __init__(self, enable_timing: bool) -> None:
-            self.time = -1
-
-        def record(self) -> None:
-            self.time = current[-1].now
-
-        def synchronize(self) -> None:
-            pass
-
-        def query(self) -> bool:
-            return False  # the host is always ahead
-
-    @contextmanager
-    def stream(chosen: Stream) -> Iterator[None]:
-        current.append(chosen)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "stream", stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: main)
+    streams = Streams(monkeypatch)
+    main, side = streams.main, streams.side
     written: list[tuple[int, int, int]] = []  # address, begin, end
     with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
@@ -417,7 +428,7 @@ def test_streams_wait_for_each_other_in_both_directions(
         plain_copy = DeviceSlot.copy
 
         def copy(slot: DeviceSlot, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-            assert current[-1] is side
+            assert streams.current[-1] is side
             result = plain_copy(slot, name, value, dtype)
             written.append((result.data_ptr(), side.now, side.now + 1))
             side.now += 1

@@ -1,4 +1,4 @@
-"""Rungs and sweep on small JPEG files: measurements, output and errors. No test depends on a rate."""
+"""Rungs and sweep on small JPEG files: results, output and errors. No test depends on a rate."""
 
 import json
 import os
@@ -20,16 +20,10 @@ from pipeline.loader import LoaderError
 from pipeline.sizing import machine
 from scripts import bench, heat_map, sweep
 from scripts.sweep import Cell, Setting
+from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]
-BASE = [
-    "recipe=demo",
-    "data=folder",
-    "data.image_size=32",
-    "loader.batch_size=8",
-    "loader.workers=1",
-    "train.device=cpu",
-]
+BASE = [*SMALL, "loader.workers=1"]
 
 
 def compose(root: Path, *overrides: str) -> Config:
@@ -80,8 +74,11 @@ def test_rungs_on_a_cpu(image_root: Path) -> None:
 def test_the_cost_of_telemetry(image_root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (rung,) = bench.run(compose(image_root, "log.every_steps=1"), only=("telemetry",), seconds=0.5)
     assert rung.name == "telemetry" and len(rung.rates) == bench.WINDOWS and min(rung.rates) > 0
-    text = r"\d+\.\d{3} of the rate without telemetry \(5 pairs, interquartile range [\d.]+-[\d.]+, \d+ steps, (\d+) rows\)"
-    found = re.match(text, rung.note)
+    found = re.match(
+        r"\d+\.\d{3} of the rate without telemetry "
+        r"\(5 pairs, interquartile range [\d.]+-[\d.]+, \d+ steps, (\d+) rows\)",
+        rung.note,
+    )
     assert found is not None and int(found[1]) >= bench.WINDOWS
     assert capsys.readouterr().out == ""
 

@@ -32,6 +32,7 @@ from PIL import Image
 import train
 from conf import cli
 from engine import checkpoint
+from engine.rundir import run_identity
 from pipeline import decode
 from pipeline.index import load_index
 from pipeline.sizing import budget, machine
@@ -39,15 +40,9 @@ from pipeline.synthetic.demo import draw_image
 from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
 from tests.processes import descendants, is_running
+from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]
-BASE = [
-    "recipe=demo",
-    "data=folder",
-    "data.image_size=32",
-    "loader.batch_size=8",
-    "train.device=cpu",
-]
 TWICE = ("layout", "readable", "sizes")  # a row for each split
 GIB = 1 << 30
 Rows = dict[str, list[Row]]
@@ -79,7 +74,7 @@ def _little_written(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def case_of(root: Path, *overrides: str, **options: Any) -> Case:
     return Case(
-        cli.load([*BASE, f"data.root={root}", f"run.dir={root.parent / 'run'}", *overrides]),
+        cli.load([*SMALL, f"data.root={root}", f"run.dir={root.parent / 'run'}", *overrides]),
         **options,
     )
 
@@ -111,7 +106,7 @@ def command(root: Path, *arguments: str) -> list[str]:
     return [
         sys.executable,
         "scripts/doctor.py",
-        *BASE,
+        *SMALL,
         f"data.root={root}",
         f"run.dir={root.parent / 'run'}",
         *arguments,
@@ -662,7 +657,8 @@ def test_sizes(root: Path) -> None:
     rows = look(root, "data.image_size=224")["sizes"]
     total = sum(p.stat().st_size for p in (root / "train").rglob("*.jpg"))
     assert rows[0].found.startswith(
-        f"train: 36 images, {total / 1e9:.2f} GB, mean {total / 36e3:.0f} kB; short side: median 500 px, 80 % in 500 to 500; "
+        f"train: 36 images, {total / 1e9:.2f} GB, mean {total / 36e3:.0f} kB; "
+        "short side: median 500 px, 80 % in 500 to 500; "
     )
     assert [row.status for row in rows] == ["ok", "ok"] and rows[1].found.endswith(
         "classes of 1 (dots) to 5 (stripes)"
@@ -833,13 +829,16 @@ def test_few_open_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = planned(root, "loader.workers=2")
-    for free, status in ((16 << 30, "ok"), (110 << 20, "warn"), (10 << 20, "fail")):
+    for free, status in ((16 << 30, "ok"), (110 << 20, "warn")):
         monkeypatch.setattr(machine, "free_memory", lambda free=free: free)
-        monkeypatch.setattr(doctor, "ON_FILES", {})
-        monkeypatch.setattr(doctor, "ON_MACHINE", {"memory": doctor.memory})
-        row = only(doctor.check(case))
+        row = only(doctor.memory(planned(root, "loader.workers=2")))
         assert row.status == status and "of batch buffers" in row.found
+
+
+def test_too_little_memory_for_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: 10 << 20)
+    row = only(look(root, "loader.workers=2")["plan"])
+    assert row.status == "fail" and "of batch buffers" in row.found
 
 
 def test_the_disk_cannot_be_written(
@@ -883,7 +882,7 @@ def test_the_space_for_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_checkpoint_size_is_correct(root: Path, overrides: list[str]) -> None:
     case = planned(root, "model=resnet18_cifar", *overrides)
     assert case.plan is not None
-    state = train.build_state(case.config, case.plan[0], case.plan[2])
+    state = train.build_state(case.plan[0], case.plan[2])
     state.model(torch.zeros(2, 3, 32, 32)).sum().backward()
     state.optimizer.step()
     buffer = BytesIO()
@@ -899,7 +898,7 @@ def test_the_run_directory(root: Path, tmp_path: Path) -> None:
     case = planned(root)
     assert case.plan is not None
     made, datasets, _ = case.plan
-    identity = train.run_identity(case.config, datasets, made)
+    identity = run_identity(case.config, datasets, made)
     checkpoint.save(
         run / "checkpoints", {"step": 40, "identity": identity, "state": {}, "config": {}}, keep=1
     )
@@ -920,7 +919,7 @@ def test_the_run_directory(root: Path, tmp_path: Path) -> None:
         "checkpoint.resume=/nowhere.pt: no such file"
     )
     row = only(look(root, f"run.dir={root}")["run.dir"])
-    assert row.status == "fail" and "holds other things than a run" in row.found
+    assert row.status == "fail" and "holds files that are not of a run" in row.found
 
 
 def test_a_batch_too_large_for_the_data_is_a_warning(root: Path) -> None:
@@ -1085,7 +1084,8 @@ def test_two_healthy_gpus(see: See) -> None:
         "PCIe": ["GPU 0, 1: generation 1 of 5 (reduced while idle), x16 of x16"],
         "NVLink": ["GPU 0, 1: 18 of 18 links are active"],
         "GPU health": [
-            "GPU 0, 1: 0 uncorrected ECC errors since the driver was loaded, 0 rows remapped, persistence mode on"
+            "GPU 0, 1: 0 uncorrected ECC errors since the driver was loaded, 0 rows remapped, "
+            "persistence mode on"
         ],
         "GPU clocks": ["GPU 0, 1: SM at 345 of 1980 MHz, 31 °C, power limit 700 of 700 W"],
         "JPEG engines": ["GPU 0: available", "GPU 1: not available to nvJPEG: the workers decode"],

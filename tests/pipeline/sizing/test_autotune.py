@@ -50,19 +50,19 @@ DISK_SECONDS, CORE_SECONDS = 0.004, 0.004
 class SlowDisk(FolderDataset):
     """Reading takes DISK_SECONDS of waiting."""
 
-    def _read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytes:
         time.sleep(DISK_SECONDS)
-        return super()._read(index)
+        return super().read(index)
 
 
 class SlowDecoder(FolderDataset):
     """Reading takes CORE_SECONDS of CPU time."""
 
-    def _read(self, index: int) -> bytes:
+    def read(self, index: int) -> bytes:
         until = time.thread_time() + CORE_SECONDS
         while time.thread_time() < until:
             pass
-        return super()._read(index)
+        return super().read(index)
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,48 @@
+"""A run of 9 steps on the images of conftest.image_root, and its command line."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import train
+from conf import cli
+from conf.schema import Config
+
+SMALL = [
+    "recipe=demo",
+    "data=folder",
+    "data.image_size=32",
+    "loader.batch_size=8",
+    "train.device=cpu",
+]
+# 36 images in batches of 8: 9 steps, validated after steps 5 and 9.
+SMALL_RUN = [
+    *SMALL,
+    "loader.workers=1",
+    "train.epochs=2",
+    "log.every_steps=1",
+    "log.tensorboard=false",
+]
+
+
+def overrides_of(root: Path, folder: Path, *overrides: str) -> list[str]:
+    return [*SMALL_RUN, f"data.root={root}", f"run.dir={folder}", *overrides]
+
+
+def compose(root: Path, folder: Path, *overrides: str) -> Config:
+    return cli.load(overrides_of(root, folder, *overrides))
+
+
+def run(root: Path, folder: Path, *overrides: str) -> dict[str, Any]:
+    """Train in this process; return the summary."""
+    return train.train(compose(root, folder, *overrides))
+
+
+def command(root: Path, folder: Path, *overrides: str) -> list[str]:
+    return [sys.executable, train.__file__, *overrides_of(root, folder, *overrides)]
+
+
+def torchrun(arguments: list[str], ranks: int) -> list[str]:
+    """Return the command line that runs a Python command on several ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *launcher, *arguments[1:]]

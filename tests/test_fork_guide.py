@@ -1,0 +1,336 @@
+"""docs/fork.md: every diff applies, every command trains the demo, and every change has its effect.
+
+Each section is tested in a copy of the tracked files with a smaller demo dataset: `git apply`, then
+the commands of the section.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from pipeline.synthetic.demo import ensure_demo_dataset
+from tests.processes import wait_until
+from tests.results import rows, stored
+
+ROOT = Path(__file__).parents[1]
+MOST_LINES = 30
+IMAGES, VAL_IMAGES = 160, 40
+# Only keys that do not affect the result, so that the names of the runs are those of the guide.
+SHORT = "train.device=cpu train.max_steps=4 loader.workers=1 log.every_steps=1"
+# The `python` of the commands: adds the overrides of a test to each training.
+PYTHON = f"""#!/bin/sh
+[ "$1" = train.py ] && set -- "$@" $OVERRIDES
+exec "{sys.executable}" "$@"
+"""
+
+
+@dataclass(frozen=True)
+class Section:
+    heading: str
+    diff: str
+    commands: list[str]
+
+    @property
+    def files(self) -> list[str]:
+        """The files that the diff creates or changes."""
+        return re.findall(r"^\+\+\+ b/(.*)$", self.diff, re.M)
+
+
+def read_guide() -> dict[str, Section]:
+    """Return the sections of the guide by heading."""
+    found = {}
+    for part in (ROOT / "docs" / "fork.md").read_text().split("\n## ")[1:]:
+        blocks = re.findall(r"^```(\w+)\n(.*?)^```$", part, re.M | re.S)
+        (diff,) = (text for kind, text in blocks if kind == "diff")
+        commands = [text for kind, text in blocks if kind == "sh"]
+        heading = part.splitlines()[0]
+        found[heading] = Section(heading, diff, commands)
+    return found
+
+
+GUIDE = read_guide()
+
+
+class Fork:
+    """A copy of the tracked files in which commands run."""
+
+    def __init__(self, root: Path, parent: Path) -> None:
+        self.root = root
+        shutil.copytree(parent, root, symlinks=True)
+
+    def apply(self, section: Section, *options: str) -> None:
+        subprocess.run(
+            ["git", "apply", *options, "-"],
+            cwd=self.root,
+            env={**os.environ, "GIT_CEILING_DIRECTORIES": str(self.root.parent)},
+            input=section.diff,
+            text=True,
+            check=True,
+        )
+
+    def start(self, command: str, overrides: str) -> subprocess.Popen[str]:
+        """Start a command in a process group of its own."""
+        environment = {
+            **os.environ,
+            "PATH": f"{self.root}/bin{os.pathsep}{os.environ['PATH']}",
+            "OVERRIDES": f"{SHORT} {overrides}",
+            "OMP_NUM_THREADS": "1",
+        }
+        return subprocess.Popen(
+            ["sh", "-eu", "-c", command],
+            cwd=self.root,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, command: str, overrides: str = "") -> str:
+        with self.start(command, overrides) as process:
+            output, _ = process.communicate()
+        assert process.returncode == 0, output
+        return output
+
+    def evaluate(self, code: str) -> str:
+        """Run Python code in the tree."""
+        return self.run(f"python - <<'END'\n{code}\nEND")
+
+    @property
+    def runs(self) -> list[Path]:
+        """The run directories, oldest first."""
+        return sorted(
+            (path.parent for path in self.root.glob("runs/*/summary.json")),
+            key=lambda folder: (folder / "summary.json").stat().st_mtime_ns,
+        )
+
+    @property
+    def weights(self) -> str:
+        """params_sha256 of the newest run."""
+        return weights(self.runs[-1])
+
+
+def weights(folder: Path) -> str:
+    summary = (folder / "summary.json").read_text()
+    (digest,) = re.findall(r'"params_sha256": "(\w+)"', summary)
+    return digest
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracked files, a smaller demo dataset, and `python` as a command."""
+    root = tmp_path_factory.mktemp("fork") / "tree"
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True)
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():  # not deleted since
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, root / name)
+    source = root / "pipeline" / "synthetic" / "demo.py"
+    counts = "TRAIN_IMAGES, VAL_IMAGES = {}, {}"
+    text = source.read_text()
+    assert counts.format(2000, 500) in text
+    source.write_text(text.replace(counts.format(2000, 500), counts.format(IMAGES, VAL_IMAGES)))
+    (root / "data").mkdir()
+    ensure_demo_dataset(root / "data" / "demo", train_images=IMAGES, val_images=VAL_IMAGES)
+    (root / "bin").mkdir()
+    (root / "bin" / "python").write_text(PYTHON)
+    (root / "bin" / "python").chmod(0o755)
+    return root
+
+
+@pytest.fixture(scope="module")
+def unchanged(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Fork:
+    """The demo trained without a change."""
+    fork = Fork(tmp_path_factory.mktemp("unchanged") / "tree", tree)
+    fork.run("python train.py recipe=demo")
+    return fork
+
+
+def check_storage(fork: Fork, unchanged: Fork) -> None:
+    """The images of the database give the weights that the same images in folders give."""
+    for split, images in (("train", IMAGES), ("val", VAL_IMAGES)):
+        assert (fork.root / "data" / "demo" / f"{split}.sqlite").stat().st_size > 2000 * images
+        shutil.rmtree(fork.root / "data" / "demo" / split)
+    assert fork.weights == unchanged.weights
+    fork.run(GUIDE["Another storage"].commands[-1].split("\nEND\n")[-1], "run.name=without_folders")
+    assert fork.weights == unchanged.weights
+    assert rows(fork.runs[-1], "val") == rows(unchanged.runs[-1], "val")
+
+
+ROTATIONS = """
+import random
+import numpy as np
+from pipeline.augment import Rotate90
+from pipeline.decode import Picture
+pixels = np.random.default_rng(0).integers(0, 256, (5, 5, 3), np.uint8)
+made = {Rotate90()(Picture(pixels), random.Random(i)).pixels().tobytes() for i in range(64)}
+print(made == {np.rot90(pixels, turns).tobytes() for turns in range(4)})
+"""
+
+
+def check_transform(fork: Fork, unchanged: Fork) -> None:
+    assert fork.evaluate(ROTATIONS) == "True\n"
+    assert "rotate_90" in (fork.runs[-1] / "config.yaml").read_text()
+    assert fork.weights != unchanged.weights
+
+
+NOISE = """
+import random
+import numpy as np
+from pipeline.augment import TRANSFORMS, build
+from pipeline.decode import Picture
+(transform,) = build([{"v2.GaussianNoise": {"sigma": 0.05}}], TRANSFORMS, key="augment.train")
+pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
+made = transform(Picture(pixels), random.Random(0)).pixels()
+print(made.shape, made.dtype, (made != pixels).any())
+"""
+
+
+def check_torchvision_transform(fork: Fork, unchanged: Fork) -> None:
+    first, second = fork.runs
+    assert "v2.RandAugment" in (first / "config.yaml").read_text()
+    assert "v2.GaussianNoise" in (second / "config.yaml").read_text()
+    assert len({weights(first), weights(second), unchanged.weights}) == 3
+    assert fork.evaluate(NOISE) == "(16, 16, 3) uint8 True\n"
+
+
+LOSS = """
+import torch, train
+logits, labels = torch.randn(6, 4), torch.tensor([0, 1, 2, 3, 0, 1])
+exact = torch.nn.functional.one_hot(labels, 4).float()
+mixed = exact.lerp(exact.roll(1, 0), 0.3)
+p = logits.sigmoid()
+for given, targets in ((labels, exact), (exact, exact), (mixed, mixed)):
+    for smoothing in (0.0, 0.1):
+        y = targets * (1 - smoothing) + smoothing / 4
+        expected = -(y * p.log() + (1 - y) * (1 - p).log()).mean()
+        loss, values = train.training_loss(lambda images: logits, logits, given, labels, smoothing)
+        torch.testing.assert_close(loss, expected)
+        assert values.keys() == {"top1", "top5"}
+"""
+
+
+def check_loss(fork: Fork, unchanged: Fork) -> None:
+    """A binary cross-entropy starts near log 2; a cross-entropy over ten classes near log 10."""
+    fork.evaluate(LOSS)
+    assert fork.runs[-1].name == "demo_bce"
+    assert (
+        rows(fork.runs[-1], "train")[0]["loss"] < 1 < rows(unchanged.runs[-1], "train")[0]["loss"]
+    )
+    assert rows(fork.runs[-1], "val")[-1]["loss"] > 1
+
+
+def check_model(fork: Fork, unchanged: Fork) -> None:
+    model = stored(fork.runs[-1])["model"]
+    assert model["1.depthwise.weight"].shape == (64, 1, 5, 5)
+    assert model["1.norm.num_batches_tracked"] == 4
+    assert model["6.weight"].shape == (10, 64)
+
+
+def check_optimizer(fork: Fork, unchanged: Fork) -> None:
+    """The optimiser's state is in the checkpoint, and a killed run gives the same weights."""
+    state = stored(fork.runs[-1])
+    averages = state["optimizer"]["state"].values()
+    parameters = [v for name, v in state["model"].items() if "running" not in name and v.dim()]
+    assert sorted(v["average"].numel() for v in averages) == sorted(v.numel() for v in parameters)
+    assert all(v["average"].abs().sum() > 0 for v in averages)
+    straight, command = fork.weights, GUIDE["An optimiser"].commands[-1]
+    overrides = "run.name=killed checkpoint.every_steps=1"
+    folder = fork.root / "runs" / "killed"
+    with fork.start(command, overrides) as process:
+        wait_until((folder / "checkpoints" / "step-00000002.json").exists, process)
+        os.killpg(process.pid, signal.SIGKILL)
+    assert not (folder / "summary.json").exists()
+    assert "resumed from step-0000000" in fork.run(command, overrides)
+    assert fork.runs[-1] == folder and fork.weights == straight
+
+
+def check_logged_value(fork: Fork, unchanged: Fork) -> None:
+    assert all(row["grad_norm"] > 0 for row in rows(fork.runs[-1], "train"))
+    board = EventAccumulator(str(fork.runs[-1] / "tensorboard"))
+    board.Reload()
+    assert len(board.Scalars("train/grad_norm")) == 4
+    reports = [path.read_text() for path in fork.root.rglob("*.html")]
+    assert len(reports) == 1 and "grad_norm" in reports[0]
+    assert fork.weights == unchanged.weights
+
+
+def check_two_heads(fork: Fork, unchanged: Fork) -> None:
+    for row in rows(fork.runs[-1], "train"):
+        assert row["auxiliary_loss"] > 0 and 0 <= row["auxiliary_top1"] <= 100
+    before, after = (stored(f.runs[-1])["model"] for f in (unchanged, fork))
+    assert after.keys() - before.keys() == {"auxiliary.weight", "auxiliary.bias"}
+    assert after["auxiliary.bias"].shape == (10,)
+    assert rows(fork.runs[-1], "val")[-1].keys() == rows(unchanged.runs[-1], "val")[-1].keys()
+
+
+CHECKS: dict[str, Callable[[Fork, Fork], None]] = {
+    "Another storage": check_storage,
+    "A transform": check_transform,
+    "A transform of torchvision": check_torchvision_transform,
+    "A loss": check_loss,
+    "A model": check_model,
+    "An optimiser": check_optimizer,
+    "A logged value": check_logged_value,
+    "Two heads": check_two_heads,
+}
+QUICK = ("Another storage", "A logged value")
+
+
+def test_every_section_is_checked() -> None:
+    assert list(GUIDE) == list(CHECKS)
+
+
+@pytest.mark.parametrize("heading", GUIDE)
+def test_diff_is_short_and_applies(heading: str, tree: Path, tmp_path: Path) -> None:
+    section = GUIDE[heading]
+    assert len(section.diff.splitlines()) <= MOST_LINES
+    for name in re.findall(r"^--- a/(.*)$", section.diff, re.M):
+        assert (ROOT / name).is_file(), name
+    fork = Fork(tmp_path / "tree", tree)
+    fork.apply(section, "--check")
+    fork.apply(section)
+    for name in section.files:
+        assert (fork.root / name).read_text() != "", name
+        assert (
+            not (ROOT / name).exists()
+            or (ROOT / name).read_text() != (fork.root / name).read_text()
+        )
+
+
+def sections_to_train() -> list[Any]:
+    return [
+        pytest.param(heading, marks=[] if heading in QUICK else [pytest.mark.slow])
+        for heading in GUIDE
+    ]
+
+
+@pytest.mark.parametrize("heading", sections_to_train())
+def test_change_has_its_effect(heading: str, tree: Path, unchanged: Fork, tmp_path: Path) -> None:
+    section = GUIDE[heading]
+    fork = Fork(tmp_path / "tree", tree)
+    fork.apply(section)
+    for command in section.commands:
+        fork.run(command)
+    CHECKS[heading](fork, unchanged)
+
+
+@pytest.mark.slow
+def test_changed_trees_pass_ruff_and_mypy(tree: Path, tmp_path: Path) -> None:
+    fork = Fork(tmp_path / "tree", tree)
+    for section in GUIDE.values():
+        fork.apply(section)
+        sources = " ".join(name for name in section.files if name.endswith(".py"))
+        fork.run(f"python -m ruff check {sources}; python -m ruff format --check {sources}")
+        fork.run("python -m mypy")
+        fork.apply(section, "--reverse")
