@@ -186,8 +186,9 @@ def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin:
             f"unknown or of another shape, e.g. {wrong[0]}"
         )
     if other:
-        names = ", ".join(other)
         logger.warning(
-            "%s: %s keep their initial weights (number of classes differs)", origin, names
+            "%s: %s keep their initial weights (number of classes differs)",
+            origin,
+            ", ".join(other),
         )
     model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

@@ -117,7 +117,7 @@ def slots_needed(
 
 
 class Pinned(contextlib.AbstractContextManager["Pinned"]):
-    """Page-locks arrays until the end of a `with` block: copies to a GPU run asynchronously at full speed.
+    """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
 
     Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
 

@@ -493,9 +493,8 @@ class Stepper:
                     feed.train.clock.timing()
                     with ExitStack() as stack:
                         if watched:
-                            log = stack.enter_context(
-                                RunLog(self.plan, self.world, run, self.state, started=0.0)
-                            )
+                            log = RunLog(self.plan, self.world, run, self.state, started=0.0)
+                            stack.enter_context(log.tracker)
                             stack.enter_context(log.watch(feed))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None

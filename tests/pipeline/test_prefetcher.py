@@ -545,7 +545,7 @@ def follow(
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 0:
-                prefetcher.clock.timing()  # as at a log step: else it keeps the events of all batches
+                prefetcher.clock.timing()  # as at a log step: else the clock keeps all events
         assert list(found) == list(range(steps))
         return wrong_steps(found, prefetcher, transforms), median(ahead)
 

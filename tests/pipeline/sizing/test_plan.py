@@ -49,6 +49,9 @@ def small(*overrides: str) -> Config:
 class Files(FakeDataset, FileDataset):
     """Stands in for a dataset of files."""
 
+    def read(self, index: int) -> bytes:
+        raise AssertionError("planning reads nothing")
+
     def time_decoding(self, index: int, data: bytes) -> float:
         raise AssertionError("planning decodes nothing")
 
