@@ -111,7 +111,7 @@ def train(config: Config) -> dict[str, Any]:
                 image_bytes=plan.activation_bytes,
             )
         )
-        log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train_fingerprint))
+        log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train.fingerprint()))
         measure = compiled(validation_loss, plan.compile)
         use(log.watch(feed))
 

@@ -328,7 +328,7 @@ def data_notes(config: Config, datasets: Datasets) -> list[str]:
         for name, made, key, size in sizes
         if made != size
     ]
-    if datasets.train_fingerprint == datasets.val_fingerprint:
+    if datasets.train.fingerprint() == datasets.val.fingerprint():
         notes.append(
             "data.val holds the training images, so its accuracy says nothing about new images; "
             "give another split"

@@ -57,8 +57,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     if weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
     return {
-        "data.train": datasets.train_fingerprint,
-        "data.val": datasets.val_fingerprint,
+        "data.train": datasets.train.fingerprint(),
+        "data.val": datasets.val.fingerprint(),
         **keys,
         "classes": plan.num_classes,
         "parameters": plan.parameters,

@@ -163,8 +163,8 @@ class RunLog:
             self.tracker.images(
                 "train/images",
                 batch.images,
-                scale=train.scale,
-                shift=train.shift,
+                scale=train.format.scale,
+                shift=train.format.shift,
                 step=batch.step + 1,
             )
 
@@ -228,7 +228,11 @@ class RunLog:
         val = self.feed.val
         self.tracker.val_row(row, best=best)
         self.tracker.mistakes(
-            mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step
+            mistakes,
+            self.plan.classes,
+            scale=val.format.scale,
+            shift=val.format.shift,
+            step=self.state.step,
         )
 
     def _report(self) -> None:
@@ -244,7 +248,7 @@ class RunLog:
         loss = interval.values["loss"]
         if not math.isfinite(loss):
             raise diverged(f"the loss is {loss} at step {step} (lr {interval.lr:g})")
-        timing = self.feed.train.timing(interval.steps)
+        timing = self.feed.train.clock.timing(interval.steps)
         assert timing is not None, "every step of an interval has been ended"
         times = self.ledger.note(timing, step)
         images_left = (self.plan.stop_step - step) * self.plan.batch_size

@@ -27,7 +27,7 @@ def main(folder: Path, overrides: list[str]) -> int:
         assert answer is not None, lines
         found = {
             "workers": len(tuner.loader.pool.workers),
-            "most": tuner.feed.plan.ceiling,
+            "most": tuner.feed.plan.memory.ceiling,
             "answer": asdict(answer),
         }
         (folder / f"found-{rank}.json").write_text(json.dumps(found))

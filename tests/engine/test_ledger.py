@@ -126,7 +126,7 @@ def verdict_of_steps(
 
 def timed(feed: Feed, batches: int, **changes: Any) -> Timing:
     """The clock's figures of the last batches, with some of them changed."""
-    timing = feed.train.timing(batches)
+    timing = feed.train.clock.timing(batches)
     assert timing is not None
     return replace(timing, **changes)
 

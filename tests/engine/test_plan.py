@@ -25,8 +25,7 @@ from engine.plan import (
     precision_note,
 )
 from pipeline.build import build_datasets
-from pipeline.sizing.memory import MemoryPlan
-from pipeline.sizing.plan import LoaderPlan
+from pipeline.sizing.plan import LoaderPlan, MemoryPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOADER = LoaderPlan(

@@ -11,8 +11,7 @@ from conf.schema import Config, UserError
 from pipeline.build import build_datasets
 from pipeline.dataset import FakeDataset, FileDataset
 from pipeline.sizing import machine, plan
-from pipeline.sizing.budget import READERS
-from pipeline.sizing.plan import PROBE_WORKERS, LoaderPlan, plan_loader, why_not_measured
+from pipeline.sizing.plan import PROBE_WORKERS, READERS, LoaderPlan, plan_loader, why_not_measured
 from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
@@ -79,7 +78,7 @@ def test_workers(
 ) -> None:
     host()
     found = planned(small(f"loader.workers={workers}", f"loader.decoder={decoder}"), device=device)
-    counts = found.workers, found.ceiling, found.cores, found.measured, found.start_workers
+    counts = found.workers, found.memory.ceiling, found.cores, found.measured, found.start_workers
     assert counts == expected
     assert (found.not_measured is not None) == (workers == "auto" and not found.measured)
     assert found.uses_engines == (decoder != "pillow")
@@ -97,7 +96,7 @@ def test_auto_takes_as_many_workers_as_memory_allows(host: Machine) -> None:
     need = loader_plan(config, build_datasets(config), world_of(CUDA), workers=7).memory.host
     host(free=need)
     found = planned(config)
-    assert (found.workers, found.ceiling, found.cores) == (7, 7, 15)
+    assert (found.workers, found.memory.ceiling, found.cores) == (7, 7, 15)
     assert found.reason == "free memory allows no more"
     with pytest.raises(UserError, match=r"^loader: needs"):
         planned(small("loader.workers=8", "loader.decoder=pillow"))
@@ -110,7 +109,7 @@ def test_the_ranks_of_a_node_take_the_smallest_memory(host: Machine) -> None:
     for workers in (20, 4):
         memory = loader_plan(config, datasets, world_of(CUDA), workers=workers).memory
         limited = found.limited_to(memory)
-        assert (limited.workers, limited.ceiling) == (min(15, workers), workers)
+        assert (limited.workers, limited.memory.ceiling) == (min(15, workers), workers)
         assert limited.memory == memory
 
 
