@@ -69,6 +69,13 @@ class RunLog:
         self._wants_images = run.begins or plan.due(state.step).epoch
         self._step_alone = 0.0
 
+    def __enter__(self) -> "RunLog":
+        self.tracker.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.tracker.__exit__(*error)
+
     # Before the first step
 
     def introduce(self, changes: Sequence[str], config_text: str) -> None:

@@ -1,0 +1,85 @@
+"""Validation during training: measure the model, and note whether it is the best so far."""
+
+import time
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from engine.distributed import StopSignal, World
+from engine.evaluate import WORST_IMAGES, Measure, Mistakes, evaluate
+from engine.plan import Plan
+from engine.runlog import RunLog
+from engine.state import TrainState
+from pipeline.feed import Feed
+
+
+class Validator:
+    """Validates the model of a run on the whole validation split.
+
+    Args:
+        measure: `train.validation_loss`, or its compiled form.
+        feed: gives the validation batches.
+        log: reports the results.
+        stop: a signal ends a validation early.
+    """
+
+    def __init__(
+        self,
+        measure: Measure,
+        *,
+        feed: Feed,
+        plan: Plan,
+        world: World,
+        log: RunLog,
+        stop: StopSignal,
+    ) -> None:
+        self.measure, self.feed, self.plan = measure, feed, plan
+        self.world, self.log, self.stop = world, log, stop
+
+    def missing(self, state: TrainState) -> bool:
+        """Return whether an earlier start was stopped before it could validate this step."""
+        return self.plan.due(state.step).validate and state.last.get("step") != state.step
+
+    def __call__(self, state: TrainState) -> None:
+        """Validate each image once, and note in the state whether the model is the best so far.
+
+        With train.ema_decay, the moving average is validated, and the raw model alongside it
+        (`loss_raw`, `top1_raw`, `top5_raw`). A signal ends the validation early and nothing is
+        recorded: the next start validates again.
+        """
+        networks = [state.model] if state.ema is None else [state.ema.module, state.model]
+        worst = WORST_IMAGES if self.log.tracker.draws else 0
+        mistakes = Mistakes(self.plan.num_classes, self.world.device, worst=worst)
+        with self.log.pause("validation"):
+            began = time.perf_counter()
+            for network in networks:
+                self.world.share_buffers(network)
+            with self.plan.autocast(), self.feed.for_validation():
+                found, *raw = evaluate(
+                    networks, self.measure, self._batches(), self.world, mistakes
+                )
+            if found.images == self.plan.val_images:
+                row = {
+                    "step": state.step,
+                    "epoch": self.plan.epoch(state.step),
+                    "loss": found.loss,
+                    "top1": found.top1,
+                    "top5": found.top5,
+                }
+                for metrics in raw:
+                    row["loss_raw"] = metrics.loss
+                    row["top1_raw"] = metrics.top1
+                    row["top5_raw"] = metrics.top5
+                best = not state.best or found.top1 > state.best["top1"]
+                state.last = row
+                state.best = row if best else state.best
+                seconds = time.perf_counter() - began
+                counts = {"split": "val", "images": found.images, "seconds": seconds}
+                self.log.validated({**row, **counts}, mistakes, best=best)
+        self.stop.poll()
+
+    def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in self.feed.val.batches(0, self.feed.val_batches):
+            if self.stop.received and self.world.size == 1:
+                return
+            yield batch.images, batch.labels
