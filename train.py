@@ -29,7 +29,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,14 +40,13 @@ import models
 from conf.schema import DATA_FOLDERS, Config, UserError, config_values
 from engine.checkpoint import CheckpointError
 from engine.distributed import StopSignal, World, join_world, same_on_all_ranks
-from engine.evaluate import hits, sums
+from engine.evaluate import WORST_IMAGES, Measure, Mistakes, evaluate, hits, sums
 from engine.optim import build_optimizer
 from engine.out_of_memory import explain_out_of_memory
 from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
 from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
-from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
@@ -93,7 +92,8 @@ def train(config: Config) -> dict[str, Any]:
         datasets, plan, state = prepare(config, run, world)  # every mistake of the user shows here
         run.open(run_identity(config, datasets, plan), stop_step=plan.stop_step)
         changes = run.restore(state)
-        log = use(RunLog(plan, world, run, state, started=started))
+        log = RunLog(plan, world, run, state, started=started)
+        use(log.tracker)
         log.introduce(changes, cli.to_yaml(config))
         if log.finished is not None:
             return log.already_finished()
@@ -111,13 +111,13 @@ def train(config: Config) -> dict[str, Any]:
                 image_bytes=plan.activation_bytes,
             )
         )
-        log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train_fingerprint))
+        log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train.fingerprint()))
         measure = compiled(validation_loss, plan.compile)
-        validate = Validator(measure, feed=feed, plan=plan, world=world, log=log, stop=stop)
         use(log.watch(feed))
 
-        if validate.missing(state):  # an earlier start was stopped before it could validate
-            validate(state)
+        if plan.due(state.step).validate and state.last.get("step") != state.step:
+            # An earlier start was stopped before it could validate.
+            validate(state, measure, feed, plan, world, log, stop)
             save(state, run, log)
         use(garbage_collection_paused())
         for batch in feed.train.batches(state.step, state.step if stop else plan.stop_step):
@@ -130,7 +130,7 @@ def train(config: Config) -> dict[str, Any]:
             if due.epoch:
                 log.end_epoch()
             if due.validate and not stop:
-                validate(state)
+                validate(state, measure, feed, plan, world, log, stop)
             if due.save or stop:
                 save(state, run, log)
             if stop:
@@ -215,7 +215,7 @@ def training_loss(
 def validation_loss(
     network: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward pass and loss in validation, compiled likewise. Rows with a label below 0 do not count.
+    """Forward pass and loss in validation, compiled likewise. Labels below 0 do not count.
 
     Returns:
         float32 [4]: summed loss, top-1 hits, top-5 hits, images. And for each row, [B], its loss
@@ -227,13 +227,59 @@ def validation_loss(
     return sums(logits, labels, losses.sum()), losses, logits.argmax(1)
 
 
+def validate(
+    state: TrainState,
+    measure: Measure,
+    feed: Feed,
+    plan: Plan,
+    world: World,
+    log: RunLog,
+    stop: StopSignal,
+) -> None:
+    """Measure the model on every validation image, and note whether it is the best so far.
+
+    With train.ema_decay, the moving average is validated, and the raw model alongside it
+    (`loss_raw`, `top1_raw`, `top5_raw`). A signal ends the validation early and nothing is
+    recorded: the next start validates again.
+
+    Args:
+        measure: `validation_loss`, or its compiled form.
+    """
+
+    def batches() -> Iterator[tuple[Tensor, Tensor]]:
+        for batch in feed.val.batches(0, feed.val_batches):
+            if stop.received and world.size == 1:
+                return
+            yield batch.images, batch.labels
+
+    networks = [state.model] if state.ema is None else [state.ema.module, state.model]
+    with log.pause("validation"):
+        began = time.perf_counter()
+        for network in networks:
+            world.share_buffers(network)
+        worst = WORST_IMAGES if log.tracker.draws else 0
+        mistakes = Mistakes(plan.num_classes, world.device, worst=worst)
+        with plan.autocast(), feed.for_validation():
+            found, *raw = evaluate(networks, measure, batches(), world, mistakes)
+        if found.images == plan.val_images:
+            row = {"step": state.step, "epoch": plan.epoch(state.step), **asdict(found)}
+            for metrics in raw:
+                row |= {f"{k}_raw": v for k, v in asdict(metrics).items() if k != "images"}
+            state.last = row
+            best = not state.best or found.top1 > state.best["top1"]
+            if best:
+                state.best = row
+            seconds = time.perf_counter() - began
+            log.validated({**row, "split": "val", "seconds": seconds}, mistakes, best=best)
+    stop.poll()
+
+
 def compiled(function: F, mode: str) -> F:
     """Return the function compiled as model.compile says; the function itself if that is `off`."""
     if mode == "off":
         return function
-    if mode == "tuned":
-        return torch.compile(function, options=TUNED, dynamic=False)  # type: ignore[return-value]
-    return torch.compile(function, mode=mode, dynamic=False)  # type: ignore[return-value]
+    options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
+    return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
 
 
 def save(state: TrainState, run: RunDirectory, log: RunLog) -> None:
@@ -245,7 +291,7 @@ def save(state: TrainState, run: RunDirectory, log: RunLog) -> None:
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Collect garbage at checkpoints only: within a step, a collection would delay kernel launches."""
+    """Collect garbage at checkpoints only: within a step, it would delay kernel launches."""
     gc.collect()
     gc.freeze()  # objects that live as long as the run are not examined again
     gc.disable()
@@ -327,9 +373,8 @@ def build_state(plan: Plan, world: World) -> TrainState:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plan.rewrites_layers:
         gpu_layers.rewrite(model)
-    ema = None
-    if config.train.ema_decay is not None:
-        ema = MovingAverage(model, config.train.ema_decay)
+    decay = config.train.ema_decay
+    ema = None if decay is None else MovingAverage(model, decay)
     return TrainState(model, build_optimizer(model, config.optim), ema)
 
 
@@ -365,8 +410,7 @@ def tune_loader(
 
 def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 the user's mistake, 128 + signal."""
-    leads = int(os.environ.get("RANK", 0)) == 0
-    level = logging.INFO if leads else logging.ERROR
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=True)
     try:
         summary = train(config)

@@ -31,11 +31,8 @@ def _refuse_missing_packages() -> None:
         remedy = (
             "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
         )
-    names = f"{missing[0]} is"
-    if len(missing) > 1:
-        names = f"{', '.join(missing[:-1])} and {missing[-1]} are"
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        message = f"{names} not installed for {sys.executable}; {remedy}"
+        message = f"{', '.join(missing)}: not installed for {sys.executable}; {remedy}"
         print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
     sys.exit(2)
 

@@ -52,7 +52,7 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
         for group, choice in groups.items():
             _choose(tree, group, choice)
         for override in keys:
-            _set_key(tree, override)
+            OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
         if tree.run.name is None:
             tree.run.name = run_name(recipe, planned, tree)
         config = OmegaConf.to_object(tree)
@@ -103,17 +103,9 @@ def _choose(tree: DictConfig, group: str, choice: str) -> None:
     recipe for one optimiser are wrong for another. In other sections the values of the recipe stay
     unless the group sets them: data=fake keeps the image size.
     """
-    section = tree[group]
-    if f"{group}.name" in FIELDS:
-        section = OmegaConf.structured(OmegaConf.get_type(section))
+    named = f"{group}.name" in FIELDS
+    section = OmegaConf.structured(OmegaConf.get_type(tree[group])) if named else tree[group]
     tree[group] = OmegaConf.merge(section, OmegaConf.load(schema.FOLDER / group / f"{choice}.yaml"))
-
-
-def _set_key(tree: DictConfig, override: Override) -> None:
-    try:
-        OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
-    except OmegaConfBaseException as error:
-        raise UserError(_explain(error, [override])) from None
 
 
 def _replaced_values(
@@ -152,23 +144,21 @@ def _kept_values(
         for key in ("lr", "weight_decay")
         if f"optim.{key}" not in typed_keys
     ]
-    if not kept:
-        return []
-    return [
+    note = (
         f"optim.name={tree.optim.name} keeps {', '.join(kept)} of {planned.optim.name}; "
         f"write optim={tree.optim.name} to use its own defaults"
-    ]
+    )
+    return [note] if kept else []
 
 
 def _doubts(config: Config) -> list[str]:
     """Notes about values that are allowed but probably a mistake."""
     transformer = re.search(r"vit|swin|[bd]eit|former|eva0|cait|mixer", config.model.name)
-    if not transformer or config.optim.name != "sgd":
-        return []
-    return [
+    note = (
         f"model.name={config.model.name} with optim.name=sgd: transformers train poorly with SGD; "
         "try the optimiser and the schedule of recipe=imagenet_vit_s16"
-    ]
+    )
+    return [note] if transformer and config.optim.name == "sgd" else []
 
 
 def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:

@@ -8,7 +8,6 @@ import difflib
 import math
 import re
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -89,9 +88,8 @@ def _check_choice(override: Override, typed: str) -> None:
             "data": f"; for a folder of images write data.root={choice}",
         }.get(name, "")
         cutoff = 0.85 if name == "model" else 0.6
-        hint = nearest(Path(str(choice)).stem, choices, cutoff=cutoff)
-        one_of = ", ".join(choices)
-        raise UserError(f"{typed}: no such {name}; choose one of {one_of}{hint}{more}")
+        hint = did_you_mean(Path(str(choice)).stem.lower(), choices, cutoff=cutoff)
+        raise UserError(f"{typed}: no such {name}; choose one of {', '.join(choices)}{hint}{more}")
     if override.is_add() or override.is_delete():
         raise UserError(f"{typed}: write {name}={choice}")
 
@@ -136,25 +134,26 @@ def _refuse_unknown(override: Override, typed: str) -> None:
     section = [key for key in KEYS if key.startswith(f"{name}.")]
     if section:
         raise UserError(f"{typed}: {name} is a group of keys: {', '.join(section)}")
-    raise UserError(f"{typed}: there is no key {name or typed}; {_another_key(override)}")
+    raise UserError(f"{typed}: there is no key {name or typed}{_another_key(override)}")
 
 
 def _another_key(override: Override) -> str:
-    """The advice for an unknown key: the right key, or a sentence."""
+    """The advice for an unknown key, after a semicolon: the right key, or a sentence."""
     name = override.key_or_group
     last = name.rpartition(".")[2].lower()
     # The right last part in the wrong section (`train.lr`) says more than a similar spelling.
     moved = [key for key in KEYS if key.rpartition(".")[2] == last]
     if moved and last not in hints.REMEDIES:
-        return f"did you mean {' or '.join(moved)}?"
+        return f"; did you mean {' or '.join(moved)}?"
     if advice := remedy(name):
         advice = advice.replace("{}", "" if override.is_delete() else show(override.value()))
-        return f"write {shlex.quote(advice)}" if advice.partition("=")[0] in NAMES else advice
+        is_override = advice.partition("=")[0] in NAMES
+        return f"; write {shlex.quote(advice)}" if is_override else f"; {advice}"
     last_parts = {key.rpartition(".")[2]: key for key in KEYS}
     close = difflib.get_close_matches(name.lower(), last_parts, n=1, cutoff=0.75)
     if close and "." not in name:
-        return f"did you mean {last_parts[close[0]]}?"
-    return did_you_mean(name.lower(), NAMES) or "--help lists all keys"
+        return f"; did you mean {last_parts[close[0]]}?"
+    return did_you_mean(name.lower(), NAMES) or "; --help lists all keys"
 
 
 def remedy(name: str) -> str | None:
@@ -172,12 +171,6 @@ def remedy(name: str) -> str | None:
         is_bool = own[0] in KEYS and FIELDS[own[0]].type is bool
         return f"{own[0]}={'true' if is_bool else '{}'}"
     return hints.REMEDIES.get(word) or hints.REMEDIES.get(word.rpartition(".")[2])
-
-
-def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str:
-    """`; did you mean X?` for the closest known name, or an empty string."""
-    hint = did_you_mean(word.lower(), known, cutoff=cutoff)
-    return f"; {hint}" if hint else ""
 
 
 def allowed_values(name: str) -> str:

@@ -23,9 +23,9 @@ def import_torchvision() -> ModuleType:
             missing = re.search(r"operator torchvision::(\w+) does not exist", str(error))
             if missing is None:
                 raise
-            schema = f"torchvision::{missing[1]}"
             torch.library.define(
-                schema, "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+                f"torchvision::{missing[1]}",
+                "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
             )
             for name in [n for n in sys.modules if n.split(".")[0] == "torchvision"]:
                 del sys.modules[name]

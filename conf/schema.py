@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+# Takes a value. Returns None if it is allowed, else a description of the allowed values.
 Check = Callable[[Any], str | None]
-"""Takes a value. Returns None if it is allowed, else a description of the allowed values."""
 
 
 class UserError(ValueError):
@@ -599,9 +599,9 @@ def check(config: Config, *, runnable: bool = True) -> None:
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
-    """`did you mean a, b?` for up to `count` similar names, or an empty string."""
+    """`; did you mean a, b?` for up to `count` similar names, or an empty string."""
     close = difflib.get_close_matches(word, list(known), n=count, cutoff=cutoff)
-    return f"did you mean {', '.join(close)}?" if close else ""
+    return f"; did you mean {', '.join(close)}?" if close else ""
 
 
 def show(value: Any) -> str:

@@ -115,8 +115,9 @@ def load(path: Path) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # torch.load raises many types for a file of another kind
-        kind = type(error).__name__
-        raise CheckpointError(f"{path}: cannot be read as a checkpoint: {kind}") from error
+        raise CheckpointError(
+            f"{path}: cannot be read as a checkpoint: {type(error).__name__}"
+        ) from error
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointError(f"{path}: not a checkpoint of this program")
     if content["format"] != FORMAT:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -44,8 +44,7 @@ class World:
             dist.broadcast_object_list(box, src=0)
         if box[1] is not None:
             raise box[1]
-        answer: T = box[0]
-        return answer
+        return cast("T", box[0])
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Collective."""
@@ -66,12 +65,11 @@ class World:
             outcome = attempt()
         except UserError as error:
             outcome = error
-        found: list[T] = []
-        for value in self.gather(outcome):
+        found = self.gather(outcome)
+        for value in found:
             if isinstance(value, UserError):
                 raise value
-            found.append(value)
-        return found
+        return cast("list[T]", found)
 
     def of_node(self, values: list[T]) -> list[T]:
         """Select the values of this node's ranks from one value per rank."""

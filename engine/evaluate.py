@@ -1,4 +1,4 @@
-"""Validation that counts every image exactly once, for any number of images, ranks and batch size."""
+"""Validation that counts every image once, for any number of images, ranks and batch size."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,6 +11,7 @@ from engine.distributed import World
 # Up to this many classes, every pair of label and prediction is counted: 64 MiB of counts.
 # ImageNet-21k would need 1.8 GiB.
 MOST_CLASSES = 4096
+WORST_IMAGES = 16  # to show in TensorBoard
 
 Measure = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 """`train.validation_loss`, or its compiled form."""
@@ -106,7 +107,7 @@ class Mistakes:
         return [tensor[chosen] for tensor in rows]
 
     def per_class(self) -> tuple[Tensor, Tensor]:
-        """Return the number of images and of top-1 hits of every class: int64 [classes], on the host."""
+        """Return the images and the top-1 hits of every class: int64 [classes], on the host."""
         right = self.table.diagonal() if self.pairs else self.table[:, 1]
         return self.table.sum(1).cpu(), right.long().cpu()
 
@@ -119,8 +120,8 @@ class Mistakes:
         if not self._kept:
             return torch.zeros(0, 3, 1, 1), []
         losses, labels, predictions = (tensor.tolist() for tensor in self._kept[:3])
-        rows = list(zip(labels, predictions, losses, strict=True))
-        rows = [row for row in rows if row[0] >= 0]  # rows that fill up a batch come last
+        # Rows that fill up a batch come last.
+        rows = [row for row in zip(labels, predictions, losses, strict=True) if row[0] >= 0]
         return self._kept[3][: len(rows)], rows
 
 

@@ -64,6 +64,7 @@ class Ledger:
             Kept in the checkpoint.
         train_images: number of training images, the length of an epoch.
         step: where this start begins.
+        began: time.monotonic() when the program began.
         step_alone: images/s of the step on all ranks without the loader; 0 when not measured.
         peak_rate: images/s at the peak of all GPUs; None when not known.
     """
@@ -75,6 +76,7 @@ class Ledger:
         *,
         train_images: int,
         step: int = 0,
+        began: float,
         step_alone: float = 0.0,
         peak_rate: float | None = None,
     ) -> None:
@@ -87,37 +89,30 @@ class Ledger:
         self._epoch: list[Timing] = []
         self._warm = False  # the first interval of a start compiles, and is not judged
         self._first_step = self._step = step
-        self._begun: float | None = None  # since when steps run that are not in `spent` yet
-        self._lost_here = 0.0  # seconds lost since then
-        self._lost_at_start = 0.0  # seconds lost before the first step
+        self._spending = "start"  # the kind that counts outside of `lost`
+        self._counted = began  # until when `spent` is complete
         # Checkpoints of earlier versions call a start a life.
         self.spent["starts"] = self.spent.pop("lives", 0) + self.spent.get("starts", 0) + 1
 
-    def started(self, seconds: float) -> None:
+    def started(self) -> None:
         """The first step is done: the time until then, with compilation, is the cost of a start."""
-        self._add("start", max(0.0, seconds - self._lost_at_start))
-        self._begun = time.monotonic()
-        self._lost_here = 0.0
+        self._count(self._spending)
+        self._spending = "training"
 
     @contextmanager
     def lost(self, kind: str) -> Iterator[None]:
         """Seconds that pass inside are not training."""
-        began = time.monotonic()
+        self._count(self._spending)  # `spent` is now complete, for a checkpoint
         try:
             yield
         finally:
-            seconds = time.monotonic() - began
-            self._add(kind, seconds)
-            self._lost_here += seconds
-            self._lost_at_start += seconds
+            self._count(kind)
 
-    def settle(self) -> None:
-        """Bring `spent` up to date, for a checkpoint."""
+    def _count(self, kind: str) -> None:
+        """Count the time that is not in `spent` yet."""
         now = time.monotonic()
-        if self._begun is not None:
-            self._add("training", max(0.0, now - self._begun - self._lost_here))
-            self._begun = now
-            self._lost_here = 0.0
+        self._add(kind, now - self._counted)
+        self._counted = now
 
     def note(self, timing: Timing, step: int) -> dict[str, float]:
         """Add the log interval that ends with step `step`; return the time figures of its row."""
@@ -152,7 +147,7 @@ class Ledger:
         }
 
     def epoch_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
-        """Judge the intervals since the last call; nothing for less than SHORT_EPOCH seconds.
+        """Judge the intervals since the last call; nothing below SHORT_EPOCH seconds.
 
         Args:
             loader: state of this rank's loader.
@@ -160,21 +155,17 @@ class Ledger:
         """
         timings = self._epoch
         self._epoch = []
-        long_enough = _seconds(timings) > SHORT_EPOCH
-        seen = slowest(gather(self._observation(timings, loader) if long_enough else None))
-        return diagnose(seen).sentences if seen is not None else []
+        return self._verdict(timings, SHORT_EPOCH, loader, gather)
 
     def run_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
         """Judge this start; arguments as for `epoch_verdict`."""
-        long_enough = _seconds(self._run) >= SHORT_RUN
-        seen = slowest(gather(self._observation(self._run, loader) if long_enough else None))
-        if seen is None:
-            return [f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"]
-        return diagnose(seen).sentences
+        return self._verdict(self._run, SHORT_RUN, loader, gather) or [
+            f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"
+        ]
 
     def balance(self) -> dict[str, Any]:
         """Seconds over all starts for summary.json: total, lost by kind, and training's share."""
-        self.settle()
+        self._count(self._spending)
         kinds = [kind for kind in LOST if kind in self.spent or kind != "profile"]
         lost = {kind: round(self.spent.get(kind, 0.0), 3) for kind in kinds}
         training = self.spent.get("training", 0.0)
@@ -206,6 +197,13 @@ class Ledger:
         images = sum(self.spent.get(f"{kind} images", 0.0) for kind in kinds)
         seconds = sum(self.spent.get(f"{kind} seconds", 0.0) for kind in kinds)
         return images / seconds if seconds else 0.0
+
+    def _verdict(
+        self, timings: list[Timing], shortest: float, loader: LoaderState, gather: Gather
+    ) -> list[str]:
+        long_enough = _seconds(timings) >= shortest
+        seen = slowest(gather(self._observation(timings, loader) if long_enough else None))
+        return diagnose(seen).sentences if seen is not None else []
 
     def _observation(self, timings: list[Timing], loader: LoaderState) -> Observation:
         """Means over time: an interval counts by its seconds."""

@@ -54,10 +54,11 @@ class Meter:
         """
         if not self._names:
             device = self.world.device
-            shape = len(values)
             self._names = list(values)
-            self._total = torch.zeros(shape, dtype=torch.float64, device=device)
-            self._host = torch.zeros(shape, dtype=torch.float64, pin_memory=device.type == "cuda")
+            self._total = torch.zeros(len(values), dtype=torch.float64, device=device)
+            self._host = torch.zeros(
+                len(values), dtype=torch.float64, pin_memory=device.type == "cuda"
+            )
         if list(values) != self._names:
             raise ValueError(
                 f"train_step returned {', '.join(values)}; earlier steps returned "
@@ -70,10 +71,8 @@ class Meter:
         """End an interval with step `step`: start the copy of its sums to the host."""
         self._host.copy_(self.world.sum(self._total), non_blocking=True)
         self._total.zero_()
-        copied = None
-        if self.world.device.type == "cuda":
-            copied = torch.cuda.Event()
-            copied.record()
+        on_gpu = self.world.device.type == "cuda"
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
         self._sent = (step, self._steps, lr, copied)
         self._steps = 0
 

@@ -36,8 +36,13 @@ def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
 
 
 def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
-    betas = (config.betas[0], config.betas[1])
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, fused=fused)
+    return torch.optim.AdamW(
+        groups,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        fused=fused,
+    )
 
 
 OPTIMIZERS: dict[str, Callable[[Groups, Optim, bool], torch.optim.Optimizer]] = {

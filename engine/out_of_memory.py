@@ -35,15 +35,16 @@ def explain_out_of_memory(
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
-        message = explain_oom(
-            error,
-            world,
-            folder=folder,
-            batch_size=batch_size,
-            static_bytes=fixed_bytes(state),
-            image_bytes=image_bytes,
-        )
-        raise TrainingError(message) from error
+        raise TrainingError(
+            explain_oom(
+                error,
+                world,
+                folder=folder,
+                batch_size=batch_size,
+                static_bytes=fixed_bytes(state),
+                image_bytes=image_bytes,
+            )
+        ) from error
 
 
 def fixed_bytes(state: TrainState) -> int:
@@ -199,18 +200,20 @@ def _diagnosis(
     )
     batch = fit.batch * world.size
     if not batch:
-        smallest = 8 * world.size
         remedy = (
-            f"even a batch of {smallest} may not fit: use a smaller model.name or data.image_size"
+            f"even a batch of {8 * world.size} may not fit: use a smaller model.name or "
+            "data.image_size"
         )
     elif fit.known:
         remedy = f"loader.batch_size={batch} should fit"
     else:
         remedy = f"try loader.batch_size={batch}"
     others = total - free - reserved
-    elsewhere = ""
-    if others > 0.1 * total:
-        elsewhere = f", {others / GIB:.1f} GiB in use outside this process's allocator"
+    elsewhere = (
+        f", {others / GIB:.1f} GiB in use outside this process's allocator"
+        if others > 0.1 * total
+        else ""
+    )
     return (
         f"loader.batch_size={batch_size}: out of memory on {device} ({wanted / GIB:.2f} GiB "
         f"requested, {free / GIB:.2f} of {total / GIB:.1f} GiB free{elsewhere}); an image takes "

@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 import torch
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 BLUE, RED, GREY = "#4c72b0", "#c44e52", "#808080"
@@ -31,12 +31,6 @@ def sheet(
     draw = ImageDraw.Draw(image)
     draw.text((left, 14), title, "black", font(LARGE))
     return image, draw
-
-
-def shade(share: float, light: str, dark: str) -> tuple[int, ...]:
-    """Return the colour between `light` (0) and `dark` (1)."""
-    ends = zip(ImageColor.getrgb(light), ImageColor.getrgb(dark), strict=True)
-    return tuple(round(a + (b - a) * share) for a, b in ends)
 
 
 def bars(

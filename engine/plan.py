@@ -1,4 +1,4 @@
-"""What one run will do, derived from the config, the data and the machine: computed once, printed once, never changed."""
+"""What one run will do, derived once from the config, the data and the machine."""
 
 import math
 import platform
@@ -116,11 +116,6 @@ class Plan:
         )
 
     @property
-    def input_dtype(self) -> torch.dtype:
-        """Type of the images on the device: bf16 halves what the first layer reads."""
-        return input_dtype(self.precision)
-
-    @property
     def rewrites_layers(self) -> bool:
         """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
         return (
@@ -154,8 +149,7 @@ class Plan:
         train = self.config.train
         steps = f"{self.stop_step:,} of {self.batch_size} images"
         if self.world_size > 1:
-            share = self.batch_size // self.world_size
-            steps += f" ({share} on each of {self.world_size} ranks)"
+            steps += f" ({self.batch_size // self.world_size} on each of {self.world_size} ranks)"
         steps += f", {self.steps_per_epoch:,.1f} per epoch"
         if self.stop_step < self.schedule_steps:
             steps += f"; stops early: {train.epochs:g} epochs are {self.schedule_steps:,} steps"
@@ -165,7 +159,8 @@ class Plan:
         rows = [
             (
                 "data",
-                f"{self.train_images:,} training and {self.val_images:,} validation images, {self.num_classes} classes",
+                f"{self.train_images:,} training and {self.val_images:,} validation images, "
+                f"{self.num_classes} classes",
             ),
             ("steps", steps),
             (
@@ -203,11 +198,13 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         )
     flops = count_flops(model, train_size)
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
+    on_gpu = world.device.type == "cuda"
     precision = choose_precision(config.train.precision, world.device)
     channels_last = config.model.channels_last
     if channels_last == "auto":
-        channels_last = world.device.type == "cuda" and models.is_convnet(model)
-    dtype = input_dtype(precision)
+        channels_last = on_gpu and models.is_convnet(model)
+    # bf16 images halve what the first layer reads.
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     loader = plan_loader(
         config,
         datasets,
@@ -230,7 +227,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
         loader=loader,
         large_files=datasets.train.mean_bytes() > LARGE_FILE,
-        device=device_name(world.device),
+        device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         device_type=world.device.type,
         precision=precision,
         channels_last=channels_last,
@@ -242,8 +239,7 @@ def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: s
             *config.notes,
             *precision_note(config.train.precision, world.device),
             *few_steps(size, config.optim.lr, images, world.size),
-            *same_images(datasets),
-            *literal_sizes(config, datasets),
+            *data_notes(config, datasets),
         ),
     )
 
@@ -254,12 +250,12 @@ def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[st
     An answer is remembered for exactly these values.
     """
     keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
-    decoder, workers = plan.loader.decoder, plan.loader.workers
+    loader = plan.loader
     return {
         "keys": keys,
         "data": [train_fingerprint, plan.num_classes],
-        "plan": [plan.precision, plan.compile, decoder, plan.channels_last],
-        "machine": [plan.device, platform.node(), workers, world.size, world.local_size],
+        "plan": [plan.precision, plan.compile, loader.decoder, plan.channels_last],
+        "machine": [plan.device, platform.node(), loader.workers, world.size, world.local_size],
         "versions": [torch.__version__, autotune.VERSION],
     }
 
@@ -293,11 +289,13 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
     """
     if batch_size > train_images:
         raise UserError(
-            f"loader.batch_size={batch_size}: larger than the training split ({train_images} images); give at most that"
+            f"loader.batch_size={batch_size}: larger than the training split ({train_images} "
+            "images); give at most that"
         )
     if batch_size % world_size:
         raise UserError(
-            f"loader.batch_size={batch_size}: the global batch must be a multiple of the {world_size} ranks"
+            f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
+            f"{world_size} ranks"
         )
 
 
@@ -308,10 +306,8 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
     and ResNet-50 ended with a validation loss of 168,212. The advised learning rate is scaled with
     the batch (arXiv 1706.02677).
     """
-    better = SMALL_BATCH
-    while 2 * better * GOOD_STEPS <= train_images:
-        better *= 2
-    better = -(-better // world_size) * world_size
+    power_of_two = 2 ** int(math.log2(train_images / GOOD_STEPS))
+    better = -(-max(SMALL_BATCH, power_of_two) // world_size) * world_size
     steps = train_images / batch_size
     if steps >= FEW_STEPS or better >= batch_size:
         return []
@@ -321,30 +317,23 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
     ]
 
 
-def same_images(datasets: Datasets) -> list[str]:
-    """Return a note if both splits hold the same images."""
-    if datasets.train_fingerprint != datasets.val_fingerprint:
-        return []
-    return [
-        "data.val holds the training images, so its accuracy says nothing about new images; give another split"
-    ]
-
-
-def literal_sizes(config: Config, datasets: Datasets) -> list[str]:
-    """Return a note for each list of transforms that ignores the key for the image size."""
+def data_notes(config: Config, datasets: Datasets) -> list[str]:
+    """Return notes on splits with the same images and on transforms that ignore a size's key."""
     sizes = [
         ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
         ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
     ]
-    return [
-        f"{transforms} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"
-        for transforms, made, key, size in sizes
+    notes = [
+        f"{name} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"
+        for name, made, key, size in sizes
         if made != size
     ]
-
-
-def device_name(device: torch.device) -> str:
-    return "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    if datasets.train.fingerprint() == datasets.val.fingerprint():
+        notes.append(
+            "data.val holds the training images, so its accuracy says nothing about new images; "
+            "give another split"
+        )
+    return notes
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -358,10 +347,6 @@ def has_bf16(device: torch.device) -> bool:
 def choose_precision(choice: str, device: torch.device) -> str:
     """Resolve train.precision=auto: bf16 on a GPU with bf16 hardware, else fp32."""
     return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
-
-
-def input_dtype(precision: str) -> torch.dtype:
-    return torch.bfloat16 if precision == "bf16" else torch.float32
 
 
 def precision_note(choice: str, device: torch.device) -> list[str]:
@@ -399,7 +384,8 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
     except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
         reason = str(error).splitlines()[0]
         raise UserError(
-            f"{key}: the model does not take images of {image_size} px ({reason}); give another size"
+            f"{key}: the model does not take images of {image_size} px ({reason}); give another "
+            "size"
         ) from None
     model.train(mode)
     return int(counter.get_total_flops())

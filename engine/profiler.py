@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Profiles the steps first ... last, numbered from 0 as by the sampler. Other steps cost nothing.
+    """Profiles the steps first ... last, numbered from 0. Other steps cost nothing.
 
     A profile that an error interrupts is not written.
 
@@ -40,7 +40,7 @@ class StepProfiler:
         return self._profile is not None
 
     def starts(self, step: int) -> bool:
-        """Return whether the profile starts with this step: the first one, or after a resume a later one."""
+        """Return whether the profile starts with this step; after a resume, with a later one."""
         return bool(self.steps) and not self.running and self.steps[0] <= step <= self.steps[1]
 
     def ends(self, steps: int) -> bool:
@@ -50,30 +50,19 @@ class StepProfiler:
     def start(self, step: int) -> None:
         """Start the profile with this step; waits for the device."""
         self._wait_for_device()
-        activities = [ProfilerActivity.CPU]
-        if self.device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities, acc_events=True)
+        gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._first = step
         self._profile.start()
 
     def stop(self, steps: int) -> None:
         """End the profile after this number of steps and write it; waits for the device."""
         self._wait_for_device()
-        self._write(steps - 1)
-
-    def close(self) -> None:
-        """Drop a running profile: one that still runs when Python exits crashes the process."""
-        if self.running:
-            self._profile.stop()
-            self._profile = None
-
-    def _write(self, last: int) -> None:
         self._profile.stop()
         found = self._profile
         self._profile, self.steps = None, []
         assert self.folder is not None
-        stem = self.folder / f"steps-{self._first}-{last}"
+        stem = self.folder / f"steps-{self._first}-{steps - 1}"
         column = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
         try:
@@ -84,6 +73,12 @@ class StepProfiler:
             logger.warning("the profile cannot be written (%s); training continues", error)
             return
         self.say(f"profile  {stem}.json.gz (open in ui.perfetto.dev) and {stem.name}.txt")
+
+    def close(self) -> None:
+        """Drop a running profile: one that still runs when Python exits crashes the process."""
+        if self.running:
+            self._profile.stop()
+            self._profile = None
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ SUMMARY = {
     "best_epoch",
     "images_per_second",
 }
-# Keys that decide what a validation measures: with other values, the best checkpoint is incomparable.
+# Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 
 
@@ -57,8 +57,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     if weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
     return {
-        "data.train": datasets.train_fingerprint,
-        "data.val": datasets.val_fingerprint,
+        "data.train": datasets.train.fingerprint(),
+        "data.val": datasets.val.fingerprint(),
         **keys,
         "classes": plan.num_classes,
         "parameters": plan.parameters,
@@ -85,7 +85,7 @@ class _Found:
         return cls(path, content["step"], content["identity"], content["state"].get("origin"))
 
 
-class RunDirectory:
+class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
     Rank 0 alone reads and writes the folder; every rank raises the error that rank 0 meets.
@@ -116,8 +116,16 @@ class RunDirectory:
             UserError: the folder holds something else.
         """
         with self._usable():
-            if self.path.exists():
-                self._refuse_foreign()
+            if not self.path.exists():
+                return
+            if not self.path.is_dir():
+                raise UserError(f"run.dir={self.path}: is a file; give a folder")
+            content = {p.name for p in self.path.iterdir()}
+            if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+                raise UserError(
+                    f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
+                    "own"
+                )
 
     def stored_identity(self) -> dict[str, Any]:
         """Return the identity in the checkpoint that `open` would resume, or nothing.
@@ -212,8 +220,9 @@ class RunDirectory:
             state.spent.clear()
             state.origin = str(self.resumed.resolve())
             state.history.append(f"began at step {state.step:,} with {self.resumed}")
-        accepted = self.accepted.values()
-        state.history += [f"accepted at step {state.step:,}: {change}" for change in accepted]
+        state.history += [
+            f"accepted at step {state.step:,}: {change}" for change in self.accepted.values()
+        ]
         return differences(stored["config"], self._values())
 
     def _values(self) -> dict[str, Any]:
@@ -237,10 +246,11 @@ class RunDirectory:
             "config": self._values(),
             "made_by": checkpoint.provenance(),
         }
-        keep = self.config.checkpoint.keep
         best = int(state.best["step"]) if state.best else None
         self.world.agree(
-            lambda: checkpoint.save(self.checkpoints, content, keep=keep, best_step=best)
+            lambda: checkpoint.save(
+                self.checkpoints, content, keep=self.config.checkpoint.keep, best_step=best
+            )
         )
 
     def _find(self) -> _Found | None:
@@ -262,7 +272,8 @@ class RunDirectory:
         if not os.path.isfile(resume):
             reason = "is a folder" if os.path.isdir(resume) else "no such file"
             raise UserError(
-                f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), auto or never"
+                f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), "
+                "auto or never"
             )
         try:
             given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
@@ -279,7 +290,7 @@ class RunDirectory:
         if given.step < own.step:
             raise UserError(
                 f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; "
-                "leave the key out to continue from that one, or give another run.name to branch off"
+                "leave the key out to continue from it, or give another run.name to branch off"
             )
         return given
 
@@ -292,7 +303,7 @@ class RunDirectory:
         return found
 
     def begin(self, files: dict[str, str]) -> None:
-        """Write config.yaml and other files, and remove the summary of an earlier start. Collective.
+        """Write files such as config.yaml, and remove an earlier start's summary. Collective.
 
         Args:
             files: content by name.
@@ -318,9 +329,11 @@ class RunDirectory:
         try:
             checkpoint.replace_file(self.path / name, content)
         except OSError as error:
-            kept = "nothing has been trained yet"
-            if any(self.checkpoints.glob("step-*.pt")):
-                kept = "the checkpoints are intact: run the same command again to resume"
+            kept = (
+                "the checkpoints are intact: run the same command again to resume"
+                if any(self.checkpoints.glob("step-*.pt"))
+                else "nothing has been trained yet"
+            )
             raise checkpoint.CheckpointError(
                 f"{self.path / name}: cannot be written: {error.strerror or error}; {kept}"
             ) from error
@@ -331,18 +344,14 @@ class RunDirectory:
             summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
         except (OSError, ValueError):
             return None
-        if not isinstance(summary, dict) or not summary.keys() >= SUMMARY:
-            return None
-        finished = summary["status"] == "finished" and summary["step"] == step
-        return summary if finished else None
+        complete = isinstance(summary, dict) and summary.keys() >= SUMMARY
+        done = complete and summary["status"] == "finished" and summary["step"] == step
+        return summary if done else None
 
     def close(self) -> None:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
-
-    def __enter__(self) -> "RunDirectory":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -356,15 +365,6 @@ class RunDirectory:
                 f"run.dir={self.path}: cannot be used: {error.strerror}; give a writable folder"
             ) from None
 
-    def _refuse_foreign(self) -> None:
-        if not self.path.is_dir():
-            raise UserError(f"run.dir={self.path}: is a file; give a folder")
-        content = {p.name for p in self.path.iterdir()}
-        if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-            raise UserError(
-                f"run.dir={self.path}: holds files that are not of a run; give a folder of its own"
-            )
-
     def _claim(self) -> None:
         """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
         lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
@@ -373,7 +373,8 @@ class RunDirectory:
         except BlockingIOError:
             os.close(lock)
             raise UserError(
-                f"run.dir={self.path}: another process is training in it; give another run.dir or run.name"
+                f"run.dir={self.path}: another process is training in it; give another run.dir or "
+                "run.name"
             ) from None
         self._lock = lock
 

@@ -1,4 +1,4 @@
-"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, step times, verdict and profiler.
+"""Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, profiler.
 
 It never steps, validates or saves: the loop in train.py does, and tells it.
 """
@@ -41,7 +41,7 @@ class RunLog:
         started: time.monotonic() when the program began.
 
     Attributes:
-        finished: summary.json of an earlier start that finished this run; None while there are steps
+        finished: summary.json of an earlier start that finished this run; None while steps are
             left to train.
     """
 
@@ -50,9 +50,8 @@ class RunLog:
     ) -> None:
         self.plan, self.world, self.run, self.state = plan, world, run, state
         self._started = started
-        self.finished = None
-        if state.step >= plan.stop_step:
-            self.finished = run.finished_summary(state.step)
+        finished = state.step >= plan.stop_step
+        self.finished = run.finished_summary(state.step) if finished else None
         config = plan.config
         self.tracker = Tracker(
             run.path if world.leads else None,
@@ -70,17 +69,6 @@ class RunLog:
         self._wants_images = run.begins or plan.due(state.step).epoch
         self._step_alone = 0.0
 
-    def __enter__(self) -> "RunLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.tracker.close()
-
-    @property
-    def draws(self) -> bool:
-        """Whether pictures are written."""
-        return self.tracker.draws
-
     # Before the first step
 
     def introduce(self, changes: Sequence[str], config_text: str) -> None:
@@ -90,18 +78,14 @@ class RunLog:
             changes: keys that differ from the resumed checkpoint's config, each as a sentence.
             config_text: the config as YAML, for TensorBoard.
         """
-        for line in self.plan.lines():
-            self.say(line)
+        self.say(*self.plan.lines())
         resumed = ""
         if self.run.resumed is not None:
-            of_another = self.run.resumed.parent != self.run.checkpoints
-            name = str(self.run.resumed) if of_another else self.run.resumed.name
+            name = self.run.resumed if self.run.begins else self.run.resumed.name
             resumed = f", resumed from {name}"
         self.say(f"run      {self.run.path}{resumed}")
-        for line in self.state.history:
-            self.say(f"history  {line}")
-        for change in changes:
-            self.say(f"changed  {change}")
+        self.say(*(f"history  {line}" for line in self.state.history))
+        self.say(*(f"changed  {change}" for change in changes))
         if self.run.begins and self.finished is None:
             plan = self.plan
             self.tracker.text("config", config_text)
@@ -118,9 +102,8 @@ class RunLog:
     def already_finished(self) -> dict[str, Any]:
         """Say that an earlier start finished this run; return its summary."""
         assert self.finished is not None
-        more = ""
-        if self.state.step < self.plan.schedule_steps:
-            more = "a larger train.max_steps to continue, "
+        stopped_early = self.state.step < self.plan.schedule_steps
+        more = "a larger train.max_steps to continue, " if stopped_early else ""
         self.say(
             f"this run is finished after {self.state.step:,} steps: give {more}another run.name to "
             "train again, or checkpoint.resume=never to start over in this directory"
@@ -130,8 +113,7 @@ class RunLog:
 
     def tuned(self, answer: Answer | None, lines: Sequence[str]) -> None:
         """Report what loader.workers=auto has measured, and keep the rate of the step alone."""
-        for number, line in enumerate(lines):
-            self.say(f"{'' if number else 'autotune':<8} {line}")
+        self.say(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
         if answer is None:
             return
         self._step_alone = answer.demand * self.world.size
@@ -151,6 +133,7 @@ class RunLog:
             self.state.spent,
             train_images=plan.train_images,
             step=self.state.step,
+            began=self._started,
             step_alone=self._step_alone,
             peak_rate=peak_rate(
                 plan.device,
@@ -180,8 +163,8 @@ class RunLog:
             self.tracker.images(
                 "train/images",
                 batch.images,
-                scale=train.scale,
-                shift=train.shift,
+                scale=train.format.scale,
+                shift=train.format.shift,
                 step=batch.step + 1,
             )
 
@@ -199,7 +182,7 @@ class RunLog:
             self.meter.send(step, self.plan.curve.at(step - 1))
         self.tracker.progress(step)
         if step == self._first_step + 1:
-            self.ledger.started(time.monotonic() - self._started)  # includes compilation
+            self.ledger.started()
         if self.profiler.ends(step) or (self.profiler.running and step == self.plan.stop_step):
             with self.pause("profile"):
                 self.profiler.stop(step)
@@ -210,8 +193,7 @@ class RunLog:
         self._wants_images = True
         with self._paused():
             lines = self.ledger.epoch_verdict(describe_loader(self.feed), self.world.gather)
-            for line in lines:
-                self.say(f"verdict  {line}")
+            self.say(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
@@ -225,13 +207,12 @@ class RunLog:
 
     @contextmanager
     def pause(self, kind: str) -> Iterator[None]:
-        """Count the `with` block as `kind` ("validation", "checkpoint" or "profile"), not as training.
+        """Count the block as `kind` ("validation", "checkpoint" or "profile"), not as training.
 
         It counts neither in images/s nor in the time of a step.
         """
         with self._paused():
             self.tracker.flush()  # a kill after a checkpoint leaves no gap in the curves before it
-            self.ledger.settle()
             with self.ledger.lost(kind):
                 yield
 
@@ -247,7 +228,11 @@ class RunLog:
         val = self.feed.val
         self.tracker.val_row(row, best=best)
         self.tracker.mistakes(
-            mistakes, self.plan.classes, scale=val.scale, shift=val.shift, step=self.state.step
+            mistakes,
+            self.plan.classes,
+            scale=val.format.scale,
+            shift=val.format.shift,
+            step=self.state.step,
         )
 
     def _report(self) -> None:
@@ -263,7 +248,7 @@ class RunLog:
         loss = interval.values["loss"]
         if not math.isfinite(loss):
             raise diverged(f"the loss is {loss} at step {step} (lr {interval.lr:g})")
-        timing = self.feed.train.timing(interval.steps)
+        timing = self.feed.train.clock.timing(interval.steps)
         assert timing is not None, "every step of an interval has been ended"
         times = self.ledger.note(timing, step)
         images_left = (self.plan.stop_step - step) * self.plan.batch_size
@@ -277,9 +262,12 @@ class RunLog:
             "seconds_left": images_left / times["images_per_second"],
         }
         pool = self.feed.train.loader.pool
-        host = host_figures(pool.pids, self.plan.loader.memory.pinned)
-        gpu = {**self.monitor.read(), **allocator_figures(self.world.device)}
-        self.tracker.train_row(row, {**gpu, **host})
+        figures = {
+            **self.monitor.read(),
+            **allocator_figures(self.world.device),
+            **host_figures(pool.pids, self.plan.loader.memory.pinned),
+        }
+        self.tracker.train_row(row, figures)
         pool.warn_about_slow_workers()
 
     # At the end
@@ -291,8 +279,6 @@ class RunLog:
             signal_number: the signal that ends this start; 0 if the run is finished.
         """
         self._report()
-        if self.state.step == self._first_step:  # no step was left to train
-            self.ledger.started(time.monotonic() - self._started)
         if self.profiler.running:
             with self.ledger.lost("profile"):
                 self.profiler.stop(self.state.step)
@@ -305,26 +291,19 @@ class RunLog:
         self.tracker.outcome(summary, compiles=self.plan.compile != "off")
         if signal_number and config.checkpoint.resume == "auto":
             self.say(f"resume    run the same command again to resume at step {self.state.step:,}")
-        self._say_times(summary)
-        for line in summary["verdict"]:
-            self.say(f"verdict   {line}")
-        return summary
-
-    def _say_times(self, summary: dict[str, Any]) -> None:
         lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
         starts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
         self.say(
             f"time      {100 * summary['effective_time']:.0f} % of "
-            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}"
+            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}",
+            *(f"verdict   {line}" for line in summary["verdict"]),
         )
+        return summary
 
     def _summary(self, signal_number: int) -> dict[str, Any]:
         """Return what summary.json holds. The exit status follows from the signal's number."""
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
-        raw: dict[str, Any] = {
-            key: last[key] for key in ("loss_raw", "top1_raw", "top5_raw") if key in last
-        }
         speed = self.ledger.speed()
         return {
             "status": "interrupted" if signal_number else "finished",
@@ -334,7 +313,7 @@ class RunLog:
             "loss": last.get("loss"),
             "top1": last.get("top1"),
             "top5": last.get("top5"),
-            **raw,
+            **{key: value for key, value in last.items() if key.endswith("_raw")},
             "best_top1": state.best.get("top1"),
             "best_epoch": round(epoch(best_step), 4) if best_step else None,
             "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,

@@ -95,11 +95,6 @@ class TrainState:
     origin: str | None = None
     history: list[str] = field(default_factory=list)
 
-    @property
-    def validated_model(self) -> nn.Module:
-        model: nn.Module = self.model if self.ema is None else self.ema.module
-        return model
-
     def tensors(self) -> list[Tensor]:
         """Return all parameters and buffers of the model and of its average."""
         return tensors(self.model) if self.ema is None else tensors(self.model, self.ema)
@@ -129,8 +124,7 @@ class TrainState:
         # weight decay, come from the current config.
         options = _options(self.optimizer)
         self.optimizer.load_state_dict(stored["optimizer"])
-        for group, chosen in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(chosen)
+        _set_options(self.optimizer, options)
         self.step = stored["step"]
         self.best = stored["best"]
         self.last = stored["last"]
@@ -144,6 +138,11 @@ def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
+def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
+    for group, chosen in zip(optimizer.param_groups, options, strict=True):
+        group.update(chosen)
+
+
 @contextmanager
 def untouched(state: TrainState) -> Iterator[None]:
     """Restore weights, buffers, optimiser, average and random state on exit, bit for bit.
@@ -151,33 +150,23 @@ def untouched(state: TrainState) -> Iterator[None]:
     Tensors are restored in place: compiled steps and CUDA graphs refer to their addresses.
     """
     optimizer = state.optimizer
+    moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
     live = state.tensors()
+    live += [v for values in moments.values() for v in values.values() if isinstance(v, Tensor)]
     kept = [tensor.detach().clone() for tensor in live]
     options = _options(optimizer)
-    moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
-    copies = {
-        parameter: {k: v.clone() for k, v in values.items() if isinstance(v, torch.Tensor)}
-        for parameter, values in moments.items()
-    }
-    random = torch.get_rng_state()
-    random_gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for tensor, value in zip(live, kept, strict=True):
-                tensor.copy_(value)
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(gpus):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for tensor, value in zip(live, kept, strict=True):
+                    tensor.copy_(value)
             optimizer.state.clear()
-            for parameter, values in moments.items():
-                for name, value in copies[parameter].items():
-                    values[name].copy_(value)
-                optimizer.state[parameter] = values
-        for group, chosen in zip(optimizer.param_groups, options, strict=True):
-            group.update(chosen)
-        optimizer.zero_grad(set_to_none=True)
-        torch.set_rng_state(random)
-        if random_gpu is not None:
-            torch.cuda.set_rng_state(random_gpu)
+            optimizer.state.update(moments)
+            _set_options(optimizer, options)
+            optimizer.zero_grad(set_to_none=True)
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -10,6 +10,7 @@ import os
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,7 @@ QUERIES: dict[str, Callable[[Gpu], dict[str, float]]] = {
 EVERY_SECOND_TIME = {"PCIe transmit", "PCIe receive"}
 
 
-class GpuMonitor:
+class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     """Samples one GPU in a thread through NVML (nvidia-ml-py); reports nothing without NVML."""
 
     def __init__(self, device: torch.device) -> None:
@@ -198,16 +199,10 @@ class GpuMonitor:
             if not reason.startswith("gpu/")
         ]
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._stop.set()
         if self._thread is not None:
             self._thread.join(timeout=5)
-
-    def __enter__(self) -> "GpuMonitor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 SPREAD = (
@@ -268,18 +263,14 @@ def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, flo
     """
     figures = {"host/pinned_gib": pinned_bytes / GIB}
     page = os.sysconf("SC_PAGE_SIZE")
-    try:
+    with suppress(OSError, ValueError, IndexError):  # no /proc
         figures["host/trainer_rss_gib"] = (
             int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
         )
         figures["host/workers_rss_gib"] = _private_pages(worker_pids) * page / GIB
-    except (OSError, ValueError, IndexError):
-        pass  # no /proc
-    try:
+    with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         figures["host/shm_used_gib"] = (shm.f_blocks - shm.f_bfree) * shm.f_frsize / GIB
-    except OSError:
-        pass
     return figures
 
 
@@ -298,11 +289,9 @@ def _private_pages(pids: Iterable[int]) -> int:
     own: Counter[int] = Counter()
     forked_from: dict[int, int] = {}
     for pid in pids:
-        try:
+        with suppress(OSError, ValueError, IndexError):  # the process has ended
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if parent not in forked_from:
                 forked_from[parent] = 0 if parent == os.getpid() else anonymous(parent)
             own[parent] += max(0, anonymous(pid) - forked_from[parent])
-        except (OSError, ValueError, IndexError):
-            continue  # the process has ended
     return sum(own.values()) + sum(forked_from.values())

@@ -26,7 +26,6 @@ from conf.schema import show
 from engine import pictures
 from engine.checkpoint import replace_file, write_json
 from engine.evaluate import Mistakes
-from engine.pictures import grid
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,6 @@ LAYOUT = {
 }
 # Pixels in a grid of training images: 16 of ImageNet's images, up to 64 smaller ones.
 GRID_PIXELS = 16 * 224 * 224
-WORST_IMAGES = 16
 # Models with more parameters are not traced, because tracing builds a second model on the CPU.
 GRAPH_PARAMETERS = 100_000_000
 HEADER = (
@@ -90,7 +88,7 @@ HEADER = (
 )
 
 
-class Tracker:
+class Tracker(contextlib.AbstractContextManager["Tracker"]):
     """Writes rows to the console and to metrics.jsonl, and curves and images to TensorBoard.
 
     Args:
@@ -134,11 +132,10 @@ class Tracker:
         if path.exists():
             kept = []
             for line in path.read_text(errors="replace").splitlines():
-                try:
+                # A killed process leaves an incomplete line.
+                with contextlib.suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
-                except (ValueError, KeyError, TypeError):
-                    continue  # an incomplete line of a killed process
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
@@ -172,11 +169,11 @@ class Tracker:
         """Whether pictures are written."""
         return self._board is not None
 
-    def say(self, line: str) -> None:
-        """Print a line on the console."""
+    def say(self, *lines: str) -> None:
+        """Print lines on the console."""
         if self.folder is not None:
             self._clear_live()
-            self._print(line + "\n")
+            self._print("".join(f"{line}\n" for line in lines))
 
     def train_row(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         """Report the steps since the last row.
@@ -189,9 +186,7 @@ class Tracker:
         if self.folder is None:
             return
         self._write(row, figures)
-        waited = "-"
-        if "data_wait_fraction" in row:
-            waited = f"{100 * row['data_wait_fraction']:.1f}"
+        waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
         shown = {*SCALARS, *NO_CURVE, *IN_TABLE}
         others = "".join(f"  {key} {row[key]:.4g}" for key in row if key not in shown)
         self._table_line(
@@ -216,9 +211,7 @@ class Tracker:
         )
         if "top1_raw" in row:
             text += f"; raw model: top1 {row['top1_raw']:.2f} %, top5 {row['top5_raw']:.2f} %"
-        if best:
-            text += "  best so far"
-        self._table_line(row, text)
+        self._table_line(row, text + ("  best so far" if best else ""))
 
     def _table_line(self, row: dict[str, Any], rest: str) -> None:
         """Print a line of the table, with the header above the first line."""
@@ -263,10 +256,11 @@ class Tracker:
             return
         count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
         pixels = _pixels(images[:count], scale, shift)
-        ready = None
-        if pixels.is_cuda:
-            ready = torch.cuda.Event(blocking=True)
-            ready.record()
+        ready = (
+            torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+            if pixels.is_cuda
+            else None
+        )
         self._pending = step, self._executor.submit(_encode_grid, tag, pixels, ready)
 
     def _write_pending(self, *, wait: bool = False) -> None:
@@ -333,8 +327,8 @@ class Tracker:
                     traced = torch.jit.trace(build().eval(), image, check_trace=False)
                     self._board.add_graph(traced, image)
         except Exception as error:
-            kind = type(error).__name__
-            logger.debug("no graph: the model cannot be traced (%s: %s)", kind, error)
+            reason = f"{type(error).__name__}: {error}"
+            logger.debug("no graph: the model cannot be traced (%s)", reason)
 
     def hyperparameters(
         self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
@@ -379,14 +373,13 @@ class Tracker:
         curves = self.folder / "tensorboard"
         if curves.is_dir():
             rows["curves"] = f"tensorboard --logdir {shlex.quote(str(curves))}"
-        rows["best"] = "no checkpoint was validated"
-        if summary.get("best_checkpoint"):
-            rows["best"] = f"{self.folder / 'checkpoints' / summary['best_checkpoint']}"
-        self.say("")
-        for name, text in rows.items():
-            self.say(f"{name:<9} {text}")
+        best = summary.get("best_checkpoint")
+        rows["best"] = (
+            f"{self.folder}/checkpoints/{best}" if best else "no checkpoint was validated"
+        )
+        self.say("", *(f"{name:<9} {text}" for name, text in rows.items()))
 
-    def close(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Write everything and close the files."""
         self._clear_live()
         self._write_pending(wait=True)
@@ -396,20 +389,21 @@ class Tracker:
                 self._guard(name, writer.close)
         self._restore.close()
 
-    def __enter__(self) -> "Tracker":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _write(self, row: dict[str, Any], figures: dict[str, float]) -> None:
         if self._rows is not None:
             content = {**row, **{tag.replace("/", "_"): value for tag, value in figures.items()}}
-            line = json.dumps(_rounded(content)) + "\n"
+            rounded = {
+                key: float(f"{value:.6g}") if isinstance(value, float) else value
+                for key, value in content.items()
+            }
+            line = json.dumps(rounded) + "\n"
             self._guard("metrics.jsonl", self._rows.write, line)
         self._write_pending()
-        curves = {key: value for key, value in row.items() if key not in NO_CURVE}
-        tags = {SCALARS.get(key, f"{row['split']}/{key}"): curves[key] for key in curves}
+        tags = {
+            SCALARS.get(key, f"{row['split']}/{key}"): value
+            for key, value in row.items()
+            if key not in NO_CURVE
+        }
         self.figures({**tags, **figures}, row["step"])
 
     def _scalars(self, values: dict[str, float], step: int) -> None:
@@ -421,11 +415,8 @@ class Tracker:
     ) -> None:
         from torch.utils.tensorboard.summary import hparams
 
-        numbers = (int, float)
         plain = {
-            key: value
-            if isinstance(value, numbers) and not isinstance(value, bool)
-            else show(value)
+            key: value if type(value) in (int, float) else show(value)
             for key, value in values.items()
         }
         results = {
@@ -444,9 +435,8 @@ class Tracker:
         try:
             return call(*arguments)
         except Exception as error:
-            remedy = ""
-            if isinstance(error, ModuleNotFoundError) and error.name:
-                remedy = f"; pip install {error.name}"
+            missing = isinstance(error, ModuleNotFoundError) and error.name
+            remedy = f"; pip install {missing}" if missing else ""
             logger.warning(
                 "%s cannot be written (%s: %s); training continues without it%s",
                 name,
@@ -499,13 +489,10 @@ def _speed(summary: Mapping[str, Any], *, compiles: bool) -> str:
     text = f"{steady} images/s"
     if overall == steady:
         return text
-    slow = []
-    if summary["epoch"] > 1:
-        slow.append("the first epoch")
-    if compiles:
-        slow.append("compilation")
+    slow = {"the first epoch": summary["epoch"] > 1, "compilation": compiles}
+    included = " and ".join(name for name, present in slow.items() if present)
     text += f"; {overall} over all steps"
-    return f"{text}, including {' and '.join(slow)}" if slow else text
+    return f"{text}, including {included}" if included else text
 
 
 def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
@@ -531,7 +518,7 @@ def _encode_grid(tag: str, pixels: Tensor, ready: torch.cuda.Event | None) -> An
         # In the stream of the training step, the copy would wait for later steps.
         with torch.cuda.stream(torch.cuda.Stream(pixels.device)):
             pixels = pixels.cpu()
-    sheet = grid(pixels).permute(1, 2, 0).contiguous().numpy()
+    sheet = pictures.grid(pixels).permute(1, 2, 0).contiguous().numpy()
     return _summary(tag, Image.fromarray(sheet), photos=True)
 
 
@@ -560,7 +547,3 @@ def _draw_mistakes(
     title = f"top-1 of each class, {when}"
     drawn["val/per_class"] = pictures.per_class(title, seen, hits, classes)
     return drawn
-
-
-def _rounded(row: dict[str, Any]) -> dict[str, Any]:
-    return {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in row.items()}

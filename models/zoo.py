@@ -44,7 +44,7 @@ def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = Fa
     if name not in _torchvision_names():
         hint = did_you_mean(name, available(), count=3)
         raise UserError(
-            f"model.name={name}: no such model; {hint}{' ' if hint else ''}timm/<name> works if "
+            f"model.name={name}: no such model{hint or ';'} timm/<name> works if "
             f"timm is installed; our own are {', '.join(OURS)}"
         )
     return _build_torchvision(name, num_classes, image_size, pretrained)
@@ -186,8 +186,9 @@ def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin:
             f"unknown or of another shape, e.g. {wrong[0]}"
         )
     if other:
-        names = ", ".join(other)
         logger.warning(
-            "%s: %s keep their initial weights (number of classes differs)", origin, names
+            "%s: %s keep their initial weights (number of classes differs)",
+            origin,
+            ", ".join(other),
         )
     model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)

@@ -15,6 +15,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError, did_you_mean
@@ -44,10 +45,8 @@ class Compose:
     @property
     def image_size(self) -> int | None:
         """Side of the resulting square image in pixels; None if the list does not fix it."""
-        image_size = None
-        for transform in self.transforms:
-            image_size = getattr(transform, "image_size", image_size)
-        return image_size
+        resizing = (t for t in reversed(self.transforms) if hasattr(t, "image_size"))
+        return getattr(next(resizing, None), "image_size", None)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -178,7 +177,7 @@ class RandAugment:
         image = picture.pillow()
         for _ in range(self.count):
             image = operate(image, *_draw(rng), self.strength, wide=False)
-        return Picture.of_pillow(image)
+        return Picture(np.asarray(image))
 
 
 class TrivialAugment:
@@ -189,8 +188,7 @@ class TrivialAugment:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
-        image = operate(picture.pillow(), *_draw(rng), strength, wide=True)
-        return Picture.of_pillow(image)
+        return Picture(np.asarray(operate(picture.pillow(), *_draw(rng), strength, wide=True)))
 
 
 def _affine(image: Image.Image, *matrix: float) -> Image.Image:
@@ -290,9 +288,10 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
 def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
     name, parameters = _parsed(entry, key)
     if name not in table:
-        hint = did_you_mean(name, table)
-        known = "; ".join(filter(None, [", ".join(table), hint]))
-        raise UserError(f"{key}: there is no transform {name}; choose from {known}")
+        raise UserError(
+            f"{key}: there is no transform {name}; choose from {', '.join(table)}"
+            f"{did_you_mean(name, table)}"
+        )
     try:
         _check_parameters(name, parameters, inspect.signature(table[name]))
         return table[name](**parameters)
@@ -303,9 +302,8 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
 
 
 def _parsed(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
-    name, parameters = entry, None
-    if isinstance(entry, dict) and len(entry) == 1:
-        name, parameters = next(iter(entry.items()))
+    has_parameters = isinstance(entry, dict) and len(entry) == 1
+    name, parameters = next(iter(entry.items())) if has_parameters else (entry, None)
     parameters = {} if parameters is None else parameters
     if not isinstance(name, str) or not isinstance(parameters, dict):
         raise UserError(
@@ -319,8 +317,9 @@ def _check_parameters(name: str, given: dict[str, Any], signature: inspect.Signa
     accepted = {p.name: p.default for p in signature.parameters.values() if p.kind in kinds}
     unknown = next((p for p in given if p not in accepted), None)
     if unknown is not None:
-        known = ", ".join(accepted) or "none"
-        raise UserError(f"{name} has no parameter {unknown}; it has {known}")
+        raise UserError(
+            f"{name} has no parameter {unknown}; it has {', '.join(accepted) or 'none'}"
+        )
     required = [p for p, default in accepted.items() if default is inspect.Parameter.empty]
     missing = [p for p in required if p not in given]
     if missing:

@@ -31,14 +31,6 @@ class Datasets:
     train_size: int
     val_size: int
 
-    @property
-    def train_fingerprint(self) -> str:
-        return self.train.fingerprint()
-
-    @property
-    def val_fingerprint(self) -> str:
-        return self.val.fingerprint()
-
     def prepare(self) -> None:
         """Create missing files, such as the images of data=demo.
 
@@ -62,16 +54,18 @@ def build_datasets(config: Config) -> Datasets:
     train_size = _image_size(train, "augment.train")
     val_size = _image_size(val, "augment.val")
     if source not in DATASETS:
-        known = "; ".join(filter(None, [", ".join(DATASETS), did_you_mean(source, DATASETS)]))
-        raise UserError(f"data.source={source}: there is no such dataset; choose from {known}")
+        raise UserError(
+            f"data.source={source}: there is no such dataset; choose from {', '.join(DATASETS)}"
+            f"{did_you_mean(source, DATASETS)}"
+        )
     # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
     decoder = "auto" if decoder in ON_GPU else decoder
     splits = DATASETS[source](config.data, train, val, decoder, config.train.seed)
     return Datasets(*splits, train_size, val_size)
 
 
+# Training split, validation split, names of the classes.
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
-"""Training split, validation split, names of the classes."""
 
 
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
@@ -111,12 +105,12 @@ def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
     )
 
 
+# data.source -> function of (data, training and validation transform, CPU decoder, seed).
 DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "folder": folder,
     "demo": demo,
     "fake": fake,
 }
-"""data.source -> function of (data, training and validation transform, CPU decoder, seed)."""
 
 
 def _root(data: Data) -> Path:
@@ -168,9 +162,8 @@ def _check_layout(root: Path, data: Data) -> None:
 
 def _missing_split(root: Path, data: Data, folders: list[str]) -> str:
     others = [name for name in folders if name not in (data.train, data.val)]
-    key, split = "data.train", data.train
-    if os.path.isdir(root / data.train):
-        key, split = "data.val", data.val
+    has_train = os.path.isdir(root / data.train)
+    key, split = ("data.val", data.val) if has_train else ("data.train", data.train)
     hint = f"give {key}=FOLDER with one folder per class"
     if len(others) == 1:
         hint = f"did you mean {key}={others[0]}?"

@@ -125,7 +125,7 @@ class StepClock:
         """
         if batches is None:
             finished = takewhile(lambda m: not self.cuda or m.end.query(), self._unread)
-            batches = len(list(finished))
+            batches = sum(1 for _ in finished)
         marks = [self._unread.popleft() for _ in range(min(batches, len(self._unread)))]
         if not marks:
             return None
@@ -138,8 +138,10 @@ class StepClock:
         steps = sorted(self._ms(m.begin, m.end) for m in marks)
         copies = [self._ms(m.copy_begin, m.copy_end) for m in marks]
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
-            ready = [self._ms(m.idle, m.copy_end) for m in marks]
-            waits = [min(gap, max(0.0, copied)) for gap, copied in zip(gaps, ready, strict=True)]
+            waits = [
+                min(gap, max(0.0, self._ms(m.idle, m.copy_end)))
+                for gap, m in zip(gaps, marks, strict=True)
+            ]
         else:  # copies are made between the steps, by the process that waits for them
             waits = [max(0.0, gap - copy) for gap, copy in zip(gaps, copies, strict=True)]
         total = max(sum(gaps) + sum(steps), 1e-6)
@@ -160,5 +162,4 @@ class StepClock:
         )
 
     def _ms(self, begin: Any, end: Any) -> float:
-        """Milliseconds between two marks."""
         return float(begin.elapsed_time(end) if self.cuda else 1000 * (end - begin))

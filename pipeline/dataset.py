@@ -55,10 +55,6 @@ class Dataset(ABC):
     def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
 
-    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Return the sample for the GPU's JPEG engines; None if a CPU must decode it."""
-        return None
-
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0

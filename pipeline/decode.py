@@ -8,7 +8,6 @@ files that are not a plain colour JPEG.
 """
 
 import ctypes
-import ctypes.util
 import importlib.util
 import io
 import math
@@ -23,8 +22,7 @@ from PIL import Image, ImageFile
 
 from conf.schema import UserError
 
-Box = tuple[int, int, int, int]
-"""left, top, right, bottom in pixels."""
+Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 # A 17 kB PNG can unpack to gigabytes. Pillow warns above this number of pixels, and refuses above
 # twice this number.
@@ -85,10 +83,6 @@ class Picture:
     def pillow(self) -> Image.Image:
         return Image.fromarray(self.pixels())
 
-    @classmethod
-    def of_pillow(cls, image: Image.Image) -> "Picture":
-        return cls(np.asarray(image))
-
 
 class EncodedPicture(Picture):
     """A colour JPEG whose header alone has been read.
@@ -120,7 +114,7 @@ class EncodedPicture(Picture):
         right = min(box[2] / scale - outer[0], region.width)
         bottom = min(box[3] / scale - outer[1], region.height)
         inner = (left, top, right, bottom)
-        return Picture.of_pillow(region.resize(size, Image.Resampling.BILINEAR, box=inner))
+        return Picture(np.asarray(region.resize(size, Image.Resampling.BILINEAR, box=inner)))
 
     def pixels(self) -> np.ndarray:
         return self._region((0, 0, *self.size), 1)
@@ -133,11 +127,9 @@ class EncodedPicture(Picture):
             return decode_pillow(self._data, box, scale)
 
 
+# (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
+# 1 / scale; `box` is in pixels of that smaller image.
 Decode = Callable[[bytes, Box, int], np.ndarray]
-"""(file, box, scale) -> uint8 [bottom - top, right - left, 3].
-
-The result is the region `box` of the image at 1 / scale; `box` is in pixels of that smaller image.
-"""
 
 
 class DecodeError(Exception):
@@ -297,14 +289,13 @@ def decode_turbojpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
     return turbo.decode(data, box, scale)
 
 
+# Fastest first.
 DECODERS: dict[str, Decode] = {
     "turbojpeg": decode_turbojpeg,
     "simplejpeg": decode_simplejpeg,
     "pillow": decode_pillow,
 }
-"""Fastest first."""
-ON_GPU = ("gpu", "hybrid")
-"""Values of loader.decoder that use the GPU's JPEG engines."""
+ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG engines
 
 
 def installed() -> list[str]:

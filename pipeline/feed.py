@@ -11,14 +11,11 @@ from conf.schema import Config
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
-from pipeline.gpu_decode.decoder import GpuDecoder
-from pipeline.gpu_decode.upload import EngineUpload
+from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, Upload, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.sizing.memory import PREFETCH_FACTOR
-from pipeline.sizing.plan import LoaderPlan
-from pipeline.sizing.ranks import Ranks
+from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 
 
 @dataclass(frozen=True)
@@ -93,9 +90,9 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         world_size=world.size,
     )
     with ExitStack() as stack:
-        pinned = None
-        if loader.pin_memory and world.device.type == "cuda":
-            pinned = stack.enter_context(Pinned([*train_source.buffers, *val_source.buffers]))
+        buffers = [*train_source.buffers, *val_source.buffers]
+        lock = loader.pin_memory and world.device.type == "cuda"
+        pinned = stack.enter_context(Pinned(buffers)) if lock else None
         factor = loader.prefetch_factor
         pool = stack.enter_context(
             WorkerPool(
@@ -131,4 +128,4 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
 
 def _mixing(config: Config, num_classes: int, rank: int) -> Mixing | None:
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    return Mixing(list(transforms), num_classes, config.train.seed, rank) if transforms else None
+    return Mixing(transforms, num_classes, config.train.seed, rank) if transforms else None

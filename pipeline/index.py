@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -110,16 +111,17 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
     cache = (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
     scan = _read_cache(cache, root)
     if scan is None:
+        started = time.time()
         try:
             scan = _scan(root, key)
         except OSError as error:
             raise UserError(
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
-        _write_cache(cache, root, scan)
-    return Index(
-        root, scan.classes, *map(SharedArray.copy_of, (scan.paths, scan.offsets, scan.labels))
-    )
+        if scan["mtimes"].max() < (started - SETTLED_SECONDS) * 1e9:
+            _write_cache(cache, scan)
+    table = (SharedArray.copy_of(scan[name]) for name in ("paths", "offsets", "labels"))
+    return Index(root, tuple(map(os.fsdecode, _names(scan["classes"]))), *table)
 
 
 def default_cache_dir() -> Path:
@@ -142,19 +144,12 @@ def check_splits(train: Index, val: Index) -> None:
             )
 
 
-@dataclass(frozen=True)
-class _Scan:
-    classes: tuple[str, ...]
-    paths: np.ndarray
-    offsets: np.ndarray
-    labels: np.ndarray
-    folders: list[bytes]  # every scanned folder, relative to the root
-    mtimes: np.ndarray  # int64 nanoseconds, one per folder
-    settled: bool
+def _scan(root: str, key: str) -> dict[str, np.ndarray]:
+    """Scan a split. Returns the arrays of its cache file.
 
-
-def _scan(root: str, key: str) -> _Scan:
-    started = time.time()
+    Among them are paths, offsets and labels as in Index, the scanned folders relative to the root,
+    and their mtimes, int64 nanoseconds. Names are uint8 bytes, separated by NUL.
+    """
     base = os.fsencode(root)
     with os.scandir(base) as entries:
         names = sorted(e.name for e in entries if _is_visible_folder(e))
@@ -176,13 +171,21 @@ def _scan(root: str, key: str) -> _Scan:
     mtimes = _mtimes(base, folders)
     if mtimes is None:
         raise UserError(f"{key}={root}: changed during the scan; start again when it is complete")
-    return _Scan(
-        tuple(os.fsdecode(name) for name in names),
-        *_packed([files for files, _ in found]),
-        folders=folders,
-        mtimes=mtimes,
-        settled=bool(mtimes.max() < (started - SETTLED_SECONDS) * 1e9),
-    )
+    paths, offsets, labels = _packed([files for files, _ in found])
+    return {
+        "format": np.array(CACHE_FORMAT),
+        "root": np.frombuffer(base, np.uint8),
+        "classes": np.frombuffer(b"\0".join(names), np.uint8),
+        "folders": np.frombuffer(b"\0".join(folders), np.uint8),
+        "mtimes": mtimes,
+        "paths": paths,
+        "offsets": offsets,
+        "labels": labels,
+    }
+
+
+def _names(joined: np.ndarray) -> list[bytes]:
+    return joined.tobytes().split(b"\0")
 
 
 def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -196,8 +199,7 @@ def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray,
     )
 
 
-_Identity = tuple[int, int]
-"""Device and inode: the same for every path to a folder."""
+_Identity = tuple[int, int]  # device and inode: the same for every path to a folder
 
 
 def _scan_class(
@@ -294,26 +296,15 @@ def _mtimes(base: bytes, folders: Sequence[bytes]) -> np.ndarray | None:
     return np.array([stat.st_mtime_ns for stat in stats], np.int64)
 
 
-def _read_cache(cache: Path, root: str) -> _Scan | None:
+def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
+    base = os.fsencode(root)
     try:
         with np.load(cache, allow_pickle=False) as stored:
-            if int(stored["format"]) != CACHE_FORMAT:
+            if stored["format"] != CACHE_FORMAT or stored["root"].tobytes() != base:
                 return None
-            if stored["root"].tobytes() != os.fsencode(root):
-                return None
-            folders = stored["folders"].tobytes().split(b"\0")
-            mtimes = _mtimes(os.fsencode(root), folders)
-            if mtimes is None or not np.array_equal(mtimes, stored["mtimes"]):
-                return None
-            return _Scan(
-                classes=tuple(map(os.fsdecode, stored["classes"].tobytes().split(b"\0"))),
-                paths=stored["paths"],
-                offsets=stored["offsets"],
-                labels=stored["labels"],
-                folders=folders,
-                mtimes=mtimes,
-                settled=True,
-            )
+            scan = dict(stored)
+        mtimes = _mtimes(base, _names(scan["folders"]))
+        return scan if mtimes is not None and np.array_equal(mtimes, scan["mtimes"]) else None
     except FileNotFoundError:
         return None
     except Exception as error:  # zipfile and numpy raise almost anything on a damaged file
@@ -321,29 +312,18 @@ def _read_cache(cache: Path, root: str) -> _Scan | None:
         return None
 
 
-def _write_cache(cache: Path, root: str, scan: _Scan) -> None:
+def _write_cache(cache: Path, scan: Mapping[str, Any]) -> None:
     """Try to cache a scan; without the cache, the next start scans again."""
-    if not scan.settled:
-        return
     temporary = None
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache.parent, suffix=".tmp", delete=False) as file:
             temporary = file.name
-            np.savez(
-                file,
-                format=np.int64(CACHE_FORMAT),
-                root=np.frombuffer(os.fsencode(root), np.uint8),
-                classes=np.frombuffer(b"\0".join(map(os.fsencode, scan.classes)), np.uint8),
-                folders=np.frombuffer(b"\0".join(scan.folders), np.uint8),
-                mtimes=scan.mtimes,
-                paths=scan.paths,
-                offsets=scan.offsets,
-                labels=scan.labels,
-            )
+            np.savez(file, **scan)
         os.replace(temporary, cache)
     except OSError as error:
-        message = "index cache %s cannot be written (%s); the next start scans again"
-        logger.warning(message, cache, error)
+        logger.warning(
+            "index cache %s cannot be written (%s); the next start scans again", cache, error
+        )
         if temporary:
             Path(temporary).unlink(missing_ok=True)

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection, resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -30,7 +29,8 @@ import numpy as np
 import torch
 
 from pipeline.dataset import Dataset
-from pipeline.gpu_decode.encoded import EncodedRows, encoded_layout
+from pipeline.gpu_decode.encoded import EncodedRows
+from pipeline.gpu_decode.geometry import COLUMNS
 from pipeline.shared import SharedArray
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
@@ -85,7 +85,10 @@ def buffer_layout(
         "labels": ((slots, batch_size), np.int64),
     }
     if file_bytes:
-        layout |= encoded_layout(batch_size=batch_size, slots=slots, file_bytes=file_bytes)
+        layout |= {
+            "files": ((slots, batch_size * file_bytes), np.uint8),
+            "geometry": ((slots, batch_size, COLUMNS), np.float64),
+        }
     return layout
 
 
@@ -101,9 +104,7 @@ def start_source(
     """Allocate the ring of buffers of a dataset; arguments as for `buffer_layout`."""
     layout = buffer_layout(batch_size=batch_size, size=size, slots=slots, file_bytes=file_bytes)
     buffers = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
-    encoded = None
-    if file_bytes:
-        encoded = EncodedRows(buffers["files"], buffers["geometry"], size)
+    encoded = EncodedRows(buffers["files"], buffers["geometry"], size) if file_bytes else None
     return Source(dataset, buffers["pixels"], buffers["labels"], encoded, skip_unreadable)
 
 
@@ -115,8 +116,8 @@ def slots_needed(
     return max(1, in_progress) + 1 + prefetch_batches + 1
 
 
-class Pinned:
-    """Page-locks arrays during a `with` block: copies to a GPU run asynchronously at full speed.
+class Pinned(contextlib.AbstractContextManager["Pinned"]):
+    """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
 
     Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
 
@@ -125,11 +126,9 @@ class Pinned:
     """
 
     def __init__(self, arrays: Sequence[SharedArray]) -> None:
-        self.tensors = [torch.from_numpy(shared.array) for shared in arrays]
         self.locked: list[int] = []
-
-    def __enter__(self) -> "Pinned":
-        for tensor in self.tensors:
+        for shared in arrays:
+            tensor = torch.from_numpy(shared.array)
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             if int(error) != 0:
                 logger.warning(
@@ -140,7 +139,6 @@ class Pinned:
                 )
                 break
             self.locked.append(tensor.data_ptr())
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
@@ -195,14 +193,14 @@ class _Worker:
     """
 
     process: BaseProcess
-    pipe: Connection
+    pipe: connection.Connection
     tasks: dict[int, Task] = field(default_factory=dict)
     leaving: bool = False
     seconds: RunningMean = field(default_factory=lambda: RunningMean(window=20))
     reported: bool = False
 
 
-class WorkerPool:
+class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Processes that run tasks for several sources (training and validation), for the whole run.
 
     Single-threaded: everything happens inside `submit` and `wait`, so nothing competes with the
@@ -248,15 +246,13 @@ class WorkerPool:
         self.workers: list[_Worker] = []
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
         try:
-            for _ in range(workers):
-                self.workers.append(self._start())
+            self.resize(workers)
         except BaseException:
             self.close()
             raise
 
     @property
     def pids(self) -> list[int]:
-        """Process IDs of the workers."""
         return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
 
     def submit(
@@ -299,15 +295,10 @@ class WorkerPool:
         """
         while len(self.workers) < workers:
             self.workers.append(self._start())
-        for worker in self.workers[max(1, workers) :]:
+        leaving = self.workers[max(1, workers) :]
+        for worker in leaving:
             worker.leaving = True
-        self._last_reply = time.monotonic()
-        while numbers := [
-            number for worker in self.workers if worker.leaving for number in worker.tasks
-        ]:
-            self._receive(timeout=min(self.timeout_seconds, 1.0))
-            if time.monotonic() - self._last_reply > self.timeout_seconds:
-                raise LoaderError(self._stuck(numbers))
+        self.wait([number for worker in leaving for number in worker.tasks])
         for worker in [w for w in self.workers if w.leaving]:
             self.workers.remove(worker)
             self._end(worker)
@@ -357,11 +348,10 @@ class WorkerPool:
         for worker in timed:
             if worker.seconds.value > factor * median and not worker.reported:
                 worker.reported = True
-                times = worker.seconds.value / median
                 logger.warning(
                     "loader worker %d is %.1f times slower than the others",
                     worker.process.pid,
-                    times,
+                    worker.seconds.value / median,
                 )
 
     def _start(self) -> _Worker:
@@ -398,9 +388,8 @@ class WorkerPool:
     def _receive(self, timeout: float) -> None:
         """Handle replies and deaths; wait up to `timeout` seconds for the first."""
         workers = list(self.workers)
-        pipes = [worker.pipe for worker in workers]
-        sentinels = [worker.process.sentinel for worker in workers]
-        ready = connection.wait([*pipes, *sentinels], timeout)
+        ends = [end for worker in workers for end in (worker.pipe, worker.process.sentinel)]
+        ready = connection.wait(ends, timeout)
         for worker in workers:
             if worker.pipe in ready:
                 self._receive_from(worker)
@@ -500,9 +489,6 @@ class WorkerPool:
         worker.process.kill()
         worker.process.join(STOP_SECONDS)
 
-    def __enter__(self) -> "WorkerPool":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -570,15 +556,13 @@ class Loader:
         samples = self.samples(step)
         source = self.pool.sources[self.source]
         source.labels.array[slot] = EMPTY_ROW
-        share = 0.0
         if source.encoded is not None:
             source.encoded.mark_as_pixels(slot, slice(len(samples), None))  # rows without a sample
-            share = self.encoded_share
         numbers = []
         for row in range(0, len(samples), TASK_ROWS):
             part = samples[row : row + TASK_ROWS]
             # The same share of every task: all workers decode equally many rows.
-            encoded = round(share * len(part))
+            encoded = round(self.encoded_share * len(part))
             numbers.append(self.pool.submit(self.source, slot, row, part, encoded))
         return step, slot, numbers
 
@@ -598,7 +582,6 @@ class Loader:
 
 
 def _cause_of_death(code: int | None) -> str:
-    """Describe the exit code of a worker."""
     if code is None or code >= 0:
         return f"exit status {code}"
     if code == -signal.SIGKILL:

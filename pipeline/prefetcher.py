@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_rng
-from pipeline.clock import Marks, StepClock, Timing
+from pipeline.clock import Marks, StepClock
 from pipeline.loader import HostBatch, Loader
 
 
@@ -102,9 +102,8 @@ class DeviceSlot:
         if name not in self._tensors:
             # "raw" has the layout of the host memory
             layout = torch.channels_last if name == "raw" else self._layout(shape)
-            device = self.format.device
             self._tensors[name] = torch.empty(
-                shape, dtype=dtype, device=device, memory_format=layout
+                shape, dtype=dtype, device=self.format.device, memory_format=layout
             )
         return self._tensors[name]
 
@@ -174,9 +173,7 @@ class Prefetcher:
         self.depth = depth
         self.mixing = mixing
         self.upload = upload
-        self.device = format.device
-        self.scale = format.scale
-        self.shift = format.shift
+        self.format = format
         self.cuda = format.device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
@@ -196,7 +193,7 @@ class Prefetcher:
         self.clock.start()
         self._consumed.clear()
         if self.side is not None:  # kernels of an iteration that ended early may still read a slot
-            self.side.wait_stream(torch.cuda.current_stream(self.device))
+            self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         while True:
             # Fill up without waiting; wait only if the device would become idle.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
@@ -211,7 +208,7 @@ class Prefetcher:
             slot, future = ready.popleft()
             batch_ready, event, marks = future.result()
             if self.cuda:
-                torch.cuda.current_stream(self.device).wait_event(event)
+                torch.cuda.current_stream(self.format.device).wait_event(event)
             self.clock.begin_step(marks)
             self._slot = slot
             yield batch_ready
@@ -242,10 +239,6 @@ class Prefetcher:
             self._thread.shutdown(cancel_futures=True)
         if self.side is not None:
             self.side.synchronize()
-
-    def timing(self, batches: int | None = None) -> Timing | None:
-        """Read the figures of the oldest unread batches; see `StepClock.timing`."""
-        return self.clock.timing(batches)
 
     def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, Marks]]":
         """Enqueue a batch now, or in the thread if there is one."""

@@ -45,8 +45,7 @@ class TrainSampler:
         """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2]."""
         share = self.batch_size // self.world_size
         first = step * self.batch_size + self.rank * share
-        position = np.arange(first, first + share)
-        epochs, places = np.divmod(position, self.num_samples)
+        epochs, places = np.divmod(np.arange(first, first + share), self.num_samples)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch

@@ -12,17 +12,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection, parent_process
-from multiprocessing.connection import Connection
 
 import numpy as np
 import torch
 
 from pipeline.dataset import BadImageError, Dataset, describe
-from pipeline.gpu_decode.encoded import EncodedRows, FileWriter
+from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
-EMPTY_ROW = -1
-"""Label of a row without a sample; the loss and the metrics ignore it."""
+EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
 REMEDY = (
     "run scripts/doctor.py --all to check every file, "
     "or set data.on_error=skip to skip unreadable training images"
@@ -50,7 +48,6 @@ class Source:
 
     @property
     def buffers(self) -> list[SharedArray]:
-        """All buffers of the ring."""
         encoded = [] if self.encoded is None else [self.encoded.files, self.encoded.geometry]
         return [self.pixels, self.labels, *encoded]
 
@@ -113,8 +110,8 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
-    if source.encoded is not None:
-        files = FileWriter(source.encoded, source.dataset, task.slot, rows)
+    if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
+        files = FileWriter(source.encoded, source.dataset.load_encoded, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
@@ -195,7 +192,7 @@ def _first_readable(
     )
 
 
-def worker_main(pipe: Connection, sources: Sequence[Source]) -> None:
+def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
     """Run tasks until the pipe closes or the training process ends."""
     for number in IGNORED_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -113,8 +113,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from pipeline.sizing.budget import worker_budget
-from pipeline.sizing.plan import choose_decoder
+from pipeline.sizing.plan import choose_decoder, worker_budget
 from scripts.heat_map import heat_map
 
 WINDOWS = 5
@@ -454,9 +453,9 @@ class Stepper:
 
         warm_up(take, feed)
         self.finish()
-        feed.train.timing()
+        feed.train.clock.timing()
         rates = windows(take, seconds, self.finish, count=count)
-        timing = feed.train.timing()
+        timing = feed.train.clock.timing()
         return Rung(
             "train",
             "images/s",
@@ -491,12 +490,11 @@ class Stepper:
             for number in range(count):
                 found = {}
                 for watched in (number % 2 == 0, number % 2 == 1):
-                    feed.train.timing()
+                    feed.train.clock.timing()
                     with ExitStack() as stack:
                         if watched:
-                            log = stack.enter_context(
-                                RunLog(self.plan, self.world, run, self.state, started=0.0)
-                            )
+                            log = RunLog(self.plan, self.world, run, self.state, started=0.0)
+                            stack.enter_context(log.tracker)
                             stack.enter_context(log.watch(feed))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None

@@ -78,7 +78,7 @@ from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
 from pipeline.sizing import machine
-from pipeline.sizing.budget import worker_limit
+from pipeline.sizing.plan import worker_limit
 from pipeline.synthetic.demo import MARKER
 from scripts import gpus, survey
 from scripts.gpus import Ask, Finding

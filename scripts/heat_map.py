@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 from itertools import product
 
-from PIL import Image, ImageDraw
+from PIL import Image, ImageColor, ImageDraw
 
 from conf.schema import show
-from engine.pictures import LARGE, SMALL, font, shade, sheet
+from engine.pictures import LARGE, SMALL, font, sheet
 from scripts.sweep import AXES, MEASURES, Cell, best, knee
 
 WIDTH, HEIGHT = 84, 52  # of a cell, pixels
@@ -73,3 +73,9 @@ def _draw_cell(draw: ImageDraw.ImageDraw, x: int, y: int, rate: float, peak: flo
     ink = "white" if share > 0.72 else "black"
     draw.text((middle, y + 17), f"{rate:,.0f}", ink, font(LARGE), anchor="mm")
     draw.text((middle, y + 36), f"{share:.2f}", ink, font(SMALL), anchor="mm")
+
+
+def shade(share: float, light: str, dark: str) -> tuple[int, ...]:
+    """Return the colour between `light` (0) and `dark` (1)."""
+    ends = zip(ImageColor.getrgb(light), ImageColor.getrgb(dark), strict=True)
+    return tuple(round(a + (b - a) * share) for a, b in ends)

@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from conf import cli
-from conf.overrides import FIELDS, nearest
+from conf.overrides import FIELDS
 from conf.schema import Loader, UserError, did_you_mean, show
 
 AXES: dict[str, tuple[type, str]] = {
@@ -81,7 +81,7 @@ def split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
     def own(argument: str) -> bool:
         head = argument.partition("=")[0].split(".")[0].lstrip("+~")
-        return did_you_mean(head, [*sections, "sweep"], cutoff=0.8) == "did you mean sweep?"
+        return did_you_mean(head, [*sections, "sweep"], cutoff=0.8) == "; did you mean sweep?"
 
     return [a for a in arguments if own(a)], [a for a in arguments if not own(a)]
 
@@ -97,7 +97,7 @@ def read(overrides: Sequence[str]) -> dict[str, list[Any]] | None:
     for text in overrides:
         key, _, typed = text.partition("=")
         if key not in KEYS:
-            hint = nearest(key, KEYS) or f"; the keys are {', '.join(KEYS)}"
+            hint = did_you_mean(key.lower(), KEYS) or f"; the keys are {', '.join(KEYS)}"
             raise UserError(f"{text}: there is no key {key}{hint}")
         value = _value(typed)
         if key == "sweep":

@@ -486,7 +486,7 @@ def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Pa
 
     def question_of(config: Config) -> dict[str, Any]:
         plan = dataclasses.replace(made, config=config)
-        return tuning_question(plan, world, datasets.train_fingerprint)
+        return tuning_question(plan, world, datasets.train.fingerprint())
 
     question = question_of(config)
     assert json.loads(json.dumps(question)) == question  # it is compared with what a file holds

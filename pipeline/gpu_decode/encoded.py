@@ -3,19 +3,22 @@
 Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes import this module.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from pipeline.gpu_decode.geometry import (
-    COLUMNS,
+    CLIP_BOTTOM,
+    CLIP_RIGHT,
     HEIGHT,
     LENGTH,
     OFFSET,
+    SCALE_X,
+    SCALE_Y,
     WIDTH,
     NotedPicture,
-    identity,
 )
 from pipeline.shared import SharedArray
 
@@ -42,10 +45,7 @@ class EncodedDataset(Protocol):
     """A dataset that can leave decoding to the GPU. Workers decode the samples of all others."""
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """The sample that `load` returns, still encoded.
-
-        Returns None if the JPEG engines do not support the file or the transforms need pixels.
-        """
+        """Return the sample of `load`, still encoded; None if a CPU must decode it."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,10 @@ class EncodedRows:
 
     def mark_as_pixels(self, slot: int, rows: int | slice) -> None:
         """Note that rows of a slot hold pixels and need no decoding."""
-        identity(self.geometry.array[slot, rows], self.size)
+        geometry = self.geometry.array[slot, rows]
+        geometry[...] = 0.0
+        geometry[..., [CLIP_RIGHT, CLIP_BOTTOM]] = self.size
+        geometry[..., [SCALE_X, SCALE_Y]] = 1.0
 
 
 class FileWriter:
@@ -72,7 +75,7 @@ class FileWriter:
 
     Args:
         buffers: where to.
-        dataset: none of its samples is copied if it is no `EncodedDataset`.
+        load: `EncodedDataset.load_encoded` of the dataset.
         slot: slot of the ring.
         rows: the rows of the task.
 
@@ -80,9 +83,15 @@ class FileWriter:
         count: rows that hold a file.
     """
 
-    def __init__(self, buffers: EncodedRows, dataset: object, slot: int, rows: range) -> None:
+    def __init__(
+        self,
+        buffers: EncodedRows,
+        load: Callable[[int, int], Encoded | None],
+        slot: int,
+        rows: range,
+    ) -> None:
         self.buffers = buffers
-        self.dataset = dataset if isinstance(dataset, EncodedDataset) else None
+        self.load = load
         self.slot = slot
         self.count = 0
         row_bytes = buffers.files.array.shape[1] // buffers.geometry.array.shape[1]
@@ -96,33 +105,22 @@ class FileWriter:
             The label, or None if the file has to be decoded by the worker: it is not supported, or
             the rows of the task have no bytes left.
         """
-        sample = None if self.dataset is None else self.dataset.load_encoded(epoch, index)
-        if sample is None or self._offset + len(sample.data) > self._end:
+        sample = self.load(epoch, index)
+        if sample is None:
             return None
-        if sample.picture.size != (self.buffers.size, self.buffers.size):
-            return None  # decoding it raises an error that names the file
+        end = self._offset + len(sample.data)
+        # Decoding an image of another size raises an error that names the file.
+        if end > self._end or sample.picture.size != (self.buffers.size, self.buffers.size):
+            return None
         note = self.buffers.geometry.array[self.slot, row]
         sample.picture.write(note)
-        note[LENGTH] = len(sample.data)
-        note[OFFSET] = self._offset
-        note[WIDTH], note[HEIGHT] = sample.image_size
-        end = self._offset + len(sample.data)
+        note[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(sample.data), self._offset, *sample.image_size
         self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(
             sample.data, np.uint8
         )
         self._offset = end
         self.count += 1
         return sample.label
-
-
-def encoded_layout(
-    *, batch_size: int, slots: int, file_bytes: int
-) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Shape and dtype of the buffers of `EncodedRows`, for `file_bytes` per row."""
-    return {
-        "files": ((slots, batch_size * file_bytes), np.uint8),
-        "geometry": ((slots, batch_size, COLUMNS), np.float64),
-    }
 
 
 def file_bytes_per_row(mean_bytes: float) -> int:

@@ -114,10 +114,3 @@ def open_noted(data: bytes) -> NotedPicture | None:
     if layers not in CHROMA or b"\xff\xd9" not in data[-64:]:
         return None
     return NotedPicture(image.size, (0, 0, *image.size))
-
-
-def identity(rows: np.ndarray, side: int) -> None:
-    """Mark rows of the geometry, float64 [..., COLUMNS], whose pixels are in the batch already."""
-    rows[...] = 0.0
-    rows[..., [CLIP_RIGHT, CLIP_BOTTOM]] = side
-    rows[..., [SCALE_X, SCALE_Y]] = 1.0

@@ -46,9 +46,7 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     supply_of,
 )
-from pipeline.sizing.memory import MAX_PREFETCH_FACTOR
-from pipeline.sizing.plan import FEWEST_BATCHES
-from pipeline.sizing.ranks import Ranks
+from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks
 from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
@@ -149,9 +147,8 @@ class Answer(Trial):
     def lines(self, seen: Observation) -> list[str]:
         """The answer for a reader, with the diagnosis of `seen`."""
         supply = self.supply
-        storage = ""
-        if supply.waits and supply.file_bytes:
-            storage = f"; storage delivers {supply.storage_bytes_per_second / 1e6:,.0f} MB/s"
+        served = f"; storage delivers {supply.storage_bytes_per_second / 1e6:,.0f} MB/s"
+        storage = served if supply.waits and supply.file_bytes else ""
         pins = "on" if self.pin_memory else "off"
         if self.copy_ms:
             pins += f" ({self.copy_ms[0]:.1f} ms per batch, {self.copy_ms[1]:.1f} without)"
@@ -210,7 +207,7 @@ class Tuner:
         resident = next(self.feed.train.batches(self.first_step, self.first_step + 1)).clone()
         for _ in range(WARM_STEPS):
             self.step(resident)
-        self._finish()
+        self._synchronize()
         began = time.perf_counter()
         supplies = self.ranks.of_node(self._probe())
         supply: Supply = max(supplies, key=lambda one: one.cpu_ms + one.wait_ms)
@@ -234,8 +231,7 @@ class Tuner:
             seconds=time.perf_counter() - began,
         )
 
-    def _finish(self) -> None:
-        """Wait for the device."""
+    def _synchronize(self) -> None:
         if self.feed.train.cuda:
             torch.cuda.synchronize()
 
@@ -253,14 +249,13 @@ class Tuner:
         return supplies
 
     def _step_seconds(self, resident: Batch) -> float:
-        """Seconds of a step on a batch that is on the device."""
 
         def timed(steps: int) -> float:
-            self._finish()
+            self._synchronize()
             began = time.perf_counter()
             for _ in range(steps):
                 self.step(resident)
-            self._finish()
+            self._synchronize()
             return (time.perf_counter() - began) / steps
 
         # Every rank takes as many steps as the first: they average gradients together.
@@ -337,11 +332,11 @@ class Tuner:
         stop = self.first_step + WARM_BATCHES + steps
         for place, batch in enumerate(train.batches(self.first_step, stop)):
             if place == WARM_BATCHES:
-                self._finish()
-                train.timing()
+                self._synchronize()
+                train.clock.timing()
                 recent.clear()
             self.step(batch)
-        timing = train.timing(steps)
+        timing = train.clock.timing(steps)
         assert timing is not None
         rate = timing.batches * self.loader.batch_size / timing.seconds
         return Trial(
@@ -383,8 +378,11 @@ def settle(
     seen = answer.observation(tuner.setup)
     dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
     if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
-        engines = has_engines(tuner.feed.train.device)
-        seen = replace(seen, shrink_gain=shrink_gain(dataset), has_engines=engines)
+        seen = replace(
+            seen,
+            shrink_gain=shrink_gain(dataset),
+            has_engines=has_engines(tuner.feed.train.format.device),
+        )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
 
 
@@ -392,19 +390,16 @@ def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
     """Set the feed as a remembered answer says, with the workers for which this node has room."""
     feed = tuner.feed
     answer = replace(known, workers=min(known.workers, feed.plan.ceiling))
-    cut = ""
-    if answer.workers < known.workers:
-        cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
+    cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
     tuner.loader.pool.prefetch_factor = answer.prefetch_factor
     tuner.loader.pool.resize(answer.workers)
     if feed.pinned is not None and not answer.pin_memory:
         feed.pinned.release()
-    lines = answer.lines(answer.observation(tuner.setup))
-    return answer, [*lines, f"remembered{cut}; autotune.refresh=true measures again"]
+    note = f"remembered{cut if answer != known else ''}; autotune.refresh=true measures again"
+    return answer, [*answer.lines(answer.observation(tuner.setup)), note]
 
 
 def _take_budget(tuner: Tuner, reason: str) -> tuple[None, list[str]]:
-    """Use all workers for which there are cores."""
     tuner.loader.pool.resize(tuner.budget)
     return None, [f"not measured, workers={tuner.budget}: {reason}"]
 
@@ -518,19 +513,18 @@ def measure_supply(loader: Loader) -> Supply:
 
 def measure_copies(loader: Loader) -> tuple[float, float]:
     """Milliseconds to copy a batch to the GPU, from page-locked and from pageable memory."""
-    target = torch.empty_like(loader.images[0], device="cuda")
+    batch = loader.images[0]
+    target = torch.empty_like(batch, device="cuda")
 
     def timed(source: torch.Tensor) -> float:
-        found = []
-        for _ in range(7):
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            target.copy_(source, non_blocking=True)
-            torch.cuda.synchronize()
-            found.append(1e3 * (time.perf_counter() - began))
-        return median(found)
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - began)
 
-    return timed(loader.images[0]), timed(loader.images[0].clone())
+    pageable = batch.clone()
+    return median(timed(batch) for _ in range(7)), median(timed(pageable) for _ in range(7))
 
 
 def shrink_gain(dataset: FileDataset, images: int = 24) -> float:

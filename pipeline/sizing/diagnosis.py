@@ -227,7 +227,7 @@ def diagnose(seen: Observation) -> Diagnosis:
     """Name the stage that limits, with its figures and what to change."""
     name = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
     cause = CAUSES[name]
-    remedy = cause.remedy(seen)
+    remedy = cause.remedy if isinstance(cause.remedy, str) else cause.remedy(seen)
     sentences = [f"{cause.label}: {cause.finding.format(seen=seen)}."]
     if remedy:
         text = cause.detail.format(seen=seen) + remedy
@@ -248,7 +248,6 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 
 
 def _input_cause(seen: Observation) -> str:
-    """What the device waits for."""
     loader = seen.loader
     if seen.setup.on_gpu and seen.copy_fraction >= (COPIES if loader.pinned else UNPINNED_COPIES):
         return "copy"
@@ -260,7 +259,6 @@ def _input_cause(seen: Observation) -> str:
 
 
 def _step_cause(seen: Observation) -> str:
-    """What limits a step that does not wait for images."""
     late, drained = seen.late_fraction >= WAITS, seen.drained_fraction
     if seen.slower and seen.setup.decoder != "gpu" and (late or drained >= DRAINED_BY_WORKERS):
         return "cores"
@@ -314,18 +312,12 @@ def _less_decoding(seen: Observation) -> str:
     return "; ".join(ways or ["use a machine with more CPU cores"])
 
 
-def _replace_files(_: Observation) -> str:
-    return "copy them again, or remove them from the dataset"
-
-
-def _faster_hand_off(_: Observation) -> str:
-    return "raise loader.prefetch_batches, and leave a core to the training process"
-
-
 def _faster_copies(seen: Observation) -> str:
-    if seen.loader.pinned:
-        return "the buffers are page-locked already: use more PCIe lanes"
-    return "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
+    return (
+        "the buffers are page-locked already: use more PCIe lanes"
+        if seen.loader.pinned
+        else "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
+    )
 
 
 def _fewer_launches(seen: Observation) -> str:
@@ -338,9 +330,11 @@ def _fewer_launches(seen: Observation) -> str:
 def _faster_step(seen: Observation) -> str:
     ways = []
     if seen.slower:
-        reason = "check the GPU's clocks and which other processes use it"
-        if seen.setup.decoder == "gpu":
-            reason = "decoding uses part of the GPU"
+        reason = (
+            "decoding uses part of the GPU"
+            if seen.setup.decoder == "gpu"
+            else "check the GPU's clocks and which other processes use it"
+        )
         ways.append(f"alone the step processed {seen.step_alone:,.0f} img/s: {reason}")
     faster = {
         "off": "set model.compile=default",
@@ -358,12 +352,12 @@ class Cause:
     Attributes:
         label: its name for a reader.
         finding, detail: text with fields of `seen`, an Observation.
-        remedy: what to change.
+        remedy: what to change; a function if that depends on the observation.
     """
 
     label: str
     finding: str
-    remedy: Callable[[Observation], str]
+    remedy: str | Callable[[Observation], str]
     detail: str = ""
 
 
@@ -379,7 +373,7 @@ CAUSES = {
     "files": Cause(
         "input-bound by single files",
         f"{WAITED}; {RATES}",
-        _replace_files,
+        "copy them again, or remove them from the dataset",
         "single files took {seen.loader.slow_share:.0%} of the workers' time, seconds each "
         "({seen.loader.slow_files}): ",
     ),
@@ -388,7 +382,7 @@ CAUSES = {
     "hand-off": Cause(
         "input-bound by the hand-off",
         f"{WAITED}; {RATES}, although the workers can supply {{seen.supply_rate:,.0f}}",
-        _faster_hand_off,
+        "raise loader.prefetch_batches, and leave a core to the training process",
         WORKER_TIMES,
     ),
     "copy": Cause(

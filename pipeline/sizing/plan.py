@@ -1,21 +1,120 @@
-"""How the loader will run on this machine: decoder, workers and memory, before any is started."""
+"""How the loader will run on this machine: decoder, workers and memory, before any is started.
 
+`worker_budget` is the number of workers that cores and open files allow;
+pipeline/sizing/autotune.py measures how many of them are needed. The memory of buffers and workers
+is computed from the config, before the allocation.
+"""
+
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FileDataset
-from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineError, GpuDecoder, has_engines
-from pipeline.sizing.budget import chosen_workers, worker_budget
-from pipeline.sizing.memory import MemoryPlan, plan_memory
-from pipeline.sizing.ranks import Ranks
+from pipeline.gpu_decode.encoded import file_bytes_per_row
+from pipeline.loader import buffer_layout, slots_needed
+from pipeline.sizing import machine
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
+# Reading a file and drawing its augmentation takes 0.1 ms: more workers than this are idle.
+READERS = 6
+# Open files of the training process per worker: its pipe, its sentinel and the forkserver's.
+FILES_PER_WORKER = 4
+FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loaded later
+# loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
+PREFETCH_FACTOR = 3
+MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
+# Private memory of a worker, measured while it decodes photographs of full size: 15 MiB on top of
+# what it shares with the forkserver, 150 MiB when it imports everything itself, and from time to
+# time a picture of 50 megapixels (150 MiB) in one of the workers.
+WORKER_BYTES = {"fork": 48 << 20, "forkserver": 48 << 20, "spawn": 192 << 20}
+GIB = 1 << 30
+
+
+class Ranks(Protocol):
+    """The ranks of a run, as `engine.distributed.World` implements them."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this node."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def agree(self, decide: Callable[[], Any]) -> Any:
+        """Rank 0 decides; every rank gets its answer or raises its error. Collective."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """The value of every rank, in the order of the ranks. Collective."""
+
+    def of_node(self, values: list[Any]) -> list[Any]:
+        """Of one value per rank, those of the ranks of this node."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Workers of one rank.
+
+    Attributes:
+        workers: processes to start.
+        reason: the limit, for the console.
+    """
+
+    workers: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the host for one rank, and on its GPU.
+
+    Attributes:
+        ceiling: most workers that it is enough for: the buffers are allocated for so many.
+        slots: batches in each of the two rings of buffers.
+        file_bytes: per row of the training ring, for files that the GPU decodes; 0 for none.
+        buffers: both rings, in memory shared with the workers.
+        pinned: page-locked part of `buffers`.
+        worker_bytes: estimated private memory of the worker processes.
+        device: batches kept ready on the GPU.
+        free: free memory of the machine for this rank.
+    """
+
+    ceiling: int
+    slots: int
+    file_bytes: int
+    buffers: int
+    pinned: int
+    worker_bytes: int
+    device: int
+    free: int
+
+    @property
+    def host(self) -> int:
+        """Bytes needed on the host."""
+        return self.buffers + self.worker_bytes
+
+    def line(self) -> str:
+        pinned = "page-locked" if self.pinned else "not page-locked"
+        device = f"; {self.device / GIB:.1f} GiB on the GPU" if self.device else ""
+        return (
+            f"{self.buffers / GIB:.2f} GiB of batch buffers ({self.slots} slots for each split, "
+            f"{pinned}), workers about {self.worker_bytes / GIB:.2f} GiB; "
+            f"{self.free / GIB:.1f} GiB are free, /dev/shm is not used{device}"
+        )
 
 
 @dataclass(frozen=True)
@@ -58,14 +157,15 @@ class LoaderPlan:
     @property
     def uses_engines(self) -> bool:
         """Whether the GPU decodes training images."""
-        return self.decoder in ON_GPU
+        return self.decoder in decode.ON_GPU
 
     def limited_to(self, memory: MemoryPlan) -> "LoaderPlan":
         """The plan with this memory and no more workers than it is enough for."""
         if self.workers <= memory.ceiling:
             return replace(self, memory=memory)
-        reason = "free memory allows no more"
-        return replace(self, memory=memory, workers=memory.ceiling, reason=reason)
+        return replace(
+            self, memory=memory, workers=memory.ceiling, reason="free memory allows no more"
+        )
 
     def lines(self) -> list[str]:
         """The plan for the console."""
@@ -98,20 +198,24 @@ def plan_loader(
     decoder = choose_decoder(config, datasets.train, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
     auto = config.loader.workers == "auto"
-    not_measured = None
-    if auto:
-        batches = len(datasets.train) / config.loader.batch_size
-        not_measured = why_not_measured(world.device, decoder, batches, budget.workers)
+    batches = len(datasets.train) / config.loader.batch_size
+    reason = why_not_measured(world.device, decoder, batches, budget.workers)
+    not_measured = reason if auto else None
     measured = auto and not_measured is None
     # Workers that wait for storage leave their core to others.
     most = 2 * budget.workers if measured else budget.workers
     if auto and decoder == "gpu":  # few workers read files for the engines; all cores validate
         most = max(most, worker_budget(world.local_size).workers)
-    fewest = min(1, most) if auto else most
     memory = plan_memory(
-        config, datasets, world, workers=most, fewest=fewest, decoder=decoder, dtype=dtype
+        config,
+        datasets,
+        world,
+        workers=most,
+        fewest=min(1, most) if auto else most,
+        decoder=decoder,
+        dtype=dtype,
     )
-    plan = LoaderPlan(
+    return LoaderPlan(
         workers=budget.workers,
         cores=worker_budget(world.local_size, decoder=decoder).workers,
         reason=budget.reason,
@@ -121,8 +225,7 @@ def plan_loader(
         not_measured=not_measured,
         dtype=dtype,
         channels_last=channels_last,
-    )
-    return plan.limited_to(memory)
+    ).limited_to(memory)
 
 
 def why_not_measured(
@@ -144,7 +247,7 @@ def why_not_measured(
 
 def pixels_of(decoder: str) -> str:
     """The pixels that a decoder makes: cpu (all CPU decoders agree bit for bit), gpu or hybrid."""
-    return decoder if decoder in ON_GPU else "cpu"
+    return decoder if decoder in decode.ON_GPU else "cpu"
 
 
 def choose_decoder(
@@ -162,9 +265,9 @@ def choose_decoder(
     if not isinstance(dataset, FileDataset):
         return "none"
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
-    if name == "auto" and stored_pixels in ON_GPU and has_engines(device):
+    if name == "auto" and stored_pixels in decode.ON_GPU and has_engines(device):
         name = stored_pixels
-    if name not in ON_GPU:
+    if name not in decode.ON_GPU:
         return decode.resolve(name)
     if name == "hybrid" and config.train.deterministic:
         raise UserError(
@@ -181,3 +284,117 @@ def choose_decoder(
             "use auto"
         ) from None
     return name
+
+
+def worker_limit() -> int:
+    """Workers that open files allow. Raises the soft limit of open files to the hard limit."""
+    return max(0, (machine.spare_files() - FILES_KEPT) // FILES_PER_WORKER)
+
+
+def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget:
+    """Cores of this process, divided by the ranks of the node, minus one for the training process.
+
+    At least 1 if open files allow it. With `decoder` gpu at most READERS. With hybrid, one more
+    hardware thread is kept for the host thread that waits for the JPEG engines.
+    """
+    affinity, quota = machine.cores(), machine.cpu_quota()
+    kept = machine.threads_per_core() + (decoder == "hybrid")
+    workers = max(1, math.floor(min(affinity, quota) / local_world_size) - kept)
+    if decoder == "gpu" and min(workers, worker_limit()) > READERS:
+        return Budget(READERS, "enough to read files for the GPU's JPEG engines")
+    if workers > worker_limit():
+        return Budget(worker_limit(), "open files allow no more, see ulimit -n")
+    parts = [f"{affinity} core{'' if affinity == 1 else 's'}"]
+    if quota < affinity:
+        parts.append(f"a CPU quota of {quota:g}")
+    if local_world_size > 1:
+        parts.append(f"{local_world_size} ranks here")
+    shared = min(affinity, quota) < (workers + kept) * local_world_size
+    parts.append(f"{'shared with' if shared else f'{kept} left to'} the training process")
+    return Budget(workers, ", ".join(parts))
+
+
+def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budget:
+    """Resolve loader.workers on this machine.
+
+    Raises:
+        UserError: loader.workers is larger than open files allow.
+    """
+    number = config.loader.workers
+    if number == "auto":
+        return worker_budget(local_world_size, decoder=decoder)
+    if number > worker_limit():
+        raise UserError(
+            f"loader.workers={number}: open files allow {worker_limit()}; "
+            "give at most that, or raise ulimit -n"
+        )
+    return Budget(number, "as configured")
+
+
+def plan_memory(
+    config: Config,
+    datasets: Datasets,
+    world: Ranks,
+    *,
+    workers: int,
+    fewest: int,
+    decoder: str,
+    dtype: torch.dtype,
+) -> MemoryPlan:
+    """Compute the memory that `open_feed` allocates, for the most workers for which it is free.
+
+    Args:
+        workers: upper bound of the number of workers.
+        fewest: lower bound.
+        decoder: gpu and hybrid need buffers for files.
+        dtype: of the images on the device.
+
+    Raises:
+        UserError: not enough memory is free, or a buffer is larger than `ulimit -f`.
+    """
+    loader = config.loader
+    cuda = world.device.type == "cuda"
+    share = loader.batch_size // world.size
+    factor = loader.prefetch_factor
+    file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in decode.ON_GPU else 0
+    sizes = [
+        math.prod(shape) * np.dtype(kind).itemsize
+        for size, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0))
+        for shape, kind in buffer_layout(
+            batch_size=share, size=size, slots=1, file_bytes=room
+        ).values()
+    ]
+    pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
+    ready = (loader.prefetch_batches + 1) * share * pixels * (1 + dtype.itemsize)
+    free = machine.free_memory() // world.local_size
+    for ceiling in range(workers, fewest - 1, -1):
+        slots = slots_needed(
+            batch_size=share,
+            workers=ceiling,
+            prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
+            prefetch_batches=loader.prefetch_batches,
+        )
+        plan = MemoryPlan(
+            ceiling=ceiling,
+            slots=slots,
+            file_bytes=file_bytes,
+            buffers=slots * sum(sizes),
+            pinned=slots * sum(sizes) if cuda and loader.pin_memory else 0,
+            worker_bytes=ceiling * WORKER_BYTES[loader.start_method],
+            device=ready if cuda else 0,
+            free=free,
+        )
+        if plan.host <= plan.free:
+            break
+    else:
+        each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
+        raise UserError(
+            f"loader: needs {plan.host / GIB:.1f} GiB{each} ({plan.line()}); lower "
+            "loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
+        )
+    if plan.slots * max(sizes) > machine.largest_buffer():
+        raise UserError(
+            f"loader: needs a buffer of {plan.slots * max(sizes) / 2**20:.1f} MiB, ulimit -f "
+            f"allows {machine.largest_buffer() / 2**20:.1f}; raise it"
+        )
+    return plan

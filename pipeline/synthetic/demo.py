@@ -338,19 +338,18 @@ def _draw_all(draft: Path, draw: Callable[[int], None], images: int, threads: in
         (draft / split / label).mkdir(parents=True)
     pool = ThreadPoolExecutor(threads)
     try:
-        for _ in pool.map(draw, range(images)):
-            pass
+        list(pool.map(draw, range(images)))  # raises the error of the first that failed
     finally:
         pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error, only started images finish
 
 
 def _draw_file(draft: Path, seed: int, train_images: int, position: int) -> None:
     """Draw the image at `position`, counted through the training and then the validation images."""
-    split, index = 0, position
-    if position >= train_images:
-        split, index = 1, position - train_images
-    number, label = divmod(index, len(CLASSES))
+    split = int(position >= train_images)  # a position in SPLITS
+    number, label = divmod(position - split * train_images, len(CLASSES))
     rng = np.random.default_rng([seed, split, label, number])
     image = draw_image(CLASSES[label], rng)
-    path = draft / SPLITS[split] / CLASSES[label] / f"{number:04d}.jpg"
-    image.save(path, quality=int(rng.integers(75, 96)))
+    image.save(
+        draft / SPLITS[split] / CLASSES[label] / f"{number:04d}.jpg",
+        quality=int(rng.integers(75, 96)),
+    )

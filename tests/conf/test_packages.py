@@ -37,7 +37,7 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(
-        f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch and "
+        f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch, torchvision: not "
     )
     remedy = (
         ".venv/bin/activate` first\n"
@@ -53,7 +53,7 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
     done = run("train.py", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"train.py: torch is not installed for {sys.executable}; run ")
+    assert done.stderr.startswith(f"train.py: torch: not installed for {sys.executable}; run ")
 
 
 def test_only_local_rank_0_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

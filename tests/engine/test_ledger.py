@@ -75,6 +75,7 @@ def ledger_of(plan: Plan, spent: dict[str, float]) -> Ledger:
         plan.setup,
         spent,
         train_images=plan.train_images,
+        began=time.monotonic(),
         peak_rate=peak_rate(
             plan.device,
             precision=plan.precision,
@@ -125,7 +126,7 @@ def verdict_of_steps(
 
 def timed(feed: Feed, batches: int, **changes: Any) -> Timing:
     """The clock's figures of the last batches, with some of them changed."""
-    timing = feed.train.timing(batches)
+    timing = feed.train.clock.timing(batches)
     assert timing is not None
     return replace(timing, **changes)
 
@@ -289,11 +290,11 @@ def test_lost_seconds_are_kept_over_starts(image_root: Path, clock: Clock) -> No
     spent: dict[str, float] = {}
     for _ in range(2):
         ledger = ledger_of(plan, spent)
-        ledger.started(5.0)
+        clock.now += 5.0
+        ledger.started()
         clock.now += 30.0
         with ledger.lost("validation"):
             clock.now += 10.0
-        ledger.settle()
         with ledger.lost("checkpoint"):
             clock.now += 2.0
         clock.now += 8.0
@@ -304,11 +305,12 @@ def test_lost_seconds_are_kept_over_starts(image_root: Path, clock: Clock) -> No
     assert balance["total_seconds"] == 110
 
 
-def test_checkpoint_of_an_earlier_version(image_root: Path) -> None:
+def test_checkpoint_of_an_earlier_version(image_root: Path, clock: Clock) -> None:
     """It calls a start a life."""
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
-        again = Ledger(ledger.setup, {"lives": 3, "training": 60.0}, train_images=36)
-        again = Ledger(ledger.setup, again.spent, train_images=36)
+        spent: dict[str, float] = {"lives": 3, "training": 60.0}
+        for _ in range(2):
+            again = Ledger(ledger.setup, spent, train_images=36, began=clock.now)
     assert again.spent == {"starts": 5, "training": 60.0}
     assert again.balance()["total_seconds"] == 60
 
@@ -319,11 +321,10 @@ def test_seconds_lost_before_the_first_step_count_once(image_root: Path, clock: 
         clock.now += 3.0
         with ledger.lost("validation"):
             clock.now += 20.0
-        ledger.settle()
         with ledger.lost("checkpoint"):
             clock.now += 1.0
         clock.now += 2.0
-        ledger.started(26.0)
+        ledger.started()
         balance = ledger.balance()
     assert balance["seconds_lost"] == {"validation": 20.0, "checkpoint": 1.0, "start": 5.0}
     assert balance["total_seconds"] == 26.0
@@ -487,7 +488,7 @@ def test_speed_with_and_without_the_first_epoch(image_root: Path) -> None:
             ledger.note(replace(WAITED, batches=1, seconds=seconds), step)
             rates.append(tuple(ledger.speed().values()))
         assert rates == [(16 / 8, 16 / 8), (16 / 4, 32 / 12), (16 / 2, 48 / 14)]
-        again = Ledger(ledger.setup, ledger.spent, train_images=36, step=4)
+        again = Ledger(ledger.setup, ledger.spent, train_images=36, step=4, began=0.0)
         again.note(replace(WAITED, batches=1, seconds=9.0), 5)
         again.note(replace(WAITED, batches=1, seconds=2.0), 6)
         assert tuple(again.speed().values()) == (32 / 4, 80 / 25)

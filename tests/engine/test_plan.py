@@ -2,12 +2,15 @@
 
 import dataclasses
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 import models
+from conf import cli
 from conf.schema import Checkpoint, Config, Loader, Log, Schedule, Train, UserError
+from engine.distributed import join_world
 from engine.optim import Curve
 from engine.plan import (
     Plan,
@@ -18,10 +21,11 @@ from engine.plan import (
     count_steps,
     few_steps,
     has_bf16,
+    make_plan,
     precision_note,
 )
-from pipeline.sizing.memory import MemoryPlan
-from pipeline.sizing.plan import LoaderPlan
+from pipeline.build import build_datasets
+from pipeline.sizing.plan import LoaderPlan, MemoryPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOADER = LoaderPlan(
@@ -187,12 +191,25 @@ def test_note_about_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     assert precision_note("auto", CUDA) == precision_note("bf16", CUDA) == []
 
 
-def test_dtype_of_a_precision() -> None:
-    low, full = plan(precision="bf16"), plan(precision="tf32")
-    assert (low.input_dtype, full.input_dtype) == (torch.bfloat16, torch.float32)
-    for given, dtype in ((low, torch.bfloat16), (full, torch.float32)):
-        with given.autocast():
-            assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("tf32", torch.float32)]
+)
+def test_dtype_of_a_precision(image_root: Path, precision: str, dtype: torch.dtype) -> None:
+    config = cli.load(
+        [
+            f"data.root={image_root}",
+            "loader.batch_size=16",
+            "loader.workers=0",
+            "model=resnet_tiny",
+            "train.device=cpu",
+            f"train.precision={precision}",
+        ]
+    )
+    with join_world("cpu") as world:
+        given = make_plan(config, build_datasets(config), world)
+    assert given.loader.dtype == dtype
+    with given.autocast():
+        assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
 
 
 def test_compile() -> None:

@@ -396,7 +396,7 @@ def test_closing_does_not_wait_for_the_next_sample(
     with GpuMonitor(CUDA) as monitor:
         assert threads() == ["telemetry"]
     assert threads() == []  # joined, with a limit far below the hour
-    monitor.close()  # again, without an error
+    monitor.__exit__()  # again, without an error
 
 
 def test_closing_in_the_middle_of_a_sample(install) -> None:
@@ -411,7 +411,7 @@ def test_closing_in_the_middle_of_a_sample(install) -> None:
     nvml = install(Nvml(nvmlDeviceGetUtilizationRates=slow))
     monitor = GpuMonitor(CUDA)
     assert started.wait(60)
-    closer = threading.Thread(target=monitor.close)
+    closer = threading.Thread(target=monitor.__exit__)
     closer.start()
     wait_until(monitor._stop.is_set)
     release.set()

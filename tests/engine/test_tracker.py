@@ -377,7 +377,7 @@ def test_disk_that_fills_up(
             )
             for step in range(1000, 1100, 10):
                 tracker.train_row(train_row(step), FIGURES)
-            tracker.close()
+            tracker.__exit__()
     assert 1 <= len(caplog.records) <= 2
     assert "metrics.jsonl cannot be written" in caplog.text and "File too large" in caplog.text
     start(tmp_path, 10, [20], loss=2)  # the next start keeps the complete rows

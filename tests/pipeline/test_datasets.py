@@ -58,7 +58,7 @@ def test_every_dataset_of_the_table_has_a_group() -> None:
 def test_own_dataset_needs_only_the_required_methods(config: Config, workers: int) -> None:
     datasets = build_datasets(config)
     datasets.prepare()
-    assert (datasets.train_size, datasets.val_fingerprint) == (16, "4 grey images")
+    assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
     assert not isinstance(datasets.train, FileDataset)
     decoder = choose_decoder(config, datasets.train, CPU)
     world = world_of(CPU)

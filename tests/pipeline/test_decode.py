@@ -245,7 +245,7 @@ def test_crop_and_mirror() -> None:
 
 def test_read_only_memory_of_pillow_is_used_without_a_copy() -> None:
     """And torch prints no warning about it."""
-    picture = decode.Picture.of_pillow(drawn())
+    picture = decode.Picture(np.asarray(drawn()))
     pixels = picture.pixels()
     assert not pixels.flags.writeable
     torch.set_warn_always(True)  # it would warn once a process, and have done so in an earlier test

@@ -14,7 +14,7 @@ from pipeline import feed as feed_module
 from pipeline.build import build_datasets
 from pipeline.decode import installed
 from pipeline.feed import Feed, open_feed
-from pipeline.gpu_decode.upload import EngineUpload
+from pipeline.gpu_decode.decoder import EngineUpload
 from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")

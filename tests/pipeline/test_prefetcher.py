@@ -21,8 +21,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
-from pipeline.gpu_decode.decoder import GpuDecoder
-from pipeline.gpu_decode.upload import EngineUpload
+from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
@@ -270,19 +269,19 @@ def test_iteration_can_end_early_and_start_again(dataset: FolderDataset, workers
 
 def test_timing_covers_what_has_finished_since_the_last_reading(dataset: FolderDataset) -> None:
     with open_prefetcher(dataset) as prefetcher:
-        assert prefetcher.timing() is None
+        assert prefetcher.clock.timing() is None
         batches = prefetcher.batches(0, 5)
         next(batches)
-        assert prefetcher.timing() is None  # the consumer is not done with it
+        assert prefetcher.clock.timing() is None  # the consumer is not done with it
         next(batches)
-        first = prefetcher.timing()
+        first = prefetcher.clock.timing()
         assert first is not None
         assert 0 < first.wait_fraction < 1
         assert first.copy_ms > 0
         assert first.step_ms > 0
-        assert prefetcher.timing() is None
+        assert prefetcher.clock.timing() is None
         assert len(list(batches)) == 3
-        assert prefetcher.timing() is not None
+        assert prefetcher.clock.timing() is not None
 
 
 def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
@@ -298,7 +297,7 @@ def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> Non
                 if batch.step == 1:
                     with prefetcher.pause():
                         clock.now += pause
-            found = prefetcher.timing()
+            found = prefetcher.clock.timing()
         assert found is not None
         assert found.batches == 4
         assert found.late_fraction == pytest.approx(0, abs=1e-9)
@@ -321,7 +320,7 @@ def test_timing_of_the_oldest_batches(clock: Clock) -> None:
             if batch.step == 1:
                 with prefetcher.pause():
                     clock.now += 60
-        found = [prefetcher.timing(batches) for batches in (0, 1, 3, 9, 1)]
+        found = [prefetcher.clock.timing(batches) for batches in (0, 1, 3, 9, 1)]
     assert [timing and (timing.batches, timing.seconds) for timing in found] == [
         None,
         (1, pytest.approx(1)),
@@ -336,7 +335,7 @@ def test_timing_of_given_batches_waits_for_the_device() -> None:
     with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
         for _ in prefetcher.batches(0, 8):
             torch.cuda._sleep(LAG_CYCLES)
-        timing = prefetcher.timing(8)
+        timing = prefetcher.clock.timing(8)
     assert timing is not None
     assert timing.batches == 8
     assert 1000 * timing.seconds >= timing.step_worst_ms > 0
@@ -354,7 +353,7 @@ def test_p95_is_the_step_that_95_percent_do_not_exceed(
     with open_prefetcher(FAKE, batch_size=1) as prefetcher:
         for batch in prefetcher.batches(0, steps):
             clock.now += lengths[batch.step] / 1000
-        found = prefetcher.timing()
+        found = prefetcher.clock.timing()
     assert found is not None
     assert (found.step_ms, found.step_p95_ms, found.step_worst_ms) == pytest.approx(
         (median, p95, steps)
@@ -546,7 +545,7 @@ def follow(
                 unread.popleft()
             ahead.append(len(unread))
             if batch.step % 100 == 0:
-                prefetcher.timing()  # as at a log step: else it keeps the events of all batches
+                prefetcher.clock.timing()  # as at a log step: else the clock keeps all events
         assert list(found) == list(range(steps))
         return wrong_steps(found, prefetcher, transforms), median(ahead)
 
@@ -751,7 +750,7 @@ def test_loop_never_waits_for_the_device() -> None:
                     torch.nn.functional.conv2d(batch.images.float(), weight).mean()
                     + batch.targets.sum()
                 )
-                prefetcher.timing()
+                prefetcher.clock.timing()
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert total.isfinite().item()
@@ -802,7 +801,7 @@ def test_device_clock_times_the_copies_and_the_steps() -> None:
         for _ in prefetcher.batches(0, 20):
             torch.cuda._sleep(LAG_CYCLES)
         torch.cuda.synchronize()
-        timing = prefetcher.timing()
+        timing = prefetcher.clock.timing()
     assert timing is not None
     assert 0 <= timing.wait_fraction <= 1
     assert timing.copy_ms > 0

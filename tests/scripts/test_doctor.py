@@ -35,7 +35,8 @@ from engine import checkpoint
 from engine.rundir import run_identity
 from pipeline import decode
 from pipeline.index import load_index
-from pipeline.sizing import budget, machine
+from pipeline.sizing import machine
+from pipeline.sizing.plan import FILES_KEPT
 from pipeline.synthetic.demo import draw_image
 from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
@@ -819,7 +820,7 @@ def test_ranks(root: Path) -> None:
 
 
 def test_few_open_files(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "spare_files", lambda: budget.FILES_KEPT + 3)
+    monkeypatch.setattr(machine, "spare_files", lambda: FILES_KEPT + 3)
     monkeypatch.setattr(doctor, "OPEN_FILES", (80, 80))
     row = only(look(root)["workers"])
     assert row.status == "warn" and "raise ulimit -n" in row.do

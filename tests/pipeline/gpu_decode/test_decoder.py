@@ -15,9 +15,8 @@ from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.gpu_decode import geometry
-from pipeline.gpu_decode.decoder import EngineError
+from pipeline.gpu_decode.decoder import EngineError, EngineUpload
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
-from pipeline.gpu_decode.upload import EngineUpload
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
@@ -196,7 +195,7 @@ def test_slot_holds_files_and_geometry(
 
 
 def test_worker_decodes_a_dataset_that_has_no_files() -> None:
-    """A dataset need not implement EncodedDataset."""
+    """A dataset need not override `load_encoded`."""
     dataset = FakeDataset(num_samples=64, num_classes=2, size=48)
     for loader in loader_of(dataset, share=1.0, file_bytes=1 << 15):
         for batch in loader.batches(0, 2):

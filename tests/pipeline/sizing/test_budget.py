@@ -12,7 +12,7 @@ import pytest
 
 from conf.schema import Config, Loader, UserError
 from pipeline.sizing import machine
-from pipeline.sizing.budget import (
+from pipeline.sizing.plan import (
     FILES_KEPT,
     FILES_PER_WORKER,
     READERS,
@@ -173,7 +173,7 @@ def test_a_configured_number_above_the_limit_of_open_files(monkeypatch: pytest.M
 
 START_ALL = """
 import os, resource, sys
-from pipeline.sizing.budget import worker_limit
+from pipeline.sizing.plan import worker_limit
 from pipeline.dataset import FakeDataset
 from pipeline.loader import WorkerPool, start_source
 from pipeline.sampler import TrainSampler

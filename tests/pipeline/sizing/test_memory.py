@@ -17,7 +17,7 @@ from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import Source
 from pipeline.sizing import machine
-from pipeline.sizing.memory import GIB, WORKER_BYTES, MemoryPlan, plan_memory
+from pipeline.sizing.plan import GIB, WORKER_BYTES, MemoryPlan, plan_memory
 from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none

@@ -11,8 +11,7 @@ from conf.schema import Config, UserError
 from pipeline.build import build_datasets
 from pipeline.dataset import FakeDataset, FileDataset
 from pipeline.sizing import machine, plan
-from pipeline.sizing.budget import READERS
-from pipeline.sizing.plan import PROBE_WORKERS, LoaderPlan, plan_loader, why_not_measured
+from pipeline.sizing.plan import PROBE_WORKERS, READERS, LoaderPlan, plan_loader, why_not_measured
 from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
@@ -49,6 +48,9 @@ def small(*overrides: str) -> Config:
 
 class Files(FakeDataset, FileDataset):
     """Stands in for a dataset of files."""
+
+    def read(self, index: int) -> bytes:
+        raise AssertionError("planning reads nothing")
 
     def time_decoding(self, index: int, data: bytes) -> float:
         raise AssertionError("planning decodes nothing")
