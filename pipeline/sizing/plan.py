@@ -236,7 +236,7 @@ def why_not_measured(
     reasons = {
         "none can be started": workers == 0,
         "training runs on the CPU and shares it with the workers": device.type != "cuda",
-        "synthetic images cost nothing": decoder == "none",
+        "the dataset decodes no files": decoder == "none",
         "loader.decoder=hybrid balances workers and engines itself, and uses all cores": (
             decoder == "hybrid"
         ),

@@ -131,7 +131,7 @@ def test_lines(host: Machine) -> None:
     ("device", "decoder", "batches", "reason"),
     [
         (CPU, "pillow", 5000, "CPU"),
-        (CUDA, "none", 5000, "synthetic"),
+        (CUDA, "none", 5000, "no files"),
         (CUDA, "hybrid", 5000, "hybrid"),
         (CUDA, "pillow", 3.5, "3.5 batches"),
         (CUDA, "pillow", 5000, None),
