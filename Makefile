@@ -69,7 +69,7 @@ env:  ## build .venv from the hashed locks; does nothing when they have not chan
 	$(RUN) -m pip check
 	echo "$$locks" >.venv/complete
 
-demo: env  ## train a small model on images it makes itself
+demo: env  ## train a small model on images that it draws itself
 	@$(RUN) train.py recipe=demo $(ARGS)
 
 test: env  ## the tests that take seconds each
@@ -98,7 +98,7 @@ clean:  ## remove .venv and caches; runs/ and data/ stay
 
 # uv keeps the versions and hashes that the locks already hold; ARGS=--upgrade moves to the newest. The hashes of torch are
 # all of its wheels of this version and, added by hand, that of the CPU-only build (+cpu) for Python 3.11.
-lock:  ## write the locks anew from requirements.txt and the dev group; needs uv
+lock:  ## rewrite the locks from requirements.txt and the dev group; needs uv
 	@uv --version
 	new=$$(mktemp -d)
 	trap 'rm -r "$$new"' EXIT

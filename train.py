@@ -3,8 +3,8 @@
     python train.py data.root=/imagenet loader.workers=auto
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
-This file is the algorithm, top to bottom: the loop, the step and its loss, the model, the plan.
-Fork it: everything it imports is a part, and no part calls back.
+This file contains the algorithm from top to bottom: the loop, the step and its loss, the model and
+the plan. Fork it: no module that it imports depends on it.
 """
 
 import os
@@ -16,8 +16,8 @@ if __name__ == "__main__":
 
 from conf import cli
 
-# Threads that wait for each other sleep instead of spinning. With other busy processes on the
-# machine, the demo runs 6 times as fast. Read once, when torch is imported.
+# Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine, this
+# makes the demo 6 times as fast. torch reads the variable once, at its import.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 if __name__ == "__main__":
@@ -81,8 +81,8 @@ def train(config: Config) -> dict[str, Any]:
     """Train to the last step, or until a signal; return what summary.json holds.
 
     Raises:
-        UserError: the user's mistake; nothing has been created.
-        LoaderError, CheckpointError, TrainingError: a failure, in one line.
+        UserError: the config or the data is wrong; nothing has been created.
+        LoaderError, CheckpointError, TrainingError: training failed; the message is one line.
     """
     started = time.monotonic()
     with ExitStack() as stack:
@@ -90,7 +90,7 @@ def train(config: Config) -> dict[str, Any]:
         world = use(join_world(config.train.device))
         config = agree_on(config, world)
         run = use(RunDirectory(config, world))
-        datasets, plan, state = prepare(config, run, world)  # every mistake of the user shows here
+        datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
         run.open(run_identity(config, datasets, plan), stop_step=plan.stop_step)
         changes = run.restore(state)
         log = use(RunLog(plan, world, run, state, started=started))
@@ -125,7 +125,7 @@ def train(config: Config) -> dict[str, Any]:
             values = step(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
             due = plan.due(state.step)  # log, epoch, validate, save
-            stop.poll()  # the same answer on every rank, one step late
+            stop.poll()  # all ranks get the same answer, one step late
             log.end_step(values, send=due.log or bool(stop))
             if due.epoch:
                 log.end_epoch()
@@ -139,7 +139,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> Step:
-    """Return the function that trains on one batch: `train_step`, compiled and wrapped for DDP."""
+    """Return the function that trains on one batch: `train_step` with a compiled loss and DDP."""
     config = plan.config
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
     loss = plan.autocast()(compiled(training_loss, plan.compile))
@@ -174,7 +174,7 @@ def train_step(
     Args:
         network: the model, or DDP around it.
         loss: `training_loss`, or its compiled form.
-        clip_norm: largest norm of all gradients together; None does not clip.
+        clip_norm: maximum global gradient norm; None disables clipping.
 
     Returns:
         Named values to log. Return one more, and it appears on the console, in metrics.jsonl, in
@@ -228,7 +228,7 @@ def validation_loss(
 
 
 def compiled(function: F, mode: str) -> F:
-    """Return the function compiled as model.compile says; the function itself if that is `off`."""
+    """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
     options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
@@ -256,7 +256,7 @@ def garbage_collection_paused() -> Iterator[None]:
 
 
 def agree_on(config: Config, world: World) -> Config:
-    """Give every rank the run of rank 0: ${now:} is another time on every rank.
+    """Use rank 0's `run` keys on all ranks: ${now:} gives each rank a different time.
 
     Raises:
         UserError: other keys differ between the ranks.
@@ -282,16 +282,16 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = build_state(plan, world)
-    datasets.prepare()  # draws the demo's images, where they are missing
+    datasets.prepare()  # draws the images of data=demo if they are missing
     same_on_all_ranks(world.gather(run_identity(config, datasets, plan)))
     return datasets, plan, state
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:
-    """Choose the kernels of this process, for as long as it runs.
+    """Set torch's global options for precision, cuDNN and determinism.
 
-    TF32 unless fp32 is asked for; cuDNN's fastest algorithms, or with train.deterministic the
-    repeatable ones. Threads give way to kernel launches after SWITCH_SECONDS.
+    TF32 is allowed unless `precision` is fp32. cuDNN uses its fastest algorithms, or reproducible
+    ones if `deterministic`. Other threads yield to kernel launches after SWITCH_SECONDS.
     """
     sys.setswitchinterval(SWITCH_SECONDS)
     torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
@@ -334,10 +334,11 @@ def build_state(plan: Plan, world: World) -> TrainState:
 def tune_loader(
     feed: Feed, step: Step, plan: Plan, state: TrainState, world: World, train_fingerprint: str
 ) -> tuple[autotune.Answer | None, list[str]]:
-    """Set the number of workers for loader.workers=auto. The steps that it takes leave no trace.
+    """Set the number of workers for loader.workers=auto. The measured steps do not change `state`.
 
     Returns:
-        What real steps have shown, now or at an earlier start on this machine; and lines to print.
+        The result, measured now or at an earlier start on this machine, or None if there is none;
+        and the lines to print.
     """
     config, loader = plan.config, plan.loader
     unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
@@ -362,7 +363,7 @@ def tune_loader(
 
 
 def main(config: Config) -> int:
-    """Train; return the exit status: 0 finished, 1 failed, 2 the user's mistake, 128 + signal."""
+    """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=True)
     try:

@@ -389,7 +389,11 @@ class Schedule:
         30.0, RESULT, "step: epochs between drops", number(0, above=True), when=STEP
     )
     step_gamma: float = key(
-        0.1, RESULT, "step: factor of each drop", number(0, 1, above=True), when=STEP
+        0.1,
+        RESULT,
+        "step: factor applied to the learning rate at each drop",
+        number(0, 1, above=True),
+        when=STEP,
     )
     final_lr: float = key(
         0.0,
@@ -424,9 +428,9 @@ class Train:
         "weights and activations",
         one_of("auto", "bf16", "tf32", "fp32"),
     )
-    deterministic: bool = key(False, SPEED, "bitwise reproducible on a GPU, slower")
+    deterministic: bool = key(False, SPEED, "make runs on a GPU bitwise reproducible; slower")
     device: str = key(
-        "auto", SPEED, "auto is cuda if there is a GPU", one_of("auto", "cpu", "cuda")
+        "auto", SPEED, "auto is cuda if there is a GPU, else cpu", one_of("auto", "cpu", "cuda")
     )
     label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
     ema_decay: float | None = key(

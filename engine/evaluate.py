@@ -31,8 +31,8 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return which rows are top-1 hits and which are top-5 hits, each bool [B].
 
     The rank of the label's logit among all logits decides: the compiler fuses this with the
-    loss, which it cannot do with a top-k. Equal logits rank in the order of their classes; a
-    label below 0 and a NaN are no hit.
+    loss, which it cannot do with a top-k. Equal logits rank in the order of their classes. A
+    label below 0 or a NaN is never a hit.
 
     Args:
         logits: float [B, classes].
@@ -48,7 +48,7 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 def sums(logits: Tensor, labels: Tensor, loss_sum: Tensor) -> Tensor:
     """Return float32 [4]: loss, top-1 hits, top-5 hits and images of a validation batch.
 
-    Rows with a label below 0 fill up the last batch and do not count.
+    Rows with a label below 0 pad the last batch and do not count.
     """
     top1, top5 = hits(logits, labels)
     return torch.stack([loss_sum, top1.sum(), top5.sum(), (labels >= 0).sum()]).float()
@@ -112,7 +112,7 @@ class Mistakes:
         return self.table.sum(1).cpu(), right.long().cpu()
 
     def worst_images(self) -> tuple[Tensor, list[tuple[int, int, float]]]:
-        """Return the images with the largest loss, in falling order.
+        """Return the images with the largest loss, in descending order.
 
         Returns:
             float [N, 3, S, S] on the device; and (label, prediction, loss) of each.

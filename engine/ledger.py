@@ -1,4 +1,4 @@
-"""Where the time of a run goes: steps, waiting, validation, checkpoints, starts; the verdict."""
+"""Where the time of a run goes (steps, waiting, validation, ...), and the verdict about it."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -56,12 +56,12 @@ def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) 
 
 
 class Ledger:
-    """Collects the figures of the log intervals and the seconds lost; gives rows and verdicts.
+    """Collects the timing of the log intervals and the seconds lost; returns rows and verdicts.
 
     Args:
-        setup: what the run is made of.
-        spent: what the starts so far took, by kind: seconds, and images with the seconds they took.
-            Kept in the checkpoint.
+        setup: properties of the run that are known before its first step.
+        spent: totals over all starts, by kind: seconds, and numbers of images. Stored in the
+            checkpoint; modified here.
         train_images: number of training images, the length of an epoch.
         step: where this start begins.
         began: time.monotonic() when the program began.
@@ -87,7 +87,7 @@ class Ledger:
         self.peak_rate = peak_rate
         self._run: list[Timing] = []
         self._epoch: list[Timing] = []
-        self._warm = False  # the first interval of a start compiles, and is not judged
+        self._warm = False  # the first interval includes compilation and is not judged
         self._first_step = self._step = step
         self._spending = "start"  # the kind that counts outside of `lost`
         self._counted = began  # until when `spent` is complete
@@ -137,8 +137,8 @@ class Ledger:
     def speed(self) -> dict[str, float]:
         """Images/s of training over all starts.
 
-        `images_per_second` is without the first epoch, whose files no cache holds yet, and without
-        each first interval, which compiles; where there is nothing else, with them.
+        `images_per_second` excludes the first epoch, whose files are not in the page cache yet, and
+        the first interval of each start, which compiles. If nothing else is left, it includes them.
         """
         kinds = ("later", "first epoch", "starting")
         return {

@@ -90,7 +90,7 @@ class Curve:
         return SCHEDULES[self.config.name](self, step)
 
     def progress(self, step: int) -> float:
-        """The part of the steps after the warm-up that is done, in [0, 1]."""
+        """The fraction of the steps after the warm-up that is done, in [0, 1]."""
         return min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
 
 

@@ -117,7 +117,7 @@ class Plan:
 
     @property
     def rewrites_layers(self) -> bool:
-        """Whether models.gpu_layers pays: it is made for compiled bf16 channels_last on a GPU."""
+        """Whether to use models.gpu_layers, made for compiled bf16 channels_last on a GPU."""
         return (
             self.device_type == "cuda"
             and self.compile != "off"

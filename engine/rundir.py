@@ -48,7 +48,7 @@ VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.v
 def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, Any]:
     """Return everything that affects the result, name -> value.
 
-    A checkpoint with another identity is of another training. Derived values replace their keys:
+    A checkpoint with another identity belongs to another run. Derived values replace their keys:
     a fingerprint of the samples stands for their folders, which may move.
     """
     replaced = (*DATA_FOLDERS, "loader.decoder")
@@ -72,7 +72,7 @@ class _Found:
     """A checkpoint to resume.
 
     Attributes:
-        origin: the checkpoint of another run with which its own run began, if any.
+        origin: the checkpoint of another run from which this run started, if any.
     """
 
     path: Path
@@ -88,7 +88,7 @@ class _Found:
 class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
-    Rank 0 alone reads and writes the folder; every rank raises the error that rank 0 meets.
+    Only rank 0 reads and writes the folder. If it raises an error, all ranks raise it.
 
     Args:
         config: of the run. Its folder, run.dir, is created by `open`, not before.
@@ -110,7 +110,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self._found: tuple[object, _Found | None] | None = None
 
     def check(self) -> None:
-        """Refuse a folder that `open` would refuse whatever the data. Nothing is created.
+        """Refuse a folder that `open` would refuse for any data. Nothing is created.
 
         Raises:
             UserError: the folder holds something else.
@@ -143,7 +143,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         Nothing is created if this raises.
 
         Args:
-            identity: everything that affects the result, by the name that a message gives it.
+            identity: everything that affects the result, by the name to use in messages.
             stop_step: where training ends. Changes are not accepted for a checkpoint that has
                 reached it.
 
@@ -254,7 +254,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         )
 
     def _find(self) -> _Found | None:
-        """Return the checkpoint to resume. Its gigabytes are read once."""
+        """Return the checkpoint to resume. The file may be large, so it is read only once."""
         listing = self._listing()
         if self._found is None or self._found[0] != listing:
             self._found = listing, self._look_for(self.config.checkpoint.resume)

@@ -1,6 +1,6 @@
 """Everything that observes a run: console, metrics.jsonl, TensorBoard, NVML, times, profiler.
 
-It never steps, validates or saves: the loop in train.py does, and tells it.
+It never trains, validates or saves: the loop in train.py does, and calls the methods here.
 """
 
 import json
@@ -37,7 +37,7 @@ class RunLog:
 
     Args:
         plan, world, run: of this run.
-        state: read for every report; only its balance of time, `spent`, is written.
+        state: read for the reports; only `spent`, the seconds by kind, is modified.
         started: time.monotonic() when the program began.
 
     Attributes:
@@ -159,7 +159,7 @@ class RunLog:
     # In the loop
 
     def begin_step(self, batch: Batch) -> None:
-        """Start the profiler or write the images of the batch, where one is due."""
+        """Start the profiler or write the images of the batch, if either is due."""
         if self.profiler.starts(batch.step):
             with self.ledger.lost("profile"):
                 self.profiler.start(batch.step)

@@ -1,4 +1,4 @@
-"""From a JPEG file to a batch on the device. The modules in the order of a batch's journey:
+"""From a JPEG file to a batch on the device. The modules in the order of the path of a batch:
 
 index -> sampler -> dataset (decode, augment) -> loader (worker, shared) -> feed ->
 prefetcher (batch_augment).

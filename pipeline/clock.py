@@ -1,4 +1,4 @@
-"""Time of every batch by the device's clock: CUDA events on a GPU, the host's clock on a CPU."""
+"""Timing of every batch by the device's clock: CUDA events on a GPU, the host's clock on a CPU."""
 
 import math
 import time
@@ -51,7 +51,7 @@ class Marks:
 
     copy_begin: Any = None
     copy_end: Any = None
-    idle: Any = None  # the step before has ended, or the last pause
+    idle: Any = None  # the previous step or pause has ended
     begin: Any = None  # the step begins: its batch is ready
     end: Any = None  # the step has ended
     drained: bool = False
@@ -114,7 +114,7 @@ class StepClock:
         return marks.end
 
     def timing(self, batches: int | None = None) -> Timing | None:
-        """Return the figures of the oldest unread batches, which then are read.
+        """Return the figures of the oldest unread batches, and mark these batches as read.
 
         Args:
             batches: how many, at most those whose step has been ended; waits until the device has

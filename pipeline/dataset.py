@@ -50,7 +50,7 @@ class Dataset(ABC):
 
     @abstractmethod
     def fingerprint(self) -> str:
-        """Identify the samples, wherever they are stored; a run resumes only with the same."""
+        """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
     def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
@@ -223,6 +223,6 @@ class FakeDataset(Dataset):
 
 
 def describe(error: BaseException) -> str:
-    """Return the type and the message of an error without the address of a buffer of ours."""
+    """Return the type and the message of an error without the address of an in-memory file."""
     text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
     return f"{type(error).__name__}: {text}" if text else type(error).__name__

@@ -23,7 +23,7 @@ class Feed:
     """Batches on the device for both splits, which share one pool of workers.
 
     Attributes:
-        val_batches: of this rank.
+        val_batches: number of validation batches of this rank.
         plan: buffers are allocated for `plan.ceiling` workers.
         pinned: the page-locked buffers; None if they are ordinary memory.
     """

@@ -187,9 +187,9 @@ class _Worker:
 
     Attributes:
         tasks: number -> task, for the tasks it has received and not replied to.
-        leaving: receives no more tasks.
+        leaving: whether it receives no more tasks and ends after its last one.
         seconds: wall time per image.
-        reported: as slower than the others.
+        reported: whether it was logged as slower than the others.
     """
 
     process: BaseProcess
@@ -207,15 +207,15 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     training loop for the GIL. With `workers=0` tasks run in this process.
 
     Args:
-        sources: a task names its source by the position.
+        sources: a task refers to its source by the position in this sequence.
         workers: number of processes.
         prefetch_factor: tasks sent to a worker ahead of its replies.
-        timeout_seconds: the run fails if a task is waited for and no worker replies for so long.
+        timeout_seconds: the run fails if no worker replies for this long during a wait for tasks.
         start_method: fork, forkserver or spawn.
 
     Attributes:
         recent: the newest replies of each source.
-        decode_seconds: of each source, wall time per image that a worker decoded.
+        decode_seconds: for each source, the wall time per image that a worker decoded.
     """
 
     def __init__(

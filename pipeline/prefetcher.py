@@ -55,8 +55,8 @@ class ImageFormat:
 
     Args:
         device: where the images are.
-        mean: per channel, in [0, 1], to subtract.
-        std: per channel, in [0, 1], to divide by.
+        mean: value to subtract from each channel, in [0, 1].
+        std: value to divide each channel by, in [0, 1].
         dtype: bf16 halves the bytes that the first layer reads.
         channels_last: memory format of the images.
 

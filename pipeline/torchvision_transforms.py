@@ -40,7 +40,7 @@ NAMES = (
     "RandomVerticalFlip",
     "TrivialAugmentWide",
 )
-# Wrong values often fail only when a transform is applied, in some of its draws.
+# Invalid values often raise an error only when a transform is applied, and only for some draws.
 TRIALS = 8
 
 

@@ -62,7 +62,7 @@ if __name__ == "__main__":
     parser.add_argument(
         "--seconds",
         type=float,
-        help="measurement time per rung (10), or per cell of a sweep and measure (4)",
+        help="measurement time per rung (10), or for each cell and measure of a sweep (4)",
     )
     parser.add_argument(
         "--compare", type=Path, help="show the ratio to this bench.json or sweep.json"

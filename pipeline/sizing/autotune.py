@@ -1,7 +1,7 @@
 """`loader.workers=auto`: measure how many workers this step, these files and this machine need.
 
 Demand is the rate of the step on a batch that is already on the device. Supply is the rate of one
-worker while nothing takes its batches, with computing and waiting for storage apart. The search
+worker while nothing takes its batches, divided into computing and waiting for storage. The search
 begins with the smallest number of workers whose supply is MARGIN times the demand, and tries it
 with the step running. The idea is tf.data's: size the pipeline to its consumer's demand, not to its
 own maximum (arXiv 2101.12127). `scripts/bench.py sweep=true` measures a grid instead.
@@ -53,31 +53,31 @@ logger = logging.getLogger(__name__)
 
 VERSION = 3  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
-TOLERANCE = 0.02  # share of the time waiting for input at which the search is content
-PAYS = 1.015  # relative rate that more workers must gain to be kept
+TOLERANCE = 0.02  # share of the time waiting for input that ends the search
+PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
-MEASURE_SECONDS = 2.0  # of the probe, the step and each trial: figures within 1 to 2 %
-ROUNDS = 5  # most trials
-LATE_SECONDS = 15.0  # no trial begins after these
-FEWEST_STEPS = 4  # of a trial
+MEASURE_SECONDS = 2.0  # of the probe, the step and each trial; accurate to 1 to 2 %
+ROUNDS = 5  # maximum number of trials
+LATE_SECONDS = 15.0  # no trial begins after this time
+FEWEST_STEPS = 4  # minimum number of steps of a trial
 WARM_BATCHES = 4  # before a trial, which begins with empty queues
 PROBE_ROWS = 8  # images in a task of the probe: few, so that a slow disk does not prolong it
 WARM_STEPS = 5  # the first compiles, the next choose kernels
 
 
 class NotMeasuredError(RuntimeError):
-    """Why there is no answer; training goes on with the number of workers that the cores allow."""
+    """The reason why there is no answer; training uses as many workers as the cores allow."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Figures of one number of workers with the step running, of one rank.
+    """Measurement of one number of workers with the step running, on one rank.
 
     Attributes:
         wait_fraction, late_fraction, copy_fraction, drained_fraction: see `pipeline.clock.Timing`.
         rate: images/s.
         each: images/s of one worker while it had a task. The probe is off by up to a third.
-        slowed: the step took longer than alone: the training process lacks a core.
+        slowed: whether the step took longer than alone, as the training process lacks a core.
     """
 
     wait_fraction: float
@@ -99,7 +99,7 @@ class Answer(Trial):
         tried: whether there was a trial. If not, its figures follow from the step and the probe:
             the steps are too long for a trial.
         budget: number of workers for which there are cores.
-        copy_ms: of a batch to the GPU, from page-locked and from pageable memory.
+        copy_ms: time to copy a batch to the GPU, from page-locked and from pageable memory.
         seconds: duration of the measurement, without the first steps, which compile.
     """
 
@@ -145,7 +145,7 @@ class Answer(Trial):
         return rows, [rows[limiting.get(diagnose(self.observation(setup)).cause, 1)][0]]
 
     def lines(self, seen: Observation) -> list[str]:
-        """The answer for a reader, with the diagnosis of `seen`."""
+        """The answer as lines to print, with the diagnosis of `seen`."""
         supply = self.supply
         served = f"; storage delivers {supply.storage_bytes_per_second / 1e6:,.0f} MB/s"
         storage = served if supply.waits and supply.file_bytes else ""
@@ -175,9 +175,9 @@ class Tuner:
     Args:
         feed: opened with up to PROBE_WORKERS workers, and room for more.
         step: a real training step; the caller restores the state it changes.
-        first_step: where training begins; the batches of some steps from there are thrown away.
-        setup: what the run is made of.
-        choices: the user's; "auto" leaves a key to the measurement.
+        first_step: where training begins; some batches from there on are used and discarded.
+        setup: properties of the run that are known before its first step.
+        choices: the user's values; "auto" leaves a key to the measurement.
         ranks: all ranks of the run.
     """
 
@@ -301,7 +301,7 @@ class Tuner:
         return search(attempt, first=first, demand=demand, cap=cap, more=more), True
 
     def _expected_seconds(self, workers: int, step_seconds: float, supply: Supply) -> float:
-        """Of a batch, on the slowest rank."""
+        """Expected seconds per batch on the slowest rank."""
         supplied = self.loader.batch_size / (workers * supply.images_per_second)
         seconds: float = max(self.ranks.gather(max(step_seconds, supplied)))
         return seconds
@@ -419,7 +419,7 @@ def search(
         first: the number to begin with.
         demand: images/s of the step.
         cap: the largest number to try.
-        more: whether to go on, given whether this rank wants to: all go on as long as one wants.
+        more: given whether this rank wants to go on, whether all do: they do if any rank wants to.
     """
     tried: dict[int, Trial] = {}
     following = first
@@ -433,7 +433,7 @@ def search(
 
 
 def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
-    """The number of workers to try next; one that was tried when the search is done."""
+    """The number of workers to try next; if it has been tried before, the search is done."""
     best = best_of(tried)
     trial = tried[best]
     below = max((workers for workers in tried if workers < best), default=0)
@@ -456,7 +456,7 @@ def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
 
 
 def _fewer(best: int, below: int, fewest: int) -> int:
-    """Next number when `best` workers are enough: first the fewest that can be, then halfway."""
+    """The next number if `best` is enough: first the fewest that could suffice, then halfway."""
     too_few = below or fewest - 1
     if best - too_few < 2:
         return best
@@ -561,7 +561,7 @@ def _shrunk(data: bytes) -> bytes:
 
 
 def recall(question: dict[str, Any]) -> Answer | None:
-    """The remembered answer; None when there is none, or none that can be read."""
+    """The remembered answer; None if there is none or it cannot be read."""
     try:
         stored = json.loads(_memory_file(question).read_text())
         if stored["question"] != question:

@@ -30,12 +30,12 @@ SHRINKING_PAYS = 1.2  # images per core, relative; files that were shrunk before
 
 @dataclass(frozen=True)
 class Setup:
-    """What a run is made of, known before its first step.
+    """Properties of a run that are known before its first step.
 
     Attributes:
         batch_size: the global batch.
         ranks: number of processes that train.
-        on_gpu: else the step and the workers share the CPU.
+        on_gpu: whether the step runs on a GPU; else it shares the CPU with the workers.
         most_workers: number of workers of a rank for which there are CPU cores.
         large_files: whether scripts/shrink.py would make the training files much smaller.
         decoder, compile: loader.decoder and model.compile as chosen for this machine.
@@ -208,7 +208,7 @@ class Observation:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What limits, and what to change.
+    """What limits a run, and what to change.
 
     Attributes:
         cause: a key of CAUSES.
@@ -347,7 +347,7 @@ def _faster_step(seen: Observation) -> str:
 
 @dataclass(frozen=True)
 class Cause:
-    """A stage that can limit.
+    """A stage that can limit a run.
 
     Attributes:
         label: its name for a reader.

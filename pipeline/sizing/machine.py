@@ -75,7 +75,7 @@ def free_memory(
 
 
 def largest_buffer() -> float:
-    """Most bytes of one buffer of shared memory: it is a file, and `ulimit -f` applies."""
+    """Largest buffer of shared memory in bytes: the buffer is a file, so `ulimit -f` applies."""
     soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     return math.inf if soft == resource.RLIM_INFINITY else soft
 

@@ -1,4 +1,4 @@
-"""How the loader will run on this machine: decoder, workers and memory, before any is started.
+"""How the loader will run on this machine: decoder, workers, memory.
 
 `worker_budget` is the number of workers that cores and open files allow;
 pipeline/sizing/autotune.py measures how many of them are needed. The memory of buffers and workers
@@ -123,11 +123,11 @@ class LoaderPlan:
 
     Attributes:
         workers: to train with; if `measured`, the upper bound from the cores.
-        cores: workers that the cores are enough for, whatever is configured.
+        cores: number of workers that the cores are enough for, regardless of the config.
         reason: how `workers` was found.
         decoder: name of the decoder.
         memory: of buffers and workers.
-        measured: loader.workers=auto is measured before the first step.
+        measured: whether loader.workers=auto is measured before the first step.
         not_measured: why loader.workers=auto is not measured; None if it is, or if the user set
             loader.workers.
         dtype: of the images on the device.
@@ -146,7 +146,7 @@ class LoaderPlan:
 
     @property
     def ceiling(self) -> int:
-        """Most workers: the buffers are allocated for so many."""
+        """Largest number of workers, for which the buffers are allocated."""
         return self.memory.ceiling
 
     @property
