@@ -120,6 +120,7 @@ def train(config: Config) -> dict[str, Any]:
             validate(state)
             save(state, run, log)
         use(garbage_collection_paused())
+        # No step is left if a signal came during that validation.
         for batch in feed.train.batches(state.step, state.step if stop else plan.stop_step):
             log.begin_step(batch)
             values = step(batch)  # forward, loss, backward, clip, update, average

@@ -198,7 +198,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         return changes
 
     @property
-    def begins(self) -> bool:
+    def is_first_start(self) -> bool:
         """Whether this is the first start in this folder, perhaps from another run's checkpoint."""
         return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
 
@@ -213,10 +213,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             return []
         stored = checkpoint.load(self.resumed)
         state.load_state_dict(stored["state"])
-        if self.begins or self.accepted.keys() & VALIDATED_ON:
+        if self.is_first_start or self.accepted.keys() & VALIDATED_ON:
             # The best checkpoint is in another folder, or was validated on other images.
             state.best, state.last = {}, {}
-        if self.begins:
+        if self.is_first_start:
             state.spent.clear()
             state.origin = str(self.resumed.resolve())
             state.history.append(f"began at step {state.step:,} with {self.resumed}")

@@ -66,7 +66,7 @@ class RunLog:
         folder = run.path / "profile" if world.leads else None
         self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
         self._first_step = state.step
-        self._wants_images = run.begins or plan.due(state.step).epoch
+        self._wants_images = run.is_first_start or plan.due(state.step).epoch
         self._step_alone = 0.0
 
     def __enter__(self) -> "RunLog":
@@ -88,12 +88,12 @@ class RunLog:
         self.say(*self.plan.lines())
         resumed = ""
         if self.run.resumed is not None:
-            name = self.run.resumed if self.run.begins else self.run.resumed.name
+            name = self.run.resumed if self.run.is_first_start else self.run.resumed.name
             resumed = f", resumed from {name}"
         self.say(f"run      {self.run.path}{resumed}")
         self.say(*(f"history  {line}" for line in self.state.history))
         self.say(*(f"changed  {change}" for change in changes))
-        if self.run.begins and self.finished is None:
+        if self.run.is_first_start and self.finished is None:
             plan = self.plan
             self.tracker.text("config", config_text)
             self.tracker.graph(
