@@ -118,7 +118,7 @@ def train(config: Config) -> dict[str, Any]:
 
         if validate.missing(state):  # an earlier start was stopped before it could validate
             validate(state)
-            save(state, run, log)
+            save(state, run, log, stop)
         use(garbage_collection_paused())
         # No step is left if a signal came during that validation.
         for batch in feed.train.batches(state.step, state.step if stop else plan.stop_step):
@@ -133,7 +133,7 @@ def train(config: Config) -> dict[str, Any]:
             if due.validate and not stop:
                 validate(state)
             if due.save or stop:
-                save(state, run, log)
+                save(state, run, log, stop)
             if stop:
                 break
         return log.finish(stop.number)
@@ -178,8 +178,8 @@ def train_step(
         clip_norm: maximum global gradient norm; None disables clipping.
 
     Returns:
-        Named values to log. Return one more, and it appears on the console, in metrics.jsonl, in
-        TensorBoard and in the report.
+        Named values to log, "loss" among them. Return one more, and it appears on the console, in
+        metrics.jsonl, in TensorBoard and in the report.
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr
@@ -236,11 +236,12 @@ def compiled(function: F, mode: str) -> F:
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
 
 
-def save(state: TrainState, run: RunDirectory, log: RunLog) -> None:
-    """Write a checkpoint."""
+def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
+    """Write a checkpoint. After a signal during the validation or the save, no step follows."""
     with log.pause("checkpoint"):
         run.save(state)
         gc.collect()
+    stop.poll()
 
 
 @contextmanager

@@ -44,6 +44,7 @@ _OVERRIDES = {
 }
 # Advice -> names in other programs of options without an equivalent key.
 _SENTENCES = {
+    "leave it out: the number of workers changes only at a start": "autotune.online",
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "there is no evaluation mode yet: a run always validates at its end": (

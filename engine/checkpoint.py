@@ -346,7 +346,10 @@ def _write_error(path: Path, content: dict[str, Any], error: Exception) -> str:
     needed = _tensor_bytes(content)
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not full and free >= needed:
-        return f"{path}: cannot be written: {error}"
+        return (
+            f"{path}: cannot be written: {error}; check the disk and `ulimit -f`, and run the same "
+            "command again: earlier checkpoints are intact"
+        )
     digits = 0 if free >= 2**20 else 1
     return (
         f"{path}: the disk is full: {needed / 2**20:.0f} MiB needed, {free / 2**20:.{digits}f} MiB "

@@ -217,7 +217,7 @@ class StopSignal:
         self.received = number
 
     def poll(self) -> None:
-        """Update `number`. Every rank calls this once per step."""
+        """Update `number`. Every rank calls this once per step and after each checkpoint."""
         if self.world.size == 1:
             self.number = self.received
             return

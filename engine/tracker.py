@@ -7,6 +7,7 @@ import contextlib
 import io
 import json
 import logging
+import math
 import os
 import shlex
 import sys
@@ -220,7 +221,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             self._header_shown = True
         self.say(
             f"{row['epoch']:>6.2f}/{self.epochs:<3g} {row['step']:>9,} {row['loss']:>8.4f} "
-            f"{row['top1']:>7.2f} {rest}"
+            f"{row.get('top1', math.nan):>7.2f} {rest}"
         )
 
     def progress(self, step: int) -> None:

@@ -76,7 +76,6 @@ class Validator:
                 seconds = time.perf_counter() - began
                 counts = {"split": "val", "images": found.images, "seconds": seconds}
                 self.log.validated({**row, **counts}, mistakes, best=best)
-        self.stop.poll()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self.feed.val.batches(0, self.feed.val_batches):

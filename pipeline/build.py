@@ -1,19 +1,24 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
 import os
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
+
 from conf.schema import Config, Data, UserError, did_you_mean
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset
-from pipeline.decode import ON_GPU
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset, describe
+from pipeline.decode import ON_GPU, Picture
 from pipeline.index import check_splits, load_index
 from pipeline.synthetic.demo import CLASSES, SPLITS, UndrawnDataset, is_drawn
+
+TRIALS = 8  # images to which each list of transforms is applied before the training starts
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ def build_datasets(config: Config) -> Datasets:
     augment.build(lists.batch, BATCH_TRANSFORMS, key="augment.batch")
     train_size = _image_size(train, "augment.train")
     val_size = _image_size(val, "augment.val")
+    _try_on_images(train, train_size, "augment.train")
+    _try_on_images(val, val_size, "augment.val")
     if source not in DATASETS:
         raise UserError(
             f"data.source={source}: there is no such dataset; choose from {', '.join(DATASETS)}"
@@ -177,3 +184,22 @@ def _image_size(transform: Compose, key: str) -> int:
             "add random_resized_crop or center_crop: {size: 224}"
         )
     return transform.image_size
+
+
+def _try_on_images(transform: Compose, size: int, key: str) -> None:
+    """Apply a list to a few images: some transforms fail on small images, or change the size.
+
+    Raises:
+        UserError: it fails, or makes images of another size.
+    """
+    picture = Picture(np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8))
+    for seed in range(TRIALS):
+        try:
+            width, height = transform(picture, random.Random(seed)).size
+        except Exception as error:  # torchvision raises many kinds
+            raise UserError(f"{key}: fails on an image: {describe(error)}") from None
+        if (width, height) != (size, size):
+            raise UserError(
+                f"{key}: makes images of {width}x{height} px, not {size}x{size}; end the list with "
+                f"center_crop: {{size: {size}}}"
+            )

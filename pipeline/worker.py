@@ -22,8 +22,8 @@ from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
 REMEDY = (
-    "run scripts/doctor.py --all to check every file, "
-    "or set data.on_error=skip to skip unreadable training images"
+    "run scripts/doctor.py --all to check every file; "
+    "data.on_error=skip skips unreadable training images, not validation images"
 )
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)

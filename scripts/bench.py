@@ -154,6 +154,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
     """
     with join_world(config.train.device) as world:
         datasets = build_datasets(config)
+        datasets.prepare()
         plan = plan_of(config, datasets, world)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         found: list[Rung] = []
@@ -548,16 +549,23 @@ def main() -> int:
     except (LoaderError, train.TrainingError) as error:
         cli.complain(str(error), "bench.py")
         return 1
+    except KeyboardInterrupt:
+        cli.complain("interrupted", "bench.py")
+        return 130
     print(lines)
-    OPTIONS.out.mkdir(parents=True, exist_ok=True)
     record = {
         "machine": machine,
         "cores": len(os.sched_getaffinity(0)),
         "made_by": checkpoint.provenance(),
         "config": cli.to_yaml(CONFIG),
     }
-    checkpoint.write_json(OPTIONS.out / f"{name}.json", record | content)
-    picture.save(OPTIONS.out / f"{name}.png")
+    try:
+        OPTIONS.out.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(OPTIONS.out / f"{name}.json", record | content)
+        picture.save(OPTIONS.out / f"{name}.png")
+    except OSError as error:
+        cli.complain(f"--out {OPTIONS.out}: cannot be written: {error.strerror}", "bench.py")
+        return 1
     print(f"written to {OPTIONS.out}/{name}.json and {name}.png")
     return 0
 

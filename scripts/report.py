@@ -131,9 +131,9 @@ LABELS = {
 }
 # Parts of a key that the chart's title contains.
 UNITS = re.compile("^(memory|host|gpu)_|_(gib|watts|celsius|mhz|fraction|mb_per_second)$")
-# Keys without a chart.
 # Keys of summary.json -> their names in older versions.
 OLD_NAMES = {"starts": "lives", "total_seconds": "seconds_of_all_lives"}
+# Keys without a chart.
 NOT_DRAWN = {
     "step",
     "epoch",

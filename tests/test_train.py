@@ -754,6 +754,31 @@ def test_signal_while_validating(
     assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(short[0], "val")
 
 
+@pytest.mark.parametrize("at", [5, 9])
+def test_signal_while_saving(
+    at: int,
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No further step and no second checkpoint; a signal in the last one interrupts, too."""
+    folder = tmp_path / "run"
+    save, saved = checkpoint.save, []
+
+    def signalled(folder: Path, content: dict[str, Any], **options: Any) -> Path:
+        saved.append(content["step"])
+        if content["step"] == at:
+            signal.raise_signal(signal.SIGTERM)
+        return save(folder, content, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", signalled)
+        assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
+    assert saved[-1] == at and saved.count(at) == 1
+    assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
+
+
 def test_signal_in_the_last_step_of_an_epoch(
     image_root: Path,
     tmp_path: Path,

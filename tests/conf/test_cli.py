@@ -243,6 +243,7 @@ MISTAKES = {
     "+optm.lr=1": "there is no key optm.lr; did you mean optim.lr?",
     "++optm.lr=1": "there is no key optm.lr; did you mean optim.lr?",
     "optim.learning_rate=1": "there is no key optim.learning_rate",
+    "autotune.online=true": "there is no key autotune.online; leave it out: ",
     "train.lr=1": "did you mean optim.lr?",
     "data.rot=/x": "did you mean data.root?",
     "+foo=1": "there is no key foo",

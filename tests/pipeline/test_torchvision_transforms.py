@@ -122,3 +122,20 @@ def test_names_are_those_of_torchvision_and_take_one_image() -> None:
 def test_wrong_parameter_is_refused(name: str, parameters: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=f"^augment.train: {message}"):
         one(name, **parameters)
+
+
+@pytest.mark.parametrize(
+    ("last", "message"),
+    [
+        ("v2.ElasticTransform", "fails on an image: "),
+        ("{v2.RandomRotation: {degrees: 30, expand: true}}", "makes images of .* px, not 16x16; "),
+    ],
+)
+def test_list_that_does_not_fit_the_image_size_is_refused(
+    last: str, message: str, image_root: Path
+) -> None:
+    """Before the training starts, and not as an unreadable image."""
+    transforms = f"augment.train=[{{random_resized_crop: {{size: 16}}}},{last}]"
+    config = cli.load([f"data.root={image_root}", "data.image_size=16", transforms])
+    with pytest.raises(UserError, match=f"^augment.train: {message}"):
+        build_datasets(config)

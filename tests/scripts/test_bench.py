@@ -93,6 +93,12 @@ def test_only_some_rungs(image_root: Path) -> None:
     ] == ["loader"]
 
 
+def test_the_images_of_the_demo_are_drawn(tmp_path: Path) -> None:
+    config = cli.load(["recipe=demo", f"data.root={tmp_path}/demo", "train.device=cpu"])
+    (read,) = bench.run(config, only=("read",), seconds=0.1)
+    assert read.rate > 0
+
+
 def test_the_output_of_the_rungs(image_root: Path, tmp_path: Path) -> None:
     done = run(image_root, tmp_path, "--only", "read", "decode", "loader")
     assert (done.returncode, done.stderr) == (0, "")
