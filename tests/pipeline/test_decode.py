@@ -205,7 +205,7 @@ def test_decoding_at_a_fraction_is_close(
     )
     assert (
         abs(ours - exact).mean() < abs(ours - moved).mean()
-    )  # a region taken a little beside it would be told
+    )  # detects a region that is slightly off
 
 
 @pytest.mark.parametrize(

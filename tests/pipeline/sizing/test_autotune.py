@@ -605,7 +605,7 @@ def test_search_ends_at_the_deadline() -> None:
 
 
 def test_all_ranks_take_the_same_number_of_trials() -> None:
-    """A rank whose search is done goes on while another searches: they share gradients."""
+    """A rank whose search is done keeps stepping while another searches: they share gradients."""
     counts = [0, 0]
 
     def attempt(rank: int, wait: float) -> Callable[[int], Trial]:
