@@ -285,7 +285,6 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = build_state(plan, world)
     datasets.prepare()  # draws the images of data=demo if they are missing
-    same_on_all_ranks(world.gather(run_identity(config, datasets, plan)))
     return datasets, plan, state
 
 

@@ -21,7 +21,7 @@ from conf.schema import (
     differences,
 )
 from engine import checkpoint
-from engine.distributed import World
+from engine.distributed import World, same_on_all_ranks
 from engine.plan import Plan
 from engine.state import TrainState, diverged
 from pipeline.build import Datasets
@@ -148,10 +148,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 reached it.
 
         Raises:
-            UserError: the folder holds something else or is in use, or the checkpoint is missing
-                or of another training.
+            UserError: the ranks' identities differ, the folder holds something else or is in use,
+                or the checkpoint is missing or of another training.
             CheckpointError: there are checkpoints, and each of them is damaged.
         """
+        same_on_all_ranks(self.world.gather(identity))
         self._identity = identity
         self.resumed, self.accepted = self.world.agree(lambda: self._open(stop_step))
 

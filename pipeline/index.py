@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,10 @@ class Index:
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the root."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:  # a start asks several times; ImageNet's table has tens of megabytes
         digest = hashlib.sha256("\0".join(self.classes).encode("utf-8", "surrogateescape"))
         for shared in (self.paths, self.offsets, self.labels):
             digest.update(shared.array.tobytes())
