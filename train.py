@@ -54,6 +54,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
+from pipeline.sizing.plan import pixels_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 Values = dict[str, Tensor]
@@ -111,7 +112,7 @@ def train(config: Config) -> dict[str, Any]:
                 image_bytes=plan.activation_bytes,
             )
         )
-        log.tuned(*tune_loader(feed, step, plan, state, world, datasets.train.fingerprint()))
+        log.tuned(*tune_loader(feed, step, plan, state, run, datasets.train.fingerprint()))
         measure = compiled(validation_loss, plan.compile)
         validate = Validator(measure, feed=feed, plan=plan, world=world, log=log, stop=stop)
         use(log.watch(feed))
@@ -275,7 +276,8 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     Raises:
         UserError: something the user must change; nothing has been created.
     """
-    stored_pixels = world.agree(run.stored_identity).get("pixels", "cpu")
+    stored = world.agree(run.stored_identity)
+    stored_pixels = stored.get("pixels", "cpu") if stored else None
     datasets = build_datasets(config)
     plans = world.all_or_none(lambda: make_plan(config, datasets, world, stored_pixels))
     # The ranks of a node share its memory: all of them take the plan with the fewest workers.
@@ -333,9 +335,16 @@ def build_state(plan: Plan, world: World) -> TrainState:
 
 
 def tune_loader(
-    feed: Feed, step: Step, plan: Plan, state: TrainState, world: World, train_fingerprint: str
+    feed: Feed,
+    step: Step,
+    plan: Plan,
+    state: TrainState,
+    run: RunDirectory,
+    train_fingerprint: str,
 ) -> tuple[autotune.Answer | None, list[str]]:
-    """Set the number of workers for loader.workers=auto. The measured steps do not change `state`.
+    """Set decoder and workers for loader.workers=auto. The measured steps do not change `state`.
+
+    The decoder is part of the identity of `run`.
 
     Returns:
         The result, measured now or at an earlier start on this machine, or None if there is none;
@@ -354,13 +363,15 @@ def tune_loader(
         first_step=state.step,
         setup=plan.setup,
         choices=config.loader,
-        ranks=world,
+        ranks=run.world,
     )
-    question = tuning_question(plan, world, train_fingerprint)
+    question = tuning_question(plan, run.world, train_fingerprint)
     with untouched(state):
-        return autotune.settle(
+        answer, lines = autotune.settle(
             tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
         )
+    run.set_pixels(pixels_of(feed.decoder))
+    return answer, lines
 
 
 def main(config: Config) -> int:

@@ -175,11 +175,13 @@ class Plan:
         return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
 
 
-def make_plan(config: Config, datasets: Datasets, world: World, stored_pixels: str = "cpu") -> Plan:
+def make_plan(
+    config: Config, datasets: Datasets, world: World, stored_pixels: str | None = None
+) -> Plan:
     """Derive what the run will do on this rank.
 
     Args:
-        stored_pixels: `pixels` in the identity of the checkpoint to resume.
+        stored_pixels: `pixels` in the identity of the checkpoint to resume; None without one.
 
     Raises:
         UserError: the batch, the model, the image size or the data loading is impossible.
@@ -254,8 +256,9 @@ def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[st
     return {
         "keys": keys,
         "data": [train_fingerprint, plan.num_classes],
-        "plan": [plan.precision, plan.compile, loader.decoder, plan.channels_last],
-        "machine": [plan.device, platform.node(), loader.workers, world.size, world.local_size],
+        "plan": [plan.precision, plan.compile, plan.channels_last],
+        "decoders": list(loader.decoders),
+        "machine": [plan.device, platform.node(), loader.processes, world.size, world.local_size],
         "versions": [torch.__version__, autotune.VERSION],
     }
 

@@ -198,6 +198,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             )
         return changes
 
+    def set_pixels(self, pixels: str) -> None:
+        """Complete the identity with the pixels that loader.decoder=auto chose by measuring.
+
+        Only a start without a checkpoint chooses: later ones keep the stored pixels.
+        """
+        self._identity["pixels"] = pixels
+
     @property
     def is_first_start(self) -> bool:
         """Whether this is the first start in this folder, perhaps from another run's checkpoint."""

@@ -8,7 +8,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from torch import Tensor
@@ -136,7 +136,7 @@ class RunLog:
         self.feed = feed
         plan = self.plan
         self.ledger = Ledger(
-            plan.setup,
+            replace(plan.setup, decoder=feed.decoder),
             self.state.spent,
             train_images=plan.train_images,
             step=self.state.step,
@@ -330,6 +330,6 @@ class RunLog:
             **speed,
             **self.ledger.balance(),
             "mfu": self.ledger.mfu(speed["images_per_second"]),
-            "workers": len(self.feed.train.loader.pool.workers),
+            "workers": self.feed.train.loader.pool.active,
             "verdict": self.ledger.run_verdict(describe_loader(self.feed), self.world.gather),
         }

@@ -3,6 +3,7 @@
 Reads top to bottom as the journey of a batch.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from conf.schema import Config
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
+from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
-from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, Upload, upload_pixels
+from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 
@@ -26,6 +28,7 @@ class Feed:
         val_batches: number of validation batches of this rank.
         plan: buffers are allocated for `plan.ceiling` workers.
         pinned: the page-locked buffers; None if they are ordinary memory.
+        engines: the upload with the GPU's JPEG engines; None if `plan` has no use for them.
     """
 
     train: Prefetcher
@@ -33,6 +36,29 @@ class Feed:
     val_batches: int
     plan: LoaderPlan
     pinned: Pinned | None = None
+    engines: EngineUpload | None = None
+
+    def decode_with(self, decoder: str, *, enough: float = math.inf) -> None:
+        """Decode the training images of later iterations with a CPU decoder, gpu or hybrid.
+
+        Args:
+            decoder: one of `plan.decoders`.
+            enough: images/s of this rank, more than which hybrid need not reach.
+        """
+        if decoder in ON_GPU:
+            assert self.engines is not None, "the buffers have no room for files"
+            self.train.make_with(self.engines, in_thread=True)
+            self.engines.share_with_workers(decoder == "hybrid", enough=enough)
+        else:
+            self.train.make_with(upload_pixels, in_thread=False)
+            self.train.loader.encoded_share = 0.0
+
+    @property
+    def decoder(self) -> str:
+        """The decoder of the training images now."""
+        if self.train.upload is self.engines:
+            return "hybrid" if self.engines.hybrid else "gpu"
+        return self.plan.decoder
 
     @property
     def page_locked(self) -> bool:
@@ -41,19 +67,19 @@ class Feed:
 
     @contextmanager
     def for_validation(self) -> Iterator[None]:
-        """With JPEG engines, grow the pool to `plan.ceiling` workers during the `with` block.
+        """Use all workers during the `with` block.
 
-        The CPU decodes every validation image, and few workers may be enough to read files for the
-        engines.
+        The CPU decodes every validation image, and a step without a backward pass needs more of
+        them.
         """
-        if not self.plan.uses_engines:
+        pool = self.train.loader.pool
+        if not pool.workers:
             yield
             return
-        pool = self.train.loader.pool
-        before = len(pool.workers)
-        pool.resize(max(before, self.plan.ceiling))
+        before = pool.active
+        pool.activate(len(pool.workers))
         yield
-        pool.resize(before)
+        pool.activate(before)
 
 
 @contextmanager
@@ -97,33 +123,30 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         pool = stack.enter_context(
             WorkerPool(
                 [train_source, val_source],
-                workers=plan.start_workers,
+                workers=plan.processes,
                 prefetch_factor=PREFETCH_FACTOR if factor == "auto" else factor,
                 timeout_seconds=loader.timeout_seconds,
                 start_method=loader.start_method,
             )
         )
+        if plan.processes:
+            pool.activate(plan.start_workers)
         depth = loader.prefetch_batches
         train_loader = Loader(pool, 0, train_sampler.samples, hold=depth + 1)
         val_loader = Loader(pool, 1, val_sampler.samples, hold=depth + 1)
-        upload: Upload = upload_pixels
-        if plan.uses_engines:
-            decoder = GpuDecoder(world.device, share)
-            upload = EngineUpload(train_loader, decoder, hybrid=plan.decoder == "hybrid")
         data = config.data
         format = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)
-        train = Prefetcher(
-            train_loader,
-            format,
-            depth=depth,
-            mixing=_mixing(config, len(datasets.classes), world.rank),
-            upload=upload,
-            in_thread=plan.uses_engines,
-        )
+        mixing = _mixing(config, len(datasets.classes), world.rank)
+        train = Prefetcher(train_loader, format, depth=depth, mixing=mixing)
         val = Prefetcher(val_loader, format, depth=depth)
         stack.callback(train.close)
         stack.callback(val.close)
-        yield Feed(train, val, len(val_sampler), plan, pinned)
+        engines = None
+        if plan.uses_engines:
+            engines = EngineUpload(train_loader, GpuDecoder(world.device, share))
+        feed = Feed(train, val, len(val_sampler), plan, pinned, engines)
+        feed.decode_with(plan.decoder)
+        yield feed
 
 
 def _mixing(config: Config, num_classes: int, rank: int) -> Mixing | None:

@@ -187,7 +187,6 @@ class _Worker:
 
     Attributes:
         tasks: number -> task, for the tasks it has received and not replied to.
-        leaving: whether it receives no more tasks and ends after its last one.
         seconds: wall time per image.
         reported: whether it was logged as slower than the others.
     """
@@ -195,7 +194,6 @@ class _Worker:
     process: BaseProcess
     pipe: connection.Connection
     tasks: dict[int, Task] = field(default_factory=dict)
-    leaving: bool = False
     seconds: RunningMean = field(default_factory=lambda: RunningMean(window=20))
     reported: bool = False
 
@@ -204,16 +202,18 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Processes that run tasks for several sources (training and validation), for the whole run.
 
     Single-threaded: everything happens inside `submit` and `wait`, so nothing competes with the
-    training loop for the GIL. With `workers=0` tasks run in this process.
+    training loop for the GIL. With `workers=0` tasks run in this process. A process is kept until
+    the end of the run: an idle one costs memory only, and ten new ones take seconds to start.
 
     Args:
         sources: a task refers to its source by the position in this sequence.
-        workers: number of processes.
+        workers: number of processes to start; all of them are active.
         prefetch_factor: tasks sent to a worker ahead of its replies.
         timeout_seconds: the run fails if no worker replies for this long during a wait for tasks.
         start_method: fork, forkserver or spawn.
 
     Attributes:
+        active: number of workers that receive tasks, the first ones of `workers`.
         recent: the newest replies of each source.
         decode_seconds: for each source, the wall time per image that a worker decoded.
     """
@@ -244,9 +244,11 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         if start_method == "forkserver":
             self._context.set_forkserver_preload(["pipeline.worker"])
         self.workers: list[_Worker] = []
+        self.active = 0
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
         try:
-            self.resize(workers)
+            if workers:
+                self.activate(workers)
         except BaseException:
             self.close()
             raise
@@ -287,21 +289,14 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             else:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
-    def resize(self, workers: int) -> None:
-        """Change the number of workers, to at least 1. They finish their tasks before they end.
+    def activate(self, workers: int) -> None:
+        """Send tasks to this many workers, at least 1; start those that are missing.
 
-        Raises:
-            LoaderError: a task failed meanwhile, or is not done within the timeout.
+        The others finish the tasks they have, and are idle.
         """
-        while len(self.workers) < workers:
+        self.active = max(1, workers)
+        while len(self.workers) < self.active:
             self.workers.append(self._start())
-        leaving = self.workers[max(1, workers) :]
-        for worker in leaving:
-            worker.leaving = True
-        self.wait([number for worker in leaving for number in worker.tasks])
-        for worker in [w for w in self.workers if w.leaving]:
-            self.workers.remove(worker)
-            self._end(worker)
         self._dispatch()
 
     def abandon(self) -> None:
@@ -373,8 +368,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
-            staying = [w for w in self.workers if not w.leaving]
-            worker = min(staying, key=lambda w: len(w.tasks))
+            worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
             if len(worker.tasks) >= self.prefetch_factor:
                 return
             task = self.waiting[0]
@@ -447,10 +441,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             len(dead.tasks),
         )
         dead.pipe.close()
-        if dead.leaving:
-            self.workers.remove(dead)
-        else:
-            self.workers[self.workers.index(dead)] = self._start()
+        self.workers[self.workers.index(dead)] = self._start()
         self.waiting.extendleft(reversed(dead.tasks.values()))
 
     def _stuck(self, numbers: Sequence[int]) -> str:

@@ -155,8 +155,6 @@ class Prefetcher:
         format: of the images on the device.
         depth: batches kept ready.
         mixing: batch transforms for training; None for validation.
-        upload: makes normalised images of a batch.
-        in_thread: for an upload that blocks on the host without the GIL: run it in a thread.
     """
 
     def __init__(
@@ -166,13 +164,11 @@ class Prefetcher:
         *,
         depth: int,
         mixing: Mixing | None = None,
-        upload: Upload = upload_pixels,
-        in_thread: bool = False,
     ) -> None:
         self.loader = loader
         self.depth = depth
         self.mixing = mixing
-        self.upload = upload
+        self.upload: Upload = upload_pixels
         self.format = format
         self.cuda = format.device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
@@ -181,6 +177,18 @@ class Prefetcher:
         self.clock = StepClock(self.cuda)
         self._slot = 0  # of the consumer's batch
         self._consumed: dict[int, Any] = {}  # slot -> when its last reader was done
+        self._thread: ThreadPoolExecutor | None = None
+
+    def make_with(self, upload: Upload, *, in_thread: bool) -> None:
+        """Make the batches of later iterations with `upload`.
+
+        Args:
+            upload: makes normalised images of a batch.
+            in_thread: for an upload that blocks on the host without the GIL: run it in a thread.
+        """
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self.upload = upload
         self._thread = ThreadPoolExecutor(1, "upload") if in_thread else None
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:

@@ -20,19 +20,29 @@ def loader_plan(
     *,
     workers: int,
     ceiling: int = 0,
+    processes: int = 0,
     decoder: str = "pillow",
+    others: tuple[str, ...] = (),
     dtype: torch.dtype = torch.float32,
 ) -> LoaderPlan:
-    """A plan for so many workers, with buffers for `ceiling` of them."""
+    """A plan for so many workers, with buffers for `ceiling` of them, and more for validation."""
     most = max(workers, ceiling)
     memory = plan_memory(
-        config, datasets, world, workers=most, fewest=most, decoder=decoder, dtype=dtype
+        config,
+        datasets,
+        world,
+        workers=most,
+        fewest=most,
+        decoder=[decoder, *others][-1],
+        dtype=dtype,
     )
     return LoaderPlan(
         workers=workers,
+        processes=max(workers, processes),
         cores=workers,
         reason="as configured",
-        decoder=decoder,
+        decoders=(decoder, *others),
+        engines_unused="",
         memory=memory,
         measured=False,
         not_measured=None,

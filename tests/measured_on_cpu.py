@@ -26,7 +26,7 @@ def main(folder: Path, overrides: list[str]) -> int:
         answer, lines = settle(tuner, *arguments, **options)
         assert answer is not None, lines
         found = {
-            "workers": len(tuner.loader.pool.workers),
+            "workers": tuner.loader.pool.active,
             "most": tuner.feed.plan.ceiling,
             "answer": asdict(answer),
         }

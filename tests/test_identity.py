@@ -353,8 +353,10 @@ def test_resumed_decoder_gives_the_same_pixels(
         pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")
     ] == (["cpu"] * 4 + ["gpu", "hybrid"])
     # as on a GPU with JPEG engines
-    monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)
-    monkeypatch.setattr("pipeline.sizing.plan.has_engines", lambda device: device.type == "cuda")
+    monkeypatch.setattr(
+        "pipeline.sizing.plan.why_no_engines",
+        lambda device: None if device.type == "cuda" else "a CPU",
+    )
     cpu, cuda = torch.device("cpu"), torch.device("cuda")
     dataset = build_datasets(cli.load([f"data.root={image_root}"])).train
 
@@ -391,17 +393,19 @@ def test_choice_of_the_decoder_knows_the_stored_pixels(
     checkpoint.save(
         path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2
     )
-    asked: list[str] = []
+    asked: list[str | None] = []
     choose = loader_plan.choose_decoder
 
-    def recorded(config: Config, dataset: Dataset, device: torch.device, stored_pixels: str) -> str:
+    def recorded(
+        config: Config, dataset: Dataset, device: torch.device, stored_pixels: str | None
+    ) -> str:
         asked.append(stored_pixels)
         return choose(config, dataset, device, stored_pixels)
 
     monkeypatch.setattr(loader_plan, "choose_decoder", recorded)
     program("train.max_steps=4")
     program("run.name=two", "train.max_steps=1")
-    assert asked == ["hybrid", "cpu"]
+    assert asked == ["hybrid", None]
 
 
 # Ranks.

@@ -12,9 +12,10 @@ pixels go through the same kernel.
 import ctypes
 import importlib.util
 import logging
-import sys
+import math
 import time
 from functools import cache
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,20 @@ from pipeline.prefetcher import DeviceSlot
 logger = logging.getLogger(__name__)
 
 FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
+# nvjpegStatus_t.
+STATUSES = {
+    1: "not initialized",
+    2: "invalid parameter",
+    3: "bad JPEG",
+    4: "JPEG not supported",
+    5: "allocator failure",
+    6: "execution failed",
+    7: "architecture mismatch: this GPU has no JPEG engines",
+    8: "internal error",
+    9: "implementation not supported",
+    10: "incomplete bitstream",
+}
+OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
 
 
 class EngineError(RuntimeError):
@@ -54,6 +69,9 @@ class Engines:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
+        self.version = ".".join(str(self._property(kind)) for kind in range(3))
+        if self._property(0) < OLDEST:
+            raise EngineError(f"nvJPEG {self.version} is too old; install version {OLDEST}")
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
         self._check(
             library.nvjpegCreateEx(
@@ -104,10 +122,25 @@ class Engines:
             self._count = 0
         self._check(status, "nvjpegDecodeBatched")
 
-    @staticmethod
-    def _check(status: int, call: str) -> None:
+    def close(self) -> None:
+        """Free the decoder. No decoding may be in progress."""
+        self.library.nvjpegJpegStateDestroy(self._state)
+        self.library.nvjpegDestroy(self._handle)
+
+    def _property(self, kind: int) -> int:
+        """A part of the version: 0 major, 1 minor, 2 patch (libraryPropertyType)."""
+        value = ctypes.c_int()
+        status = self.library.nvjpegGetProperty(kind, ctypes.byref(value))
         if status:
-            raise EngineError(f"{call} returned status {status}")
+            raise EngineError(f"nvjpegGetProperty returned status {status}")
+        return value.value
+
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            meaning = STATUSES.get(status, "unknown")
+            raise EngineError(
+                f"{call} of nvJPEG {self.version} returned status {status} ({meaning})"
+            )
 
 
 def _pointer(array: np.ndarray) -> ctypes.c_void_p:
@@ -116,20 +149,10 @@ def _pointer(array: np.ndarray) -> ctypes.c_void_p:
 
 @cache
 def find_library() -> ctypes.CDLL | None:
-    """nvJPEG from torchvision's CUDA wheel, NVIDIA's wheel or the CUDA toolkit; None if missing."""
-    folders = [Path(p) for p in sys.path if p]
-    vision = importlib.util.find_spec("torchvision")
-    if vision is not None and vision.origin is not None:
-        folders.insert(0, Path(vision.origin).parent.parent)
-    patterns = ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*")
-    found = [
-        str(path)
-        for folder in folders
-        for pattern in patterns
-        for path in sorted(folder.glob(pattern))
-    ]
+    """nvJPEG from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit; None if missing."""
     for name in [
-        *found,
+        *_in_nvidia_wheels(),
+        *_in_torchvision(),
         "libnvjpeg.so.13",
         "libnvjpeg.so.12",
         "/usr/local/cuda/lib64/libnvjpeg.so",
@@ -141,15 +164,41 @@ def find_library() -> ctypes.CDLL | None:
     return None
 
 
+def _in_nvidia_wheels() -> list[str]:
+    """Files of the packages nvidia-nvjpeg (CUDA 13) and nvidia-nvjpeg-cu12."""
+    found = []
+    for package in ("nvidia-nvjpeg", "nvidia-nvjpeg-cu12"):
+        try:
+            files = metadata.files(package) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found += [str(file.locate()) for file in files if file.name.startswith("libnvjpeg.so")]
+    return found
+
+
+def _in_torchvision() -> list[str]:
+    vision = importlib.util.find_spec("torchvision")
+    if vision is None or vision.origin is None:
+        return []
+    folder = Path(vision.origin).parent.parent / "torchvision.libs"
+    return [str(path) for path in sorted(folder.glob("libnvjpeg*.so*"))]
+
+
+@cache
+def why_no_engines(device: torch.device) -> str | None:
+    """Why GpuDecoder does not work on this device; None if it does."""
+    if device.type != "cuda":
+        return "training runs on the CPU"
+    try:
+        GpuDecoder(device, 1).engines.close()
+    except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
+        return str(error)
+    return None
+
+
 def has_engines(device: torch.device) -> bool:
     """Whether GpuDecoder works on this device."""
-    if device.type != "cuda":
-        return False
-    try:
-        GpuDecoder(device, 1)
-    except (EngineError, RuntimeError):
-        return False
-    return True
+    return why_no_engines(device) is None
 
 
 ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
@@ -262,17 +311,39 @@ class EngineUpload:
     Args:
         loader: its source has `encoded` buffers.
         decoder: for batches of this size.
-        hybrid: split each batch between workers and engines by their measured rates.
+
+    Attributes:
+        taken: number of batches that the engines decoded.
+        refused: the newest error of the engines.
+        hybrid: whether workers decode a share of each batch.
     """
 
-    def __init__(self, loader: Loader, decoder: GpuDecoder, *, hybrid: bool = False) -> None:
+    def __init__(self, loader: Loader, decoder: GpuDecoder) -> None:
         rows = loader.pool.sources[loader.source].encoded
         assert rows is not None, "the source has no buffers for files"
         self.loader = loader
         self.decoder = decoder
         self.rows = rows
-        self.hybrid = hybrid
-        loader.encoded_share = FIRST_SHARE if hybrid else 1.0
+        self.taken = 0
+        self.refused: EngineError | None = None
+        self.hybrid = False
+        self._enough = math.inf
+
+    def share_with_workers(self, hybrid: bool, *, enough: float = math.inf) -> None:
+        """Set which part of later batches the engines decode: all of it, or with `hybrid` a share.
+
+        The share is the smallest with which the workers decode the rest at `enough` images/s, so
+        that decoding takes as little of the GPU as possible. If workers and engines together are
+        slower, it is the share with which both finish together.
+
+        Args:
+            hybrid: whether the workers decode, too.
+            enough: images/s of a rank.
+        """
+        self.hybrid, self._enough = hybrid, enough
+        self.loader.encoded_share = FIRST_SHARE if hybrid else 1.0
+        if hybrid:
+            self._balance()
 
     def __call__(self, host: HostBatch, slot: DeviceSlot, mixed: bool) -> torch.Tensor:
         """Make normalised images [B, 3, S, S] on the device.
@@ -293,7 +364,9 @@ class EngineUpload:
         scale, shift = image.scale.flatten(), image.shift.flatten()
         try:
             self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
+            self.taken += 1
         except EngineError as error:
+            self.refused = error
             logger.warning("%s: the CPU decoder decodes this batch instead", error)
             self.loader.load_in_process(host)
             self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
@@ -302,11 +375,11 @@ class EngineUpload:
         return out
 
     def _balance(self) -> None:
-        """Give the engines the share of a batch with which they and the workers finish together."""
+        """Set the share from the measured rates of workers and engines."""
         pool = self.loader.pool
         worker_seconds = pool.decode_seconds[self.loader.source]
-        engine_seconds = self.decoder.seconds_per_image
-        if worker_seconds.count and engine_seconds:
-            engines = 1 / engine_seconds
-            workers = max(1, len(pool.workers)) / max(worker_seconds.value, 1e-9)
-            self.loader.encoded_share = engines / (engines + workers)
+        if worker_seconds.count and self.decoder.seconds_per_image:
+            engines = 1 / self.decoder.seconds_per_image
+            workers = max(1, pool.active) / max(worker_seconds.value, 1e-9)
+            together = engines / (engines + workers)
+            self.loader.encoded_share = min(together, max(0.0, 1 - workers / self._enough))

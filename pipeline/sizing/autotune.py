@@ -1,4 +1,4 @@
-"""`loader.workers=auto`: measure how many workers this step, these files and this machine need.
+"""`loader.workers=auto`: measure which decoder and how many workers a step and a machine need.
 
 Demand is the rate of the step on a batch that is already on the device. Supply is the rate of one
 worker while nothing takes its batches, divided into computing and waiting for storage. The search
@@ -6,8 +6,11 @@ begins with the smallest number of workers whose supply is MARGIN times the dema
 with the step running. The idea is tf.data's: size the pipeline to its consumer's demand, not to its
 own maximum (arXiv 2101.12127). `scripts/bench.py sweep=true` measures a grid instead.
 
-Nothing here changes a result: order and augmentation are functions of (seed, epoch, index), and the
-caller restores the state that the measured steps have changed.
+With loader.decoder=auto and a GPU with JPEG engines, it also tries hybrid and gpu if they could be
+faster than the CPU decoder. Their pixels differ a little from those of the CPU decoders, so the
+choice is part of the run's identity. Nothing else here changes a result: order and augmentation are
+functions of (seed, epoch, index), and the caller restores the state that the measured steps have
+changed.
 """
 
 import contextlib
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,8 +33,8 @@ import numpy as np
 import torch
 
 from conf import schema
-from pipeline.dataset import SHRUNK_SIDE, FileDataset
-from pipeline.decode import open_image
+from pipeline.dataset import SHRUNK_SIDE, FileDataset, describe
+from pipeline.decode import ON_GPU, open_image
 from pipeline.feed import Feed
 from pipeline.gpu_decode.decoder import has_engines
 from pipeline.index import default_cache_dir
@@ -46,21 +50,26 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     supply_of,
 )
-from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks
+from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks, workers_for
 from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # of the measurement; answers of another version are not reused
+VERSION = 4  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
-MEASURE_SECONDS = 2.0  # of the probe, the step and each trial; accurate to 1 to 2 %
-ROUNDS = 5  # maximum number of trials
+MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes half
+ROUNDS = 6  # maximum number of trials
+# A probe of two workers is wrong by up to this factor.
+MISJUDGED = 1.3
+# With hybrid, the workers and engines supply this many times the demand. More than MARGIN: 0.1 of
+# the images more on the engines of an H200 cost 0.4 % of the rate of ResNet-50.
+ENGINE_MARGIN = 1.25
 LATE_SECONDS = 15.0  # no trial begins after this time
 FEWEST_STEPS = 4  # minimum number of steps of a trial
-WARM_BATCHES = 4  # before a trial, which begins with empty queues
+WARM_BATCHES = 4  # before a trial, which begins with empty queues; and of the engines
 PROBE_ROWS = 8  # images in a task of the probe: few, so that a slow disk does not prolong it
 WARM_STEPS = 5  # the first compiles, the next choose kernels
 
@@ -71,7 +80,7 @@ class NotMeasuredError(RuntimeError):
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurement of one number of workers with the step running, on one rank.
+    """Measurement of a decoder and a number of workers with the step running, on one rank.
 
     Attributes:
         wait_fraction, late_fraction, copy_fraction, drained_fraction: see `pipeline.clock.Timing`.
@@ -94,6 +103,8 @@ class Answer(Trial):
     """The loader's settings with their trial; kept with the run and in the user's cache.
 
     Attributes:
+        decoder: name of the decoder of the training images.
+        alternatives: the best images/s of all ranks together with each decoder that was tried.
         demand: images/s of the step, per rank.
         batch_size: per rank.
         tried: whether there was a trial. If not, its figures follow from the step and the probe:
@@ -103,9 +114,11 @@ class Answer(Trial):
         seconds: duration of the measurement, without the first steps, which compile.
     """
 
+    decoder: str
     workers: int
     prefetch_factor: int
     pin_memory: bool
+    alternatives: dict[str, float]
     demand: float
     batch_size: int
     supply: Supply
@@ -117,7 +130,7 @@ class Answer(Trial):
     def observation(self, setup: Setup) -> Observation:
         """The figures for a diagnosis; all ranks together, which are as fast as this one."""
         return Observation(
-            setup,
+            replace(setup, decoder=self.decoder),
             LoaderState(self.workers, self.each, self.supply, self.pin_memory),
             images_per_second=setup.ranks * self.rate,
             step_alone=setup.ranks * self.demand,
@@ -153,27 +166,53 @@ class Answer(Trial):
         if self.copy_ms:
             pins += f" ({self.copy_ms[0]:.1f} ms per batch, {self.copy_ms[1]:.1f} without)"
         step_ms = 1e3 * self.batch_size / self.demand
+        others = [
+            f"{name} {rate:,.0f} img/s"
+            for name, rate in self.alternatives.items()
+            if name != self.decoder
+        ]
         found = diagnose(seen)
         lines = [
             f"the step takes {self.demand:,.0f} img/s ({self.batch_size} x {step_ms:.1f} ms, "
             "measured on a batch on the device)",
             f"one worker gives {supply.images_per_second:,.0f} img/s ({supply.cpu_ms:.2f} ms CPU, "
             f"{supply.wait_ms:.2f} ms waiting{storage}); there are cores for {self.budget}",
-            f"workers={self.workers} pin_memory={pins} prefetch_factor={self.prefetch_factor}   "
+            f"decoder={self.decoder} workers={self.workers} pin_memory={pins} "
+            f"prefetch_factor={self.prefetch_factor}   "
             f"{'with the step' if self.tried else 'expected'} {self.rate:,.0f} img/s, "
             f"{self.wait_fraction:.1%} waiting: {found.label}",
         ]
+        if others:
+            lines.append(f"the other decoders, at their best: {', '.join(others)}")
         return [*lines, f"to go faster: {found.remedy}"] if found.remedy else lines
 
 
 @dataclass(frozen=True)
-class Tuner:
-    """Measures the step and the workers, and tries numbers of workers with the step running.
+class Candidate:
+    """A decoder to try.
 
-    All ranks measure at once and take the same number of steps; the ranks of a node get one answer.
+    Attributes:
+        first: number of workers to begin with.
+        cap: the largest number to try.
+        each: expected images/s of one worker.
+        bound: images/s that are certainly not exceeded.
+    """
+
+    first: int
+    cap: int
+    each: float
+    bound: float = math.inf
+
+
+@dataclass(frozen=True)
+class Tuner:
+    """Measures the step and the workers, and tries decoders and numbers of workers with the step.
+
+    All ranks measure at once, with the same decoder, and take the same number of steps; the ranks
+    of a node get one answer.
 
     Args:
-        feed: opened with up to PROBE_WORKERS workers, and room for more.
+        feed: with up to PROBE_WORKERS active workers, and room for more.
         step: a real training step; the caller restores the state it changes.
         first_step: where training begins; some batches from there on are used and discarded.
         setup: properties of the run that are known before its first step.
@@ -192,13 +231,14 @@ class Tuner:
     def loader(self) -> Loader:
         return self.feed.train.loader
 
-    @property
-    def budget(self) -> int:
+    def budget(self, decoder: str) -> int:
         """Workers of this rank for which there are cores and memory."""
-        return min(self.setup.most_workers, self.feed.plan.ceiling)
+        plan = self.feed.plan
+        most = min(self.setup.most_workers, plan.ceiling)
+        return most if decoder == plan.decoder else workers_for(decoder, most)
 
     def measure(self) -> Answer:
-        """Measure, decide and try; leaves the pool as the answer says.
+        """Measure, decide and try; leaves the feed as the answer says.
 
         Raises:
             NotMeasuredError: an image of the probe cannot be read; the pool has no tasks.
@@ -209,44 +249,63 @@ class Tuner:
             self.step(resident)
         self._synchronize()
         began = time.perf_counter()
-        supplies = self.ranks.of_node(self._probe())
-        supply: Supply = max(supplies, key=lambda one: one.cpu_ms + one.wait_ms)
+        supply = self._probe(encoded=float(self.feed.plan.decoder == "gpu"))
         step_seconds: float = max(self.ranks.gather(self._step_seconds(resident)))
+        demand = self.loader.batch_size / step_seconds
         copy_ms = self._choose_memory()
         self.loader.pool.prefetch_factor = self._prefetch_factor(supply)
-        tried, enough_steps = self._try_numbers(step_seconds, supply, began + LATE_SECONDS)
-        workers = best_of(tried)
-        self.loader.pool.resize(workers)
+        tried, enough_steps = self._try(demand, supply, began + LATE_SECONDS)
+        decoder = self._lead(fastest(tried))
+        workers = best_of(decoder, tried[decoder])
+        self.use(decoder, workers, demand)
         return Answer(
-            **asdict(tried[workers]),
+            **asdict(tried[decoder][workers]),
+            decoder=decoder,
             workers=workers,
             prefetch_factor=self.loader.pool.prefetch_factor,
             pin_memory=self.feed.page_locked,
-            demand=self.loader.batch_size / step_seconds,
+            alternatives={
+                name: self.ranks.size * max(trial.rate for trial in trials.values())
+                for name, trials in tried.items()
+            },
+            demand=demand,
             batch_size=self.loader.batch_size,
             supply=supply,
             tried=enough_steps,
-            budget=self.budget,
+            budget=self.budget(decoder),
             copy_ms=copy_ms,
             seconds=time.perf_counter() - began,
         )
+
+    def _lead(self, decoder: str) -> str:
+        """The decoder of rank 0: gradients are averaged over images with the same pixels."""
+        leading: str = self.ranks.gather(decoder)[0]
+        return leading
+
+    def use(self, decoder: str, workers: int, demand: float) -> None:
+        """Set the feed for a step of `demand` images/s."""
+        self.loader.pool.activate(workers)  # first: the share of hybrid depends on it
+        self.feed.decode_with(decoder, enough=ENGINE_MARGIN * demand)
 
     def _synchronize(self) -> None:
         if self.feed.train.cuda:
             torch.cuda.synchronize()
 
-    def _probe(self) -> list[Supply]:
-        """Every rank's supply; all give up when one cannot read a file."""
+    def _probe(self, *, encoded: float) -> Supply:
+        """The supply of the node's slowest rank; all ranks give up when one cannot read a file."""
         found: Supply | str
         try:
-            found = measure_supply(self.loader)
+            found = measure_supply(self.loader, encoded=encoded)
         except LoaderError as error:
             self.loader.pool.abandon()
             found = str(error)
         supplies: list[Any] = self.ranks.gather(found)
         for failure in (one for one in supplies if isinstance(one, str)):
             raise NotMeasuredError(failure)
-        return supplies
+        slowest: Supply = max(
+            self.ranks.of_node(supplies), key=lambda one: one.cpu_ms + one.wait_ms
+        )
+        return slowest
 
     def _step_seconds(self, resident: Batch) -> float:
 
@@ -278,60 +337,150 @@ class Tuner:
             return int(self.choices.prefetch_factor)
         return min(MAX_PREFETCH_FACTOR, max(2, math.ceil(supply.spread) + 1))
 
-    def _try_numbers(
-        self, step_seconds: float, supply: Supply, deadline: float
-    ) -> tuple[dict[int, Trial], bool]:
-        """Figures by number of workers, and whether they come from trials."""
-        demand = self.loader.batch_size / step_seconds
-        # Workers that wait for storage leave their core to others.
-        waiting = 1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)
-        cap = max(1, min(self.feed.plan.ceiling, math.floor(self.budget * waiting)))
-        first = min(cap, math.ceil(MARGIN * demand / supply.images_per_second))
-        batch_seconds = self._expected_seconds(first, step_seconds, supply)
+    def _try(
+        self, demand: float, supply: Supply, deadline: float
+    ) -> tuple[dict[str, dict[int, Trial]], bool]:
+        """Figures by decoder and number of workers, and whether they come from trials.
+
+        Args:
+            demand: images/s of the step.
+            supply: of a worker that decodes, or only reads if the decoder is gpu.
+            deadline: no trial begins after this time, in seconds of time.perf_counter().
+        """
+        plan = self.feed.plan
+        own = self._workers_alone(plan.decoder, demand, supply)
+        batch_seconds = self._expected_seconds(own, own.first, demand)
         if MEASURE_SECONDS / batch_seconds < FEWEST_STEPS:
             rate = self.loader.batch_size / batch_seconds
-            return {
-                first: Trial(1 - step_seconds / batch_seconds, rate, supply.images_per_second)
-            }, False
+            return {plan.decoder: {own.first: Trial(1 - rate / demand, rate, own.each)}}, False
+
+        def attempt(decoder: str, workers: int) -> Trial:
+            seconds = self._expected_seconds(candidates[decoder], workers, demand)
+            return self._attempt(decoder, workers, demand, seconds)
 
         def more(wants: bool) -> bool:
             return any(self.ranks.gather(wants and time.perf_counter() < deadline))
 
-        attempt = partial(self._attempt, step_seconds=step_seconds, supply=supply)
-        return search(attempt, first=first, demand=demand, cap=cap, more=more), True
+        tried: dict[str, dict[int, Trial]] = {}
+        run = partial(search, attempt, demand=demand, more=more, lead=self._lead, tried=tried)
+        candidates = {} if plan.decoder in ON_GPU else {plan.decoder: own}
+        supplied = own.cap * own.each
+        sure = bool(candidates) and supplied >= MISJUDGED * MARGIN * demand
+        if not plan.uses_engines or all(self.ranks.gather(sure)):
+            run(candidates)
+        if plan.uses_engines and not all(self.ranks.gather(is_enough(tried))):
+            engines = self._engine_candidates(demand, supply)
+            candidates = candidates | engines if supplied >= demand else engines | candidates
+            run(candidates)
+        return tried, True
 
-    def _expected_seconds(self, workers: int, step_seconds: float, supply: Supply) -> float:
+    def _engine_candidates(self, demand: float, supply: Supply) -> dict[str, Candidate]:
+        """Those of the plan's decoders that use the engines; none if they fail."""
+        plan = self.feed.plan
+        refused = self._warm_engines()
+        if refused is not None and plan.decoder not in ON_GPU:
+            logger.warning("loader.decoder=auto: the GPU's JPEG engines are not used: %s", refused)
+            return {}
+        assert self.feed.engines is not None
+        rate = 1 / max(self.feed.engines.decoder.seconds_per_image, 1e-9)
+        reading = supply if plan.decoder == "gpu" else self._probe(encoded=1.0)
+        found = {
+            "hybrid": self._workers_beside(rate, demand, supply, reading),
+            "gpu": replace(self._workers_alone("gpu", demand, reading), bound=rate),
+        }
+        return {decoder: found[decoder] for decoder in plan.decoders if decoder in ON_GPU}
+
+    def _workers_alone(self, decoder: str, demand: float, supply: Supply) -> Candidate:
+        """A decoder whose rate is that of its workers."""
+        cap = self._cap(decoder, supply)
+        each = supply.images_per_second
+        return Candidate(
+            min(cap, math.ceil(MARGIN * demand / each)), cap, each, MISJUDGED * cap * each
+        )
+
+    def _workers_beside(
+        self, engines: float, demand: float, decoding: Supply, reading: Supply
+    ) -> Candidate:
+        """Hybrid: all workers, as many as read fast enough.
+
+        Args:
+            engines: images/s of the engines while the GPU is idle.
+        """
+        cap = self._cap("hybrid", decoding)
+        readers = math.ceil(MARGIN * demand / reading.images_per_second)
+        first = min(cap, max(self.budget("hybrid"), readers))
+        most = engines + cap * decoding.images_per_second
+        return Candidate(first, cap, most / cap, MISJUDGED * most)
+
+    def _cap(self, decoder: str, supply: Supply) -> int:
+        """Largest number of workers: those that wait for storage leave their core to others."""
+        waiting = 1 + supply.wait_ms / max(supply.cpu_ms, 1e-6)
+        return max(1, min(self.feed.plan.ceiling, math.floor(self.budget(decoder) * waiting)))
+
+    def _warm_engines(self) -> str | None:
+        """Make batches with the engines: this compiles the crop kernel and measures their rate.
+
+        Returns:
+            Why the engines of a rank fail; None if they do not.
+
+        Raises:
+            LoaderError: an image cannot be read.
+        """
+        feed, failure = self.feed, None
+        assert feed.engines is not None
+        taken = feed.engines.taken
+        feed.decode_with("gpu")
+        try:
+            for _ in feed.train.batches(self.first_step, self.first_step + WARM_BATCHES):
+                pass
+        except LoaderError:
+            raise
+        except Exception as error:  # Triton without a compiler, CUDA, ...
+            failure = describe(error)
+        if failure is None and feed.engines.taken == taken:
+            failure = str(feed.engines.refused)
+        feed.decode_with(feed.plan.decoder)
+        failures: list[str | None] = self.ranks.gather(failure)
+        return next(filter(None, failures), None)
+
+    def _expected_seconds(self, candidate: Candidate, workers: int, demand: float) -> float:
         """Expected seconds per batch on the slowest rank."""
-        supplied = self.loader.batch_size / (workers * supply.images_per_second)
-        seconds: float = max(self.ranks.gather(max(step_seconds, supplied)))
+        rate = min(demand, workers * candidate.each, candidate.bound)
+        seconds: float = max(self.ranks.gather(self.loader.batch_size / rate))
         return seconds
 
-    def _attempt(self, workers: int, *, step_seconds: float, supply: Supply) -> Trial:
-        """Try a number of workers; the figures are those of the node's slowest rank."""
-        self.loader.pool.resize(workers)
-        expected = self._expected_seconds(workers, step_seconds, supply)
-        steps = max(FEWEST_STEPS, min(200, round(MEASURE_SECONDS / expected)))
-        everyone: list[Trial] = self.ranks.gather(self._try_with_step(steps))
+    def _attempt(self, decoder: str, workers: int, demand: float, batch_seconds: float) -> Trial:
+        """Try a setting; the figures are those of the node's slowest rank.
+
+        Args:
+            demand: images/s of the step.
+            batch_seconds: expected, for the number of steps.
+        """
+        self.use(decoder, workers, demand)
+        steps = max(FEWEST_STEPS, min(200, round(MEASURE_SECONDS / batch_seconds)))
+        # The share of hybrid is right after the batches that are begun with the first guess.
+        warm = WARM_BATCHES + (self.loader.ahead if decoder == "hybrid" else 0)
+        everyone: list[Trial] = self.ranks.gather(self._try_with_step(steps, warm))
         trials: list[Trial] = self.ranks.of_node(everyone)
         rate = min(trial.rate for trial in trials)
         # All ranks are as fast as the one that waits longest.
         longest = max(trial.wait_fraction for trial in everyone)
-        alone = self.loader.batch_size / step_seconds * (1 - longest)
+        alone = demand * (1 - longest)
         return replace(
             max(trials, key=lambda trial: trial.wait_fraction),
             rate=rate,
             each=min(trial.each for trial in trials),
             # Fewer workers do not give back the part of the GPU that its decoder takes.
-            slowed=not self.feed.plan.uses_engines and rate < SLOWED * alone,
+            slowed=decoder != "gpu" and rate < SLOWED * alone,
         )
 
-    def _try_with_step(self, steps: int) -> Trial:
-        """`steps` steps on the pool's batches, after WARM_BATCHES."""
+    def _try_with_step(self, steps: int, warm: int) -> Trial:
+        """`steps` steps on the pool's batches, after `warm` others."""
         train = self.feed.train
         recent = self.loader.pool.recent[self.loader.source]
-        stop = self.first_step + WARM_BATCHES + steps
+        stop = self.first_step + warm + steps
         for place, batch in enumerate(train.batches(self.first_step, stop)):
-            if place == WARM_BATCHES:
+            if place == warm:
                 self._synchronize()
                 train.clock.timing()
                 recent.clear()
@@ -357,7 +506,7 @@ def settle(
     Without an answer the whole budget of workers is used, and the line says why.
 
     Args:
-        question: everything an answer depends on.
+        question: everything an answer depends on; `decoders` are those to choose from.
         refresh: measure although an answer is remembered.
         last_step: where training ends; a start of few steps is not measured.
 
@@ -375,13 +524,16 @@ def settle(
     except NotMeasuredError as error:
         return _take_budget(tuner, str(error))
     remember(question, answer)
+    # A resumed run keeps the decoder, and asks for the number of workers only.
+    remember({**question, "decoders": [answer.decoder]}, answer)
     seen = answer.observation(tuner.setup)
     dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
     if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
+        untried = not answer.alternatives.keys() & set(ON_GPU)
         seen = replace(
             seen,
             shrink_gain=shrink_gain(dataset),
-            has_engines=has_engines(tuner.feed.train.format.device),
+            has_engines=untried and has_engines(tuner.feed.train.format.device),
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
 
@@ -392,7 +544,7 @@ def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
     answer = replace(known, workers=min(known.workers, feed.plan.ceiling))
     cut = f"; it was {known.workers} workers, and there is room for {answer.workers}"
     tuner.loader.pool.prefetch_factor = answer.prefetch_factor
-    tuner.loader.pool.resize(answer.workers)
+    tuner.use(answer.decoder, answer.workers, answer.demand)
     if feed.pinned is not None and not answer.pin_memory:
         feed.pinned.release()
     note = f"remembered{cut if answer != known else ''}; autotune.refresh=true measures again"
@@ -400,41 +552,114 @@ def _reuse(tuner: Tuner, known: Answer) -> tuple[Answer, list[str]]:
 
 
 def _take_budget(tuner: Tuner, reason: str) -> tuple[None, list[str]]:
-    tuner.loader.pool.resize(tuner.budget)
-    return None, [f"not measured, workers={tuner.budget}: {reason}"]
+    decoder = tuner.feed.plan.decoder
+    workers = tuner.budget(decoder)
+    tuner.use(decoder, workers, math.inf)
+    return None, [f"not measured, workers={workers}: {reason}"]
 
 
 def search(
-    attempt: Callable[[int], Trial],
+    attempt: Callable[[str, int], Trial],
+    candidates: dict[str, Candidate],
     *,
-    first: int,
     demand: float,
-    cap: int,
     more: Callable[[bool], bool] = lambda wants: wants,
-) -> dict[int, Trial]:
-    """Try numbers of workers until another trial would not help.
+    lead: Callable[[str], str] = lambda decoder: decoder,
+    tried: dict[str, dict[int, Trial]] | None = None,
+) -> dict[str, dict[int, Trial]]:
+    """Try decoders and numbers of workers until another trial would not help.
 
     Args:
-        attempt: runs a number of workers with the step.
-        first: the number to begin with.
+        attempt: runs a decoder and a number of workers with the step.
+        candidates: the decoders, in the order of their first trials.
         demand: images/s of the step.
-        cap: the largest number to try.
         more: given whether this rank wants to go on, whether all do: they do if any rank wants to.
+        lead: given the decoder that this rank wants to try, the one that all try.
+        tried: earlier trials, which count.
+
+    Returns:
+        The trials by decoder and number of workers.
     """
-    tried: dict[int, Trial] = {}
-    following = first
-    for _ in range(ROUNDS):
-        workers = best_of(tried) if following in tried else following
-        tried[workers] = attempt(workers)
-        following = neighbour(tried, demand, cap)
-        if not more(following not in tried):
+    tried = {} if tried is None else tried
+    for _ in range(ROUNDS - sum(map(len, tried.values()))):
+        wanted, workers = following(tried, candidates, demand) or ("", 0)
+        if tried and not more(workers > 0):
             break
+        decoder = lead(wanted or fastest(tried))
+        if decoder != wanted:  # this rank's search is done or elsewhere: it follows
+            known = tried.get(decoder)
+            workers = best_of(decoder, known) if known else candidates[decoder].first
+        tried.setdefault(decoder, {})[workers] = attempt(decoder, workers)
     return tried
+
+
+def following(
+    tried: dict[str, dict[int, Trial]], candidates: dict[str, Candidate], demand: float
+) -> tuple[str, int] | None:
+    """The decoder and the number of workers to try next; None if the search is done."""
+    for decoder, candidate in candidates.items():
+        if not could_win(decoder, candidate, tried, demand):
+            continue
+        if decoder not in tried:
+            return decoder, candidate.first
+        workers = next_number(decoder, tried[decoder], demand, candidate.cap)
+        if workers not in tried[decoder] and _has_room(decoder, tried[decoder], workers):
+            return decoder, workers
+    best = fastest(tried)
+    workers = next_number(best, tried[best], demand, candidates[best].cap)
+    return None if workers in tried[best] else (best, workers)
+
+
+def _has_room(decoder: str, tried: dict[int, Trial], workers: int) -> bool:
+    """Whether another number of workers may make a decoder the fastest that is not so now."""
+    if workers > max(tried):  # a CPU decoder lacks workers: it is preferred
+        return decoder not in ON_GPU
+    trial = tried[best_of(decoder, tried)]
+    return trial.slowed and trial.wait_fraction <= TOLERANCE  # the step lacks cores only
+
+
+def could_win(
+    decoder: str, candidate: Candidate, tried: dict[str, dict[int, Trial]], demand: float
+) -> bool:
+    """Whether a decoder could still be faster than all that were tried.
+
+    A CPU decoder that is enough is preferred: its pixels are the exact ones.
+    """
+    top = max((trial.rate for trials in tried.values() for trial in trials.values()), default=0.0)
+    return not is_enough(tried) and min(candidate.bound, demand) > PAYS * top
+
+
+def is_enough(tried: dict[str, dict[int, Trial]]) -> bool:
+    """Whether a CPU decoder keeps the step busy, without taking the cores that the step needs."""
+    return any(
+        trial.wait_fraction <= TOLERANCE and not trial.slowed
+        for name, trials in tried.items()
+        for trial in trials.values()
+        if name not in ON_GPU
+    )
+
+
+def fastest(tried: dict[str, dict[int, Trial]]) -> str:
+    """The fastest decoder; a CPU decoder if it is within PAYS of it."""
+    rates = {name: max(trial.rate for trial in trials.values()) for name, trials in tried.items()}
+    near = [
+        name for name in rates if name not in ON_GPU and rates[name] * PAYS >= max(rates.values())
+    ]
+    return next(iter(near), max(rates, key=lambda name: rates[name]))
+
+
+def next_number(decoder: str, tried: dict[int, Trial], demand: float, cap: int) -> int:
+    """The number of workers to try next with a decoder; a known one if another would not help."""
+    best = best_of(decoder, tried)
+    if decoder != "hybrid" or tried[best].slowed:
+        return neighbour(tried, demand, cap)
+    # A quarter less returns cores to the step, and takes more of its GPU.
+    return best if tried[best].wait_fraction > TOLERANCE else max(1, 3 * best // 4)
 
 
 def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
     """The number of workers to try next; if it has been tried before, the search is done."""
-    best = best_of(tried)
+    best = fewest_of(tried)
     trial = tried[best]
     below = max((workers for workers in tried if workers < best), default=0)
     above = min((workers for workers in tried if workers > best), default=cap + 1)
@@ -463,7 +688,14 @@ def _fewer(best: int, below: int, fewest: int) -> int:
     return fewest if too_few < fewest < best else (too_few + best) // 2
 
 
-def best_of(tried: dict[int, Trial]) -> int:
+def best_of(decoder: str, tried: dict[int, Trial]) -> int:
+    """The number of workers to use; with hybrid, fewer workers take more of the GPU."""
+    if decoder == "hybrid":
+        return max(tried, key=lambda workers: tried[workers].rate)
+    return fewest_of(tried)
+
+
+def fewest_of(tried: dict[int, Trial]) -> int:
     """The fewest workers within PAYS of the best rate and TOLERANCE of its waiting."""
     top = max(tried.values(), key=lambda trial: trial.rate)
     return min(
@@ -473,8 +705,11 @@ def best_of(tried: dict[int, Trial]) -> int:
     )
 
 
-def measure_supply(loader: Loader) -> Supply:
-    """Run the pool's workers alone, on files from all over the dataset.
+def measure_supply(loader: Loader, *, encoded: float = 0.0) -> Supply:
+    """Run the active workers alone, on files from all over the dataset.
+
+    Args:
+        encoded: share of the images that the workers read and do not decode.
 
     Raises:
         LoaderError: an image cannot be read.
@@ -484,6 +719,8 @@ def measure_supply(loader: Loader) -> Supply:
     starts = range(0, loader.batch_size - rows + 1, rows)
     places = [(slot, row) for slot in range(loader.slots) for row in starts]
     positions = scattered(len(source.dataset))
+    if encoded:  # other files: those of the other probe are in memory now
+        positions = islice(positions, len(source.dataset) // 2, None)
     numbers: list[int] = []
 
     def submit() -> None:
@@ -491,10 +728,9 @@ def measure_supply(loader: Loader) -> Supply:
         slot, row = places[len(numbers) % len(places)]
         # Cleared, so that a sample at which a worker hangs can be named.
         source.labels.array[slot, row : row + rows] = EMPTY_ROW
-        encoded = round(loader.encoded_share * rows)
-        numbers.append(pool.submit(loader.source, slot, row, samples, encoded))
+        numbers.append(pool.submit(loader.source, slot, row, samples, round(encoded * rows)))
 
-    in_flight = min(len(places), 2 * max(1, len(pool.workers)))
+    in_flight = min(len(places), 2 * max(1, pool.active))
     for _ in range(in_flight):  # warm-up: every worker has begun
         submit()
     pool.wait(numbers)
@@ -502,13 +738,13 @@ def measure_supply(loader: Loader) -> Supply:
     recent.clear()
     done = len(numbers)
     began = time.perf_counter()
-    while time.perf_counter() - began < MEASURE_SECONDS or len(recent) < 4:
+    while time.perf_counter() - began < MEASURE_SECONDS / 2 or len(recent) < 4:
         while len(numbers) - done < in_flight:
             submit()
         pool.wait(numbers[done : done + 1])
         done += 1
     pool.wait(numbers[done:])
-    return supply_of(recent, source.dataset.mean_bytes(), len(pool.workers))
+    return supply_of(recent, source.dataset.mean_bytes(), pool.active)
 
 
 def measure_copies(loader: Loader) -> tuple[float, float]:
@@ -572,6 +808,7 @@ def recall(question: dict[str, Any]) -> Answer | None:
         answer = Answer(**{**found, "supply": supply, "copy_ms": copy_ms})
         counts = (answer.workers, answer.prefetch_factor, answer.batch_size)
         valid = all(type(count) is int and count > 0 for count in counts) and answer.demand > 0
+        valid = valid and answer.decoder in question["decoders"]
         return answer if valid and type(answer.pin_memory) is bool else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

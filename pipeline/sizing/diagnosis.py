@@ -124,7 +124,7 @@ def describe_loader(feed: Feed) -> LoaderState:
     supply = supply_of(loader.pool.recent[loader.source])
     share, names = loader.pool.slow_samples(loader.source)
     return LoaderState(
-        workers=len(loader.pool.workers),
+        workers=loader.pool.active,
         worker_rate=supply.images_per_second,
         supply=supply,
         pinned=feed.page_locked,

@@ -17,7 +17,7 @@ from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, FileDataset
-from pipeline.gpu_decode.decoder import EngineError, GpuDecoder, has_engines
+from pipeline.gpu_decode.decoder import why_no_engines
 from pipeline.gpu_decode.encoded import file_bytes_per_row
 from pipeline.loader import buffer_layout, slots_needed
 from pipeline.sizing import machine
@@ -123,9 +123,13 @@ class LoaderPlan:
 
     Attributes:
         workers: to train with; if `measured`, the upper bound from the cores.
+        processes: workers to start; validation uses all of them.
         cores: number of workers that the cores are enough for, regardless of the config.
         reason: how `workers` was found.
-        decoder: name of the decoder.
+        decoders: names of the decoders among which the measurement chooses. Until then, and without
+            a measurement, the first one is used.
+        engines_unused: why loader.decoder=auto does not consider the GPU's JPEG engines, for the
+            console; empty if it does, or on a CPU.
         memory: of buffers and workers.
         measured: whether loader.workers=auto is measured before the first step.
         not_measured: why loader.workers=auto is not measured; None if it is, or if the user set
@@ -135,9 +139,11 @@ class LoaderPlan:
     """
 
     workers: int
+    processes: int
     cores: int
     reason: str
-    decoder: str
+    decoders: tuple[str, ...]
+    engines_unused: str
     memory: MemoryPlan
     measured: bool
     not_measured: str | None
@@ -150,29 +156,35 @@ class LoaderPlan:
         return self.memory.ceiling
 
     @property
+    def decoder(self) -> str:
+        """The decoder to begin with."""
+        return self.decoders[0]
+
+    @property
     def start_workers(self) -> int:
-        """Workers that `open_feed` starts."""
+        """Workers to begin with."""
         return min(PROBE_WORKERS, self.workers) if self.measured else self.workers
 
     @property
     def uses_engines(self) -> bool:
-        """Whether the GPU decodes training images."""
-        return self.decoder in decode.ON_GPU
+        """Whether the GPU may decode training images."""
+        return any(decoder in decode.ON_GPU for decoder in self.decoders)
 
     def limited_to(self, memory: MemoryPlan) -> "LoaderPlan":
         """The plan with this memory and no more workers than it is enough for."""
+        plan = replace(self, memory=memory, processes=min(self.processes, memory.ceiling))
         if self.workers <= memory.ceiling:
-            return replace(self, memory=memory)
-        return replace(
-            self, memory=memory, workers=memory.ceiling, reason="free memory allows no more"
-        )
+            return plan
+        return replace(plan, workers=memory.ceiling, reason="free memory allows no more")
 
     def lines(self) -> list[str]:
         """The plan for the console."""
         upto = "up to " if self.measured else ""
         plural = "" if self.workers == 1 else "s"
         workers = f"{upto}{self.workers} worker{plural} per rank ({self.reason})"
-        return [f"loader   {workers}, decoder {self.decoder}", f"memory   {self.memory.line()}"]
+        unused = f" ({self.engines_unused})" if self.engines_unused else ""
+        decoders = " or ".join(self.decoders) + unused
+        return [f"loader   {workers}, decoder {decoders}", f"memory   {self.memory.line()}"]
 
 
 def plan_loader(
@@ -182,7 +194,7 @@ def plan_loader(
     *,
     dtype: torch.dtype,
     channels_last: bool,
-    stored_pixels: str = "cpu",
+    stored_pixels: str | None = None,
 ) -> LoaderPlan:
     """Choose decoder and workers, and check that their memory is free.
 
@@ -190,36 +202,43 @@ def plan_loader(
         world: the node's ranks share its cores and memory.
         dtype: of the images on the device.
         channels_last: memory format of the images on the device.
-        stored_pixels: `pixels` of the checkpoint to resume; loader.decoder=auto keeps to them.
+        stored_pixels: `pixels` of the checkpoint to resume, which loader.decoder=auto keeps; None
+            without a checkpoint.
 
     Raises:
         UserError: the decoder is not available, or files or memory are too few for the workers.
     """
     decoder = choose_decoder(config, datasets.train, world.device, stored_pixels)
     budget = chosen_workers(config, world.local_size, decoder)
+    cores = worker_budget(world.local_size).workers
     auto = config.loader.workers == "auto"
     batches = len(datasets.train) / config.loader.batch_size
     reason = why_not_measured(world.device, decoder, batches, budget.workers)
     not_measured = reason if auto else None
     measured = auto and not_measured is None
+    decoders, unused = decoders_to_compare(
+        config, world.device, decoder, stored_pixels, measured=measured
+    )
     # Workers that wait for storage leave their core to others.
     most = 2 * budget.workers if measured else budget.workers
-    if auto and decoder == "gpu":  # few workers read files for the engines; all cores validate
-        most = max(most, worker_budget(world.local_size).workers)
+    if auto:  # few workers read files for the engines; all cores validate
+        most = max(most, cores)
     memory = plan_memory(
         config,
         datasets,
         world,
         workers=most,
         fewest=min(1, most) if auto else most,
-        decoder=decoder,
+        decoder=decoders[-1],
         dtype=dtype,
     )
     return LoaderPlan(
         workers=budget.workers,
-        cores=worker_budget(world.local_size, decoder=decoder).workers,
+        processes=cores if auto else budget.workers,
+        cores=workers_for(decoder, cores),
         reason=budget.reason,
-        decoder=decoder,
+        decoders=decoders,
+        engines_unused=unused,
         memory=memory,
         measured=measured,
         not_measured=not_measured,
@@ -237,12 +256,30 @@ def why_not_measured(
         "none can be started": workers == 0,
         "training runs on the CPU and shares it with the workers": device.type != "cuda",
         "the dataset decodes no files": decoder == "none",
-        "loader.decoder=hybrid balances workers and engines itself, and uses all cores": (
-            decoder == "hybrid"
-        ),
         few: batches_per_epoch < FEWEST_BATCHES,
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def decoders_to_compare(
+    config: Config, device: torch.device, decoder: str, stored_pixels: str | None, *, measured: bool
+) -> tuple[tuple[str, ...], str]:
+    """`decoder` and those that loader.decoder=auto compares with it.
+
+    Also returns, for the console, why auto does not consider the engines of a GPU; else nothing.
+    """
+    if config.loader.decoder != "auto" or stored_pixels is not None or decoder == "none":
+        return (decoder,), ""
+    missing = why_no_engines(device)
+    reasons = {
+        f"no JPEG engines: {missing}": missing is not None,
+        "train.deterministic=true: not the GPU's JPEG engines": config.train.deterministic,
+        "the GPU's JPEG engines are only compared if loader.workers=auto is measured": not measured,
+    }
+    unused = next((reason for reason, holds in reasons.items() if holds), "")
+    if not unused:
+        return (decoder, *decode.ON_GPU), ""
+    return (decoder,), unused if device.type == "cuda" else ""
 
 
 def pixels_of(decoder: str) -> str:
@@ -251,12 +288,13 @@ def pixels_of(decoder: str) -> str:
 
 
 def choose_decoder(
-    config: Config, dataset: Dataset, device: torch.device, stored_pixels: str = "cpu"
+    config: Config, dataset: Dataset, device: torch.device, stored_pixels: str | None = None
 ) -> str:
-    """Resolve loader.decoder on this machine.
+    """Resolve loader.decoder on this machine, for a start without a measurement.
 
     Args:
-        stored_pixels: `pixels` of the checkpoint to resume; auto keeps to them.
+        stored_pixels: `pixels` of the checkpoint to resume, to which auto keeps; None without a
+            checkpoint.
 
     Raises:
         UserError: the decoder is not installed, or gpu and hybrid find no JPEG engines.
@@ -265,7 +303,7 @@ def choose_decoder(
     if not isinstance(dataset, FileDataset):
         return "none"
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
-    if name == "auto" and stored_pixels in decode.ON_GPU and has_engines(device):
+    if name == "auto" and stored_pixels in decode.ON_GPU and why_no_engines(device) is None:
         name = stored_pixels
     if name not in decode.ON_GPU:
         return decode.resolve(name)
@@ -274,16 +312,22 @@ def choose_decoder(
             "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
             "run to run; use another decoder with train.deterministic=true"
         )
-    try:
-        if device.type != "cuda":
-            raise EngineError("training runs on the CPU")
-        GpuDecoder(device, 1)
-    except EngineError as error:
+    missing = why_no_engines(device)
+    if missing is not None:
         raise UserError(
-            f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {error}; "
+            f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {missing}; "
             "use auto"
-        ) from None
+        )
     return name
+
+
+def workers_for(decoder: str, cores: int) -> int:
+    """Of the workers for which there are cores, those to train with.
+
+    A few read files for the engines. With hybrid, another thread of the training process waits for
+    the engines.
+    """
+    return {"gpu": min(READERS, cores), "hybrid": max(1, cores - 1)}.get(decoder, cores)
 
 
 def worker_limit() -> int:
@@ -298,10 +342,11 @@ def worker_budget(local_world_size: int = 1, *, decoder: str = "auto") -> Budget
     hardware thread is kept for the host thread that waits for the JPEG engines.
     """
     affinity, quota = machine.cores(), machine.cpu_quota()
-    kept = machine.threads_per_core() + (decoder == "hybrid")
-    workers = max(1, math.floor(min(affinity, quota) / local_world_size) - kept)
-    if decoder == "gpu" and min(workers, worker_limit()) > READERS:
+    kept = machine.threads_per_core()
+    decoding = max(1, math.floor(min(affinity, quota) / local_world_size) - kept)
+    if decoder == "gpu" and min(decoding, worker_limit()) > READERS:
         return Budget(READERS, "enough to read files for the GPU's JPEG engines")
+    workers, kept = workers_for(decoder, decoding), kept + (decoder == "hybrid")
     if workers > worker_limit():
         return Budget(worker_limit(), "open files allow no more, see ulimit -n")
     parts = [f"{affinity} core{'' if affinity == 1 else 's'}"]

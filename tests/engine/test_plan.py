@@ -30,9 +30,11 @@ from pipeline.sizing.plan import LoaderPlan, MemoryPlan
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOADER = LoaderPlan(
     workers=3,
+    processes=3,
     cores=4,
     reason="as configured",
-    decoder="pillow",
+    decoders=("pillow",),
+    engines_unused="",
     memory=MemoryPlan(
         4, slots=8, file_bytes=0, buffers=0, pinned=0, worker_bytes=0, device=0, free=0
     ),

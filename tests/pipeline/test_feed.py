@@ -1,5 +1,6 @@
 """open_feed: the pixels of each split, and the number of workers that make them."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +15,9 @@ from pipeline import feed as feed_module
 from pipeline.build import build_datasets
 from pipeline.decode import installed
 from pipeline.feed import Feed, open_feed
-from pipeline.gpu_decode.decoder import EngineUpload
+from pipeline.gpu_decode.decoder import FIRST_SHARE, EngineUpload
+from pipeline.gpu_decode.encoded import EncodedDataset
+from tests.engines import PillowEngines
 from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")
@@ -26,8 +29,9 @@ def opened(
     decoder: str,
     *,
     device: torch.device = CPU,
+    others: tuple[str, ...] = (),
     workers: int = 1,
-    ceiling: int = 0,
+    processes: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Iterator[Feed]:
     config = cli.load(
@@ -41,7 +45,15 @@ def opened(
     )
     datasets, world = build_datasets(config), world_of(device)
     plan = loader_plan(
-        config, datasets, world, workers=workers, ceiling=ceiling, decoder=decoder, dtype=dtype
+        config,
+        datasets,
+        world,
+        workers=workers,
+        ceiling=processes,
+        processes=processes,
+        decoder=decoder,
+        others=others,
+        dtype=dtype,
     )
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
@@ -83,32 +95,74 @@ def test_validation_does_not_use_the_engines(
         assert train.count == 0 and val.count > 0
 
 
-@pytest.mark.parametrize(("decoder", "during"), [("gpu", 3), ("hybrid", 3), ("pillow", 1)])
-def test_validation_with_engines_uses_all_workers(
-    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str, during: int
+@pytest.mark.parametrize("decoder", ["gpu", "pillow"])
+def test_validation_uses_all_workers(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str
 ) -> None:
+    """No process is started or ended for it."""
     monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
-    with opened(image_root, decoder, workers=1, ceiling=3) as feed:
+    with opened(image_root, decoder, workers=1, processes=3) as feed:
         pool = feed.train.loader.pool
-        reader = pool.pids
+        pids = pool.pids
+        assert len(pids) == 3 and pool.active == 1
         for _ in range(2):
             with feed.for_validation():
-                assert len(pool.workers) == during
+                assert pool.active == 3
                 validation(feed)
-            assert pool.pids == reader
+            assert pool.active == 1 and pool.pids == pids
 
 
-@pytest.mark.parametrize("ceiling", [0, 2])
-def test_validation_never_has_fewer_workers(
-    monkeypatch: pytest.MonkeyPatch, image_root: Path, ceiling: int
+def test_validation_without_workers(image_root: Path) -> None:
+    with opened(image_root, "pillow", workers=0) as feed, feed.for_validation():
+        assert len(validation(feed)) == 3
+        assert not feed.train.loader.pool.workers
+
+
+def test_decoder_can_be_switched(monkeypatch: pytest.MonkeyPatch, image_root: Path) -> None:
+    """Also in the middle of an iteration; every decoder makes the batches of the same samples."""
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    with opened(image_root, "pillow", others=("hybrid", "gpu"), workers=2) as feed:
+        assert feed.engines is not None and feed.decoder == "pillow"
+        engines: Any = feed.engines.decoder
+        dataset = feed.train.loader.pool.sources[0].dataset
+        assert isinstance(dataset, EncodedDataset)
+        samples = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
+        most = sum(dataset.load_encoded(*pair) is not None for pair in samples)
+        made: dict[str, list[Tensor]] = {}
+        for decoder in ("gpu", "pillow", "hybrid", "gpu"):
+            feed.decode_with(decoder)
+            assert feed.decoder == decoder
+            next(feed.train.batches(0, 9))
+            feed.decode_with(decoder)  # the batches that were begun are done
+            engines.files.clear()
+            made[decoder] = [batch.images.clone() for batch in feed.train.batches(0, 9)]
+            files = sum(engines.files)
+            expected = {"gpu": files == most, "hybrid": 0 < files < most, "pillow": files == 0}
+            assert expected[decoder]
+        level = 1 / 255 / 0.22
+        for one, other, third in zip(*made.values(), strict=True):
+            assert (one - other).abs().max() < 40 * level and (one - third).abs().max() < 40 * level
+
+
+@pytest.mark.parametrize(
+    ("enough", "share"),
+    [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],
+)
+def test_engines_take_the_smallest_share_that_is_enough(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, enough: float, share: float
 ) -> None:
-    monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
-    for workers in (0, 3):
-        with (
-            opened(image_root, "gpu", workers=workers, ceiling=workers and ceiling) as feed,
-            feed.for_validation(),
-        ):
-            assert len(feed.train.loader.pool.workers) == workers
+    """Two workers decode 1,000 images/s, the engines 3,000: together 4,000."""
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    with opened(image_root, "hybrid", workers=2) as feed:
+        loader = feed.train.loader
+        assert loader.encoded_share == FIRST_SHARE
+        assert feed.engines is not None
+        feed.engines.decoder.seconds_per_image = 1 / 3000
+        loader.pool.decode_seconds[loader.source].add(2 / 1000)
+        feed.decode_with("hybrid", enough=enough)
+        assert loader.encoded_share == pytest.approx(share)
+        feed.decode_with("gpu")
+        assert loader.encoded_share == 1.0
 
 
 @pytest.mark.gpu
@@ -118,7 +172,9 @@ def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: tor
     device = torch.device("cuda", 0)
     found = {}
     for decoder in [*installed(), "gpu", "hybrid"]:
-        with opened(image_root, decoder, device=device, workers=2, ceiling=4, dtype=dtype) as feed:
+        with opened(
+            image_root, decoder, device=device, workers=2, processes=4, dtype=dtype
+        ) as feed:
             training = feed.train.batches(0, 20)
             next(training)
             with feed.train.pause(), feed.for_validation():

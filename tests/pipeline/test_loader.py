@@ -720,25 +720,26 @@ def test_slow_consumer_does_not_time_out(changeable: Path) -> None:
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
-def test_resized_pool_makes_equal_batches_and_leaves_no_process(
+def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
     image_root: Path, start_method: str
 ) -> None:
     dataset = open_dataset(image_root / "train")
-    numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; at least one stays
-    seen = set()
+    numbers = {1: 3, 5: 1, 9: 4, 13: 2, 17: 0}  # step -> workers from there on; at least one works
     with open_loader(dataset, workers=1, start_method=start_method, slots=6) as loader:
+        pool = loader.pool
         for batch in loader.batches(0, 21):
             check(batch, dataset, loader.samples(batch.step))
             batch.release(None)
             if batch.step in numbers:
-                loader.pool.resize(numbers[batch.step])
-                present = {w.process.pid for w in loader.pool.workers}
-                seen |= present
-                assert len(present) == max(1, numbers[batch.step])
-                assert {pid for pid in seen if is_running(pid)} == present
+                before = pool.pids
+                pool.activate(numbers[batch.step])
+                assert pool.active == max(1, numbers[batch.step])
+                assert pool.pids[: len(before)] == before
+                assert len(pool.pids) == max(len(before), pool.active)
         assert batch.step == 20
-    assert len(seen) == 1 + 2 + 3
-    assert not any(is_running(pid) for pid in seen)
+        seen = pool.pids
+        assert len(seen) == 4 and all(map(is_running, seen))
+    assert not any(map(is_running, seen))
 
 
 def test_pool_without_workers_gets_some(image_root: Path) -> None:
@@ -749,7 +750,7 @@ def test_pool_without_workers_gets_some(image_root: Path) -> None:
             check(batch, dataset, loader.samples(batch.step))
             batch.release(None)
             if batch.step == 1:
-                loader.pool.resize(2)
+                loader.pool.activate(2)
                 assert [len(worker.tasks) for worker in loader.pool.workers] == [1, 1]
         assert all(worker.seconds.count for worker in loader.pool.workers)
 
@@ -766,52 +767,43 @@ def check_first_rows(loader: Loader, dataset: FolderDataset) -> None:
         assert loader.labels[slot, 0] == label
 
 
-def test_worker_finishes_its_tasks_before_it_ends(changeable: Path) -> None:
+def test_worker_that_is_no_longer_active_finishes_its_tasks(changeable: Path) -> None:
+    """It is idle after them, and works again when it is active again."""
     dataset = open_dataset(changeable)
-    with open_loader(dataset, workers=3, slots=9) as loader, ThreadPoolExecutor(1) as thread:
-        leaving = [w.process.pid for w in loader.pool.workers[1:]]
+    with open_loader(dataset, workers=3, slots=9) as loader:
+        pool = loader.pool
         trap = Trap(
             dataset.name(1)
         )  # the second worker has another task, and two tasks wait for any worker
-        numbers = submit_by_turns(loader.pool, 9)
-        assert trap.catch(loader.pool) == leaving[0]
+        numbers = submit_by_turns(pool, 9)
+        assert trap.catch(pool) == pool.pids[1]
         trap.remove()
-
-        def release_late() -> bool:
-            time.sleep(0.3)  # a pool that does not wait would kill it in this time
-            was_running = is_running(leaving[0])
-            trap.release()
-            return was_running
-
-        released = thread.submit(release_late)
-        loader.pool.resize(1)
-        assert released.result(), "it was ended in the middle of a task"
-        assert not any(map(is_running, leaving))
-        loader.pool.wait(numbers)
+        pool.activate(1)  # does not wait
+        trap.release()
+        pool.wait(numbers)
         check_first_rows(loader, dataset)
+        more = [pool.submit(0, 0, 0, np.array([[0, 0]])) for _ in range(4)]
+        assert [len(worker.tasks) for worker in pool.workers] == [pool.prefetch_factor, 0, 0]
+        pool.activate(3)
+        assert [len(worker.tasks) for worker in pool.workers] == [2, 1, 1]
+        pool.wait(more)
 
 
-def test_worker_that_is_killed_while_leaving(changeable: Path) -> None:
-    """Others run its tasks, and it is not replaced."""
+def test_idle_worker_that_is_killed_is_replaced(changeable: Path) -> None:
+    """Active workers run its tasks."""
     dataset = open_dataset(changeable)
-    with open_loader(dataset, workers=2, slots=6) as loader, ThreadPoolExecutor(1) as thread:
-        staying, leaving = loader.pool.workers
+    with open_loader(dataset, workers=2, slots=6) as loader:
+        pool = loader.pool
         trap = Trap(dataset.name(1))
-        numbers = submit_by_turns(loader.pool, 6)
-        assert trap.catch(loader.pool) == leaving.process.pid
+        numbers = submit_by_turns(pool, 6)
+        pid = trap.catch(pool)
+        assert pid == pool.pids[1]
         trap.remove()
-
-        def kill_late() -> None:
-            until(lambda: leaving.leaving)
-            trap.kill(leaving.process.pid)
-
-        killer = thread.submit(kill_late)
-        loader.pool.resize(1)
-        killer.result()
-        loader.pool.wait(numbers)
+        pool.activate(1)
+        trap.kill(pid)
+        pool.wait(numbers)
         check_first_rows(loader, dataset)
-        assert [w.process.pid for w in loader.pool.workers] == [staying.process.pid]
-        assert not is_running(leaving.process.pid)
+        assert pool.active == 1 and len(pool.pids) == 2 and pid not in pool.pids
 
 
 @contextmanager
@@ -828,20 +820,6 @@ def hangs_no_longer(seconds: int) -> Iterator[None]:
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-
-
-def test_worker_that_is_stuck_while_leaving_is_named(changeable: Path) -> None:
-    dataset = open_dataset(changeable)
-    with open_loader(dataset, workers=2, slots=6) as loader:
-        trap = Trap(dataset.name(1))
-        submit_by_turns(loader.pool, 6)
-        pid = trap.catch(loader.pool)
-        loader.pool.timeout_seconds = 0.5
-        with (
-            hangs_no_longer(5),
-            pytest.raises(LoaderError, match=f"{trap.path} \\(worker {pid}\\)"),
-        ):
-            loader.pool.resize(1)
 
 
 @pytest.mark.parametrize("workers", [0, 2])

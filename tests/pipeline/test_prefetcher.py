@@ -77,13 +77,15 @@ def open_prefetcher(
         pool = stack.enter_context(WorkerPool([source], workers=workers))
         loader = Loader(pool, 0, sampler.samples, hold=depth + 1)
         options: dict[str, Any] = {}
-        if engines is not None:
-            options = dict(upload=EngineUpload(loader, engines, hybrid=hybrid), in_thread=True)
         if transforms:
             built = build(transforms, BATCH_TRANSFORMS, key="augment.batch")
             options["mixing"] = Mixing(list(built), CLASSES, seed=11, rank=rank)
         image = ImageFormat(device, mean, std, dtype, channels_last)
         prefetcher = kind(loader, image, depth=depth, **options)
+        if engines is not None:
+            upload = EngineUpload(loader, engines)
+            upload.share_with_workers(hybrid)
+            prefetcher.make_with(upload, in_thread=True)
         stack.callback(prefetcher.close)
         yield prefetcher
 

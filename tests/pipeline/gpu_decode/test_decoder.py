@@ -227,7 +227,8 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
     for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
         upload = EngineUpload(loader, RefusingEngines())  # type: ignore[arg-type]
         image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
-        prefetcher = Prefetcher(loader, image, depth=1, upload=upload, in_thread=True)
+        prefetcher = Prefetcher(loader, image, depth=1)
+        prefetcher.make_with(upload, in_thread=True)
         for batch in prefetcher.batches(0, 2):
             for row in range(8):
                 expected = dataset.load(0, 8 * batch.step + row)[0]
@@ -272,7 +273,8 @@ def test_batches_agree_with_the_cpu_path(
         with Pinned(loader.pool.sources[0].buffers):
             upload = EngineUpload(loader, GpuDecoder(device, 13))
             image = ImageFormat(device, mean=[0, 0, 0], std=[1 / 255] * 3)
-            prefetcher = Prefetcher(loader, image, depth=1, upload=upload, in_thread=True)
+            prefetcher = Prefetcher(loader, image, depth=1)
+            prefetcher.make_with(upload, in_thread=True)
             loader.encoded_share = share
             by_workers = 0
             for batch in prefetcher.batches(0, 2):
@@ -319,7 +321,8 @@ def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
         with Pinned(loader.pool.sources[0].buffers):
             upload = EngineUpload(loader, GpuDecoder(device, 8))
             image = ImageFormat(device, mean=[0, 0, 0], std=[1, 1, 1])
-            prefetcher = Prefetcher(loader, image, depth=1, upload=upload, in_thread=True)
+            prefetcher = Prefetcher(loader, image, depth=1)
+            prefetcher.make_with(upload, in_thread=True)
             found = None
             try:
                 found = next(prefetcher.batches(0, 1)).images

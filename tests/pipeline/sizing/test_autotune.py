@@ -29,10 +29,11 @@ from pipeline.sizing.autotune import (
     SLOWED,
     TOLERANCE,
     Answer,
+    Candidate,
     NotMeasuredError,
     Trial,
     Tuner,
-    best_of,
+    fewest_of,
     search,
     shrink_gain,
 )
@@ -161,13 +162,13 @@ def test_slow_disk_gets_more_workers_than_cores(image_root: Path) -> None:
     """Workers that wait leave their core to others: a budget of one core does not limit them."""
     with open_slow(SlowDisk, image_root, most=4) as feed:
         answer = tune(feed, step_of(0.001), budget=1)
-        assert len(feed.train.loader.pool.workers) == answer.workers
+        assert feed.train.loader.pool.active == answer.workers
     assert answer.workers > 1
     assert cause(answer) == "storage"
     text = "\n".join(lines(answer))
     assert "input-bound by storage" in text
     assert "MB/s" in text
-    assert "decode" not in text
+    assert "by decode" not in text
 
 
 def test_slow_decoder_gets_no_more_workers_than_cores(image_root: Path) -> None:
@@ -194,7 +195,7 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
 
     monkeypatch.setattr(time, "thread_time", lambda: clock.now)
     monkeypatch.setattr(worker, "_waited_for_core", lambda: 0.0)
-    monkeypatch.setattr(WorkerPool, "resize", lambda pool, workers: None)
+    monkeypatch.setattr(WorkerPool, "activate", lambda pool, workers: None)
     with open_slow(Clocked, image_root, workers=0) as feed:
         yield feed
 
@@ -335,6 +336,15 @@ def test_shrink_gain_of_an_unreadable_file_is_one(image_root: Path, tmp_path: Pa
 # Search and answer
 
 
+def search_workers(
+    attempt: Callable[[int], Trial], demand: float, probed: float, cap: int
+) -> dict[int, Trial]:
+    """Trials with a CPU decoder only, whose probe has given `probed` images/s."""
+    candidate = Candidate(min(cap, math.ceil(MARGIN * demand / probed)), cap, probed)
+    tried = search(lambda _, workers: attempt(workers), {"pillow": candidate}, demand=demand)
+    return tried["pillow"]
+
+
 @dataclass(frozen=True)
 class Host:
     """Workers that slow each other down, and a step that slows down when it lacks cores.
@@ -411,13 +421,8 @@ def test_search_finds_the_knee(
 
             measured = demand * (1 + noise.normal(0, 0.003))
             probed = misjudged * per_worker * (1 + noise.normal(0, 0.02))
-            tried = search(
-                attempt,
-                first=min(cap, math.ceil(MARGIN * measured / probed)),
-                demand=measured,
-                cap=cap,
-            )
-            found = best_of(tried)
+            tried = search_workers(attempt, measured, probed, cap)
+            found = fewest_of(tried)
             assert host.run(found)[0] >= (0.97 if cores == 64 else 0.98) * best
             assert found <= knee + max(1, cores // 16)
             assert max(tried) <= cap
@@ -584,9 +589,7 @@ def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
         rate, wait, supply = (float(np.interp(workers, list(cells), column)) for column in columns)
         return Trial(wait, rate, supply / workers, slowed=rate < SLOWED * demand * (1 - wait))
 
-    found = best_of(
-        search(attempt, first=min(15, math.ceil(MARGIN * demand / probed)), demand=demand, cap=15)
-    )
+    found = fewest_of(search_workers(attempt, demand, probed, 15))
     best = max(columns[0])
     knee = min(workers for workers in range(min(cells), 16) if attempt(workers).rate >= 0.98 * best)
     assert attempt(found).rate >= 0.99 * best
@@ -595,32 +598,34 @@ def test_search_finds_the_knee_of_measured_sweeps(name: str) -> None:
 
 def test_search_ends_at_the_deadline() -> None:
     tried = search(
-        lambda workers: Trial(0.5, 100.0 * workers, 100.0),
-        first=2,
+        lambda decoder, workers: Trial(0.5, 100.0 * workers, 100.0),
+        {"pillow": Candidate(2, 100, 100.0), "hybrid": Candidate(2, 100, 100.0)},
         demand=200,
-        cap=100,
         more=lambda wants: False,
     )
-    assert list(tried) == [2]
+    assert {decoder: list(trials) for decoder, trials in tried.items()} == {"pillow": [2]}
 
 
 def test_all_ranks_take_the_same_number_of_trials() -> None:
     """A rank whose search is done keeps stepping while another searches: they share gradients."""
     counts = [0, 0]
 
-    def attempt(rank: int, wait: float) -> Callable[[int], Trial]:
-        def run(workers: int) -> Trial:
+    def attempt(rank: int, wait: float) -> Callable[[str, int], Trial]:
+        def run(decoder: str, workers: int) -> Trial:
             counts[rank] += 1
             return Trial(wait, 100.0 * workers, 100.0)
 
         return run
 
-    search(attempt(0, 0.5), first=2, demand=200, cap=50, more=lambda wants: True)
-    search(attempt(1, TOLERANCE / 2), first=2, demand=200, cap=50, more=lambda wants: True)
+    for rank, wait in enumerate((0.5, TOLERANCE / 2)):
+        candidates = {"pillow": Candidate(2, 50, 100.0)}
+        search(attempt(rank, wait), candidates, demand=200, more=lambda wants: True)
     assert counts[0] == counts[1] == autotune.ROUNDS
 
 
-SETTINGS = "workers=14 pin_memory=on (0.7 ms per batch, 2.6 without) prefetch_factor=3"
+SETTINGS = (
+    "decoder=turbojpeg workers=14 pin_memory=on (0.7 ms per batch, 2.6 without) prefetch_factor=3"
+)
 ENGINES = "set loader.decoder=hybrid to use the GPU's JPEG engines"
 SHRINK = "re-encode the images once with scripts/shrink.py"
 
@@ -644,11 +649,11 @@ def test_answers_with_other_causes() -> None:
         "prefetch_factor=3   expected 6,500 img/s, 1.0% waiting: compute-bound"
     )
     assert cause(replace(ANSWER, each=560)) == "hand-off"
-    engines = replace(ANSWER, each=8000)
-    assert cause(engines, decoder="gpu") == "engines"
-    seen = engines.observation(replace(SETUP, decoder="gpu", large_files=False))
+    engines = replace(ANSWER, each=8000, decoder="gpu", alternatives={"gpu": 5600.0})
+    assert cause(engines) == "engines"
+    seen = engines.observation(replace(SETUP, large_files=False))
     assert engines.lines(seen)[2:] == [
-        f"{SETTINGS}   with the step 5,600 img/s, 16.0% waiting: "
+        f"{SETTINGS.replace('turbojpeg', 'gpu')}   with the step 5,600 img/s, 16.0% waiting: "
         "input-bound by the GPU's JPEG engines",
         "to go faster: set loader.decoder=hybrid to share each batch with the CPU cores",
     ]

@@ -23,7 +23,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pretend to be a host with 16 cores and JPEG engines."""
 
     def pretend(*, cores: int = 16, free: int = 1 << 40) -> None:
-        monkeypatch.setattr(plan, "GpuDecoder", lambda device, batch_size: None)
+        monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
         monkeypatch.setattr(machine, "cores", lambda: cores)
         monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
         monkeypatch.setattr(machine, "cpu_quota", lambda: float("inf"))
@@ -69,7 +69,7 @@ def planned(config: Config, *, device: torch.device = CUDA) -> LoaderPlan:
         # workers, ceiling, cores, measured, start_workers
         ("auto", "pillow", CUDA, (15, 30, 15, True, PROBE_WORKERS)),
         ("auto", "pillow", CPU, (15, 15, 15, False, 15)),
-        ("auto", "hybrid", CUDA, (14, 14, 14, False, 14)),
+        ("auto", "hybrid", CUDA, (14, 28, 14, True, PROBE_WORKERS)),
         ("auto", "gpu", CUDA, (READERS, 15, READERS, True, PROBE_WORKERS)),  # all cores validate
         ("3", "pillow", CUDA, (3, 3, 15, False, 3)),
         ("40", "pillow", CUDA, (40, 40, 15, False, 40)),
@@ -132,7 +132,7 @@ def test_lines(host: Machine) -> None:
     [
         (CPU, "pillow", 5000, "CPU"),
         (CUDA, "none", 5000, "no files"),
-        (CUDA, "hybrid", 5000, "hybrid"),
+        (CUDA, "hybrid", 5000, None),
         (CUDA, "pillow", 3.5, "3.5 batches"),
         (CUDA, "pillow", 5000, None),
         (CUDA, "gpu", 5000, None),

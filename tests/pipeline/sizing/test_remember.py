@@ -18,6 +18,7 @@ from tests.answers import ANSWER
 QUESTION: dict[str, Any] = {
     "data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]],
     "machine": ["H200", 16, 1.5, None, True],
+    "decoders": ["turbojpeg", "hybrid", "gpu"],
 }
 
 
@@ -127,7 +128,13 @@ def test_foreign_file(cache: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"workers": "many"}, {"workers": 3.5}, {"prefetch_factor": 0}, {"demand": 0}],
+    [
+        {"workers": "many"},
+        {"workers": 3.5},
+        {"prefetch_factor": 0},
+        {"demand": 0},
+        {"decoder": "pillow"},  # not one to choose from
+    ],
     ids=str,
 )
 def test_invalid_values(cache: Path, changes: dict[str, Any]) -> None:
