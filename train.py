@@ -337,7 +337,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plan.rewrites_layers:
-        gpu_layers.rewrite(model)
+        gpu_layers.rewrite(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     return TrainState(model, build_optimizer(model, config.optim), ema)
