@@ -47,6 +47,7 @@ from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
 from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
+from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
 from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
@@ -57,9 +58,6 @@ from pipeline.sizing import autotune
 from pipeline.sizing.plan import pixels_of
 
 F = TypeVar("F", bound=Callable[..., Any])
-Values = dict[str, Tensor]
-"""Named values of a step: float [] on the device. Each is logged under its name."""
-Step = Callable[[Batch], Values]
 
 # Nodes may differ in these keys; all other keys must be equal on every rank.
 MAY_DIFFER = (
@@ -113,8 +111,7 @@ def train(config: Config) -> dict[str, Any]:
             )
         )
         log.tuned(*tune_loader(feed, step, plan, state, run, datasets.train.fingerprint()))
-        measure = compiled(validation_loss, plan.compile)
-        validate = Validator(measure, feed=feed, plan=plan, world=world, log=log, stop=stop)
+        validate = Validator(validation_loss, feed=feed, plan=plan, world=world, log=log, stop=stop)
         use(log.watch(feed))
 
         if validate.missing(state):  # an earlier start was stopped before it could validate
@@ -140,25 +137,36 @@ def train(config: Config) -> dict[str, Any]:
         return log.finish(stop.number)
 
 
-def build_step(plan: Plan, state: TrainState, world: World) -> Step:
+def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     """Return the function that trains on one batch: `train_step` with a compiled loss and DDP."""
     config = plan.config
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
     loss = plan.autocast()(compiled(training_loss, plan.compile))
+    on_gpu = world.device.type == "cuda"
+    # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
+    lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=world.device)
+
+    def before(step: int) -> None:
+        seed_step(config.train.seed, step, world.rank)
+        lr.fill_(plan.curve.at(step))
 
     def step(batch: Batch) -> Values:
-        seed_step(config.train.seed, batch.step, world.rank)
         return train_step(
             state,
             network,
             loss,
             batch,
-            lr=plan.curve.at(batch.step),
+            lr=lr,
             label_smoothing=config.train.label_smoothing,
             clip_norm=config.optim.clip_norm,
         )
 
-    return step
+    return StepGraph(
+        step,
+        before=before,
+        ordinary_steps=ORDINARY_STEPS if world.size == 1 else ORDINARY_STEPS_DDP,
+        refused=None if on_gpu else "training runs on the CPU",
+    )
 
 
 def train_step(
@@ -167,7 +175,7 @@ def train_step(
     loss: Callable[..., tuple[Tensor, Values]],
     batch: Batch,
     *,
-    lr: float,
+    lr: float | Tensor,
     label_smoothing: float = 0.0,
     clip_norm: float | None = None,
 ) -> Values:
@@ -176,6 +184,7 @@ def train_step(
     Args:
         network: the model, or DDP around it.
         loss: `training_loss`, or its compiled form.
+        lr: learning rate, a number or float [] on the device.
         clip_norm: maximum global gradient norm; None disables clipping.
 
     Returns:
@@ -217,7 +226,9 @@ def training_loss(
 def validation_loss(
     network: nn.Module, images: Tensor, labels: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Forward pass and loss in validation, compiled likewise. Labels below 0 do not count.
+    """Forward pass and loss in validation. Labels below 0 do not count.
+
+    Not compiled: the CPU decodes validation images, more slowly than the GPU processes them.
 
     Returns:
         float32 [4]: summed loss, top-1 hits, top-5 hits, images. And for each row, [B], its loss
@@ -328,7 +339,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plan.rewrites_layers:
-        gpu_layers.rewrite(model)
+        gpu_layers.rewrite(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     return TrainState(model, build_optimizer(model, config.optim), ema)
@@ -336,7 +347,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
 
 def tune_loader(
     feed: Feed,
-    step: Step,
+    step: StepGraph,
     plan: Plan,
     state: TrainState,
     run: RunDirectory,
@@ -370,6 +381,7 @@ def tune_loader(
         answer, lines = autotune.settle(
             tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
         )
+    step.reset()
     run.set_pixels(pixels_of(feed.decoder))
     return answer, lines
 

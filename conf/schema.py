@@ -330,8 +330,6 @@ class Model:
             "off",
             "default",
             "tuned",
-            "reduce-overhead",
-            "max-autotune",
             "max-autotune-no-cudagraphs",
         ),
     )

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -156,8 +156,6 @@ def join_world(device_choice: str) -> Iterator[World]:
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     device = resolve_device(device_choice, local_rank, local_size)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
     world = World(
         rank=int(os.environ.get("RANK", 0)),
         size=size,
@@ -165,15 +163,17 @@ def join_world(device_choice: str) -> Iterator[World]:
         local_size=local_size,
         device=device,
     )
-    if size == 1:
+    with ExitStack() as stack:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            # Work of the default stream cannot be captured in a CUDA graph, and DDP keeps the
+            # stream in which it is created.
+            stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+        if size > 1:
+            # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
+            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            stack.callback(dist.destroy_process_group)
         yield world
-        return
-    # gloo, in addition to NCCL, transfers objects and the stop signal without using the GPU
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    try:
-        yield world
-    finally:
-        dist.destroy_process_group()
 
 
 class StopSignal:

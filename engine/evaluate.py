@@ -14,7 +14,7 @@ MOST_CLASSES = 4096
 WORST_IMAGES = 16  # to show in TensorBoard
 
 Measure = Callable[[nn.Module, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-"""`train.validation_loss`, or its compiled form."""
+"""`train.validation_loss`."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def evaluate(
 
     Args:
         networks: called in eval mode; left in the mode they were in.
-        measure: `train.validation_loss`, or its compiled form.
+        measure: `train.validation_loss`.
         batches: (images float [B, 3, S, S], labels int64 [B]); rows with a label below 0 do not
             count. Each rank passes its own share and may pass fewer batches than another rank:
             only the sums are exchanged.
@@ -150,7 +150,7 @@ def evaluate(
     for images, labels in batches:
         for number, network in enumerate(networks):
             values, losses, predictions = measure(network, images, labels)
-            totals[number] += values  # now: with CUDA graphs the next call overwrites its results
+            totals[number] += values
             if mistakes is not None and number == 0:
                 mistakes.add(images, labels, losses, predictions)
     for network, mode in zip(networks, modes, strict=True):

@@ -42,6 +42,7 @@ def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         fused=fused,
+        capturable=fused,  # the step may be part of a CUDA graph
     )
 
 

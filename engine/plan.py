@@ -117,13 +117,8 @@ class Plan:
 
     @property
     def rewrites_layers(self) -> bool:
-        """Whether to use models.gpu_layers, made for compiled bf16 channels_last on a GPU."""
-        return (
-            self.device_type == "cuda"
-            and self.compile != "off"
-            and self.precision == "bf16"
-            and self.channels_last
-        )
+        """Whether to use models.gpu_layers, made for compiled bf16 on a GPU."""
+        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16"
 
     @property
     def setup(self) -> Setup:

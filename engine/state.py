@@ -42,7 +42,8 @@ class MovingAverage(nn.Module):
 
     Attributes:
         module: the averaged model.
-        n_averaged: int64 [], number of updates. On the CPU: an update must not wait for the GPU.
+        n_averaged: int64 [], number of updates. On the device, like all that an update reads: it
+            may be part of a CUDA graph.
     """
 
     n_averaged: Tensor
@@ -51,18 +52,21 @@ class MovingAverage(nn.Module):
         super().__init__()
         self.module = copy.deepcopy(model)
         self.decay = decay
-        self.register_buffer("n_averaged", torch.tensor(0))
+        device = next(model.parameters()).device
+        self.register_buffer("n_averaged", torch.tensor(0, device=device))
 
     @torch.no_grad()
     def update_parameters(self, model: nn.Module) -> None:
         """Update the average with the weights after an optimiser step."""
-        weight = max(1.0 - self.decay, (1 + int(self.n_averaged)) ** (-2 / 3))
+        weight = (1.0 + self.n_averaged).pow(-2 / 3).clamp(min=1.0 - self.decay)
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]
-        torch._foreach_lerp_(
-            [mean for mean, _ in averaged], [value for _, value in averaged], weight
-        )
+        means = [mean for mean, _ in averaged]
+        # A lerp would need the weight on the host.
+        changes = torch._foreach_sub([value for _, value in averaged], means)
+        torch._foreach_mul_(changes, weight)
+        torch._foreach_add_(means, changes)
         if copied:
             torch._foreach_copy_([count for count, _ in copied], [value for _, value in copied])
         self.n_averaged += 1

@@ -17,7 +17,7 @@ class Validator:
     """Validates the model of a run on the whole validation split.
 
     Args:
-        measure: `train.validation_loss`, or its compiled form.
+        measure: `train.validation_loss`.
         feed: gives the validation batches.
         log: reports the results.
         stop: a signal ends a validation early.

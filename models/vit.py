@@ -66,23 +66,44 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
+class AddNorm(nn.LayerNorm):
+    """Adds a branch to the residual stream, and normalises the sum for the next branch.
+
+    One module, because both happen in one pass over memory: see `models.gpu_layers`.
+    """
+
+    def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Return the sum of two tensors [B, N, width], and the sum normalised."""
+        total = stream + branch
+        return total, super().forward(total)
+
+
 class Block(nn.Module):
     """Attention and MLP, each with a layer norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.norm1 = AddNorm(width, eps=1e-6)
         self.attn = Attention(width, heads)
-        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.norm2 = AddNorm(width, eps=1e-6)
         self.mlp = Mlp(width, hidden)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+    def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
+        """Add `branch` to the residual stream; return the stream and the output of the MLP.
+
+        The next block adds that output, which the paper's block adds itself.
+        """
+        stream, x = self.norm1(stream, branch)
+        stream, x = self.norm2(stream, self.attn(x))
+        return stream, self.mlp(x)
 
 
 class PatchEmbed(nn.Module):
-    """Embed each patch of an image: a convolution with stride equal to its kernel size."""
+    """Embed each patch of an image: a convolution with stride equal to its kernel size.
+
+    Computed as a matrix product over the patches. For a convolution, cuDNN spent 1.0 ms on the
+    weight gradient and 0.8 ms on changes of the layout, 6 % of a step of ViT-S/16 on an H200.
+    """
 
     def __init__(self, patch: int, width: int) -> None:
         super().__init__()
@@ -96,16 +117,19 @@ class PatchEmbed(nn.Module):
         nn.init.zeros_(self.proj.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """float [B, 3, H, W] -> [B, width, H / patch, W / patch].
+        """float [B, 3, H, W] -> [B, H / patch, W / patch, width].
 
         Raises:
             ValueError: H or W is not a multiple of the patch size, so the convolution would ignore
                 part of the image.
         """
-        if x.shape[2] % self.patch or x.shape[3] % self.patch:
+        patch = self.patch
+        if x.shape[2] % patch or x.shape[3] % patch:
             size = f"{x.shape[3]}x{x.shape[2]} px"
-            raise ValueError(f"{size} is not a multiple of the {self.patch} px patches")
-        return self.proj(x)
+            raise ValueError(f"{size} is not a multiple of the {patch} px patches")
+        # [B, 3, H, W] -> [B, 3, rows, patch, columns, patch] -> [B, rows, columns, 3 patch patch]
+        patches = x.unflatten(3, (-1, patch)).unflatten(2, (-1, patch)).permute(0, 2, 4, 1, 3, 5)
+        return F.linear(patches.flatten(3), self.proj.weight.flatten(1), self.proj.bias)
 
 
 class VisionTransformer(nn.Module):
@@ -142,7 +166,7 @@ class VisionTransformer(nn.Module):
         self.grid = image_size // patch
         self.patch_embed = PatchEmbed(patch, width)
         self.register_buffer("positions", positions(self.grid, self.grid, width), persistent=False)
-        self.blocks = nn.Sequential(*[Block(width, heads, hidden) for _ in range(depth)])
+        self.blocks = nn.ModuleList([Block(width, heads, hidden) for _ in range(depth)])
         self.norm = nn.LayerNorm(width, eps=1e-6)
         self.head = nn.Linear(width, num_classes)
         nn.init.zeros_(self.head.weight)
@@ -150,14 +174,17 @@ class VisionTransformer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, H, W] -> [B, num_classes]; H and W are multiples of the patch side."""
-        x = self.patch_embed(x)
-        rows, columns = x.shape[2:]
+        patches = self.patch_embed(x)
+        _, rows, columns, width = patches.shape
         places = self.positions
         if (rows, columns) != (self.grid, self.grid):
-            places = positions(rows, columns, x.shape[1], places.device).to(places.dtype)
+            places = positions(rows, columns, width, places.device).to(places.dtype)
+        branch = patches.flatten(1, 2)
         # bf16 + float32 under autocast: the residual stream is float32.
-        x = x.flatten(2).transpose(1, 2) + places
-        return self.head(self.norm(self.blocks(x)).mean(1))
+        stream = places.expand(branch.shape)
+        for block in self.blocks:
+            stream, branch = block(stream, branch)
+        return self.head(self.norm(stream + branch).mean(1))
 
 
 def vit_s16(num_classes: int, image_size: int) -> nn.Module:

@@ -49,6 +49,13 @@ class Batch:
         targets = labels if self.targets is self.labels else self.targets.clone()
         return Batch(self.images.clone(), labels, targets, self.step)
 
+    def copy_(self, other: "Batch") -> None:
+        """Copy the tensors of a batch of the same shapes into those of this one."""
+        self.images.copy_(other.images)
+        self.labels.copy_(other.labels)
+        if self.targets is not self.labels:
+            self.targets.copy_(other.targets)
+
 
 class ImageFormat:
     """Format of the images on the device.

@@ -71,7 +71,7 @@ LATE_SECONDS = 15.0  # no trial begins after this time
 FEWEST_STEPS = 4  # minimum number of steps of a trial
 WARM_BATCHES = 4  # before a trial, which begins with empty queues; and of the engines
 PROBE_ROWS = 8  # images in a task of the probe: few, so that a slow disk does not prolong it
-WARM_STEPS = 5  # the first compiles, the next choose kernels
+WARM_STEPS = 15  # the first compiles, the next choose kernels, and one captures a CUDA graph
 
 
 class NotMeasuredError(RuntimeError):

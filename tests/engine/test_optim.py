@@ -58,7 +58,7 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
             for key, sign in signs.items()
             if shapes[key].dim() >= 2
         )
-        rewrite(model)  # replaces the classes of layers
+        rewrite(model, channels_last=True)  # replaces the classes of layers
 
 
 def test_attention_with_three_projection_weights_is_decayed() -> None:

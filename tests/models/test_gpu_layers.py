@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from models.gpu_layers import BlockConv, OnePassBatchNorm, PlacedMaxPool, _PlacedMaxPool, rewrite
+from models.gpu_layers import (
+    BlockConv,
+    OnePassAddNorm,
+    OnePassBatchNorm,
+    PlacedMaxPool,
+    _PlacedMaxPool,
+    rewrite,
+)
+from models.vit import AddNorm, vit_s16
 
 
 def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
@@ -23,7 +31,7 @@ def pair(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
             nn.init.uniform_(module.weight, 0.5, 1.5)
             nn.init.uniform_(module.bias, -0.1, 0.1)
     rewritten = copy.deepcopy(plain)
-    rewrite(rewritten)
+    rewrite(rewritten, channels_last=True)
     return plain, rewritten
 
 
@@ -62,7 +70,7 @@ def test_layers_of_a_resnet_are_replaced() -> None:
     assert nn.BatchNorm2d not in kinds
     assert kinds.count(BlockConv) == kinds.count(PlacedMaxPool) == 1
     again = copy.deepcopy(rewritten)
-    rewrite(again)
+    rewrite(again, channels_last=True)
     assert [type(module) for module in again.modules()] == kinds
 
 
@@ -126,7 +134,7 @@ def test_parameters_remain_the_same_objects() -> None:
     """An optimiser that was created before remains valid."""
     model = models.build("resnet18", num_classes=10, image_size=64)
     before = [*model.parameters(), *model.buffers()]
-    rewrite(model)
+    rewrite(model, channels_last=True)
     assert all(a is b for a, b in zip(before, [*model.parameters(), *model.buffers()], strict=True))
 
 
@@ -193,21 +201,21 @@ OTHERS = {
 def test_other_layers_are_not_replaced(name: str) -> None:
     module = OTHERS[name]()
     kind = type(module)
-    rewrite(nn.Sequential(module))
+    rewrite(nn.Sequential(module), channels_last=True)
     assert type(module) is kind
 
 
 @pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
 def test_stem_with_other_padding_is_not_replaced(mode: str) -> None:
     module = stem(padding_mode=mode)
-    rewrite(nn.Sequential(module))
+    rewrite(nn.Sequential(module), channels_last=True)
     assert type(module) is nn.Conv2d
 
 
 def test_the_unmodified_layers_are_replaced() -> None:
     """The layers that the cases above modify."""
     model = nn.Sequential(stem(), nn.BatchNorm2d(6), pooling())
-    rewrite(model)
+    rewrite(model, channels_last=True)
     assert [type(module) for module in model] == [BlockConv, OnePassBatchNorm, PlacedMaxPool]
 
 
@@ -216,7 +224,7 @@ def test_the_unmodified_layers_are_replaced() -> None:
 
 def exchanged(module: nn.Module) -> nn.Module:
     module = copy.deepcopy(module)
-    rewrite(module)
+    rewrite(module, channels_last=True)
     return module
 
 
@@ -578,3 +586,78 @@ def test_compiled_resnet_gives_equal_bits_twice() -> None:
     assert losses == losses_again
     assert torch.equal(grads, grads_again)
     assert same(state, state_again)
+
+
+def add_norm(width: int) -> AddNorm:
+    torch.manual_seed(0)
+    module = AddNorm(width, eps=1e-6)
+    nn.init.normal_(module.weight)
+    nn.init.normal_(module.bias)
+    return module
+
+
+def rewritten_norm(module: AddNorm) -> AddNorm:
+    """The faster version, with the same weights."""
+    other = copy.deepcopy(module)
+    rewrite(other, channels_last=False)
+    assert type(other) is OnePassAddNorm
+    return other
+
+
+def norm_gradients_of(module: AddNorm, stream: Tensor, branch: Tensor) -> list[Tensor]:
+    """The two results, and the gradients of the inputs and the parameters."""
+    leaves = [stream.clone().requires_grad_(), branch.clone().requires_grad_()]
+    results = module(*leaves)
+    generator = torch.Generator().manual_seed(2)
+    objective = sum(
+        (result.double() * torch.randn(result.shape, generator=generator).to(result.device)).sum()
+        for result in results
+    )
+    assert isinstance(objective, Tensor)
+    objective.backward()
+    return [*results, *map(gradient, [*leaves, *module.parameters()])]
+
+
+def test_norm_on_the_cpu_is_the_plain_layer() -> None:
+    module = add_norm(24)
+    stream, branch = torch.randn(2, 5, 24), torch.randn(2, 5, 24).bfloat16()
+    found = norm_gradients_of(rewritten_norm(module), stream, branch)
+    for ours, theirs in zip(found, norm_gradients_of(module, stream, branch), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [24, 384, 768, 1000, 4096])
+@pytest.mark.parametrize("rows", [(1,), (3, 7), (64, 196)])
+def test_gradients_of_the_norm_compared_with_float64(width: int, rows: tuple[int, ...]) -> None:
+    """float32 results are exact to float32 rounding; bf16 results are the rounded exact ones."""
+    module = add_norm(width).cuda()
+    generator = torch.Generator("cuda").manual_seed(1)
+    shape = (*rows, width)
+    stream = 3 + torch.randn(shape, generator=generator, device="cuda")
+    branch = torch.randn(shape, generator=generator, device="cuda").bfloat16()
+    exact = norm_gradients_of(copy.deepcopy(module).double(), stream.double(), branch.double())
+    found = norm_gradients_of(rewritten_norm(module), stream, branch)
+    assert [t.dtype for t in found[:4]] == [torch.float32, torch.bfloat16] * 2
+    for ours, theirs in zip(found, exact, strict=True):
+        # The gradient that arrives at the norm has been rounded to bf16.
+        bound = 1e-6 if ours is found[0] else 6e-3
+        assert (ours.double() - theirs).norm() < bound * theirs.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("repeatable")
+def test_compiled_vit_learns_the_same() -> None:
+    """The gradient errors of bf16 are at most 1.2 times those of the plain layers."""
+    torch.manual_seed(0)
+    plain = vit_s16(10, 64).cuda()
+    nn.init.normal_(plain.head.weight, std=0.05)
+    rewritten = copy.deepcopy(plain)
+    rewrite(rewritten, channels_last=False)
+    images, labels = batch_on_gpu()
+    images = images.contiguous()
+    _, exact = train_two_steps(copy.deepcopy(plain).double(), images.double(), labels)
+    losses, grads = train_two_steps(plain, images, labels, bf16=True)
+    our_losses, our_grads = train_two_steps(rewritten, images, labels, bf16=True)
+    assert our_losses == pytest.approx(losses, rel=0.01)
+    assert (our_grads - exact).norm() < 1.2 * (grads - exact).norm() < 0.1 * exact.norm()

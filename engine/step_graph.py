@@ -1,0 +1,125 @@
+"""The training step as one CUDA graph: one launch per step instead of hundreds.
+
+A step of ResNet-18 launches some 300 kernels. Where the host's cores are slow or busy decoding, the
+launches take longer than the kernels, and the GPU is idle between them. A graph is captured once
+and replayed with one call: the same kernels with the same arguments, so the results are the same
+bits. The rules are those of https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pipeline.prefetcher import Batch
+
+logger = logging.getLogger(__name__)
+
+Values = dict[str, Tensor]
+"""Named values of a step: float [] on the device. Each is logged under its name."""
+
+# Ordinary steps before the capture: they compile, choose kernels and create the optimiser's state.
+ORDINARY_STEPS = 3
+# DDP times its first ten steps with CUDA events, which cannot be captured.
+ORDINARY_STEPS_DDP = 12
+# Share of a step's memory that must stay free beside the graph, which keeps the memory of a whole
+# step: a validation needs less than that.
+VALIDATION_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class _Captured:
+    """A graph with the batch that it reads and the values that it writes at each replay."""
+
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    values: Values
+
+
+class StepGraph:
+    """Calls a training step: on a GPU as a CUDA graph, elsewhere as the function it is.
+
+    The first steps, and all steps after a capture that failed, launch their kernels one by one.
+    One graph is captured for each shape of a batch.
+
+    Args:
+        step: launches the kernels of a step on a batch; it must not wait for the GPU. Its tensors,
+            apart from the batch, keep their addresses.
+        before: called with the number of the step before its kernels are launched: sets the
+            values that change from step to step, such as the learning rate, in their tensors.
+        ordinary_steps: before a capture.
+        refused: why no graph is captured; None to capture.
+
+    Attributes:
+        refused: why the kernels are launched one by one; None if they are not.
+    """
+
+    def __init__(
+        self,
+        step: Callable[[Batch], Values],
+        *,
+        before: Callable[[int], None],
+        ordinary_steps: int = ORDINARY_STEPS,
+        refused: str | None = None,
+    ) -> None:
+        self.step, self.before = step, before
+        self.ordinary_steps, self.refused = ordinary_steps, refused
+        self._taken: Counter[Hashable] = Counter()
+        self._captured: dict[Hashable, _Captured] = {}
+
+    def __call__(self, batch: Batch) -> Values:
+        """Take a step. The values are overwritten by the next one."""
+        self.before(batch.step)
+        if self.refused is not None:
+            return self.step(batch)
+        shape = (batch.images.shape, batch.targets.shape)
+        self._taken[shape] += 1
+        if shape not in self._captured and self._taken[shape] > self.ordinary_steps:
+            self._capture(batch, shape)
+        captured = self._captured.get(shape)
+        if captured is None:
+            return self.step(batch)
+        captured.batch.copy_(batch)
+        captured.graph.replay()
+        return captured.values
+
+    def reset(self) -> None:
+        """Drop the graphs, because tensors of the step have moved; the next steps capture again."""
+        self._captured.clear()
+        # One ordinary step creates the optimiser's state; all else is ready.
+        self._taken = Counter(dict.fromkeys(self._taken, self.ordinary_steps - 1))
+
+    def _capture(self, batch: Batch, shape: Hashable) -> None:
+        """Capture the step, or set `refused`. Nothing is computed: the caller replays the graph."""
+        if not _memory_remains():
+            self._refuse("the GPU's memory is nearly full, and a graph keeps that of a whole step")
+            return
+        static, graph = batch.clone(), torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()  # not the default stream, see join_world
+        try:
+            # Other threads may call CUDA meanwhile: they upload batches and write checkpoints.
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                values = self.step(static)
+        except RuntimeError as error:
+            self._refuse(str(error).splitlines()[0])
+        else:
+            self._captured[shape] = _Captured(graph, static, values)
+
+    def _refuse(self, reason: str) -> None:
+        self.refused = reason
+        logger.warning(
+            "the training step is not captured in a CUDA graph (%s): a slow host may hold up the "
+            "GPU",
+            reason,
+        )
+
+
+def _memory_remains() -> bool:
+    """Whether a graph and a validation fit into the memory of the GPU at the same time."""
+    held = torch.cuda.memory_allocated()
+    step = torch.cuda.max_memory_allocated() - held
+    free, _ = torch.cuda.mem_get_info()
+    return free + torch.cuda.memory_reserved() - held > (1 + VALIDATION_SHARE) * step

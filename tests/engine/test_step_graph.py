@@ -1,0 +1,167 @@
+"""The training step as a CUDA graph compared with the step whose kernels are launched singly."""
+
+import logging
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import train
+from conf import cli
+from engine.distributed import World, join_world
+from engine.plan import Plan, make_plan
+from engine.state import TrainState, params_sha256, untouched
+from engine.step_graph import ORDINARY_STEPS, StepGraph, Values
+from pipeline.build import build_datasets
+from pipeline.prefetcher import Batch
+
+SIZE, ROWS, STEPS = 64, 16, 3 * ORDINARY_STEPS
+OPTIONS = [
+    "data=fake",
+    "train.deterministic=true",
+    f"data.image_size={SIZE}",
+    f"loader.batch_size={ROWS}",
+    "model.compile=off",
+    "schedule.warmup_epochs=0.1",  # another learning rate at every step
+]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with join_world("auto") as world:
+        yield world
+    torch.use_deterministic_algorithms(False)
+
+
+def build(world: World, *overrides: str) -> tuple[Plan, TrainState, StepGraph]:
+    config = cli.load([*OPTIONS, *overrides])
+    plan = make_plan(config, build_datasets(config), world)
+    train.set_up_kernels(deterministic=True, precision=plan.precision)
+    state = train.build_state(plan, world)
+    return plan, state, train.build_step(plan, state, world)
+
+
+def batch_of(plan: Plan, step: int, *, mixed: bool = False, rows: int = ROWS) -> Batch:
+    """A random batch on the device; with `mixed`, soft targets as from mixup."""
+    rng = torch.Generator().manual_seed(step)
+    labels = torch.randint(0, plan.num_classes, (rows,), generator=rng)
+    targets = labels
+    if mixed:
+        targets = torch.rand(rows, plan.num_classes, generator=rng).softmax(1)
+    images = torch.randn(rows, 3, SIZE, SIZE, generator=rng).to(plan.loader.dtype)
+    layout = torch.channels_last if plan.channels_last else torch.contiguous_format
+    images = images.to(plan.device_type, memory_format=layout)
+    labels = labels.to(plan.device_type)
+    return Batch(images, labels, targets.to(plan.device_type) if mixed else labels, step)
+
+
+def weights(state: TrainState) -> list[str]:
+    networks = [state.model] if state.ema is None else [state.model, state.ema.module]
+    return [params_sha256(network) for network in networks]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("mixed", "overrides"),
+    [
+        (False, ["model=resnet_tiny"]),
+        (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
+        (False, ["model=resnet_tiny", "optim=adamw", "train.ema_decay=0.9"]),
+        (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
+        (False, ["model=resnet_tiny", "model.compile=default"]),
+        (False, ["model.name=efficientnet_b0", "model.compile=default"]),
+    ],
+    ids=["sgd", "mixed, average, clipping", "adamw", "dropout", "compiled", "compiled dropout"],
+)
+def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: World) -> None:
+    found: list[tuple[list[str], list[dict[str, float]]]] = []
+    for refused in (None, "for the comparison"):
+        torch._dynamo.reset()
+        plan, state, step = build(world, *overrides)
+        step.refused = refused
+        logged = []
+        for number in range(STEPS):
+            values = step(batch_of(plan, number, mixed=mixed))
+            logged.append({name: value.item() for name, value in values.items()})
+        assert step.refused == refused
+        found.append((weights(state), logged))
+    assert found[0] == found[1]
+    assert len({row["loss"] for row in found[0][1]}) == STEPS
+
+
+@pytest.mark.gpu
+def test_the_same_bits_after_a_measurement(world: World) -> None:
+    """The optimiser's state moves in memory when a measurement of the step is undone."""
+    found = []
+    for measured in (True, False):
+        plan, state, step = build(world, "model=resnet_tiny", "train.ema_decay=0.9")
+        if measured:
+            with untouched(state):
+                for number in range(STEPS):
+                    step(batch_of(plan, number))
+            step.reset()
+        for number in range(STEPS):
+            step(batch_of(plan, number))
+        assert step.refused is None
+        found.append(weights(state))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_every_shape_has_its_own_graph(world: World) -> None:
+    found = []
+    for refused in (None, "for the comparison"):
+        plan, state, step = build(world, "model=resnet_tiny")
+        step.refused = refused
+        for number in range(STEPS):
+            step(batch_of(plan, number))
+            step(batch_of(plan, number, rows=ROWS // 2))
+        assert step.refused == refused
+        found.append(weights(state))
+    assert found[0] == found[1]
+
+
+@pytest.mark.gpu
+def test_a_step_that_waits_for_the_gpu_is_not_captured(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line says why, and the steps continue with the same results, dropout included."""
+    found = []
+    for waits in (True, False):
+        plan, state, step = build(world, "model.name=efficientnet_b0")
+        step.refused = None if waits else "for the comparison"
+        launch = step.step
+
+        def waiting(batch: Batch, launch: Callable[[Batch], Values] = launch) -> Values:
+            values = launch(batch)
+            values["loss"].item()
+            return values
+
+        step.step = waiting
+        with caplog.at_level(logging.WARNING):
+            for number in range(STEPS):
+                step(batch_of(plan, number))
+        assert step.refused is not None
+        found.append(weights(state))
+    assert found[0] == found[1]
+    (line,) = [record.getMessage() for record in caplog.records if "CUDA graph" in record.message]
+    assert "not captured" in line and "\n" not in line
+
+
+def test_the_learning_rate_and_the_seed_are_set_before_every_step(world: World) -> None:
+    plan, _, step = build(world, "model=resnet_tiny")
+    order: list[object] = []
+    inner = step.before
+
+    def before(number: int) -> None:
+        inner(number)
+        order.append(number)
+
+    def launch(batch: Batch) -> Values:
+        order.append(batch.step)
+        return {"loss": torch.rand(())}
+
+    recorder = StepGraph(launch, before=before, refused="for this test")
+    first = [recorder(batch_of(plan, number))["loss"].item() for number in (0, 1, 0)]
+    assert order == [0, 0, 1, 1, 0, 0]
+    assert first[0] == first[2] != first[1]
