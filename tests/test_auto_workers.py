@@ -20,8 +20,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from conf.schema import Config
-from engine import ledger
+from engine import checkpoint, ledger
 from engine.distributed import World
+from pipeline import decode, feed
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
@@ -29,6 +30,7 @@ from pipeline.sizing import autotune, machine, plan
 from pipeline.sizing.diagnosis import Observation
 from tests import small_run
 from tests.answers import ANSWER
+from tests.engines import PillowEngines
 from tests.processes import HANGS_SECONDS, family, wait_until
 from tests.results import rows, same, stored
 
@@ -265,6 +267,66 @@ def test_signal_during_the_measurement(
         rest["params_sha256"]
         == run(image_root, tmp_path / "straight", "loader.workers=1")["params_sha256"]
     )
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> type[PillowEngines]:
+    """Stand-ins for JPEG engines, which are always compared with the CPU decoder."""
+
+    class Engines(PillowEngines):
+        pass
+
+    monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
+    monkeypatch.setattr(feed, "GpuDecoder", Engines)
+    monkeypatch.setattr(autotune, "is_enough", lambda tried: False)
+    monkeypatch.setattr(autotune, "could_win", lambda *_: True)
+    return Engines
+
+
+@pytest.mark.parametrize("chosen", ["gpu", "hybrid"])
+def test_the_chosen_decoder_is_part_of_the_run(
+    image_root: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    engines: type[PillowEngines],
+    chosen: str,
+) -> None:
+    """A resumed run keeps it without another measurement; the weights are those of a given gpu."""
+    auto, crops = "loader.decoder=auto", "augment=imagenet"
+    monkeypatch.setattr(
+        autotune, "fastest", lambda tried: chosen if chosen in tried else next(iter(tried))
+    )
+    for steps, last_line in (("4", "measured in "), ("9", "remembered; ")):
+        capfd.readouterr()
+        summary = run(image_root, tmp_path / "run", auto, crops, f"train.max_steps={steps}")
+        lines = tuning(capfd.readouterr().out)
+        assert lines[-1].startswith(last_line)
+        path = tmp_path / "run" / "checkpoints" / f"step-{int(steps):08d}.pt"
+        assert checkpoint.load(path)["identity"]["pixels"] == chosen
+    answer = json.loads((tmp_path / "run" / "autotune.json").read_text())
+    assert answer["decoder"] == chosen
+    assert set(answer["alternatives"]) == {decode.resolve("auto"), "hybrid", "gpu"}
+    assert any(line.startswith("the other decoders, at their best: ") for line in lines)
+    if chosen == "gpu":
+        given = ["loader.decoder=gpu", crops, "loader.workers=1"]
+        whole = run(image_root, tmp_path / "given", *given)
+        assert summary["params_sha256"] == whole["params_sha256"]
+
+
+def test_engines_that_fail_are_not_used(
+    image_root: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    engines: type[PillowEngines],
+) -> None:
+    engines.broken = True
+    summary = run(image_root, tmp_path / "run", "loader.decoder=auto")
+    answer = json.loads((tmp_path / "run" / "autotune.json").read_text())
+    assert answer["decoder"] == decode.resolve("auto")
+    assert "loader.decoder=auto: the GPU's JPEG engines are not used: nvjpegDecode" in caplog.text
+    plain = run(image_root, tmp_path / "plain", "loader.workers=1")
+    assert summary["params_sha256"] == plain["params_sha256"]
 
 
 def test_ranks_choose_together(

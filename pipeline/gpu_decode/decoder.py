@@ -22,12 +22,13 @@ import numpy as np
 import torch
 
 from pipeline.gpu_decode.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
-from pipeline.loader import HostBatch, Loader
+from pipeline.loader import TASK_ROWS, HostBatch, Loader
 from pipeline.prefetcher import DeviceSlot
 
 logger = logging.getLogger(__name__)
 
 FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
+MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves an image of each task, which measures the workers
 # nvjpegStatus_t.
 STATUSES = {
     1: "not initialized",
@@ -382,4 +383,5 @@ class EngineUpload:
             engines = 1 / self.decoder.seconds_per_image
             workers = max(1, pool.active) / max(worker_seconds.value, 1e-9)
             together = engines / (engines + workers)
-            self.loader.encoded_share = min(together, max(0.0, 1 - workers / self._enough))
+            needed = max(0.0, 1 - workers / self._enough)
+            self.loader.encoded_share = min(together, needed, MOST_SHARE)

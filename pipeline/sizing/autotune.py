@@ -349,7 +349,8 @@ class Tuner:
         """
         plan = self.feed.plan
         own = self._workers_alone(plan.decoder, demand, supply)
-        batch_seconds = self._expected_seconds(own, own.first, demand)
+        likely = Candidate(1, 1, demand) if plan.uses_engines else own
+        batch_seconds = self._expected_seconds(likely, own.first, demand)
         if MEASURE_SECONDS / batch_seconds < FEWEST_STEPS:
             rate = self.loader.batch_size / batch_seconds
             return {plan.decoder: {own.first: Trial(1 - rate / demand, rate, own.each)}}, False
@@ -388,7 +389,7 @@ class Tuner:
             "hybrid": self._workers_beside(rate, demand, supply, reading),
             "gpu": replace(self._workers_alone("gpu", demand, reading), bound=rate),
         }
-        return {decoder: found[decoder] for decoder in plan.decoders if decoder in ON_GPU}
+        return {decoder: one for decoder, one in found.items() if decoder in plan.decoders}
 
     def _workers_alone(self, decoder: str, demand: float, supply: Supply) -> Candidate:
         """A decoder whose rate is that of its workers."""

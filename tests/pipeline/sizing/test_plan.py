@@ -56,11 +56,20 @@ class Files(FakeDataset, FileDataset):
         raise AssertionError("planning decodes nothing")
 
 
-def planned(config: Config, *, device: torch.device = CUDA) -> LoaderPlan:
+def planned(
+    config: Config, *, device: torch.device = CUDA, stored_pixels: str | None = None
+) -> LoaderPlan:
     files = Files(num_samples=100_000, num_classes=2, size=24)
     datasets = replace(build_datasets(config), train=files)
     world = world_of(device)
-    return plan_loader(config, datasets, world, dtype=torch.float32, channels_last=False)
+    return plan_loader(
+        config,
+        datasets,
+        world,
+        dtype=torch.float32,
+        channels_last=False,
+        stored_pixels=stored_pixels,
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,6 +94,34 @@ def test_workers(
     assert counts == expected
     assert (found.not_measured is not None) == (workers == "auto" and not found.measured)
     assert found.uses_engines == (decoder != "pillow")
+
+
+def test_auto_compares_decoders_where_there_are_engines(
+    host: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host()
+    auto = small("loader.workers=auto")
+    (cpu,) = planned(auto, device=CPU).decoders
+    found = planned(auto)
+    assert found.decoders == (cpu, "gpu", "hybrid") and found.decoder == cpu
+    assert found.uses_engines and found.memory.file_bytes
+    assert found.lines()[0].endswith(f", decoder {cpu} or gpu or hybrid")
+    for stored in ("cpu", "gpu", "hybrid"):  # a resumed run keeps its pixels
+        kept = planned(auto, stored_pixels=stored)
+        assert kept.decoders == (cpu if stored == "cpu" else stored,)
+        assert not kept.engines_unused
+    for overrides, reason in (
+        (["loader.workers=4"], "are only compared if loader.workers=auto is measured"),
+        (["train.deterministic=true"], "train.deterministic=true: not the GPU's JPEG engines"),
+    ):
+        alone = planned(small("loader.workers=auto", *overrides))
+        assert alone.decoders == (cpu,) and not alone.memory.file_bytes
+        assert reason in alone.lines()[0]
+    monkeypatch.setattr(plan, "why_no_engines", lambda device: "nvJPEG is not installed")
+    alone = planned(auto)
+    assert alone.decoders == (cpu,)
+    assert alone.lines()[0].endswith(f", decoder {cpu} (no JPEG engines: nvJPEG is not installed)")
+    assert not planned(auto, device=CPU).engines_unused
 
 
 def test_one_core_is_probed_with_one_worker(host: Machine) -> None:
