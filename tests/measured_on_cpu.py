@@ -1,7 +1,8 @@
 """train.py that also measures loader.workers=auto on a CPU, for test_auto_workers.py.
 
 Usage: `measured_on_cpu.py folder overrides...`. In the folder, each rank creates a file when it
-begins to measure, and writes its results.
+begins to measure, and writes its results. With the variable CHOOSES, stand-ins for JPEG engines are
+always compared with the CPU decoder, and rank 0 finds that decoder the fastest.
 """
 
 import json
@@ -14,7 +15,9 @@ from typing import Any
 
 import train
 from conf import cli
+from pipeline import feed
 from pipeline.sizing import autotune, machine, plan
+from tests.engines import PillowEngines
 
 
 def main(folder: Path, overrides: list[str]) -> int:
@@ -40,6 +43,13 @@ def main(folder: Path, overrides: list[str]) -> int:
     machine.cores = lambda: 4
     machine.threads_per_core = lambda: 1
     machine.cpu_quota = lambda: math.inf
+    if "CHOOSES" in os.environ:
+        plan.why_no_engines = lambda device: None
+        feed.GpuDecoder = PillowEngines
+        autotune.is_enough = lambda tried: False
+        autotune.could_win = lambda *_: True
+        chosen = os.environ["CHOOSES"] if rank == "0" else "none"
+        autotune.fastest = lambda tried: chosen if chosen in tried else next(iter(tried))
     return train.main(cli.load(overrides))
 
 

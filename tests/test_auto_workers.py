@@ -376,3 +376,29 @@ def test_ranks_choose_together(
             == 2
         )
     assert hashes["auto"] == hashes["1"]
+
+
+def test_ranks_use_one_decoder(
+    image_root: Path, tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """That of rank 0, although the other rank finds another one faster."""
+    hashes = []
+    for decoder in ("auto", "gpu"):
+        folder = tmp_path / decoder
+        options = [f"loader.decoder={decoder}", "augment=imagenet"]
+        if decoder == "gpu":
+            options.append("loader.workers=1")
+        done = subprocess.run(
+            small_run.torchrun(command(tmp_path, image_root, folder, *options), 2),
+            env=environment | {"CHOOSES": "gpu"},
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+        )
+        assert done.returncode == 0, done.stderr
+        hashes.append(json.loads((folder / "summary.json").read_text())["params_sha256"])
+        stored = checkpoint.load(folder / "checkpoints" / "step-00000009.pt")
+        assert stored["identity"]["pixels"] == "gpu"
+    assert hashes[0] == hashes[1]
+    by_rank = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(2)]
+    assert [found["answer"]["decoder"] for found in by_rank] == ["gpu", "gpu"]

@@ -60,7 +60,7 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
-MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes half
+MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
 ROUNDS = 6  # maximum number of trials
 # A probe of two workers is wrong by up to this factor.
 MISJUDGED = 1.3
@@ -278,9 +278,9 @@ class Tuner:
         )
 
     def _lead(self, decoder: str) -> str:
-        """The decoder of rank 0: gradients are averaged over images with the same pixels."""
+        """Rank 0's choice: all ranks use the engines in the same way, or their own CPU decoder."""
         leading: str = self.ranks.gather(decoder)[0]
-        return leading
+        return leading if leading in ON_GPU else self.feed.plan.decoder
 
     def use(self, decoder: str, workers: int, demand: float) -> None:
         """Set the feed for a step of `demand` images/s."""
@@ -348,9 +348,10 @@ class Tuner:
             deadline: no trial begins after this time, in seconds of time.perf_counter().
         """
         plan = self.feed.plan
+        uses_engines = all(self.ranks.gather(plan.uses_engines))
         own = self._workers_alone(plan.decoder, demand, supply)
-        likely = Candidate(1, 1, demand) if plan.uses_engines else own
-        batch_seconds = self._expected_seconds(likely, own.first, demand)
+        fed = Candidate(1, 1, demand)  # by the engines
+        batch_seconds = self._expected_seconds(fed if uses_engines else own, own.first, demand)
         if MEASURE_SECONDS / batch_seconds < FEWEST_STEPS:
             rate = self.loader.batch_size / batch_seconds
             return {plan.decoder: {own.first: Trial(1 - rate / demand, rate, own.each)}}, False
@@ -367,9 +368,9 @@ class Tuner:
         candidates = {} if plan.decoder in ON_GPU else {plan.decoder: own}
         supplied = own.cap * own.each
         sure = bool(candidates) and supplied >= MISJUDGED * MARGIN * demand
-        if not plan.uses_engines or all(self.ranks.gather(sure)):
+        if not uses_engines or all(self.ranks.gather(sure)):
             run(candidates)
-        if plan.uses_engines and not all(self.ranks.gather(is_enough(tried))):
+        if uses_engines and not all(self.ranks.gather(is_enough(tried))):
             engines = self._engine_candidates(demand, supply)
             candidates = candidates | engines if supplied >= demand else engines | candidates
             run(candidates)
@@ -383,7 +384,8 @@ class Tuner:
             logger.warning("loader.decoder=auto: the GPU's JPEG engines are not used: %s", refused)
             return {}
         assert self.feed.engines is not None
-        rate = 1 / max(self.feed.engines.decoder.seconds_per_image, 1e-9)
+        seconds = max(self.ranks.gather(self.feed.engines.decoder.seconds_per_image))
+        rate = 1 / max(seconds, 1e-9)
         reading = supply if plan.decoder == "gpu" else self._probe(encoded=1.0)
         found = {
             "hybrid": self._workers_beside(rate, demand, supply, reading),
@@ -460,7 +462,8 @@ class Tuner:
         self.use(decoder, workers, demand)
         steps = max(FEWEST_STEPS, min(200, round(MEASURE_SECONDS / batch_seconds)))
         # The share of hybrid is right after the batches that are begun with the first guess.
-        warm = WARM_BATCHES + (self.loader.ahead if decoder == "hybrid" else 0)
+        ahead: int = max(self.ranks.gather(self.loader.ahead))
+        warm = WARM_BATCHES + (ahead if decoder == "hybrid" else 0)
         everyone: list[Trial] = self.ranks.gather(self._try_with_step(steps, warm))
         trials: list[Trial] = self.ranks.of_node(everyone)
         rate = min(trial.rate for trial in trials)
@@ -654,8 +657,10 @@ def next_number(decoder: str, tried: dict[int, Trial], demand: float, cap: int) 
     best = best_of(decoder, tried)
     if decoder != "hybrid" or tried[best].slowed:
         return neighbour(tried, demand, cap)
-    # A quarter less returns cores to the step, and takes more of its GPU.
-    return best if tried[best].wait_fraction > TOLERANCE else max(1, 3 * best // 4)
+    trial = tried[best]
+    if trial.wait_fraction > TOLERANCE or trial.rate * PAYS >= demand:
+        return best
+    return max(1, 3 * best // 4)  # returns cores to the step, and takes more of its GPU
 
 
 def neighbour(tried: dict[int, Trial], demand: float, cap: int) -> int:
@@ -739,7 +744,7 @@ def measure_supply(loader: Loader, *, encoded: float = 0.0) -> Supply:
     recent.clear()
     done = len(numbers)
     began = time.perf_counter()
-    while time.perf_counter() - began < MEASURE_SECONDS / 2 or len(recent) < 4:
+    while time.perf_counter() - began < MEASURE_SECONDS / (4 if encoded else 2) or len(recent) < 4:
         while len(numbers) - done < in_flight:
             submit()
         pool.wait(numbers[done : done + 1])

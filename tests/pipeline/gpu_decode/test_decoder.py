@@ -3,6 +3,7 @@
 import io
 import random
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,16 @@ from PIL import Image
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
-from pipeline.gpu_decode import geometry
-from pipeline.gpu_decode.decoder import EngineError, EngineUpload
+from pipeline.gpu_decode import decoder, geometry
+from pipeline.gpu_decode.decoder import (
+    EngineError,
+    Engines,
+    EngineUpload,
+    GpuDecoder,
+    find_library,
+    has_engines,
+    why_no_engines,
+)
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
@@ -239,7 +248,95 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
     assert "status 2: the CPU decoder decodes this batch instead" in caplog.text
 
 
+class Library:
+    """Stands in for nvJPEG: its calls return a status; it notes their names."""
+
+    def __init__(self, version: tuple[int, int, int] = (12, 3, 3), **statuses: int) -> None:
+        self.version, self.statuses = version, statuses
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return self.statuses.get(name, 0)
+
+        return call
+
+    def nvjpegGetProperty(self, kind: int, value: Any) -> int:  # noqa: N802
+        value._obj.value = self.version[kind]
+        return self.statuses.get("nvjpegGetProperty", 0)
+
+
+def test_errors_of_nvjpeg_name_the_version_and_the_status() -> None:
+    with pytest.raises(
+        EngineError,
+        match=r"nvjpegCreateEx of nvJPEG 12\.3\.3 returned status 7 \(architecture mismatch",
+    ):
+        Engines(Library(nvjpegCreateEx=7))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"status 99 \(unknown\)"):
+        Engines(Library(nvjpegJpegStateCreate=99))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"^nvJPEG 11\.9\.0 is too old; install version 12$"):
+        Engines(Library((11, 9, 0)))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="nvjpegGetProperty returned status 1"):
+        Engines(Library(nvjpegGetProperty=1))  # type: ignore[arg-type]
+
+
+def test_engines_free_what_they_create() -> None:
+    library = Library()
+    Engines(library).close()  # type: ignore[arg-type]
+    assert library.calls == [
+        "nvjpegCreateEx",
+        "nvjpegJpegStateCreate",
+        "nvjpegJpegStateDestroy",
+        "nvjpegDestroy",
+    ]
+
+
+def test_nvidias_own_package_is_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As installed by pip, then torchvision's, then that of the CUDA toolkit."""
+    wheel = metadata.PackagePath("nvidia/cu13/lib/libnvjpeg.so.13")
+    wheel.dist = metadata.Distribution.at("/venv/nvidia_nvjpeg-13.0.dist-info")
+    other = metadata.PackagePath("nvidia/cu13/include/nvjpeg.h")
+    monkeypatch.setattr(
+        metadata, "files", lambda name: [other, wheel] if name == "nvidia-nvjpeg" else None
+    )
+    monkeypatch.setattr(decoder, "_in_torchvision", lambda: ["/venv/torchvision.libs/libnvjpeg.so"])
+    asked: list[str] = []
+
+    def load(name: str) -> Any:
+        asked.append(name)
+        if name.endswith(".so.12"):
+            return "the toolkit's"
+        raise OSError(name)
+
+    monkeypatch.setattr(decoder.ctypes, "CDLL", load)
+    assert find_library.__wrapped__() == "the toolkit's"
+    assert asked == [
+        "/venv/nvidia/cu13/lib/libnvjpeg.so.13",
+        "/venv/torchvision.libs/libnvjpeg.so",
+        "libnvjpeg.so.13",
+        "libnvjpeg.so.12",
+    ]
+
+
 # On a GPU.
+
+
+@pytest.mark.gpu
+def test_engines_are_found_or_their_absence_is_explained() -> None:
+    device = torch.device("cuda", 0)
+    reason = why_no_engines(device)
+    assert has_engines(device) == (reason is None)
+    assert reason is None or "nvJPEG" in reason
+    assert why_no_engines(torch.device("cpu")) == "training runs on the CPU"
+
+
+@pytest.mark.gpu
+def test_two_decoders_may_exist_one_after_the_other() -> None:
+    """The first one, which only looks for engines, is freed."""
+    device = torch.device("cuda", 0)
+    for _ in range(3):
+        GpuDecoder(device, 2).engines.close()
 
 
 @pytest.mark.gpu
@@ -249,8 +346,6 @@ def test_batches_agree_with_the_cpu_path(
     image_root: Path, tmp_path: Path, entries: list[Any], share: float
 ) -> None:
     """Engines and libjpeg differ in inverse DCT and chroma upsampling: by 2 levels on average."""
-    from pipeline.gpu_decode.decoder import GpuDecoder
-
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
     images = [
@@ -305,7 +400,6 @@ def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
     image_root: Path, tmp_path: Path
 ) -> None:
     """A valid header before damaged data: the batch is complete, or an error names the file."""
-    from pipeline.gpu_decode.decoder import GpuDecoder
     from pipeline.loader import LoaderError
 
     root = tmp_path / "train"
