@@ -255,15 +255,17 @@ class Loader:
         "auto",
         SPEED,
         "worker processes per rank: auto (measured on a GPU, else from the number of cores), or a "
-        "number (0 decodes in the training process)",
+        "number (0 decodes in the training process; on a GPU, loader.decoder=auto is then not "
+        "measured either)",
         auto_or(number(0, 4096), "a whole number from 0 to 4096", int),
     )
     decoder: str = key(
         "auto",
         RESULT | SPEED,
-        "JPEG decoder: auto uses the first of turbojpeg, simplejpeg and pillow that is installed "
-        "(same pixels); gpu uses the GPU's JPEG engines, hybrid the engines and the CPU; a resumed "
-        "run with auto keeps its kind (CPU, gpu or hybrid)",
+        "JPEG decoder: gpu uses the GPU's JPEG engines, hybrid the engines and the CPU, the others "
+        "the CPU (same pixels); auto is the first of turbojpeg, simplejpeg and pillow that is "
+        "installed, or gpu or hybrid where the first start measures that they are faster (not with "
+        "train.deterministic); a resumed run with auto keeps its kind (CPU, gpu or hybrid)",
         one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"),
         # The CPU decoders return the same pixels.
         alike=lambda name: name if name in ("gpu", "hybrid") else "auto",
