@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import train
@@ -23,6 +24,7 @@ from conf.schema import Config
 from engine import checkpoint, ledger
 from engine.distributed import World
 from pipeline import decode, feed
+from pipeline.gpu_decode.decoder import has_engines
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
@@ -312,6 +314,24 @@ def test_the_chosen_decoder_is_part_of_the_run(
         given = ["loader.decoder=gpu", crops, "loader.workers=1"]
         whole = run(image_root, tmp_path / "given", *given)
         assert summary["params_sha256"] == whole["params_sha256"]
+
+
+@pytest.mark.gpu
+def test_decoders_are_measured_on_a_gpu(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engines themselves; the first start and its continuation use one decoder."""
+    if not has_engines(torch.device("cuda", 0)):
+        pytest.skip("no JPEG engines")
+    monkeypatch.setattr(autotune, "is_enough", lambda tried: False)
+    monkeypatch.setattr(autotune, "could_win", lambda *_: True)
+    options = ["train.device=cuda", "loader.decoder=auto", "augment=imagenet"]
+    for steps in (4, 9):
+        run(image_root, tmp_path / "run", *options, f"train.max_steps={steps}")
+        answer = json.loads((tmp_path / "run" / "autotune.json").read_text())
+        assert set(answer["alternatives"]) == {decode.resolve("auto"), "hybrid", "gpu"}
+        path = tmp_path / "run" / "checkpoints" / f"step-{steps:08d}.pt"
+        assert checkpoint.load(path)["identity"]["pixels"] == plan.pixels_of(answer["decoder"])
 
 
 def test_engines_that_fail_are_not_used(

@@ -182,3 +182,22 @@ def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: tor
             assert len(list(training)) == 19
     for batches in found.values():
         assert_equal(batches, found["pillow"])
+
+
+@pytest.mark.gpu
+def test_decoder_can_be_switched_on_a_gpu(image_root: Path) -> None:
+    """Back and forth; the engines' pixels differ by a few levels, and a decoder repeats its own."""
+    device = torch.device("cuda", 0)
+    cpu = installed()[0]
+    with opened(image_root, cpu, others=("gpu", "hybrid"), device=device, workers=2) as feed:
+        made: dict[str, list[list[Tensor]]] = {cpu: [], "gpu": [], "hybrid": []}
+        for decoder in (cpu, "gpu", "hybrid", cpu, "gpu", "hybrid"):
+            feed.decode_with(decoder, enough=100.0 if made[decoder] else math.inf)
+            next(feed.train.batches(0, 9))  # an iteration that ends early
+            made[decoder].append([batch.images.cpu() for batch in feed.train.batches(0, 9)])
+        for decoder in (cpu, "gpu"):
+            assert all(map(torch.equal, *made[decoder])), decoder
+        level = 1 / 255 / 0.22
+        for images, *others in zip(made[cpu][0], *made["gpu"], *made["hybrid"], strict=True):
+            for other in others:
+                assert (images - other).abs().mean() < 4 * level
