@@ -139,11 +139,13 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         mixing = _mixing(config, len(datasets.classes), world.rank)
         train = Prefetcher(train_loader, format, depth=depth, mixing=mixing)
         val = Prefetcher(val_loader, format, depth=depth)
-        stack.callback(train.close)
-        stack.callback(val.close)
         engines = None
         if plan.uses_engines:
-            engines = EngineUpload(train_loader, GpuDecoder(world.device, share))
+            decoder = GpuDecoder(world.device, share)
+            stack.callback(decoder.close)
+            engines = EngineUpload(train_loader, decoder)
+        stack.callback(train.close)
+        stack.callback(val.close)
         feed = Feed(train, val, len(val_sampler), plan, pinned, engines)
         feed.decode_with(plan.decoder)
         yield feed

@@ -47,6 +47,9 @@ class PillowEngines:
         self.files.append(len(encoded))
         self.seconds_per_image = 1e-3
 
+    def close(self) -> None:
+        pass
+
     @staticmethod
     def _crop(files: np.ndarray, row: np.ndarray, size: int) -> np.ndarray:
         offset, length = int(row[geometry.OFFSET]), int(row[geometry.LENGTH])

@@ -191,7 +191,7 @@ def why_no_engines(device: torch.device) -> str | None:
     if device.type != "cuda":
         return "training runs on the CPU"
     try:
-        GpuDecoder(device, 1).engines.close()
+        GpuDecoder(device, 1).close()
     except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
         return str(error)
     return None
@@ -285,6 +285,10 @@ class GpuDecoder:
             self._settled.record()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
         crop_resize(geometry.to(self.device, non_blocking=True), out, scale, shift)
+
+    def close(self) -> None:
+        """Free the engines' memory. No batch may be in progress."""
+        self.engines.close()
 
     def _room(self, rows: np.ndarray) -> np.ndarray:
         """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""

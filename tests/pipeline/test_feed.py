@@ -81,6 +81,9 @@ class NoEngines:
     def make_batch(self, *args: Any) -> None:
         raise AssertionError("the CPU decodes validation images")
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize("decoder", ["gpu", "hybrid"])
 def test_validation_does_not_use_the_engines(

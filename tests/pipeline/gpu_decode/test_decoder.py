@@ -336,7 +336,7 @@ def test_two_decoders_may_exist_one_after_the_other() -> None:
     """The first one, which only looks for engines, is freed."""
     device = torch.device("cuda", 0)
     for _ in range(3):
-        GpuDecoder(device, 2).engines.close()
+        GpuDecoder(device, 2).close()
 
 
 @pytest.mark.gpu

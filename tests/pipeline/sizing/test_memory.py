@@ -18,6 +18,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import Source
 from pipeline.sizing import machine
 from pipeline.sizing.plan import GIB, WORKER_BYTES, MemoryPlan, plan_memory
+from tests.engines import PillowEngines
 from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
@@ -100,7 +101,7 @@ def test_planned_bytes_are_those_that_open_feed_allocates(
     world_size: int,
     overrides: list[str],
 ) -> None:
-    monkeypatch.setattr(feed_module, "GpuDecoder", lambda device, batch_size: None)  # no engines
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
     config = small(
         f"data.root={image_root}",
         f"loader.batch_size={batch_size}",
