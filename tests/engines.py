@@ -45,7 +45,8 @@ class PillowEngines:
             images[row] = self._crop(files, table[row], images.shape[1])
         out.copy_((torch.from_numpy(images).float() * scale + shift).permute(0, 3, 1, 2))
         self.files.append(len(encoded))
-        self.seconds_per_image = 1e-3
+        if len(encoded):
+            self.seconds_per_image = 1e-3
 
     def close(self) -> None:
         pass

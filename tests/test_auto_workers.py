@@ -334,18 +334,28 @@ def test_decoders_are_measured_on_a_gpu(
         assert checkpoint.load(path)["identity"]["pixels"] == plan.pixels_of(answer["decoder"])
 
 
-def test_engines_that_fail_are_not_used(
+@pytest.mark.parametrize(
+    ("broken", "augment", "reason"),
+    [
+        (True, "imagenet", "nvjpegDecodeBatched returned status 6"),
+        (False, "strong", "augment.train or the files need the CPU"),  # rand_augment
+    ],
+)
+def test_engines_that_cannot_be_used(
     image_root: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     engines: type[PillowEngines],
+    broken: bool,
+    augment: str,
+    reason: str,
 ) -> None:
-    engines.broken = True
-    summary = run(image_root, tmp_path / "run", "loader.decoder=auto")
+    engines.broken, crops = broken, f"augment={augment}"
+    summary = run(image_root, tmp_path / "run", "loader.decoder=auto", crops)
     answer = json.loads((tmp_path / "run" / "autotune.json").read_text())
     assert answer["decoder"] == decode.resolve("auto")
-    assert "loader.decoder=auto: the GPU's JPEG engines are not used: nvjpegDecode" in caplog.text
-    plain = run(image_root, tmp_path / "plain", "loader.workers=1")
+    assert f"loader.decoder=auto: the GPU's JPEG engines are not used: {reason}" in caplog.text
+    plain = run(image_root, tmp_path / "plain", "loader.workers=1", crops)
     assert summary["params_sha256"] == plain["params_sha256"]
 
 

@@ -1,1 +1,1 @@
-"""Number of workers and memory of the input pipeline on this machine."""
+"""Decoder, number of workers and memory of the input pipeline on this machine."""

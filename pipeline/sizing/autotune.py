@@ -356,7 +356,10 @@ class Tuner:
             rate = self.loader.batch_size / batch_seconds
             return {plan.decoder: {own.first: Trial(1 - rate / demand, rate, own.each)}}, False
 
+        attempts: list[str] = []
+
         def attempt(decoder: str, workers: int) -> Trial:
+            attempts.append(decoder)
             seconds = self._expected_seconds(candidates[decoder], workers, demand)
             return self._attempt(decoder, workers, demand, seconds)
 
@@ -373,7 +376,7 @@ class Tuner:
         if uses_engines and not all(self.ranks.gather(is_enough(tried))):
             engines = self._engine_candidates(demand, supply)
             candidates = candidates | engines if supplied >= demand else engines | candidates
-            run(candidates)
+            run(candidates, rounds=ROUNDS - len(attempts))
         return tried, True
 
     def _engine_candidates(self, demand: float, supply: Supply) -> dict[str, Candidate]:
@@ -442,6 +445,8 @@ class Tuner:
             failure = describe(error)
         if failure is None and feed.engines.taken == taken:
             failure = str(feed.engines.refused)
+        elif failure is None and not feed.engines.decoder.seconds_per_image:
+            failure = "augment.train or the files need the CPU"
         feed.decode_with(feed.plan.decoder)
         failures: list[str | None] = self.ranks.gather(failure)
         return next(filter(None, failures), None)
@@ -528,8 +533,6 @@ def settle(
     except NotMeasuredError as error:
         return _take_budget(tuner, str(error))
     remember(question, answer)
-    # A resumed run keeps the decoder, and asks for the number of workers only.
-    remember({**question, "decoders": [answer.decoder]}, answer)
     seen = answer.observation(tuner.setup)
     dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
     if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
@@ -570,6 +573,7 @@ def search(
     more: Callable[[bool], bool] = lambda wants: wants,
     lead: Callable[[str], str] = lambda decoder: decoder,
     tried: dict[str, dict[int, Trial]] | None = None,
+    rounds: int = ROUNDS,
 ) -> dict[str, dict[int, Trial]]:
     """Try decoders and numbers of workers until another trial would not help.
 
@@ -579,13 +583,14 @@ def search(
         demand: images/s of the step.
         more: given whether this rank wants to go on, whether all do: they do if any rank wants to.
         lead: given the decoder that this rank wants to try, the one that all try.
-        tried: earlier trials, which count.
+        tried: earlier trials.
+        rounds: maximum number of further trials; the same on all ranks.
 
     Returns:
         The trials by decoder and number of workers.
     """
     tried = {} if tried is None else tried
-    for _ in range(ROUNDS - sum(map(len, tried.values()))):
+    for _ in range(rounds):
         wanted, workers = following(tried, candidates, demand) or ("", 0)
         if tried and not more(workers > 0):
             break
@@ -821,19 +826,26 @@ def recall(question: dict[str, Any]) -> Answer | None:
 
 
 def remember(question: dict[str, Any], answer: Answer) -> None:
-    """Keep an answer in the user's cache; when that fails, the next start measures again."""
-    path = _memory_file(question)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps({"question": question, "answer": asdict(answer)}, indent=1))
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        logger.warning(
-            "cannot store the answer of loader.workers=auto in %s (%s)", path.parent, error
-        )
+    """Keep an answer in the user's cache; when that fails, the next start measures again.
+
+    It also answers the question of a resumed run, which keeps the decoder.
+    """
+    for decoders in (question["decoders"], [answer.decoder]):
+        asked = {**question, "decoders": decoders}
+        path = _memory_file(asked)
+        temporary = path.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            content = {"question": asked, "answer": asdict(answer)}
+            temporary.write_text(json.dumps(content, indent=1))
+            os.replace(temporary, path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            logger.warning(
+                "cannot store the answer of loader.workers=auto in %s (%s)", path.parent, error
+            )
+            return
 
 
 def _memory_file(question: dict[str, Any]) -> Path:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,7 @@ from pipeline.sizing.diagnosis import Supply
 from pipeline.sizing.plan import workers_for
 
 DECODERS = ("simplejpeg", "gpu", "hybrid")
-BUSY_THREADS = {"simplejpeg": 0.0, "hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
+BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
 READING = 6600.0  # images/s of a worker that only reads
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 
@@ -65,11 +67,10 @@ class Host:
     def run(self, decoder: str, workers: int) -> tuple[float, float, float]:
         """Images/s, share of the time waiting, and images/s of a worker."""
         each = self.per_worker * (1 - self.contention * (workers - 1) / self.cores)
-        shares = {"simplejpeg": 0.0, "gpu": 1.0}
-        share = shares[decoder] if decoder in shares else self.share(workers, each)
+        share = self.share(workers, each) if decoder == "hybrid" else float(decoder == "gpu")
         supply = workers / ((1 - share) / each + share / READING)
         supply = min(supply, self.engines / share) if share else supply
-        missing = max(0.0, workers + self.threads + BUSY_THREADS[decoder] - self.cores)
+        missing = max(0.0, workers + self.threads + BUSY_THREADS.get(decoder, 0.0) - self.cores)
         takes = self.demand * max(0.1, 1 - self.slow * missing) * (1 - self.uses * share)
         fed = supply / takes
         rate = takes * min(1, fed) * (1 - 0.03 * math.exp(-(((fed - 1) / 0.06) ** 2)))
@@ -94,6 +95,7 @@ class SimulatedTuner(Tuner):
         return Supply(1e3 / READING, 0.0, 1.0, 110e3, 2)
 
     def _attempt(self, decoder: str, workers: int, demand: float, batch_seconds: float) -> Trial:
+        self.ranks.gather("gradients")
         self.trials.append((decoder, workers))
         rate, wait, each = self.host.run(decoder, workers)
         rate *= 1 + self.noise.normal(0, 0.004)
@@ -103,7 +105,11 @@ class SimulatedTuner(Tuner):
 
 
 def tune(
-    host: Host, misjudged: float, seed: int = 0, decoders: tuple[str, ...] = DECODERS
+    host: Host,
+    misjudged: float,
+    seed: int = 0,
+    decoders: tuple[str, ...] = DECODERS,
+    ranks: World = ALONE,
 ) -> tuple[str, int, list[tuple[str, int]]]:
     """The decoder, the number of workers, and the trials."""
     noise = np.random.default_rng(seed)
@@ -121,7 +127,7 @@ def tune(
         first_step=0,
         setup=SimpleNamespace(most_workers=host.cores - 1),  # type: ignore[arg-type]
         choices=schema.Loader(),
-        ranks=ALONE,
+        ranks=ranks,
         host=host,
         noise=noise,
         trials=trials,
@@ -129,7 +135,7 @@ def tune(
     demand = host.demand * (1 + noise.normal(0, 0.003))
     cpu_ms = 1e3 / (misjudged * host.per_worker * (1 + noise.normal(0, 0.02)))
     tried, _ = tuner._try(demand, Supply(cpu_ms, 0.0, 1.0, 110e3, 2), math.inf)
-    decoder = fastest(tried)
+    decoder = tuner._lead(fastest(tried))
     return decoder, best_of(decoder, tried[decoder]), trials
 
 
@@ -199,3 +205,51 @@ def test_a_given_decoder_is_kept() -> None:
     for given in ("hybrid", "gpu"):
         found, _, trials = tune(RESNET50, 1, decoders=(given,))
         assert found == given and {decoder for decoder, _ in trials} == {given}
+
+
+@dataclass(frozen=True)
+class Node(World):
+    """One of two nodes, in threads, with a GPU each: a missing call of a collective is an error."""
+
+    barrier: threading.Barrier
+    values: list[Any]
+
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.barrier.wait()
+        found = list(self.values)
+        self.barrier.wait()
+        assert found.count("gradients") in (0, 2), "one node takes steps, the other does not"
+        return found
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_different_nodes_take_the_same_trials_with_the_same_decoder(seed: int) -> None:
+    barrier, values = threading.Barrier(2, timeout=20), [None, None]
+    demand, names = [2000, 7350, 22000][seed % 3], ("simplejpeg", "turbojpeg")
+
+    def tuned(rank: int) -> tuple[str, list[str]]:
+        random = np.random.default_rng([seed, rank])
+        host = Host(
+            demand,
+            per_worker=random.choice([120, 350, 600, 1600]),
+            engines=random.choice([3000, 14000]),
+            cores=int(random.choice([4, 16, 64])),
+            slow=random.choice([0, 0.02, 0.1]),
+            threads=2,
+            contention=0.1,
+            uses=0.04,
+        )
+        node = Node(rank, 2, 0, 1, torch.device("cpu"), barrier, values)
+        misjudged = random.choice([0.7, 1, 1.3])
+        found, _, trials = tune(host, misjudged, seed, (names[rank], "gpu", "hybrid"), node)
+        return found, [decoder for decoder, _ in trials]
+
+    with ThreadPoolExecutor(2) as threads:
+        ours, theirs = threads.map(tuned, range(2))
+
+    def plain(decoder: str) -> str:
+        return "cpu" if decoder in names else decoder
+
+    assert plain(ours[0]) == plain(theirs[0])
+    assert list(map(plain, ours[1])) == list(map(plain, theirs[1]))

@@ -18,7 +18,7 @@ from tests.answers import ANSWER
 QUESTION: dict[str, Any] = {
     "data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]],
     "machine": ["H200", 16, 1.5, None, True],
-    "decoders": ["turbojpeg", "hybrid", "gpu"],
+    "decoders": ["turbojpeg"],
 }
 
 
@@ -58,6 +58,16 @@ def test_another_question() -> None:
     remember(other, replace(ANSWER, workers=3))
     assert (recall(QUESTION), recall(other)) == (ANSWER, replace(ANSWER, workers=3))
     assert recall({**QUESTION, "more": 1}) is None
+
+
+def test_a_resumed_run_keeps_the_decoder() -> None:
+    """Its question is answered by that of the first start."""
+    answer = replace(ANSWER, decoder="hybrid")
+    remember({**QUESTION, "decoders": ["turbojpeg", "gpu", "hybrid"]}, answer)
+    assert recall({**QUESTION, "decoders": ["turbojpeg", "gpu", "hybrid"]}) == answer
+    assert recall({**QUESTION, "decoders": ["hybrid"]}) == answer
+    assert recall(QUESTION) is None
+    assert recall({**QUESTION, "decoders": ["gpu"]}) is None
 
 
 def test_the_newest_answer_is_used(cache: Path) -> None:
