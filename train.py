@@ -275,9 +275,9 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     Raises:
         UserError: something the user must change; nothing has been created.
     """
-    stored_pixels = world.agree(run.stored_identity).get("pixels", "cpu")
+    resumed = world.agree(run.stored)
     datasets = build_datasets(config)
-    plans = world.all_or_none(lambda: make_plan(config, datasets, world, stored_pixels))
+    plans = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
     # The ranks of a node share its memory: all of them take the plan with the fewest workers.
     memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.ceiling)
     plan = plans[world.rank]

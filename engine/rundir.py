@@ -57,6 +57,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     if weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
     return {
+    if config.train.deterministic:  # eager and compiled steps round differently
+        keys["model.compile"] = plan.compile
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
         **keys,
@@ -127,15 +129,15 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                     "own"
                 )
 
-    def stored_identity(self) -> dict[str, Any]:
-        """Return the identity in the checkpoint that `open` would resume, or nothing.
+    def stored(self) -> tuple[int, dict[str, Any]]:
+        """Return step and identity of the checkpoint that `open` would resume; 0, {} if none.
 
         Raises:
             UserError, CheckpointError: as `open` does.
         """
         self.check()
         found = self._find()
-        return found.identity if found is not None else {}
+        return (found.step, found.identity) if found is not None else (0, {})
 
     def open(self, identity: dict[str, Any], *, stop_step: int | None = None) -> None:
         """Claim the folder and find the checkpoint to resume. Collective.
