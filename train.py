@@ -97,7 +97,9 @@ def train(config: Config) -> dict[str, Any]:
         log.introduce(changes, cli.to_yaml(config))
         if log.finished is not None:
             return log.already_finished()
-        run.begin({"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)})
+        run.begin(
+            {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}, plan
+        )
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = build_step(plan, state, world)
@@ -232,6 +234,8 @@ def compiled(function: F, mode: str) -> F:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
+    # Else nothing that contains models.gpu_layers' max pooling is cached, and every start compiles.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
 
