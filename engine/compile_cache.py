@@ -53,7 +53,7 @@ class CompileCache:
             "channels_last": plan.channels_last,
             "compile": plan.compile,
             "device": plan.device,
-            "torch": torch.__version__,
+            "torch": str(torch.__version__),
             "cuda": torch.version.cuda,
         }
         self._stored: set[tuple[str, str]] = set()  # kind and key of each artefact in the file
