@@ -51,7 +51,7 @@ from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import LoaderError
+from pipeline.loader import LoaderError, start_forkserver
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
 
@@ -280,6 +280,8 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
         UserError: something the user must change; nothing has been created.
     """
     resumed = world.agree(run.stored)
+    if config.loader.start_method == "forkserver" and config.loader.workers != 0:
+        start_forkserver()  # it imports what the workers need, while this process plans
     datasets = build_datasets(config)
     plans = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
     # The ranks of a node share its memory: all of them take the plan with the fewest workers.
