@@ -21,6 +21,7 @@ from conf.schema import (
     differences,
 )
 from engine import checkpoint
+from engine.compile_cache import CompileCache
 from engine.distributed import World, same_on_all_ranks
 from engine.plan import Plan
 from engine.state import TrainState, diverged
@@ -56,6 +57,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     weights = config.model.weights
     if weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
+    if config.train.deterministic:  # eager and compiled steps round differently
+        keys["model.compile"] = plan.compile
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
@@ -88,7 +91,8 @@ class _Found:
 class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
-    Only rank 0 reads and writes the folder. If it raises an error, all ranks raise it.
+    Only rank 0 reads and writes the folder, except compiled/. If it raises an error, all ranks
+    raise it.
 
     Args:
         config: of the run. Its folder, run.dir, is created by `open`, not before.
@@ -108,6 +112,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self._identity: dict[str, Any] = {}
         self._lock: int | None = None
         self._found: tuple[object, _Found | None] | None = None
+        self._compiled: CompileCache | None = None
 
     def check(self) -> None:
         """Refuse a folder that `open` would refuse for any data. Nothing is created.
@@ -127,15 +132,15 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                     "own"
                 )
 
-    def stored_identity(self) -> dict[str, Any]:
-        """Return the identity in the checkpoint that `open` would resume, or nothing.
+    def stored(self) -> tuple[int, dict[str, Any]]:
+        """Return step and identity of the checkpoint that `open` would resume; 0, {} if none.
 
         Raises:
             UserError, CheckpointError: as `open` does.
         """
         self.check()
         found = self._find()
-        return found.identity if found is not None else {}
+        return (found.step, found.identity) if found is not None else (0, {})
 
     def open(self, identity: dict[str, Any], *, stop_step: int | None = None) -> None:
         """Claim the folder and find the checkpoint to resume. Collective.
@@ -230,7 +235,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         return {**config_values(self.config), "ranks": self.world.size}
 
     def save(self, state: TrainState) -> None:
-        """Write a checkpoint. Collective.
+        """Write a checkpoint, and the kernels compiled so far. Collective.
 
         Raises:
             TrainingError: the weights are not finite: no later start could continue from them.
@@ -253,6 +258,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 self.checkpoints, content, keep=self.config.checkpoint.keep, best_step=best
             )
         )
+        if self._compiled is not None:
+            self._compiled.save()
 
     def _find(self) -> _Found | None:
         """Return the checkpoint to resume. The file may be large, so it is read only once."""
@@ -303,8 +310,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 found.append((path.name, path.stat().st_mtime_ns))
         return found
 
-    def begin(self, files: dict[str, str]) -> None:
+    def begin(self, files: dict[str, str], plan: Plan) -> None:
         """Write files such as config.yaml, and remove an earlier start's summary. Collective.
+
+        Kernels that an earlier start compiled for the same plan are loaded.
 
         Args:
             files: content by name.
@@ -314,6 +323,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             UserError: the summary cannot be removed.
         """
         self.world.agree(lambda: self._begin(files))
+        self._compiled = CompileCache(self.path, plan, self.world)
+        self._compiled.load()
 
     def _begin(self, files: dict[str, str]) -> None:
         for name, content in files.items():
