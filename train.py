@@ -242,7 +242,7 @@ def compiled(function: F, mode: str) -> F:
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
     """Begin to write a checkpoint. After a signal during the validation, no step follows."""
     with log.pause("checkpoint"):
-        run.save(state)
+        run.save(state, log.tracker.flusher())  # a kill leaves no gap in the curves before it
         gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
 

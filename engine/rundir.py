@@ -4,7 +4,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -235,10 +235,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def _values(self) -> dict[str, Any]:
         return {**config_values(self.config), "ranks": self.world.size}
 
-    def save(self, state: TrainState) -> None:
+    def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread. Collective.
 
         First waits for the checkpoint before, and raises its error if it has one.
+
+        Args:
+            flush: called in the thread, before it writes.
 
         Raises:
             TrainingError: the weights were not finite: no later start could continue from them.
@@ -253,10 +256,14 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             "config": self._values(),
             "made_by": self._made_by,
         }
-        self.world.agree(lambda: self._writer.start(content, self._write))
+
+        def write(copied: dict[str, Any]) -> None:
+            flush()
+            self._write(copied)
+
+        self.world.agree(lambda: self._writer.start(content, write))
 
     def _write(self, content: dict[str, Any]) -> None:
-        """Write a copy of the state; the thread calls it."""
         weights, best = content["state"]["model"], content["state"]["best"]
         if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
             raise diverged(f"the weights are not finite at step {content['step']}")

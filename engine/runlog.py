@@ -218,10 +218,8 @@ class RunLog:
 
         It counts neither in images/s nor in the time of a step.
         """
-        with self._paused():
-            self.tracker.flush()  # a kill after a checkpoint leaves no gap in the curves before it
-            with self.ledger.lost(kind):
-                yield
+        with self._paused(), self.ledger.lost(kind):
+            yield
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
