@@ -24,7 +24,7 @@ from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
 from engine.out_of_memory import state_bytes
 from engine.plan import Plan
-from engine.state import TrainState, diverged
+from engine.state import TrainingError, TrainState, diverged
 from pipeline.build import Datasets
 from pipeline.sizing.plan import pixels_of
 
@@ -393,7 +393,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         except Exception as error:
             if kind is None:
                 raise
-            logger.error("%s", error)  # another error ends the run
+            if not (kind is TrainingError and isinstance(error, TrainingError)):
+                logger.error("%s", error)  # another error ends the run
+            # else the loss of a later step has reported the divergence first
         finally:
             self.close()
 

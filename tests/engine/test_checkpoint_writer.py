@@ -17,7 +17,7 @@ from engine.checkpoint import CheckpointError, Writer
 from engine.distributed import World
 from engine.out_of_memory import state_bytes
 from engine.rundir import SPARE_BYTES, RunDirectory
-from engine.state import TrainingError, TrainState
+from engine.state import TrainingError, TrainState, diverged
 from models.resnet import resnet_tiny
 from tests.processes import HANGS_SECONDS
 from tests.results import same
@@ -277,15 +277,15 @@ def test_large_weights_are_finite(tmp_path: Path) -> None:
     assert "step-00000005.json" in names(tmp_path)
 
 
-def save_and_crash(folder: Path, state: TrainState) -> None:
+def save_and_crash(folder: Path, state: TrainState, error: Exception) -> None:
     with opened(folder) as run:
         run.save(state)
-        raise KeyError("a bug")
+        raise error
 
 
 def test_a_crash_waits_for_the_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(KeyError):
-        save_and_crash(tmp_path, new_state())
+        save_and_crash(tmp_path, new_state(), KeyError("a bug"))
     assert "step-00000005.json" in names(tmp_path)
 
 
@@ -297,8 +297,11 @@ def test_an_error_is_reported_once_however_the_run_ends(
         run.save(new_state(float("nan")))
     assert caplog.text == ""
     with pytest.raises(KeyError):
-        save_and_crash(tmp_path / "b", new_state(float("nan")))
+        save_and_crash(tmp_path / "b", new_state(float("nan")), KeyError("a bug"))
     assert caplog.text.count("the weights are not finite at step 5") == 1
-    for folder in ("a", "b"):
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        save_and_crash(tmp_path / "c", new_state(float("nan")), diverged("the loss is nan"))
+    assert caplog.text.count("not finite") == 1
+    for folder in ("a", "b", "c"):
         assert names(tmp_path / folder) == set()
         assert opened(tmp_path / folder).resumed is None  # the lock is free
