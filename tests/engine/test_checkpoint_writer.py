@@ -121,7 +121,8 @@ def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
         assert torch.equal(stored["tensors"][name], tensor.cpu()), name
     assert stored["model"]._metadata == model.state_dict()._metadata
     direct = checkpoint.save(tmp_path / "direct", content, keep=1)
-    assert path.stat().st_size == direct.stat().st_size
+    # The names of the devices may differ in length.
+    assert abs(path.stat().st_size - direct.stat().st_size) < 500
 
 
 def test_a_slice_is_copied_without_the_rest(writer: Writer, tmp_path: Path) -> None:
