@@ -96,12 +96,14 @@ def train(config: Config) -> dict[str, Any]:
         if log.finished is not None:
             return log.already_finished()
         run.begin(
-            {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}, plan
+            plan,
+            state,
+            {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)},
         )
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = build_step(plan, state, world)
-        stop = use(StopSignal(world))
+        stop = use(StopSignal(world, run.failed))
         use(
             explain_out_of_memory(
                 state,
@@ -135,7 +137,7 @@ def train(config: Config) -> dict[str, Any]:
                 save(state, run, log, stop)
             if stop:
                 break
-        return log.finish(stop.number)
+        return log.finish(stop)
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
@@ -252,10 +254,10 @@ def compiled(function: F, mode: str) -> F:
 
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
-    """Write a checkpoint. After a signal during the validation or the save, no step follows."""
+    """Begin to write a checkpoint. After a signal during the validation, no step follows."""
     with log.pause("checkpoint"):
-        run.save(state)
-        gc.collect()
+        run.save(state, log.tracker.flusher())  # a kill leaves no gap in the curves before it
+        gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import models
 from conf.schema import config_values
-from engine.distributed import World
+from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
 from engine.ledger import Ledger, peak_rate
 from engine.meters import Meter
@@ -218,10 +218,8 @@ class RunLog:
 
         It counts neither in images/s nor in the time of a step.
         """
-        with self._paused():
-            self.tracker.flush()  # a kill after a checkpoint leaves no gap in the curves before it
-            with self.ledger.lost(kind):
-                yield
+        with self._paused(), self.ledger.lost(kind):
+            yield
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -279,13 +277,24 @@ class RunLog:
 
     # At the end
 
-    def finish(self, signal_number: int) -> dict[str, Any]:
-        """Report the end of the run; return what summary.json holds.
+    def finish(self, stop: StopSignal) -> dict[str, Any]:
+        """Report the end of the run, once its last checkpoint is on disk.
 
         Args:
-            signal_number: the signal that ends this start; 0 if the run is finished.
+            stop: the signal that ends this start, if any. One that comes while the checkpoint is
+                written counts, too.
+
+        Returns:
+            What summary.json holds.
+
+        Raises:
+            TrainingError, CheckpointError: the last checkpoint could not be written.
         """
         self._report()
+        with self.ledger.lost("checkpoint"):
+            self.run.wait()
+        stop.poll()
+        signal_number = stop.number
         if self.profiler.running:
             with self.ledger.lost("profile"):
                 self.profiler.stop(self.state.step)

@@ -241,9 +241,10 @@ def test_only_the_kernels_of_the_run_itself_are_loaded(
     given = str(written) if resume == "elsewhere" else resume
     torch_cache = run.parent / "new_machine"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(torch_cache))
+    model = torch.nn.Linear(1, 1)
     with directory(path, given) as opened:
         opened.open(IDENTITY)
-        opened.begin({}, PLAN)
+        opened.begin(PLAN, TrainState(model, torch.optim.SGD(model.parameters())), {})
     assert any(torch_cache.rglob("*")) == (resume == "auto")
     assert (path / "compiled").exists() == (resume == "auto")
 
