@@ -20,6 +20,7 @@ from torch._dynamo.utils import counters
 import train
 from engine.compile_cache import CompileCache
 from engine.distributed import World
+from engine.state import TrainState
 from tests.engine.test_plan import plan
 from tests.engine.test_rundir import IDENTITY, add_checkpoint, directory
 
