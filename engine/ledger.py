@@ -233,8 +233,15 @@ class Ledger:
             return None
         means = {name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS}
         rate = sum(t.batches for t in timings) * self.setup.batch_size / total
-        before = self.tuned or Observation(self.setup, loader, rate, 0.0)
-        return replace(before, loader=loader, images_per_second=rate, slowdowns=slowdowns, **means)
+        seen = self.tuned or Observation(self.setup, loader, rate, 0.0)
+        return replace(
+            seen,
+            setup=self.setup,
+            loader=loader,
+            images_per_second=rate,
+            slowdowns=slowdowns,
+            **means,
+        )
 
 
 def _verdict(ranks: list[Observation | None], measure: Measure) -> list[str]:

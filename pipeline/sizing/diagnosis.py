@@ -41,6 +41,7 @@ class Setup:
         most_workers: number of workers of a rank for which there are CPU cores.
         large_files: whether scripts/shrink.py would make the training files much smaller.
         decoder, compile: loader.decoder and model.compile as chosen for this machine.
+        decoder_fixed: whether the user set loader.decoder.
         graph_refused: why the whole step is not one CUDA graph; None if it is.
     """
 
@@ -51,6 +52,7 @@ class Setup:
     large_files: bool
     decoder: str
     compile: str
+    decoder_fixed: bool = False
     graph_refused: str | None = None
 
 
@@ -319,7 +321,6 @@ def _step_cause(seen: Observation) -> str:
 
 # Remedies, the most effective first
 
-MEASURE = "set loader.decoder=auto and loader.workers=auto in a new run to measure"
 MORE_CORES = "use a machine with more CPU cores"
 SHRINK = "re-encode the images once with scripts/shrink.py"
 
@@ -397,14 +398,15 @@ def _less_decoding(seen: Observation, more: Sequence[Change] = ()) -> str:
 
 
 def _try_engines(seen: Observation) -> str:
-    """Nothing if loader.decoder=auto has taken the best of the alternatives."""
-    decoder = seen.setup.decoder
-    if not seen.setup.on_gpu or decoder == "none" or seen.alternatives:
+    """Nothing if loader.decoder=auto has measured the decoders: it has taken the best."""
+    setup, tried = seen.setup, seen.alternatives
+    measured = len(tried) > 1 or (tried and not setup.decoder_fixed)
+    if not setup.on_gpu or setup.decoder == "none" or measured or seen.has_engines is False:
         return ""
-    if decoder in decode.ON_GPU:
-        return f"{MEASURE} all decoders"
     known = "" if seen.has_engines else ", if it has them"
-    return "" if seen.has_engines is False else f"{MEASURE} the GPU's JPEG engines{known}"
+    engines = f"the GPU's JPEG engines{known}"
+    what = "all decoders" if setup.decoder in decode.ON_GPU else engines
+    return f"set loader.decoder=auto and loader.workers=auto in a new run to measure {what}"
 
 
 def _shrinking_unpriced(seen: Observation) -> str:
@@ -437,7 +439,7 @@ def _faster_copies(seen: Observation) -> str:
 
 def _fewer_launches(seen: Observation) -> str:
     refused = seen.setup.graph_refused
-    graph = f"the step is not one CUDA graph: {refused}; else " if refused else ""
+    graph = f"the step is not one CUDA graph ({refused}): remedy that, or " if refused else ""
     return f"{graph}raise loader.batch_size"
 
 

@@ -115,7 +115,7 @@ MEASURED = {"alternatives": {"turbojpeg": 4150.0, "hybrid": 4000.0}}
             ["scripts/shrink.py (about 6,225 img/s); use a machine with about 35 CPU cores"],
         ),
         (
-            {**WAITS, "decoder": "hybrid", "large_files": False},
+            {**WAITS, "decoder": "hybrid", "decoder_fixed": True, "large_files": False},
             "decode",
             ["in a new run to measure all decoders; use a machine with about 26 CPU cores"],
         ),
@@ -292,6 +292,11 @@ MEASURED = {"alternatives": {"turbojpeg": 4150.0, "hybrid": 4000.0}}
             ["launch-bound", "90% of the steps", "loader.batch_size"],
         ),
         (
+            {"drained_fraction": 0.9, "graph_refused": "the batch has two shapes"},
+            "launch",
+            ["not one CUDA graph (the batch has two shapes): remedy that, or raise loader.batch_"],
+        ),
+        (
             {"late_fraction": 0.2},
             "launch",
             ["launch-bound: the GPU was idle 20% of the time, and before 0% of the steps,"],
@@ -414,6 +419,26 @@ def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
     assert 1 <= len(found.sentences) <= 2
     assert text.startswith(CAUSES[cause].label)
     assert found.remedy.lower() in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("change", "advised"),
+    [
+        ({}, True),  # not measured
+        ({"has_engines": False}, False),
+        ({"alternatives": {"turbojpeg": 4150.0}}, False),  # auto preferred it untried
+        ({"alternatives": {"turbojpeg": 4150.0}, "decoder_fixed": True}, True),
+        ({"alternatives": {"hybrid": 4150.0}, "decoder_fixed": True, "decoder": "hybrid"}, True),
+        ({**MEASURED, "decoder_fixed": True}, False),  # at an earlier start
+        ({"on_gpu": False}, False),
+    ],
+)
+def test_engines_are_advised_unless_they_were_measured(
+    change: dict[str, Any], advised: bool
+) -> None:
+    found = diagnose(changed(**WAITS, **change))
+    assert found.cause == "decode"
+    assert ("set loader.decoder=auto and loader.workers=auto in a" in found.remedy) == advised
 
 
 def test_every_cause_can_be_found() -> None:
