@@ -77,7 +77,8 @@ class Flow:
         Assumptions:
             While the step waits, the workers have no pause, so the rate is what they supply. It
             grows with their number to the power of SCALING, and inversely with their time per
-            image. Images from JPEG engines keep their rate.
+            image. Images from JPEG engines keep their rate. Storage serves smaller files in
+            proportion to their bytes (the caller's `wait`), however many workers read.
             The rate ends at REACHED of the step's: its rate in this run or alone, the lower one.
             A step that does not wait is slowed by the computing of the workers, in proportion.
         """
