@@ -145,6 +145,7 @@ class Plan:
             large_files=self.large_files,
             decoder=self.loader.decoder,
             compile=self.compile,
+            decoder_fixed=self.config.loader.decoder != "auto",
         )
 
     def autocast(self) -> torch.autocast:
