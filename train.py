@@ -52,7 +52,7 @@ from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import LoaderError
+from pipeline.loader import LoaderError, start_forkserver
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
 from pipeline.sizing.plan import pixels_of
@@ -96,11 +96,15 @@ def train(config: Config) -> dict[str, Any]:
         log.introduce(changes, cli.to_yaml(config))
         if log.finished is not None:
             return log.already_finished()
-        run.begin({"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)})
+        run.begin(
+            plan,
+            state,
+            {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)},
+        )
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = build_step(plan, state, world)
-        stop = use(StopSignal(world))
+        stop = use(StopSignal(world, run.failed))
         use(
             explain_out_of_memory(
                 state,
@@ -134,7 +138,7 @@ def train(config: Config) -> dict[str, Any]:
                 save(state, run, log, stop)
             if stop:
                 break
-        return log.finish(stop.number)
+        return log.finish(stop)
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
@@ -244,15 +248,17 @@ def compiled(function: F, mode: str) -> F:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
+    # Else nothing that contains models.gpu_layers' max pooling is cached, and every start compiles.
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
 
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
-    """Write a checkpoint. After a signal during the validation or the save, no step follows."""
+    """Begin to write a checkpoint. After a signal during the validation, no step follows."""
     with log.pause("checkpoint"):
-        run.save(state)
-        gc.collect()
+        run.save(state, log.tracker.flusher())  # a kill leaves no gap in the curves before it
+        gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
 
 
@@ -287,10 +293,11 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     Raises:
         UserError: something the user must change; nothing has been created.
     """
-    stored = world.agree(run.stored_identity)
-    stored_pixels = stored.get("pixels", "cpu") if stored else None
+    resumed = world.agree(run.stored)
+    if config.loader.start_method == "forkserver" and config.loader.workers != 0:
+        start_forkserver()  # it imports what the workers need, while this process plans
     datasets = build_datasets(config)
-    plans = world.all_or_none(lambda: make_plan(config, datasets, world, stored_pixels))
+    plans = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
     # The ranks of a node share its memory: all of them take the plan with the fewest workers.
     memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.ceiling)
     plan = plans[world.rank]

@@ -325,8 +325,9 @@ class Model:
     compile: str = key(
         "auto",
         SPEED,
-        "torch.compile mode: auto is default on a GPU, off on a CPU; tuned searches the block "
-        "sizes of every kernel (minutes at the first start, steps about 6 % faster)",
+        "torch.compile mode: auto is off on a CPU and, by the length of the run, off, default or "
+        "tuned on a GPU; tuned searches the block sizes of every kernel (minutes at the first "
+        "start, steps about 6 % faster)",
         one_of(
             "auto",
             "off",

@@ -5,21 +5,28 @@ which holds its size and SHA-256. A file without a matching manifest is not a ch
 `last.json` and `best.json` point to one. Each file is written under a temporary name, fsynced and
 renamed, and then its folder is fsynced: after 40 kills during such saves, all 40 folders held a
 loadable checkpoint; with files written in place, 3 of 40 did.
+
+During training, a `Writer` does all of this in a thread, from a copy of the training state.
 """
 
+import copy
 import errno
 import hashlib
+import io
 import json
 import logging
+import mmap
 import os
 import platform
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent import futures
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from conf.schema import UserError, show
 
@@ -39,12 +46,158 @@ FIXED = (
 )
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 MOST_CHANGES = 5  # largest number of changes to list in a message
+ALIGNMENT = 64  # bytes, of each tensor in the memory of a Writer: torch's alignment on a CPU
 # Required content of a checkpoint, by type.
 CONTENT: dict[str, type] = {"step": int, "state": dict, "identity": dict, "config": dict}
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint cannot be written or is damaged; the message names the file and the reason."""
+
+
+class Writer:
+    """Writes copies of the training state in a thread, one at a time, while training continues.
+
+    Training stops for the copy from the device to the host only. The host memory has the size of
+    one copy, and each copy uses it again. For a GPU, it is page-locked where the system permits, so
+    that the host does not wait for the copy either.
+
+    Args:
+        device: on which the model is trained.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
+        self._writing: futures.Future[None] | None = None
+        self._memory: mmap.mmap | None = None
+        self._locked = 0  # address of the memory if it is page-locked
+
+    def reserve(self, size: int) -> None:
+        """Allocate memory for copies of `size` bytes; page-locking it is slow.
+
+        `start` does the same if a copy does not fit.
+
+        Raises:
+            CheckpointError: the system does not allocate it.
+        """
+        # In the thread: CUDA reports a failure to page-lock again at the next kernel launch of the
+        # thread in which it failed, and this one launches none.
+        self._thread.submit(self._allocate, size).result()
+
+    def start(self, content: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
+        """Copy `content` and call `write` with the copy in the thread.
+
+        Later changes of `content` do not change the copy: on a GPU, kernels that are launched
+        after this call run after the copy.
+
+        Args:
+            content: plain containers, tensors, numbers and strings.
+
+        Raises:
+            Exception: what the `write` before this one has raised; nothing is copied.
+            CheckpointError: there is no memory for the copy.
+        """
+        self.wait()
+        tensors = {id(tensor): tensor for tensor in _tensors(content)}
+        memo = dict(zip(tensors, self._copies(list(tensors.values())), strict=True))
+        copied = None
+        if self._on_gpu:
+            copied = torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+        self._writing = self._thread.submit(
+            _write_copied, copy.deepcopy(content, memo), copied, write
+        )
+
+    @property
+    def failed(self) -> bool:
+        """Whether `wait` will raise an exception. Does not wait."""
+        writing = self._writing
+        return writing is not None and writing.done() and writing.exception() is not None
+
+    def wait(self) -> None:
+        """Wait until `write` has returned.
+
+        Raises:
+            Exception: what `write` has raised, once.
+        """
+        if self._writing is not None:
+            futures.wait([self._writing])  # Ctrl-C may end it: the error is kept for `close`
+            writing, self._writing = self._writing, None
+            writing.result()
+
+    def close(self) -> None:
+        """Wait for the thread and free the memory. Raises what `wait` raises."""
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            self._free()
+
+    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Copy the tensors into the memory. On a GPU, the copies are not complete on return."""
+        places, end = [], 0
+        for tensor in tensors:
+            places.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+        if self._memory is None or len(self._memory) < end:
+            self.reserve(end)
+        assert self._memory is not None
+        with torch.no_grad():
+            return [
+                _host_like(tensor, self._memory, place).copy_(tensor, non_blocking=True)
+                for tensor, place in zip(tensors, places, strict=True)
+            ]
+
+    def _allocate(self, size: int) -> None:
+        self._free()
+        size = max(size, 1)
+        try:
+            # Shared: a worker process that is forked later does not get a copy of its own.
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise CheckpointError(
+                f"{size / 2**20:.0f} MiB of host memory for a copy of the weights cannot be "
+                f"allocated ({error.strerror}); raise the memory limit"
+            ) from error
+        if not self._on_gpu:
+            return
+        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
+        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
+        if int(status) == 0:
+            self._locked = address
+        else:
+            logger.warning(
+                "%.0f MiB for checkpoints cannot be page-locked (%s): training stops a little "
+                "longer for each; raise ulimit -l",
+                size / 2**20,
+                status,
+            )
+
+    def _free(self) -> None:
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self._locked)
+            self._locked = 0
+        self._memory = None  # freed with the last tensor in it
+
+
+def _write_copied(
+    content: dict[str, Any], copied: Any, write: Callable[[dict[str, Any]], None]
+) -> None:
+    if copied is not None:
+        copied.synchronize()
+    write(content)
+
+
+def _host_like(tensor: Tensor, memory: mmap.mmap, place: int) -> Tensor:
+    """Return a tensor at an offset of the memory, with the strides of `tensor` if it is dense.
+
+    It has a storage of its own, because torch.save writes whole storages. Equal strides make the
+    copy a plain transfer of bytes.
+    """
+    if tensor.numel() == 0:
+        return torch.empty_like(tensor, device="cpu")
+    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
+    return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
@@ -77,7 +230,7 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
             folder.mkdir(parents=True)
             _sync_folder(folder.parent)
         digest = _write(
-            path, lambda temporary: torch.save({"format": FORMAT, **content}, temporary), announce
+            path, lambda file: torch.save({"format": FORMAT, **content}, file), announce
         )
         manifest |= {"bytes": path.stat().st_size, "sha256": digest}
         write_json(manifest_path, manifest)
@@ -244,7 +397,7 @@ def replace_file(path: Path, text: str) -> None:
 
     A reader finds the old or the new text, also after a power cut.
     """
-    _write(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+    _write(path, lambda file: file.write(text.encode()))
 
 
 def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
@@ -269,13 +422,31 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
         write_json(folder / "best.json", best)
 
 
+class _HashedFile(io.BufferedWriter):
+    """A file that is written from front to back, and hashed meanwhile.
+
+    Attributes:
+        sha256: of what was written. If the disk stores something else, it does not match.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(io.FileIO(path, "wb"))
+        self.sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self.sha256.update(data)
+        return super().write(data)
+
+
 def _write(
-    path: Path, fill: Callable[[Path], Any], announce: Callable[[str], None] = lambda digest: None
+    path: Path,
+    fill: Callable[[_HashedFile], Any],
+    announce: Callable[[str], None] = lambda digest: None,
 ) -> str:
     """Write a file atomically: a temporary file, fsync, rename, fsync of the folder.
 
     Args:
-        fill: writes the temporary file.
+        fill: writes the content of the temporary file.
         announce: called with the SHA-256 before the rename.
 
     Returns:
@@ -283,10 +454,11 @@ def _write(
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        fill(temporary)
-        digest = _sha256(temporary)
-        with open(temporary, "rb") as file:
+        with _HashedFile(temporary) as file:
+            fill(file)
+            file.flush()
             os.fsync(file.fileno())
+        digest = file.sha256.hexdigest()
         announce(digest)
         os.replace(temporary, path)
     except BaseException:
@@ -343,7 +515,9 @@ def _remove(path: Path) -> None:
 
 def _write_error(path: Path, content: dict[str, Any], error: Exception) -> str:
     free = shutil.disk_usage(path.parent).free
-    needed = _tensor_bytes(content)
+    needed = sum(tensor.nbytes for tensor in _tensors(content))
+    if isinstance(error.__context__, OSError):  # torch.save replaces it by a RuntimeError
+        error = error.__context__
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not full and free >= needed:
         return (
@@ -357,12 +531,13 @@ def _write_error(path: Path, content: dict[str, Any], error: Exception) -> str:
     )
 
 
-def _tensor_bytes(content: Any) -> int:
-    if isinstance(content, torch.Tensor):
-        return content.nbytes
-    if isinstance(content, dict):
-        return sum(_tensor_bytes(v) for v in content.values())
-    return sum(_tensor_bytes(v) for v in content) if isinstance(content, (list, tuple)) else 0
+def _tensors(content: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers."""
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, (dict, list, tuple)):
+        for value in content.values() if isinstance(content, dict) else content:
+            yield from _tensors(value)
 
 
 def _sha256(path: Path) -> str:

@@ -183,15 +183,22 @@ class StopSignal:
     same step: an all-reduce finds the highest signal number while a step runs, and the next call
     of `poll` reads it.
 
+    Args:
+        world: its ranks stop together.
+        failed: whether a checkpoint of this rank could not be written. That stops all ranks like a
+            signal; the next save raises the error.
+
     Attributes:
         received: number of the signal that this process received; 0 for none.
-        number: number of the signal that stops all ranks, as of the last `poll`; 0 for none.
+        number: number of the signal that stops all ranks, as of the last `poll`; FAILED after a
+            failure; 0 for none.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    FAILED = 1000  # above all signals
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, world: World, failed: Callable[[], bool] = lambda: False) -> None:
+        self.world, self.failed = world, failed
         self.received = 0
         self.number = 0
         self._highest: Tensor | None = None
@@ -218,12 +225,13 @@ class StopSignal:
 
     def poll(self) -> None:
         """Update `number`. Every rank calls this once per step and after each checkpoint."""
+        own = self.FAILED if self.failed() else self.received
         if self.world.size == 1:
-            self.number = self.received
+            self.number = own
             return
         if self._work is not None and self._highest is not None:
             self._work.wait()
             self.number = int(self._highest)
         if self.number == 0:
-            self._highest = torch.tensor(self.received)
+            self._highest = torch.tensor(own)
             self._work = dist.all_reduce(self._highest, op=dist.ReduceOp.MAX, async_op=True)

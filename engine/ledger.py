@@ -3,10 +3,19 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from pipeline.clock import Timing
-from pipeline.sizing.diagnosis import LoaderState, Observation, Setup, diagnose, slowest
+from pipeline.sizing.diagnosis import (
+    DECODING,
+    LoaderState,
+    Observation,
+    Setup,
+    diagnose,
+    slowest,
+)
+from pipeline.sizing.prices import Gains
 
 # Dense bf16 operations per second, from NVIDIA's data sheets.
 PEAK_FLOPS = {
@@ -36,6 +45,7 @@ FIGURES = (
 MEANS = ("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "copy_ms")
 
 Gather = Callable[[Observation | None], list[Observation | None]]
+Measure = Callable[[], Gains | None]
 
 
 def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
@@ -65,7 +75,7 @@ class Ledger:
         train_images: number of training images, the length of an epoch.
         step: where this start begins.
         began: time.monotonic() when the program began.
-        step_alone: images/s of the step on all ranks without the loader; 0 when not measured.
+        tuned: what loader.workers=auto measured before the first step; None without it.
         peak_rate: images/s at the peak of all GPUs; None when not known.
     """
 
@@ -77,13 +87,13 @@ class Ledger:
         train_images: int,
         step: int = 0,
         began: float,
-        step_alone: float = 0.0,
+        tuned: Observation | None = None,
         peak_rate: float | None = None,
     ) -> None:
         self.setup = setup
         self.spent = spent
         self.train_images = train_images
-        self.step_alone = step_alone
+        self.tuned = tuned
         self.peak_rate = peak_rate
         self._run: list[Timing] = []
         self._epoch: list[Timing] = []
@@ -146,20 +156,36 @@ class Ledger:
             "images_per_second_with_first_epoch": self._rate(*kinds),
         }
 
-    def epoch_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
+    def epoch_verdict(
+        self,
+        loader: LoaderState,
+        gather: Gather = lambda seen: [seen],
+        measure: Measure = lambda: None,
+        slowdowns: str = "",
+    ) -> list[str]:
         """Judge the intervals since the last call; nothing below SHORT_EPOCH seconds.
 
         Args:
             loader: state of this rank's loader.
             gather: exchanges a value between all ranks.
+            measure: called for the prices of remedies if the images limit.
+            slowdowns: why this rank's GPU ran below its maximum clock.
         """
         timings = self._epoch
         self._epoch = []
-        return self._verdict(timings, SHORT_EPOCH, loader, gather)
+        seen = self._observation(timings, SHORT_EPOCH, loader, slowdowns)
+        return _verdict(gather(seen), measure)
 
-    def run_verdict(self, loader: LoaderState, gather: Gather = lambda seen: [seen]) -> list[str]:
+    def run_verdict(
+        self,
+        loader: LoaderState,
+        gather: Gather = lambda seen: [seen],
+        measure: Measure = lambda: None,
+        slowdowns: str = "",
+    ) -> list[str]:
         """Judge this start; arguments as for `epoch_verdict`."""
-        return self._verdict(self._run, SHORT_RUN, loader, gather) or [
+        seen = self._observation(self._run, SHORT_RUN, loader, slowdowns)
+        return _verdict(gather(seen), measure) or [
             f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"
         ]
 
@@ -198,24 +224,31 @@ class Ledger:
         seconds = sum(self.spent.get(f"{kind} seconds", 0.0) for kind in kinds)
         return images / seconds if seconds else 0.0
 
-    def _verdict(
-        self, timings: list[Timing], shortest: float, loader: LoaderState, gather: Gather
-    ) -> list[str]:
-        long_enough = _seconds(timings) >= shortest
-        seen = slowest(gather(self._observation(timings, loader) if long_enough else None))
-        return diagnose(seen).sentences if seen is not None else []
-
-    def _observation(self, timings: list[Timing], loader: LoaderState) -> Observation:
-        """Means over time: an interval counts by its seconds."""
-        total = _seconds(timings)
-        return Observation(
-            self.setup,
-            loader,
-            images_per_second=sum(t.batches for t in timings) * self.setup.batch_size / total,
-            step_alone=self.step_alone,
-            **{name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS},
+    def _observation(
+        self, timings: list[Timing], shortest: float, loader: LoaderState, slowdowns: str
+    ) -> Observation | None:
+        """Means over time: an interval counts by its seconds. None below `shortest` seconds."""
+        total = sum(timing.seconds for timing in timings)
+        if total < shortest or not timings:
+            return None
+        means = {name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS}
+        rate = sum(t.batches for t in timings) * self.setup.batch_size / total
+        seen = self.tuned or Observation(self.setup, loader, rate, 0.0)
+        return replace(
+            seen,
+            setup=self.setup,
+            loader=loader,
+            images_per_second=rate,
+            slowdowns=slowdowns,
+            **means,
         )
 
 
-def _seconds(timings: list[Timing]) -> float:
-    return sum(timing.seconds for timing in timings)
+def _verdict(ranks: list[Observation | None], measure: Measure) -> list[str]:
+    seen = slowest(ranks)
+    if seen is None:
+        return []
+    found = diagnose(seen)
+    if found.cause in DECODING:
+        found = diagnose(replace(seen, gains=measure()))
+    return found.sentences

@@ -50,13 +50,25 @@ def explain_out_of_memory(
 def fixed_bytes(state: TrainState) -> int:
     """Return the bytes that training takes on the device for any batch size.
 
-    These are weights, buffers, gradients, the optimiser's moments and the moving average.
+    These are the state and the gradients.
+    """
+    return state_bytes(state) + _trained_bytes(state)
+
+
+def state_bytes(state: TrainState) -> int:
+    """Return the bytes of weights, buffers, the optimiser's moments and the moving average.
+
+    The optimiser allocates its moments in the first step; they count before, too.
     """
     options = state.optimizer.defaults
     moments = 2 if "betas" in options else int(bool(options.get("momentum")))
-    trained = [tensor for group in state.optimizer.param_groups for tensor in group["params"]]
     held = sum(tensor.nbytes for tensor in state.tensors())
-    return held + (1 + moments) * sum(tensor.nbytes for tensor in trained)
+    return held + moments * _trained_bytes(state)
+
+
+def _trained_bytes(state: TrainState) -> int:
+    groups = state.optimizer.param_groups
+    return sum(tensor.nbytes for group in groups for tensor in group["params"])
 
 
 def activation_bytes(model: nn.Module, image_size: int, dtype: torch.dtype) -> int:

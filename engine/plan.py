@@ -2,6 +2,7 @@
 
 import math
 import platform
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import models
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
 from engine.distributed import World
+from engine.ledger import peak_rate
 from engine.optim import Curve
 from engine.out_of_memory import activation_bytes
 from pipeline.build import Datasets
@@ -23,6 +25,15 @@ from pipeline.sizing.plan import LoaderPlan, plan_loader
 FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
 GOOD_STEPS = 16  # optimiser steps per epoch that the advised batch gives at least
 SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images
+# model.compile=auto, measured on one H200 with bf16, channels_last and batch 256.
+EAGER_SHARE = 0.12  # of the peak; ResNet-50: 4,703 images/s, 0.117 of it; ResNet-18: 13,286, 0.147
+EAGER_STEP = 5e-3  # seconds; with less work, launching hundreds of kernels takes this long
+SLOWEST = 1e12  # operations/s that any GPU reaches
+# Shares of the eager time. ResNet-50: 4,703 images/s, 7,350 with `default`, 7,798 with `tuned`;
+# ResNet-18: 13,286 and 20,600.
+DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
+# Seconds before the first step of ResNet-50: of `default`, and of `tuned` in addition to it.
+DEFAULT_COSTS, TUNED_COSTS = 60, 165
 
 
 @dataclass(frozen=True)
@@ -53,6 +64,8 @@ class Plan:
         loader: how this rank's data loading runs.
         large_files: whether scripts/shrink.py would make the training files much smaller.
         device: name of the device.
+        compile: the resolved model.compile.
+        compile_reason: why model.compile=auto is that; empty if it was given.
         activation_bytes: memory that one image takes in the model for the backward pass.
         notes: what the user should know about these choices, one line each.
     """
@@ -77,6 +90,7 @@ class Plan:
     parameters: int
     flops_per_image: int
     activation_bytes: int
+    compile_reason: str = ""
     notes: tuple[str, ...] = ()
 
     @property
@@ -131,6 +145,7 @@ class Plan:
             large_files=self.large_files,
             decoder=self.loader.decoder,
             compile=self.compile,
+            decoder_fixed=self.config.loader.decoder != "auto",
         )
 
     def autocast(self) -> torch.autocast:
@@ -151,6 +166,7 @@ class Plan:
         else:
             steps += f", {train.epochs:g} epochs"
         layout = ", channels_last" if self.channels_last else ""
+        reason = f" ({self.compile_reason})" if self.compile_reason else ""
         rows = [
             (
                 "data",
@@ -164,19 +180,22 @@ class Plan:
                 f"{self.flops_per_image / 1e9:.2f} GFLOP forward per {self.image_size} px image; "
                 f"validated at {self.val_size} px",
             ),
-            ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}"),
+            ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}"),
         ]
         lines = [f"{name:<8} {text}" for name, text in rows]
         return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
 
 
 def make_plan(
-    config: Config, datasets: Datasets, world: World, stored_pixels: str | None = None
+    config: Config,
+    datasets: Datasets,
+    world: World,
+    resumed: tuple[int, Mapping[str, Any]] = (0, {}),
 ) -> Plan:
     """Derive what the run will do on this rank.
 
     Args:
-        stored_pixels: `pixels` in the identity of the checkpoint to resume; None without one.
+        resumed: step and identity of the checkpoint to resume.
 
     Raises:
         UserError: the batch, the model, the image size or the data loading is impossible.
@@ -187,6 +206,7 @@ def make_plan(
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     check_profile(config.profile.steps, stop_step)
+    done, stored = resumed
 
     train_size = datasets.train_size
     with torch.device("meta"):
@@ -208,7 +228,15 @@ def make_plan(
         world,
         dtype=dtype,
         channels_last=channels_last,
-        stored_pixels=stored_pixels,
+        stored_pixels=stored.get("pixels", "cpu") if stored else None,
+    )
+    compile_mode, compile_reason = resolve_compile(
+        config,
+        world,
+        stored,
+        steps=stop_step - done,
+        precision=precision,
+        flops_per_image=flops,
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
     return Plan(
@@ -228,7 +256,8 @@ def make_plan(
         device_type=world.device.type,
         precision=precision,
         channels_last=channels_last,
-        compile=choose_compile(config.model.compile, world.device),
+        compile=compile_mode,
+        compile_reason=compile_reason,
         parameters=models.parameter_count(model),
         flops_per_image=flops,
         activation_bytes=activation_bytes(model, train_size, dtype),
@@ -358,9 +387,73 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
     ]
 
 
-def choose_compile(choice: str, device: torch.device) -> str:
-    """Resolve model.compile=auto: default on a GPU, off on a CPU, where compiling does not pay."""
-    return ("default" if device.type == "cuda" else "off") if choice == "auto" else choice
+def resolve_compile(
+    config: Config,
+    world: World,
+    stored: Mapping[str, Any],
+    *,
+    steps: int,
+    precision: str,
+    flops_per_image: int,
+) -> tuple[str, str]:
+    """Resolve model.compile=auto.
+
+    With train.deterministic=true, a resumed run keeps to the mode of its first start: another mode
+    rounds differently.
+
+    Args:
+        stored: identity of the checkpoint to resume.
+        steps: steps that this start trains.
+
+    Returns:
+        The mode, and why it was chosen; no reason if it was given, or on a CPU.
+    """
+    choice, repeatable = config.model.compile, config.train.deterministic
+    if choice != "auto":
+        return choice, ""
+    if repeatable and "model.compile" in stored:
+        return stored["model.compile"], "as at the first start"
+    if world.device.type != "cuda":
+        return "off", ""
+    peak = peak_rate(
+        torch.cuda.get_device_name(world.device),
+        precision=precision,
+        flops_per_image=flops_per_image,
+        ranks=1,
+    )
+    rate = EAGER_SHARE * peak if peak else SLOWEST / (3 * flops_per_image)
+    images = steps * config.loader.batch_size // world.size
+    seconds = max(images / rate, steps * EAGER_STEP)
+    return choose_compile(seconds, known=peak is not None, repeatable=repeatable)
+
+
+def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[str, str]:
+    """Choose the mode of torch.compile on a GPU by the time that it saves.
+
+    `default` must save what it costs at a start without a cache of compiled kernels; a start with
+    one costs less. `tuned` must save twice what it costs, because the estimate may be too high: for
+    a run that waits for its images, a faster step saves nothing.
+
+    Args:
+        seconds: time of the steps without compilation.
+        known: whether the GPU's speed is known; `seconds` is otherwise an upper bound.
+        repeatable: exclude `tuned`: it selects kernels by their measured time, so two starts may
+            round differently.
+
+    Returns:
+        The mode and the reason.
+    """
+    if DEFAULT_SAVES * seconds < DEFAULT_COSTS:
+        return "off", f"the steps take {'about' if known else 'at most'} {_rounded(seconds)}"
+    if not known:
+        return "default", "the speed of this GPU is not known"
+    if repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
+        return "default", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES))}"
+    return "tuned", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES - TUNED_SAVES))}"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
 
 
 def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_size") -> int:

@@ -4,7 +4,7 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +21,11 @@ from conf.schema import (
     differences,
 )
 from engine import checkpoint
+from engine.compile_cache import CompileCache
 from engine.distributed import World, same_on_all_ranks
+from engine.out_of_memory import state_bytes
 from engine.plan import Plan
-from engine.state import TrainState, diverged
+from engine.state import TrainingError, TrainState, diverged
 from pipeline.build import Datasets
 from pipeline.sizing.plan import pixels_of
 
@@ -41,6 +43,8 @@ SUMMARY = {
     "best_epoch",
     "images_per_second",
 }
+# Memory of a checkpoint in addition to `state_bytes`: counters of the optimiser, and alignment.
+SPARE_BYTES = 1 << 20
 # Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 
@@ -56,6 +60,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     weights = config.model.weights
     if weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
+    if config.train.deterministic:  # eager and compiled steps round differently
+        keys["model.compile"] = plan.compile
     return {
         "data.train": datasets.train.fingerprint(),
         "data.val": datasets.val.fingerprint(),
@@ -88,11 +94,12 @@ class _Found:
 class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
-    Only rank 0 reads and writes the folder. If it raises an error, all ranks raise it.
+    Only rank 0 reads and writes the folder, except compiled/. If it raises an error, all ranks
+    raise it.
 
     Args:
         config: of the run. Its folder, run.dir, is created by `open`, not before.
-        world: all ranks call the collective methods `open` and `save`.
+        world: all ranks call the collective methods `open`, `begin`, `save` and `wait`.
 
     Attributes:
         resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
@@ -106,8 +113,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.resumed: Path | None = None
         self.accepted: dict[str, str] = {}
         self._identity: dict[str, Any] = {}
+        self._made_by: dict[str, str] = {}
+        self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
         self._found: tuple[object, _Found | None] | None = None
+        self._compiled: CompileCache | None = None
 
     def check(self) -> None:
         """Refuse a folder that `open` would refuse for any data. Nothing is created.
@@ -127,15 +137,15 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                     "own"
                 )
 
-    def stored_identity(self) -> dict[str, Any]:
-        """Return the identity in the checkpoint that `open` would resume, or nothing.
+    def stored(self) -> tuple[int, dict[str, Any]]:
+        """Return step and identity of the checkpoint that `open` would resume; 0, {} if none.
 
         Raises:
             UserError, CheckpointError: as `open` does.
         """
         self.check()
         found = self._find()
-        return found.identity if found is not None else {}
+        return (found.step, found.identity) if found is not None else (0, {})
 
     def open(self, identity: dict[str, Any], *, stop_step: int | None = None) -> None:
         """Claim the folder and find the checkpoint to resume. Collective.
@@ -176,6 +186,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._claim()
+        self._made_by = checkpoint.provenance()
         return (found.path if found is not None else None), changes
 
     def _changes(self, found: _Found, stop_step: int | None) -> dict[str, str]:
@@ -236,30 +247,55 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def _values(self) -> dict[str, Any]:
         return {**config_values(self.config), "ranks": self.world.size}
 
-    def save(self, state: TrainState) -> None:
-        """Write a checkpoint. Collective.
+    def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
+        """Copy the state and write a checkpoint in a thread. Collective.
+
+        First waits for the checkpoint before, and raises its error if it has one. Also stores the
+        kernels that have been compiled since.
+
+        Args:
+            flush: called in the thread, before it writes.
 
         Raises:
-            TrainingError: the weights are not finite: no later start could continue from them.
-            CheckpointError: the checkpoint cannot be written.
+            TrainingError: the weights were not finite: no later start could continue from them.
+            CheckpointError: the checkpoint could not be written, or there is no memory to copy
+                the state.
         """
         self.world.share_buffers(state.model)
-        tensors = state.model.state_dict().values()
-        if not all(bool(tensor.isfinite().all()) for tensor in tensors):  # waits for the device
-            raise diverged(f"the weights are not finite at step {state.step}")
         content = {
             "step": state.step,
             "state": state.state_dict(),
             "identity": self._identity,
             "config": self._values(),
-            "made_by": checkpoint.provenance(),
+            "made_by": self._made_by,
         }
-        best = int(state.best["step"]) if state.best else None
-        self.world.agree(
-            lambda: checkpoint.save(
-                self.checkpoints, content, keep=self.config.checkpoint.keep, best_step=best
-            )
+
+        def write(copied: dict[str, Any]) -> None:
+            flush()
+            self._write(copied)
+
+        self.world.agree(lambda: self._writer.start(content, write))
+        if self._compiled is not None:
+            self._compiled.save()
+
+    def _write(self, content: dict[str, Any]) -> None:
+        weights, best = content["state"]["model"], content["state"]["best"]
+        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+            raise diverged(f"the weights are not finite at step {content['step']}")
+        checkpoint.save(
+            self.checkpoints,
+            content,
+            keep=self.config.checkpoint.keep,
+            best_step=int(best["step"]) if best else None,
         )
+
+    def failed(self) -> bool:
+        """Whether the last checkpoint of this rank could not be written. Does not wait."""
+        return self._writer.failed
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
+        self.world.agree(self._writer.wait)
 
     def _find(self) -> _Found | None:
         """Return the checkpoint to resume. The file may be large, so it is read only once."""
@@ -310,19 +346,26 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 found.append((path.name, path.stat().st_mtime_ns))
         return found
 
-    def begin(self, files: dict[str, str]) -> None:
+    def begin(self, plan: Plan, state: TrainState, files: dict[str, str]) -> None:
         """Write files such as config.yaml, and remove an earlier start's summary. Collective.
 
+        Also loads the kernels that an earlier start compiled for the same plan, and allocates the
+        host memory for checkpoints, before a step waits for it.
+
         Args:
+            state: of the size of later checkpoints.
             files: content by name.
 
         Raises:
-            CheckpointError: a file cannot be written.
+            CheckpointError: a file cannot be written, or there is no memory for checkpoints.
             UserError: the summary cannot be removed.
         """
-        self.world.agree(lambda: self._begin(files))
+        self.world.agree(lambda: self._begin(state, files))
+        self._compiled = CompileCache(self.path, plan, self.world)
+        self._compiled.load()
 
-    def _begin(self, files: dict[str, str]) -> None:
+    def _begin(self, state: TrainState, files: dict[str, str]) -> None:
+        self._writer.reserve(state_bytes(state) + SPARE_BYTES)
         for name, content in files.items():
             self.write(name, content)
         with self._usable():
@@ -361,8 +404,18 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             os.close(self._lock)
             self._lock = None
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Wait until the last checkpoint is on disk."""
+        try:
+            self._writer.close()
+        except Exception as error:
+            if kind is None:
+                raise
+            if not (kind is TrainingError and isinstance(error, TrainingError)):
+                logger.error("%s", error)  # another error ends the run
+            # else the loss of a later step has reported the divergence first
+        finally:
+            self.close()
 
     @contextmanager
     def _usable(self) -> Iterator[None]:

@@ -6,16 +6,17 @@ It never trains, validates or saves: the loop in train.py does, and calls the me
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 import models
 from conf.schema import config_values
-from engine.distributed import World
+from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
 from engine.ledger import Ledger, peak_rate
 from engine.meters import Meter
@@ -29,7 +30,8 @@ from engine.tracker import Tracker, duration
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
 from pipeline.sizing.autotune import Answer
-from pipeline.sizing.diagnosis import describe_loader
+from pipeline.sizing.diagnosis import Observation, describe_loader
+from pipeline.sizing.prices import measure_gains
 
 
 class RunLog:
@@ -67,7 +69,7 @@ class RunLog:
         self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
         self._first_step = state.step
         self._wants_images = run.is_first_start or plan.due(state.step).epoch
-        self._step_alone = 0.0
+        self._tuned: Observation | None = None
 
     def __enter__(self) -> "RunLog":
         self.tracker.__enter__()
@@ -119,11 +121,11 @@ class RunLog:
         return self.finished
 
     def tuned(self, answer: Answer | None, lines: Sequence[str]) -> None:
-        """Report what loader.workers=auto has measured, and keep the rate of the step alone."""
+        """Report what loader.workers=auto has measured, and keep it for the verdicts."""
         self.say(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
         if answer is None:
             return
-        self._step_alone = answer.demand * self.world.size
+        self._tuned = answer.observation(self.plan.setup)
         self.tracker.record("autotune.json", asdict(answer))
         self.tracker.text("autotune", "\n".join(lines))
         rows, limits = answer.bars(self.plan.setup)
@@ -141,7 +143,7 @@ class RunLog:
             train_images=plan.train_images,
             step=self.state.step,
             began=self._started,
-            step_alone=self._step_alone,
+            tuned=self._tuned,
             peak_rate=peak_rate(
                 plan.device,
                 precision=plan.precision,
@@ -199,7 +201,8 @@ class RunLog:
         step = self.state.step
         self._wants_images = True
         with self._paused():
-            lines = self.ledger.epoch_verdict(describe_loader(self.feed), self.world.gather)
+            slow = self._slowdowns("epoch")
+            lines = self._verdict(self.ledger.epoch_verdict, slow)
             self.say(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(step), 4)
@@ -207,10 +210,8 @@ class RunLog:
             if self.world.size > 1:
                 figures = spread(self.world.gather(self.monitor.read("epoch")))
                 self.tracker.figures(figures, step)
-            # At full load, the power limit is normal.
-            slow = [line for line in self.monitor.slowdowns() if "power limit" not in line]
             if slow:
-                self.say(f"gpu      runs below its maximum clock: {', '.join(slow)}")
+                self.say(f"gpu      runs below its maximum clock: {slow}")
 
     @contextmanager
     def pause(self, kind: str) -> Iterator[None]:
@@ -218,10 +219,8 @@ class RunLog:
 
         It counts neither in images/s nor in the time of a step.
         """
-        with self._paused():
-            self.tracker.flush()  # a kill after a checkpoint leaves no gap in the curves before it
-            with self.ledger.lost(kind):
-                yield
+        with self._paused(), self.ledger.lost(kind):
+            yield
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -279,13 +278,24 @@ class RunLog:
 
     # At the end
 
-    def finish(self, signal_number: int) -> dict[str, Any]:
-        """Report the end of the run; return what summary.json holds.
+    def finish(self, stop: StopSignal) -> dict[str, Any]:
+        """Report the end of the run, once its last checkpoint is on disk.
 
         Args:
-            signal_number: the signal that ends this start; 0 if the run is finished.
+            stop: the signal that ends this start, if any. One that comes while the checkpoint is
+                written counts, too.
+
+        Returns:
+            What summary.json holds.
+
+        Raises:
+            TrainingError, CheckpointError: the last checkpoint could not be written.
         """
         self._report()
+        with self.ledger.lost("checkpoint"):
+            self.run.wait()
+        stop.poll()
+        signal_number = stop.number
         if self.profiler.running:
             with self.ledger.lost("profile"):
                 self.profiler.stop(self.state.step)
@@ -331,5 +341,16 @@ class RunLog:
             **self.ledger.balance(),
             "mfu": self.ledger.mfu(speed["images_per_second"]),
             "workers": self.feed.train.loader.pool.active,
-            "verdict": self.ledger.run_verdict(describe_loader(self.feed), self.world.gather),
+            "verdict": self._verdict(self.ledger.run_verdict, self._slowdowns("run")),
         }
+
+    def _slowdowns(self, reader: str) -> str:
+        """Return why the GPU ran below its maximum clock; "" if it did not."""
+        slow = self.monitor.slowdowns(f"slowdowns of {reader}")
+        # At full load, the power limit is normal.
+        return ", ".join(line for line in slow if "power limit" not in line)
+
+    def _verdict(self, judge: Callable[..., list[str]], slowdowns: str) -> list[str]:
+        loader = self.feed.train.loader
+        measure = partial(measure_gains, loader.pool.sources[loader.source].dataset)
+        return judge(describe_loader(self.feed), self.world.gather, measure, slowdowns)

@@ -99,11 +99,14 @@ class StepGraph:
             return
         static, graph = batch.clone(), torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()  # not the default stream, see join_world
+        random = torch.cuda.default_generators[stream.device_index]
+        before = random.clone_state()
         try:
             # Other threads may call CUDA meanwhile: they upload batches and write checkpoints.
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 values = self.step(static)
         except RuntimeError as error:
+            random.graphsafe_set_state(before)  # a failed capture leaves it in the capture's mode
             self._refuse(str(error).splitlines()[0])
         else:
             self._captured[shape] = _Captured(graph, static, values)

@@ -186,12 +186,12 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
         sums, counts = self._since(reader)
         return {name: sums[name] / counts[name] for name in sums if name.startswith("gpu/")}
 
-    def slowdowns(self) -> list[str]:
-        """Return why clocks were reduced since the last call, the most frequent reason first.
+    def slowdowns(self, reader: str = "slowdowns") -> list[str]:
+        """Return why clocks were reduced since this reader's last call, the most frequent first.
 
         For example: "power limit, 83 % of the time".
         """
-        _, counts = self._since("slowdowns")
+        _, counts = self._since(reader)
         samples = counts["gpu/throttled_fraction"]
         return [
             f"{reason}, {100 * count / samples:.0f} % of the time"

@@ -355,6 +355,22 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             self._write_pending(wait=True)
             self.flush()
 
+    def flusher(self) -> Callable[[], None]:
+        """Return a function that flushes the curves so far, for another thread to call.
+
+        It raises nothing: TensorBoard reports a failure again when the next value is written.
+        """
+        if self._pending is not None:
+            self._write_pending(wait=True)
+        board = self._board
+
+        def flush() -> None:
+            if board is not None:
+                with contextlib.suppress(Exception):
+                    board.flush()
+
+        return flush
+
     def outcome(self, summary: dict[str, Any], *, compiles: bool) -> None:
         """Print the results of a run.
 

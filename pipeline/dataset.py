@@ -73,15 +73,26 @@ class Dataset(ABC):
 
 
 class FileDataset(Dataset):
-    """A dataset that decodes image files."""
+    """A dataset that decodes image files.
+
+    Attributes:
+        decoder: a name in `decode.DECODERS`.
+    """
+
+    decoder: str
 
     @abstractmethod
     def read(self, index: int) -> bytes:
         """Return the content of a file."""
 
     @abstractmethod
-    def time_decoding(self, index: int, data: bytes) -> float:
-        """Measure the CPU seconds of sample `index` in epoch 0 with `data` in place of its file."""
+    def time_decoding(self, index: int, data: bytes, decoder: str) -> float:
+        """Measure the CPU seconds of sample `index` in epoch 0.
+
+        Args:
+            data: takes the place of the file.
+            decoder: takes the place of the dataset's.
+        """
 
 
 # Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
@@ -148,9 +159,9 @@ class FolderDataset(FileDataset):
             assert isinstance(noted, NotedPicture)
         return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
 
-    def time_decoding(self, index: int, data: bytes) -> float:
+    def time_decoding(self, index: int, data: bytes, decoder: str) -> float:
         began = time.thread_time()
-        picture = decode.open_picture(data, self.decoder)
+        picture = decode.open_picture(data, decoder)
         self.transform(picture, sample_rng(self.seed, 0, index)).pixels()
         return time.thread_time() - began
 

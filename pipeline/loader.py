@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import connection, resource_tracker
+from multiprocessing import connection, forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
 DEATHS_PER_TASK = 2  # a task that killed two workers would kill a third
+PRELOAD = ["pipeline.worker"]  # modules that the forkserver imports once for all workers
 STOP_SECONDS = 1.0
 SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is reported
 SLOW_PAUSE_SECONDS = 10.0  # between two such reports
@@ -242,7 +243,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._last_reply = time.monotonic()
         self._context: Any = multiprocessing.get_context(start_method)
         if start_method == "forkserver":
-            self._context.set_forkserver_preload(["pipeline.worker"])
+            self._context.set_forkserver_preload(PRELOAD)
         self.workers: list[_Worker] = []
         self.active = 0
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
@@ -354,10 +355,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         process = self._context.Process(
             target=worker_main, args=(theirs, self.sources), daemon=True, name="loader"
         )
-        with _signals_blocked(), _main_module_hidden():
-            if self._context.get_start_method() != "fork":
-                resource_tracker.ensure_running()  # process.start() would unblock the signals
-                signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        forks = self._context.get_start_method() == "fork"
+        with _signals_blocked(tracker=not forks), _main_module_hidden():
             try:
                 process.start()
             except (ConnectionError, EOFError):  # the forkserver was killed a moment ago
@@ -580,14 +579,31 @@ def _cause_of_death(code: int | None) -> str:
     return signal.Signals(-code).name
 
 
+def start_forkserver() -> None:
+    """Start the process that forks the workers, and do not wait for it.
+
+    Its imports take a second, for which the start of the first worker would otherwise wait.
+    """
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    with _signals_blocked(tracker=True), _main_module_hidden():
+        forkserver.ensure_running()
+
+
 @contextlib.contextmanager
-def _signals_blocked() -> Iterator[None]:
+def _signals_blocked(*, tracker: bool) -> Iterator[None]:
     """Start children with the signals blocked that workers ignore.
 
     The forkserver and the resource tracker keep them blocked.
+
+    Args:
+        tracker: start the resource tracker as well. Its start unblocks the signals, so it must not
+            happen later in the block.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
+        if tracker:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -534,7 +534,7 @@ def run_directory(case: Case) -> Iterator[Row]:
     resume = case.config.checkpoint.resume
     run = RunDirectory(case.config, World(0, 1, 0, 1, torch.device("cpu")))
     path = run.path
-    stored = run.stored_identity()
+    _, stored = run.stored()
     kept = sorted(path.glob("checkpoints/step-*.pt"))
     if stored and case.plan is not None:  # the plan's datasets have no fingerprint of the files
         made, datasets, _ = case.plan
@@ -543,7 +543,7 @@ def run_directory(case: Case) -> Iterator[Row]:
             {
                 key: value
                 for key, value in values.items()
-                if key not in ("data.train", "data.val", "pixels")
+                if key not in ("data.train", "data.val", "pixels", "model.compile")
             }
             for values in (stored, identity)
         )

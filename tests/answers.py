@@ -11,6 +11,7 @@ SETUP = Setup(
     large_files=True,
     decoder="turbojpeg",
     compile="default",
+    decoder_fixed=True,
 )
 ANSWER = Answer(
     decoder="turbojpeg",

@@ -408,6 +408,32 @@ def test_choice_of_the_decoder_knows_the_stored_pixels(
     assert asked == ["hybrid", None]
 
 
+def test_compile_mode_is_kept_for_deterministic_runs(
+    program: Program, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a resumed run would compute other bits. Here, the stored mode is another machine's."""
+    program("train.deterministic=true", "train.max_steps=2")
+    path = Path("runs/one/checkpoints/step-00000002.pt")
+    read = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
+    assert read["identity"]["model.compile"] == "off"
+    identity = {**read["identity"], "model.compile": "default"}
+    checkpoint.save(path.parent, {**read, "identity": identity}, keep=2)
+    modes = []
+
+    def recorded(function: Any, mode: str) -> Any:
+        modes.append(mode)
+        return function
+
+    monkeypatch.setattr(train, "compiled", recorded)
+    status, out, _ = program("train.deterministic=true", "train.max_steps=4")
+    assert status == 0 and set(modes) == {"default"}
+    assert "compile default (as at the first start)" in out
+    status, _, err = program(
+        "train.deterministic=true", "train.max_steps=4", "model.compile=reduce-overhead"
+    )
+    assert status == 2 and "model.compile was default, is reduce-overhead; these changes" in err
+
+
 # Ranks.
 
 

@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from conf import cli
 from conf.schema import Config
 from engine import checkpoint, tracker, validator
 from engine.ledger import Ledger
+from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from engine.validator import Validator
 from models import build
@@ -356,10 +358,11 @@ def test_curves_are_on_disk_before_a_checkpoint_is_written(
 
     def look_and_save(folder: Path, content: dict[str, Any], **options: Any) -> Path:
         board = EventAccumulator(str(folder.parent / "tensorboard")).Reload()
-        seen[content["step"]] = [
-            board.Scalars(tag)[-1].step
+        step = content["step"]
+        seen[step] = [
+            step in (value.step for value in board.Scalars(tag))
             for tag in ("train/loss", "val/loss")
-            if tag in board.Tags()["scalars"]
+            if tag in board.Tags()["scalars"] and (step == 5 or tag == "train/loss")
         ]
         return save(folder, content, **options)
 
@@ -372,7 +375,7 @@ def test_curves_are_on_disk_before_a_checkpoint_is_written(
         "checkpoint.every_steps=2",
         "train.max_steps=5",
     )
-    assert seen == {2: [2], 4: [4], 5: [5, 5]}
+    assert seen == {2: [True], 4: [True], 5: [True, True]}
 
 
 def test_validation_does_not_count_as_training(
@@ -764,18 +767,65 @@ def test_signal_while_saving(
 ) -> None:
     """No further step and no second checkpoint; a signal in the last one interrupts, too."""
     folder = tmp_path / "run"
-    save, saved = checkpoint.save, []
+    save, saved = RunDirectory.save, []
 
-    def signalled(folder: Path, content: dict[str, Any], **options: Any) -> Path:
-        saved.append(content["step"])
+    def signalled(self: RunDirectory, state: TrainState, *arguments: Any) -> None:
+        saved.append(state.step)
+        if state.step == at:
+            signal.raise_signal(signal.SIGTERM)
+        save(self, state, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RunDirectory, "save", signalled)
+        assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
+    assert saved[-1] == at and saved.count(at) == 1
+    assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
+
+
+def step_after_save(
+    condition: Callable[[RunDirectory], bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Make every training step that follows a save wait for a condition."""
+    step, save, saved = train.train_step, RunDirectory.save, list[RunDirectory]()
+
+    def save_and_note(self: RunDirectory, *arguments: Any) -> None:
+        save(self, *arguments)
+        saved[:] = [self]
+
+    def wait_and_step(*arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+        if saved:
+            wait_until(partial(condition, saved.pop()))
+        return step(*arguments, **options)
+
+    monkeypatch.setattr(RunDirectory, "save", save_and_note)
+    monkeypatch.setattr(train, "train_step", wait_and_step)
+
+
+@pytest.mark.parametrize("at", [5, 9])
+def test_signal_while_the_thread_writes(
+    at: int,
+    image_root: Path,
+    tmp_path: Path,
+    short: tuple[Path, dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Training continues meanwhile; after the signal, it ends once all checkpoints are on disk."""
+    folder, stepped = tmp_path / "run", threading.Event()
+    save = checkpoint.save
+
+    def save_during_a_step(folder: Path, content: dict[str, Any], **options: Any) -> Path:
+        assert stepped.wait(HANGS_SECONDS)
         if content["step"] == at:
             signal.raise_signal(signal.SIGTERM)
         return save(folder, content, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", signalled)
+        patch.setattr(checkpoint, "save", save_during_a_step)
+        step_after_save(lambda _: stepped.set() or True, patch)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
-    assert saved[-1] == at and saved.count(at) == 1
+    saved = [int(path.name[5:13]) for path in sorted((folder / "checkpoints").glob("step-*.json"))]
+    assert saved[0] == 5 and len(saved) == 2 and (at == 5 or saved[1] == 9)
+    assert json.loads((folder / "summary.json").read_text())["step"] == saved[1]
     assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
 
 
@@ -1247,8 +1297,9 @@ def test_disk_full(
     tmp_path: Path,
     short: tuple[Path, dict[str, Any]],
     capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A failed checkpoint ends the run; the next start resumes at the checkpoint before."""
+    """A failed checkpoint ends the run in the next step; the next start resumes before it."""
     folder = tmp_path / "run"
     run(image_root, folder, "train.max_steps=3")
     size = (folder / "checkpoints" / "step-00000003.pt").stat().st_size
@@ -1256,9 +1307,12 @@ def test_disk_full(
     capfd.readouterr()
     resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, limits[1]))
     try:
-        assert train.main(compose(image_root, folder)) == 1
+        with monkeypatch.context() as patch:
+            step_after_save(RunDirectory.failed, patch)
+            assert train.main(compose(image_root, folder)) == 1
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert rows(folder, "train")[-1]["step"] == 6 and not (folder / "summary.json").exists()
     error = capfd.readouterr().err
     assert (
         f"{folder}/checkpoints/step-00000005.pt: cannot be written" in error

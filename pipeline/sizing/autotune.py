@@ -15,7 +15,6 @@ changed.
 
 import contextlib
 import hashlib
-import io
 import json
 import logging
 import math
@@ -33,8 +32,8 @@ import numpy as np
 import torch
 
 from conf import schema
-from pipeline.dataset import SHRUNK_SIDE, FileDataset, describe
-from pipeline.decode import ON_GPU, open_image
+from pipeline.dataset import describe
+from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 from pipeline.gpu_decode.decoder import has_engines
 from pipeline.index import default_cache_dir
@@ -51,6 +50,7 @@ from pipeline.sizing.diagnosis import (
     supply_of,
 )
 from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks, workers_for
+from pipeline.sizing.prices import measure_gains
 from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
@@ -139,6 +139,7 @@ class Answer(Trial):
             copy_fraction=self.copy_fraction,
             drained_fraction=self.drained_fraction,
             copy_ms=self.copy_ms[0 if self.pin_memory else 1] if self.copy_ms else 0.0,
+            alternatives=self.alternatives,
         )
 
     def bars(self, setup: Setup) -> tuple[list[tuple[str, float, str]], list[str]]:
@@ -154,7 +155,7 @@ class Answer(Trial):
             ),
             ("both together", self.rate, both),
         ]
-        limiting = {"compute": 0, "launch": 0, "cores": 2}
+        limiting = {"compute": 0, "launch": 0, "cores": 2, "slowed": 2}
         return rows, [rows[limiting.get(diagnose(self.observation(setup)).cause, 1)][0]]
 
     def lines(self, seen: Observation) -> list[str]:
@@ -535,12 +536,11 @@ def settle(
     remember(question, answer)
     seen = answer.observation(tuner.setup)
     dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
-    if diagnose(seen).cause in DECODING and isinstance(dataset, FileDataset):
-        untried = not answer.alternatives.keys() & set(ON_GPU)
+    if diagnose(seen).cause in DECODING:
         seen = replace(
             seen,
-            shrink_gain=shrink_gain(dataset),
-            has_engines=untried and has_engines(tuner.feed.train.format.device),
+            gains=measure_gains(dataset),
+            has_engines=has_engines(tuner.feed.train.format.device),
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
 
@@ -772,39 +772,6 @@ def measure_copies(loader: Loader) -> tuple[float, float]:
 
     pageable = batch.clone()
     return median(timed(batch) for _ in range(7)), median(timed(pageable) for _ in range(7))
-
-
-def shrink_gain(dataset: FileDataset, images: int = 24) -> float:
-    """Gain in images per core from scripts/shrink.py, by decoding some files; 1 if that fails."""
-    before = 0.0
-    after = 0.0
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for index in np.linspace(0, len(dataset) - 1, images).astype(int).tolist():
-            data = dataset.read(index)
-            small = _shrunk(data)
-            dataset.time_decoding(index, data)  # warm-up, as is the next
-            dataset.time_decoding(index, small)
-            before += dataset.time_decoding(index, data)
-            after += dataset.time_decoding(index, small)
-    except Exception as error:  # an unreadable file: training names it when it comes to it
-        logger.debug("shrink_gain: %s", error)
-    finally:
-        torch.set_num_threads(threads)
-    return before / after if after else 1.0
-
-
-def _shrunk(data: bytes) -> bytes:
-    """An image file as scripts/shrink.py makes it."""
-    with open_image(data) as image:
-        scale = SHRUNK_SIDE / min(image.size)
-        if scale >= 1:
-            return data
-        buffer = io.BytesIO()
-        size = round(scale * image.width), round(scale * image.height)
-        image.convert("RGB").resize(size).save(buffer, "JPEG", quality=90)
-    return buffer.getvalue()
 
 
 def recall(question: dict[str, Any]) -> Answer | None:

@@ -4,13 +4,15 @@ One set of thresholds serves both `loader.workers=auto` and the verdict of an ep
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 import numpy as np
 
+from pipeline import decode
 from pipeline.feed import Feed
+from pipeline.sizing.prices import Change, Flow, Gains
 from pipeline.worker import Reply
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
@@ -25,7 +27,7 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SLOW_FILES = (
     0.5  # share of the workers' time that single files take, above which they are the cause
 )
-SHRINKING_PAYS = 1.2  # images per core, relative; files that were shrunk before give 1.0
+PAYS = 1.03  # images/s, relative, from a change that is worth naming
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Setup:
         most_workers: number of workers of a rank for which there are CPU cores.
         large_files: whether scripts/shrink.py would make the training files much smaller.
         decoder, compile: loader.decoder and model.compile as chosen for this machine.
+        decoder_fixed: whether the user set loader.decoder.
+        graph_refused: why the whole step is not one CUDA graph; None if it is.
     """
 
     batch_size: int
@@ -48,6 +52,8 @@ class Setup:
     large_files: bool
     decoder: str
     compile: str
+    decoder_fixed: bool = False
+    graph_refused: str | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +65,7 @@ class Supply:
         spread: 95th percentile of the time of a task, relative to the median.
         file_bytes: mean size of a file; 0 for synthetic data.
         workers: number of workers that were measured together.
+        decoded: share of the images that workers decode; JPEG engines decode the others.
     """
 
     cpu_ms: float
@@ -67,6 +74,7 @@ class Supply:
     file_bytes: float
     workers: int
     core_ms: float = 0.0
+    decoded: float = 1.0
 
     @property
     def images_per_second(self) -> float:
@@ -94,7 +102,8 @@ def supply_of(replies: Sequence[Reply], file_bytes: float = 0.0, workers: int = 
     each = [reply.seconds / reply.rows for reply in replies]
     spread = float(np.quantile(each, 0.95)) / max(median(each), 1e-9)
     wait_ms = max(0.0, all_ms - cpu_ms - core_ms)
-    return Supply(cpu_ms, wait_ms, spread, file_bytes, max(1, workers), core_ms)
+    decoded = sum(reply.decoded for reply in replies) / images
+    return Supply(cpu_ms, wait_ms, spread, file_bytes, max(1, workers), core_ms, decoded)
 
 
 @dataclass(frozen=True)
@@ -142,8 +151,12 @@ class Observation:
         step_alone: images/s of all ranks without the loader; 0 when not measured.
         wait_fraction, late_fraction, copy_fraction, drained_fraction, copy_ms: as in
             `pipeline.clock.Timing`.
-        shrink_gain: gain in images per core from scripts/shrink.py; None when not measured.
+        gains: of smaller files and a faster decoder; None when not measured.
         has_engines: whether the GPU has JPEG engines; None when not known.
+        alternatives: images/s of all ranks by decoder, as loader.decoder=auto measured them with
+            the step; {} when not measured.
+        slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
+        all_ranks: the observations of all ranks; () for this one only.
     """
 
     setup: Setup
@@ -155,8 +168,11 @@ class Observation:
     drained_fraction: float = 0.0
     copy_ms: float = 0.0
     step_alone: float = 0.0
-    shrink_gain: float | None = None
+    gains: Gains | None = None
     has_engines: bool | None = None
+    alternatives: Mapping[str, float] = field(default_factory=dict)
+    slowdowns: str = ""
+    all_ranks: tuple["Observation", ...] = ()
 
     @property
     def idle_fraction(self) -> float:
@@ -177,7 +193,40 @@ class Observation:
     @property
     def slower(self) -> bool:
         """Whether the step is slower than it was alone."""
-        return self.step_rate < SLOWER * self.step_alone
+        return self.step_share < SLOWER
+
+    @property
+    def step_share(self) -> float:
+        """Rate of the step relative to its rate alone; 1 when that is not known."""
+        return min(1.0, self.step_rate / self.step_alone) if self.step_alone else 1.0
+
+    def any_rank(self, share: str) -> float:
+        """Sum of a share of the time or the steps over the ranks: the delay of one delays all."""
+        return sum(float(getattr(one, share)) for one in self.all_ranks or (self,))
+
+    @property
+    def any_late(self) -> float:
+        """Share of the time in which the device of a rank waited for the host, at most."""
+        return min(1.0, self.any_rank("late_fraction"))
+
+    @property
+    def any_drained(self) -> float:
+        """Share of the steps before which the device of a rank was idle, at most."""
+        return min(1.0, self.any_rank("drained_fraction"))
+
+    @property
+    def flow(self) -> Flow:
+        """The figures from which the effect of a change is predicted."""
+        supply, step = self.loader.supply, self.step_rate
+        busy = supply.cpu_ms + supply.core_ms
+        return Flow(
+            rate=self.images_per_second,
+            step=step,
+            alone=self.step_alone or step,
+            waits=self.wait_fraction >= WAITS,
+            cpu_share=busy / max(busy + supply.wait_ms, 1e-9),
+            decoded=supply.decoded if self.setup.decoder == "hybrid" else 1.0,
+        )
 
     @property
     def supply_rate(self) -> float:
@@ -243,8 +292,10 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
     known = [one for one in seen if one is not None]
     if len(known) < len(seen):
         return None
-    idle = max(known, key=lambda one: one.idle_fraction)
-    return idle if idle.idle_fraction >= WAITS else max(known, key=lambda one: one.drained_fraction)
+    worst = max(known, key=lambda one: one.idle_fraction)
+    if worst.idle_fraction < WAITS:
+        worst = max(known, key=lambda one: one.drained_fraction)
+    return replace(worst, all_ranks=tuple(known))
 
 
 def _input_cause(seen: Observation) -> str:
@@ -259,57 +310,123 @@ def _input_cause(seen: Observation) -> str:
 
 
 def _step_cause(seen: Observation) -> str:
-    late, drained = seen.late_fraction >= WAITS, seen.drained_fraction
-    if seen.slower and seen.setup.decoder != "gpu" and (late or drained >= DRAINED_BY_WORKERS):
-        return "cores"
-    return "launch" if seen.setup.on_gpu and (late or drained >= DRAINED) else "compute"
+    if seen.slower and seen.setup.decoder != "gpu":
+        if seen.any_late >= WAITS or seen.any_drained >= DRAINED_BY_WORKERS:
+            return "cores"
+    late = seen.late_fraction >= WAITS
+    if seen.setup.on_gpu and (late or seen.drained_fraction >= DRAINED):
+        return "launch"
+    return "slowed" if seen.slower else "compute"
 
 
 # Remedies, the most effective first
 
+MORE_CORES = "use a machine with more CPU cores"
+SHRINK = "re-encode the images once with scripts/shrink.py"
+
+
+def _with_prices(seen: Observation, changes: Sequence[Change]) -> str:
+    """Join the changes that pay, each with its predicted images/s, the highest first.
+
+    If the best one is not enough, the second also gets the rate of both together.
+    """
+    flow, least = seen.flow, PAYS * seen.images_per_second
+    priced = [(flow.after(change), change) for change in changes]
+    pays = sorted((p for p in priced if p[0] >= least), key=lambda p: p[0], reverse=True)
+    prices = [f"about {rate:,.0f} img/s" for rate, _ in pays]
+    if len(pays) > 1 and PAYS * pays[0][0] < (both := flow.after(pays[0][1] + pays[1][1])):
+        prices[1] += f", {both:,.0f} together with the change before it"
+    return _join(*(f"{way.text} ({price})" for (_, way), price in zip(pays, prices, strict=True)))
+
+
+def _join(*ways: str) -> str:
+    return "; ".join(filter(None, ways))
+
 
 def _faster_storage(seen: Observation) -> str:
-    loader, most = seen.loader, seen.setup.most_workers
-    times = loader.supply
-    shrink = ", or re-encode them once with scripts/shrink.py" if seen.setup.large_files else ""
-    ways = [f"move the images to faster storage{shrink}"]
+    """Without waiting, no more workers compute than there are cores."""
+    workers, most = max(1, seen.loader.workers), seen.setup.most_workers
+    times = seen.loader.supply
+    enough = min(1.0, most / workers)
+    faster = "move the images to faster storage"
+    changes = [Change(faster, wait=0.0, workers=enough)]
+    if seen.gains:
+        changes.append(Change(SHRINK, cpu=seen.gains.shrink, wait=seen.gains.file_bytes))
     # Workers that wait leave their core to others. loader.workers=auto has tried more of them.
     room = min(2 * most + 8, math.floor(most * (1 + times.wait_ms / max(times.cpu_ms, 1e-3))))
     lack = seen.ceiling / max(seen.images_per_second, 1e-9)
-    more = min(room, math.ceil(1.15 * max(1, loader.workers) * lack))
-    if more > loader.workers and not seen.step_alone and times.core_ms < 0.1 * times.wait_ms:
-        ways.insert(0, f"try loader.workers={more}, since reading is mostly waiting")
-    return "; else ".join(ways)
+    more = min(room, math.ceil(1.15 * workers * lack))
+    if more > workers and not seen.step_alone and times.core_ms < 0.1 * times.wait_ms:
+        text = f"try loader.workers={more}, since reading is mostly waiting"
+        changes.append(Change(text, workers=more / workers))
+    return _join(_with_prices(seen, changes) or faster, _shrinking_unpriced(seen))
 
 
 def _faster_decoding(seen: Observation) -> str:
     workers, most = seen.loader.workers, seen.setup.most_workers
-    times, ways = seen.loader.supply, [_less_decoding(seen)]
     if not workers:
-        ways.insert(0, "set loader.workers=auto to decode while the step runs")
-    elif seen.step_alone or times.core_ms > 0.1 * times.cpu_ms:
+        auto = "set loader.workers=auto to decode while the step runs"
+        # Without the step, the training process alone supplies this many times the images.
+        alone = 1 / max(seen.wait_fraction, WAITS)
+        return _with_prices(seen, [Change(auto, workers=alone * most)]) or auto
+    more = []
+    times = seen.loader.supply
+    if seen.step_alone or times.core_ms > 0.1 * times.cpu_ms:
         pass  # loader.workers=auto has tried more workers, or they would have no core
     elif workers < most:
-        ways.insert(0, f"raise loader.workers, there are cores for {most}")
+        text = f"raise loader.workers, there are cores for {most}"
+        more.append(Change(text, workers=most / workers))
     elif workers == most and not seen.setup.on_gpu and seen.wait_fraction > 0.5:
-        ways.insert(0, f"set loader.workers={workers + 1} to use the core of the step, which waits")
-    return "; ".join(ways)
+        # Workers and step then share all cores; their CPU time per image is the same.
+        text = f"set loader.workers={workers + 1} to use the core of the step, which waits"
+        more.append(Change(text, workers=(workers + 1) / (workers + 1 - seen.wait_fraction)))
+    return _join(_less_decoding(seen, more), _more_cores(seen)) or MORE_CORES
 
 
-def _less_decoding(seen: Observation) -> str:
-    ways, decoder = [], seen.setup.decoder
-    if decoder == "gpu":
-        ways.append("set loader.decoder=hybrid to share each batch with the CPU cores")
-    elif seen.setup.on_gpu and decoder not in ("hybrid", "none") and seen.has_engines is not False:
-        known = "" if seen.has_engines else ", if it has them"
-        ways.append(f"set loader.decoder=hybrid to use the GPU's JPEG engines{known}")
-    if seen.shrink_gain is None and seen.setup.large_files:
-        ways.append("re-encode the images once with scripts/shrink.py")
-    elif (seen.shrink_gain or 0) >= SHRINKING_PAYS:
-        ways.append(
-            f"re-encode the images once with scripts/shrink.py (x{seen.shrink_gain:.1f} per core)"
-        )
-    return "; ".join(ways or ["use a machine with more CPU cores"])
+def _less_decoding(seen: Observation, more: Sequence[Change] = ()) -> str:
+    gains, changes = seen.gains, [*more]
+    if gains is not None and seen.setup.decoder != "gpu":
+        changes.append(Change(SHRINK, cpu=gains.shrink))
+        if gains.decoder:
+            text = (
+                f"set loader.decoder=auto, which is {gains.decoder} here"
+                if gains.installed
+                else f"install {gains.decoder}, x{gains.decode:.2f} in docs/benchmarks.md"
+            )
+            changes.append(Change(text, cpu=gains.decode))
+    return _join(_try_engines(seen), _with_prices(seen, changes), _shrinking_unpriced(seen))
+
+
+def _try_engines(seen: Observation) -> str:
+    """Nothing if loader.decoder=auto has measured the decoders: it has taken the best."""
+    setup, tried = seen.setup, seen.alternatives
+    measured = len(tried) > 1 or (tried and not setup.decoder_fixed)
+    if not setup.on_gpu or setup.decoder == "none" or measured or seen.has_engines is False:
+        return ""
+    known = "" if seen.has_engines else ", if it has them"
+    engines = f"the GPU's JPEG engines{known}"
+    what = "all decoders" if setup.decoder in decode.ON_GPU else engines
+    return f"set loader.decoder=auto and loader.workers=auto in a new run to measure {what}"
+
+
+def _shrinking_unpriced(seen: Observation) -> str:
+    """What shrinking gives to JPEG engines is not measured."""
+    unknown = seen.gains is None or seen.setup.decoder == "gpu"
+    return SHRINK if unknown and seen.setup.large_files else ""
+
+
+def _more_cores(seen: Observation) -> str:
+    """The cores of each rank with which the step does not wait; one is the training process's."""
+    setup, flow = seen.setup, seen.flow
+    cores = math.ceil(min(seen.loader.workers, setup.most_workers) * flow.workers_to_reach) + 1
+    if setup.decoder == "gpu" or cores <= setup.most_workers + 1:
+        return ""
+    each = " for each rank" if setup.ranks > 1 else ""
+    return f"use a machine with about {cores} CPU cores{each} (about {flow.reach:,.0f} img/s)"
+
+
+def _fewer_cores_taken(seen: Observation) -> str:
+    return _less_decoding(seen) or MORE_CORES
 
 
 def _faster_copies(seen: Observation) -> str:
@@ -321,28 +438,39 @@ def _faster_copies(seen: Observation) -> str:
 
 
 def _fewer_launches(seen: Observation) -> str:
-    graphs = (
-        "" if seen.setup.compile == "reduce-overhead" else ", or set model.compile=reduce-overhead"
+    refused = seen.setup.graph_refused
+    graph = f"the step is not one CUDA graph ({refused}): remedy that, or " if refused else ""
+    return f"{graph}raise loader.batch_size"
+
+
+def _restored_step(seen: Observation) -> str:
+    """The likely reasons why the step is slower than alone, each with the figure that says so."""
+    ways, lost = [], 1 - seen.step_share
+    waits = seen.any_rank("wait_fraction")
+    if seen.setup.ranks > 1 and waits >= lost / 2:
+        ways.append(
+            f"the ranks wait for each other's images, up to {waits:.0%} of the time together: "
+            "raise loader.prefetch_batches"
+        )
+    if seen.setup.decoder in decode.ON_GPU:
+        ways.append("decoding uses part of the GPU")
+    slow = next((one.slowdowns for one in seen.all_ranks or (seen,) if one.slowdowns), "")
+    if slow:
+        ways.append(f"a GPU ran below its maximum clock ({slow}): check its cooling and power")
+    check = (
+        "check the GPUs' clocks, the links between them and which other processes use them"
+        if seen.setup.ranks > 1
+        else "check the GPU's clocks and which other processes use it"
     )
-    return f"raise loader.batch_size{graphs}"
+    return "; ".join(ways) or f"images and launches were in time, so the kernels were slow: {check}"
 
 
 def _faster_step(seen: Observation) -> str:
-    ways = []
-    if seen.slower:
-        reason = (
-            "decoding uses part of the GPU"
-            if seen.setup.decoder == "gpu"
-            else "check the GPU's clocks and which other processes use it"
-        )
-        ways.append(f"alone the step processed {seen.step_alone:,.0f} img/s: {reason}")
     faster = {
         "off": "set model.compile=default",
         "default": "for a long run, set model.compile=tuned",
     }
-    if seen.setup.on_gpu and seen.setup.compile in faster:
-        ways.append(faster[seen.setup.compile])
-    return "; ".join(ways)
+    return faster.get(seen.setup.compile, "") if seen.setup.on_gpu else ""
 
 
 @dataclass(frozen=True)
@@ -368,6 +496,14 @@ WORKER_TIMES = (
     "waits {seen.loader.supply.wait_ms:.1f} ms for storage and {seen.loader.supply.core_ms:.1f} ms "
     "for a core: "
 )
+SLOWED = (
+    "the step processed {seen.step_alone:,.0f} img/s alone and {seen.step_rate:,.0f} while the "
+    "workers run"
+)
+IDLE = (
+    "a GPU waited {seen.any_late:.0%} of the time for launches and was idle before "
+    "{seen.any_drained:.0%} of the steps"
+)
 CAUSES = {
     "storage": Cause("input-bound by storage", f"{WAITED}; {RATES}", _faster_storage, WORKER_TIMES),
     "files": Cause(
@@ -390,11 +526,11 @@ CAUSES = {
         f"copying a batch takes {{seen.copy_ms:.1f}} ms, the step {{seen.step_ms:.1f}} ms; {RATES}",
         _faster_copies,
     ),
-    "cores": Cause(
-        "core-bound",
-        "the step processed {seen.step_alone:,.0f} img/s alone and {seen.step_rate:,.0f} while the "
-        f"workers run; {WAITED}",
-        _less_decoding,
+    "cores": Cause("core-bound", f"{SLOWED}; {IDLE}; {WAITED}", _fewer_cores_taken),
+    "slowed": Cause(
+        "slower than alone",
+        f"{SLOWED}, {{seen.step_share:.0%}} of it; {IDLE}; {WAITED}",
+        _restored_step,
     ),
     "launch": Cause(
         "launch-bound",
@@ -410,4 +546,5 @@ CAUSES = {
         _faster_step,
     ),
 }
-DECODING = ("decode", "engines", "cores")  # causes against which less decoding helps
+# Causes that smaller files or a faster decoder remedy
+DECODING = ("storage", "decode", "engines", "cores")

@@ -364,7 +364,7 @@ def test_failure_to_remove_an_old_checkpoint_is_a_warning(
 
 
 # Imports torch once. For each step number that it reads, a child saves checkpoints from that step
-# on until it is killed.
+# on until it is killed. Each step changes the weights in place, while a thread writes them.
 SAVER = """
 import os, signal, sys
 from pathlib import Path
@@ -376,12 +376,17 @@ for line in sys.stdin:
     if child == 0:
         signal.alarm(60)  # if it is not killed
         step = int(line)
+        writer = checkpoint.Writer(torch.device("cpu"))
+        weights = torch.empty(500_000)
+        def write(copied):
+            step = copied["step"]
+            checkpoint.save(folder, copied, keep=2, best_step=step - step % 3)
         while True:
-            state = {"weights": torch.full((500_000,), float(step)), "names": [str(step)]}
+            state = {"weights": weights.fill_(step), "names": [str(step)]}
             for again in (False, True):  # as when the next start validates the step
                 content = {"step": step, "state": state, "identity": {}, "config": {}}
                 content["again"] = again
-                checkpoint.save(folder, content, keep=2, best_step=step - step % 3)
+                writer.start(content, write)
             step += 1
     print(child, flush=True)
     os.waitpid(child, 0)

@@ -244,6 +244,13 @@ def test_signal_to_one_rank_stops_both_at_the_same_step(ranks: tuple[Found, Foun
         assert earliest < step <= earliest + 2  # one step late: the all-reduce is asynchronous
 
 
+def test_a_failed_checkpoint_of_rank_0_stops_both_at_the_same_step(
+    ranks: tuple[Found, Found],
+) -> None:
+    one, two = (rank["after_a_failed_checkpoint"] for rank in ranks)
+    assert one == two and one[1] == StopSignal.FAILED
+
+
 def test_signal_from_outside_stops_both_at_the_same_step(ranks: tuple[Found, Found]) -> None:
     assert ranks[0]["from_outside"] == ranks[1]["from_outside"]
     assert ranks[0]["from_outside"][1] == signal.SIGTERM

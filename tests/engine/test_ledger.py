@@ -27,6 +27,7 @@ from pipeline.sizing.diagnosis import (
     describe_loader,
     supply_of,
 )
+from pipeline.sizing.prices import Gains
 from tests.conftest import Clock
 
 # Slow stages, measured by the real pipeline.
@@ -458,6 +459,41 @@ def test_all_ranks_have_the_same_verdict(image_root: Path) -> None:
         assert ledger.run_verdict(now, lambda seen: [seen, None])[0].startswith(
             "none: less than 3 s"
         )
+
+
+def test_remedies_have_prices_if_the_images_limit(image_root: Path) -> None:
+    """Files are decoded for them only then."""
+    measured: list[Gains] = []
+
+    def measure() -> Gains:
+        measured.append(Gains(shrink=2.0))
+        return measured[-1]
+
+    now = replace(IDLE, workers=1, worker_rate=4.0, supply=Supply(250.0, 0.1, 1.0, 0.0, 1))
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        for waits, count in ((0.01, 0), (0.6, 1)):
+            for step in (4, 8):  # 128 images in 32 s, 4 per second
+                ledger.note(replace(WAITED, batches=8, seconds=32.0, wait_fraction=waits), step)
+            found = ledger.epoch_verdict(now, measure=measure)
+            assert len(measured) == count
+    assert "scripts/shrink.py (about 8 img/s)" in found[1]
+
+
+def test_verdict_uses_what_was_measured_before_the_first_step(
+    image_root: Path, judged: list[Observation]
+) -> None:
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        tuned = Observation(
+            ledger.setup, IDLE, 9.0, 0.1, step_alone=50.0, alternatives={"pillow": 9.0}
+        )
+        again = Ledger(ledger.setup, {}, train_images=36, began=0.0, tuned=tuned)
+        for step in (4, 8):
+            again.note(replace(WAITED, seconds=32.0), step)
+        again.run_verdict(replace(IDLE, workers=3), slowdowns="board limit")
+    (seen,) = judged
+    assert (seen.step_alone, seen.alternatives) == (50.0, {"pillow": 9.0})
+    assert (seen.images_per_second, seen.wait_fraction) == (2.0, 0.9)
+    assert (seen.loader.workers, seen.slowdowns) == (3, "board limit")
 
 
 def test_the_rate_is_not_above_the_ceiling(image_root: Path, judged: list[Observation]) -> None:

@@ -9,8 +9,8 @@ import torch
 
 import models
 from conf import cli
-from conf.schema import Checkpoint, Config, Loader, Log, Schedule, Train, UserError
-from engine.distributed import join_world
+from conf.schema import Checkpoint, Config, Loader, Log, Model, Schedule, Train, UserError
+from engine.distributed import World, join_world
 from engine.optim import Curve
 from engine.plan import (
     Plan,
@@ -23,6 +23,7 @@ from engine.plan import (
     has_bf16,
     make_plan,
     precision_note,
+    resolve_compile,
 )
 from pipeline.build import build_datasets
 from pipeline.sizing.plan import LoaderPlan, MemoryPlan
@@ -214,17 +215,82 @@ def test_dtype_of_a_precision(image_root: Path, precision: str, dtype: torch.dty
         assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype == dtype
 
 
-def test_compile() -> None:
-    assert [choose_compile(choice, CPU) for choice in ("auto", "off", "default")] == [
-        "off",
-        "off",
-        "default",
-    ]
-    assert [choose_compile(choice, CUDA) for choice in ("auto", "off", "max-autotune")] == [
-        "default",
-        "off",
-        "max-autotune",
-    ]
+@pytest.mark.parametrize(
+    ("seconds", "known", "repeatable", "mode", "reason"),
+    [
+        (40, True, False, "off", "the steps take about 40 s"),
+        (171, True, False, "off", "the steps take about 3 min"),
+        (172, True, False, "default", "the steps take about 112 s"),
+        (8_200, True, False, "default", "the steps take about 89 min"),
+        (8_300, True, False, "tuned", "the steps take about 84 min"),
+        (8_300, True, True, "default", "the steps take about 90 min"),
+        (171, False, False, "off", "the steps take at most 3 min"),
+        (8_300, False, False, "default", "the speed of this GPU is not known"),
+    ],
+)
+def test_choice_of_the_compile_mode(
+    seconds: float, known: bool, repeatable: bool, mode: str, reason: str
+) -> None:
+    assert choose_compile(seconds, known=known, repeatable=repeatable) == (mode, reason)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "flops", "steps", "batch", "ranks", "mode"),
+    [
+        ("NVIDIA H200", 8.18e9, 90 * 5_005, 256, 1, "tuned"),  # 4.4 hours
+        ("NVIDIA H200", 8.18e9, 90 * 5_005, 256, 8, "default"),  # 33 minutes
+        ("NVIDIA H200", 8.18e9, 5_005, 256, 1, "default"),
+        ("NVIDIA H200", 8.18e9, 500, 256, 1, "off"),
+        ("NVIDIA H200", 8.18e9, 0, 256, 1, "off"),  # the run is finished
+        ("NVIDIA H200", 0.01e9, 10_000, 32, 1, "off"),
+        ("NVIDIA H200", 0.01e9, 100_000, 32, 1, "default"),  # launching the kernels takes 8 minutes
+        ("NVIDIA A10", 8.18e9, 500, 256, 1, "default"),
+        ("Tesla T4", 8.18e9, 500, 256, 1, "default"),
+        ("Tesla T4", 8.18e9, 20, 256, 1, "off"),
+    ],
+)
+def test_compile_mode_of_a_job(
+    monkeypatch: pytest.MonkeyPatch,
+    gpu: str,
+    flops: float,
+    steps: int,
+    batch: int,
+    ranks: int,
+    mode: str,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: gpu)
+    found, reason = resolve_compile(
+        config(batch),
+        World(0, ranks, 0, ranks, CUDA),
+        {},
+        steps=steps,
+        precision="bf16",
+        flops_per_image=int(flops),
+    )
+    assert found == mode and reason
+
+
+@pytest.mark.parametrize(
+    ("choice", "deterministic", "stored", "found"),
+    [
+        ("auto", False, {}, ("off", "")),
+        ("default", False, {}, ("default", "")),
+        ("auto", False, {"model.compile": "default"}, ("off", "")),
+        ("auto", True, {"pixels": "cpu"}, ("off", "")),
+        ("auto", True, {"model.compile": "default"}, ("default", "as at the first start")),
+        ("off", True, {"model.compile": "default"}, ("off", "")),  # the identity check refuses it
+    ],
+)
+def test_compile_mode_of_a_resumed_run(
+    choice: str, deterministic: bool, stored: dict[str, str], found: tuple[str, str]
+) -> None:
+    given = dataclasses.replace(
+        config(), model=Model(compile=choice), train=Train(deterministic=deterministic)
+    )
+    world = World(0, 1, 0, 1, CPU)
+    assert found == resolve_compile(
+        given, world, stored, steps=1_000_000, precision="fp32", flops_per_image=10**9
+    )
 
 
 def test_invalid_batch_sizes() -> None:
@@ -241,12 +307,12 @@ def test_invalid_batch_sizes() -> None:
 
 
 def test_lines() -> None:
-    text = "\n".join(plan(1_281_167, 256, epochs=90).lines())
+    text = "\n".join(plan(1_281_167, 256, epochs=90, compile_reason="it is short").lines())
     for part in (
         "1,281,167 training and 20 validation images, 10 classes",
         "450,411 of 256 images, 5,004.6 per epoch, 90 epochs",
         "25.56 M parameters, 8.18 GFLOP forward per 224 px image; validated at 256 px",
-        "cpu, fp32, compile off",
+        "cpu, fp32, compile off (it is short)",
         "3 workers per rank (as configured), decoder pillow",
     ):
         assert part in text

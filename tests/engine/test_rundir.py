@@ -230,23 +230,23 @@ def test_accepted_changes_are_returned(run: Path) -> None:
     assert opened.accepted == {"dataset": "dataset was abc, is def"}
 
 
-def test_stored_identity(run: Path, tmp_path: Path) -> None:
+def test_stored_step_and_identity(run: Path, tmp_path: Path) -> None:
     other = add_checkpoint(tmp_path / "elsewhere", 5, {"pixels": "gpu"})
     before = tree(tmp_path)
-    for path, resume, identity in (
-        (run, "auto", IDENTITY),
-        (run, "never", {}),
-        (tmp_path / "new", "auto", {}),
-        (tmp_path / "new", str(other), {"pixels": "gpu"}),
+    for path, resume, stored in (
+        (run, "auto", (20, IDENTITY)),
+        (run, "never", (0, {})),
+        (tmp_path / "new", "auto", (0, {})),
+        (tmp_path / "new", str(other), (5, {"pixels": "gpu"})),
     ):
-        assert directory(path, resume).stored_identity() == identity
+        assert directory(path, resume).stored() == stored
     assert tree(tmp_path) == before
 
 
 def test_checkpoint_added_before_open(run: Path) -> None:
     """Another process may train and end between the first read and the lock."""
     with directory(run) as opened:
-        assert opened.stored_identity() == IDENTITY
+        assert opened.stored() == (20, IDENTITY)
         thirty = add_checkpoint(run, 30)
         opened.open(IDENTITY)
         assert opened.resumed == thirty

@@ -385,6 +385,7 @@ def test_the_reasons_for_reduced_clocks(install) -> None:
         release.set()
         wait_until(lambda: nvml.samples > 20)
         assert monitor.slowdowns() == []
+        assert len(monitor.slowdowns("another reader")) == 4
         assert monitor.read()["gpu/throttled_fraction"] == 0
 
 

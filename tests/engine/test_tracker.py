@@ -292,7 +292,10 @@ def test_curves_hold_the_values_at_the_step(tmp_path: Path) -> None:
     assert curve(events, "val/loss") == [(20, 0.5)]
 
 
-def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flush", [Tracker.flush, lambda tracker: tracker.flusher()()])
+def test_flushed_curves_are_on_disk(
+    flush: Callable[[Tracker], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write = RecordWriter.write
     monkeypatch.setattr(
         RecordWriter, "write", lambda self, data: (time.sleep(0.02), write(self, data))
@@ -300,7 +303,7 @@ def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with Tracker(tmp_path) as tracker:
         tracker.train_row(train_row(10), FIGURES)
         tracker.val_row(val_row(10), best=True)
-        tracker.flush()
+        flush(tracker)
         events = curves(tmp_path)
         assert [curve(events, tag) for tag in ("train/loss", "memory/ooms", "val/top5")] == [
             [(10, 1)],
@@ -308,7 +311,7 @@ def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             [(10, 95)],
         ]
     for silent in (Tracker(None), Tracker(tmp_path, tensorboard=False)):
-        silent.flush()
+        flush(silent)
 
 
 def test_without_tensorboard(tmp_path: Path) -> None:

@@ -159,6 +159,16 @@ def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> li
     return []
 
 
+def after_a_failed_checkpoint(world: World) -> list[int]:
+    """Run until both ranks stop: at step 4, rank 0 notices that its checkpoint failed."""
+    step = 0
+    with StopSignal(world, lambda: world.leads and step >= 4) as stop:
+        while not stop:
+            step += 1
+            stop.poll()
+        return [step, stop.number]
+
+
 def from_outside(world: World, ready: Path) -> list[int]:
     """Run until the test sends a signal to one of the ranks."""
     with StopSignal(world) as stop:
@@ -202,6 +212,7 @@ def main(folder: Path) -> None:
             "both_signalled": stopping(world, {0: (3, signal.SIGINT), 1: (3, signal.SIGTERM)}),
             "first_step": stopping(world, {0: (0, signal.SIGTERM)}),
             "signalled_once": stopping(world, {0: (2, signal.SIGUSR1)}),
+            "after_a_failed_checkpoint": after_a_failed_checkpoint(world),
             "from_outside": from_outside(world, folder / f"ready-{world.rank}"),
         }
         (folder / f"found-{world.rank}.json").write_text(json.dumps(found))

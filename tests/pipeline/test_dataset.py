@@ -16,7 +16,7 @@ from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset
 from pipeline.decode import open_picture
 from pipeline.index import Index, load_index
-from pipeline.sizing.autotune import shrink_gain
+from pipeline.sizing.prices import measure_gains
 from scripts import shrink, survey
 
 
@@ -79,7 +79,7 @@ def test_index_may_read_its_files_from_elsewhere(
         assert encoded is not None and encoded.data == files.read(number)
     assert dataset.mean_bytes() == 0
     with caplog.at_level("DEBUG"):
-        shrink_gain(dataset, images=2)
+        measure_gains(dataset, images=2)
     assert not caplog.messages  # it logs a file that it cannot read
 
 
@@ -227,7 +227,7 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
     )
     with pytest.raises(UnidentifiedImageError):
         shrink.shrink(path.read_bytes(), path.name, side=256, quality=90, decoder="pillow")
-    shrink_gain(dataset)
+    measure_gains(dataset)
     assert not started.exists()
 
 

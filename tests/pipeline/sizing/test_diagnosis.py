@@ -14,6 +14,7 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     slowest,
 )
+from pipeline.sizing.prices import Gains
 from tests.answers import SETUP
 
 SUPPLY = Supply(cpu_ms=1.8, wait_ms=0.0, core_ms=0.1, spread=1.2, file_bytes=110e3, workers=1)
@@ -49,6 +50,10 @@ def changed(**values: Any) -> Observation:
     return found
 
 
+WAITS = {"wait_fraction": 0.38, "images_per_second": 4150, "cpu_ms": 3.6}
+MEASURED = {"alternatives": {"turbojpeg": 4150.0, "hybrid": 4000.0}}
+
+
 @pytest.mark.parametrize(
     ("change", "cause", "says"),
     [
@@ -56,26 +61,71 @@ def changed(**values: Any) -> Observation:
         ({"compile": "tuned"}, "compute", ["so faster data loading would not help."]),
         ({"compile": "off"}, "compute", ["model.compile=default"]),
         (
-            {"wait_fraction": 0.38, "images_per_second": 4150, "cpu_ms": 3.6},
+            WAITS,
             "decode",
             [
                 "waited 38.0% of the time",
                 "can process 6,704 img/s and got 4,150",
                 "3.6 ms of CPU time",
-                "loader.decoder=hybrid",
+                " ms for a core: set loader.decoder=auto and loader.workers=auto in a new run to "
+                "measure the GPU's JPEG engines, if it has them; re-encode the images once with "
+                "scripts/shrink.py; use a machine with about 26 CPU cores (about 6,560 img/s).",
             ],
         ),
         (
-            {"wait_fraction": 0.38, "images_per_second": 4150, "cpu_ms": 3.6, "decoder": "hybrid"},
+            {**WAITS, "gains": Gains(shrink=1.5), "has_engines": True},
             "decode",
-            [" ms for a core: re-encode the images once with scripts/shrink.py."],
+            [
+                "measure the GPU's JPEG engines; re-encode the images once with scripts/shrink.py "
+                "(about 6,225 img/s); use a machine with about 26 CPU cores (about 6,560 img/s).",
+            ],
+        ),
+        (
+            {**WAITS, "gains": Gains(shrink=1.02), **MEASURED, "ranks": 2, "cpu_ms": 7.3},
+            "decode",
+            [" ms for a core: use a machine with about 26 CPU cores for each rank (about 6,560"],
         ),
         (
             {
-                "wait_fraction": 0.38,
-                "images_per_second": 4150,
-                "cpu_ms": 3.6,
-                "decoder": "hybrid",
+                **WAITS,
+                **MEASURED,
+                "decoder": "simplejpeg",
+                "gains": Gains(shrink=1.2, decoder="turbojpeg", decode=1.25),
+            },
+            "decode",
+            [
+                " ms for a core: install turbojpeg, x1.25 in docs/benchmarks.md (about 5,188 "
+                "img/s); re-encode the images once with scripts/shrink.py (about 4,980 img/s, "
+                "6,225 together with the change before it); use a machine with about 26 CPU cores",
+            ],
+        ),
+        (
+            {
+                **WAITS,
+                "decoder": "pillow",
+                "gains": Gains(shrink=1.0, decoder="simplejpeg", decode=1.2, installed=True),
+                "has_engines": False,
+            },
+            "decode",
+            ["core: set loader.decoder=auto, which is simplejpeg here (about 4,980 img/s); use"],
+        ),
+        (
+            {**WAITS, **MEASURED, "decoder": "hybrid", "gains": Gains(shrink=2), "decoded": 0.5},
+            "decode",
+            ["scripts/shrink.py (about 6,225 img/s); use a machine with about 35 CPU cores"],
+        ),
+        (
+            {**WAITS, "decoder": "hybrid", "large_files": False},
+            "decode",
+            ["in a new run to measure all decoders; use a machine with about 26 CPU cores"],
+        ),
+        (
+            {
+                **MEASURED,
+                "wait_fraction": 0.9,
+                "images_per_second": 2200,
+                "workers": 3,
+                "core_ms": 0.0,
                 "large_files": False,
             },
             "decode",
@@ -83,41 +133,19 @@ def changed(**values: Any) -> Observation:
         ),
         (
             {
-                "wait_fraction": 0.38,
-                "images_per_second": 4150,
-                "cpu_ms": 3.6,
-                "has_engines": True,
-                "shrink_gain": 2.9,
-            },
-            "decode",
-            ["JPEG engines; re-encode the images once with scripts/shrink.py (x2.9 per core)."],
-        ),
-        (
-            {
-                "wait_fraction": 0.38,
-                "images_per_second": 4150,
-                "cpu_ms": 3.6,
-                "has_engines": False,
-                "shrink_gain": 1.1,
-            },
-            "decode",
-            [" ms for a core: use a machine with more CPU cores."],
-        ),
-        (
-            {"wait_fraction": 0.9, "images_per_second": 2200, "workers": 3, "core_ms": 0.0},
-            "decode",
-            [" ms for a core: set"],
-        ),
-        (
-            {
-                "wait_fraction": 0.9,
-                "images_per_second": 2200,
+                "wait_fraction": 0.7,
+                "images_per_second": 1600,
                 "workers": 3,
                 "core_ms": 0.0,
                 "step_alone": 0,
+                "gains": Gains(shrink=1.5),
+                "has_engines": False,
             },
             "decode",
-            ["raise loader.workers, there are cores for 15; set loader.decoder"],
+            [
+                "raise loader.workers, there are cores for 15 (about 5,227 img/s); re-encode the "
+                "images once with scripts/shrink.py (about 2,400 img/s).",
+            ],
         ),
         (
             {
@@ -125,10 +153,11 @@ def changed(**values: Any) -> Observation:
                 "images_per_second": 2200,
                 "workers": 3,
                 "core_ms": 1.8,
+                "step_alone": 0,
                 "large_files": False,
             },
             "decode",
-            ["1.8 ms for a core: set loader.decoder=hybrid to use the GPU's JPEG engines"],
+            ["1.8 ms for a core: set loader.decoder=auto"],
         ),
         (
             {"wait_fraction": 0.6, "images_per_second": 2000, "wait_ms": 5.7},
@@ -136,20 +165,20 @@ def changed(**values: Any) -> Observation:
             [
                 "by storage",
                 "waits 5.7 ms for storage",
-                "faster storage, or re-encode them once with scripts/shrink.py",
+                "faster storage (about 4,900 img/s); re-encode the images once with",
             ],
         ),
         (
             {"wait_fraction": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "large_files": False},
             "storage",
-            [" ms for a core: move", "faster storage."],
+            [" ms for a core: move the images to faster storage (about 4,900 img/s)."],
         ),
         (
             {"wait_fraction": 0.6, "images_per_second": 2000, "wait_ms": 5.7, "step_alone": 0},
             "storage",
             [
-                " ms for a core: try loader.workers=38, since reading is mostly waiting",
-                "; else move the images",
+                " ms for a core: move the images to faster storage (about 4,900 img/s); try "
+                "loader.workers=38, since reading is mostly waiting (about 4,837 img/s); re-encode",
             ],
         ),
         (
@@ -174,7 +203,7 @@ def changed(**values: Any) -> Observation:
                 "late_fraction": 0.0,
             },
             "storage",
-            [" ms for a core: try loader.workers=9, since"],
+            [" ms for a core: move the images", "try loader.workers=9, since"],
         ),
         (
             {
@@ -201,7 +230,11 @@ def changed(**values: Any) -> Observation:
                 "most_workers": 1,
             },
             "decode",
-            [" ms for a core: set loader.workers=2 to use the core of the step, which waits"],
+            [
+                " ms for a core: set loader.workers=2 to use the core of the step, which waits "
+                "(about 65 img/s)",
+                "use a machine with about 4 CPU cores (about 113 img/s)",
+            ],
         ),
         (
             {
@@ -259,6 +292,11 @@ def changed(**values: Any) -> Observation:
             ["launch-bound", "90% of the steps", "loader.batch_size"],
         ),
         (
+            {"drained_fraction": 0.9, "graph_refused": "the batch has two shapes"},
+            "launch",
+            ["not one CUDA graph (the batch has two shapes): remedy that, or raise loader.batch_"],
+        ),
+        (
             {"late_fraction": 0.2},
             "launch",
             ["launch-bound: the GPU was idle 20% of the time, and before 0% of the steps,"],
@@ -268,19 +306,51 @@ def changed(**values: Any) -> Observation:
             "cores",
             [
                 "core-bound: the step processed 7,500 img/s alone and 6,627 while the workers run",
-                "Set loader.decoder=hybrid",
+                "a GPU waited 0% of the time for launches and was idle before 60% of the steps",
+                "Set loader.decoder=auto and",
             ],
         ),
         (
+            {
+                **MEASURED,
+                "step_alone": 7500,
+                "drained_fraction": 0.6,
+                "gains": Gains(shrink=1.5),
+            },
+            "cores",
+            ["Re-encode the images once with scripts/shrink.py (about 6,890 img/s)."],
+        ),
+        (
+            {**MEASURED, "step_alone": 7500, "drained_fraction": 0.6, "large_files": False},
+            "cores",
+            ["Use a machine with more CPU cores."],
+        ),
+        (
             {"step_alone": 7500},
-            "compute",
-            ["Alone the step processed 7,500 img/s: check the GPU's clocks and"],
+            "slowed",
+            [
+                "slower than alone: the step processed 7,500 img/s alone and 6,627 while the "
+                "workers run, 88% of it; a GPU waited 0% of the time for launches and was idle "
+                "before 0% of the steps; the GPU waited 0.4% of the time for images. Images and "
+                "launches were in time",
+                "check the GPU's clocks and which",
+            ],
+        ),
+        (
+            {"step_alone": 26700, "images_per_second": 21900, "ranks": 4, "batch_size": 1024},
+            "slowed",
+            ["21,988 while the workers run, 82% of it", "the links between them"],
+        ),
+        (
+            {"step_alone": 7500, "slowdowns": "thermal throttling by the driver, 40 % of the time"},
+            "slowed",
+            ["A GPU ran below its maximum clock (thermal throttling by the driver, 40 % of"],
         ),
         ({"step_alone": 7500, "drained_fraction": 0.6, "decoder": "gpu"}, "launch", []),
         (
             {"step_alone": 7500, "decoder": "gpu"},
-            "compute",
-            ["Alone the step processed 7,500 img/s: decoding uses part of the GPU"],
+            "slowed",
+            ["images. Decoding uses part of the GPU."],
         ),
         (
             {
@@ -294,7 +364,7 @@ def changed(**values: Any) -> Observation:
             "engines",
             [
                 "for images; the step can process 22,",
-                "Set loader.decoder=hybrid to share each batch",
+                "Set loader.decoder=auto and loader.workers=auto in a new run to measure all",
             ],
         ),
         (
@@ -315,7 +385,7 @@ def changed(**values: Any) -> Observation:
             "decode",
             [
                 "The one worker spends 0.5 ms",
-                "raise loader.workers, there are cores for 15; set loader.decoder=hybrid to share",
+                "raise loader.workers, there are cores for 15 (about 9,555 img/s); re-encode",
             ],
         ),
         (
@@ -349,6 +419,27 @@ def test_sentences(change: dict[str, Any], cause: str, says: list[str]) -> None:
     assert 1 <= len(found.sentences) <= 2
     assert text.startswith(CAUSES[cause].label)
     assert found.remedy.lower() in text.lower()
+
+
+@pytest.mark.parametrize(
+    ("change", "advised"),
+    [
+        ({}, True),
+        ({"has_engines": False}, False),
+        ({"alternatives": {"turbojpeg": 4150.0}}, True),
+        ({"alternatives": {"hybrid": 4150.0}, "decoder": "hybrid"}, True),
+        (MEASURED, False),  # at an earlier start
+        ({"decoder_fixed": False}, True),  # loader.workers is fixed
+        ({"alternatives": {"turbojpeg": 4150.0}, "decoder_fixed": False}, False),  # fast enough
+        ({"on_gpu": False}, False),
+    ],
+)
+def test_engines_are_advised_unless_they_were_measured(
+    change: dict[str, Any], advised: bool
+) -> None:
+    found = diagnose(changed(**WAITS, **change))
+    assert found.cause == "decode"
+    assert ("set loader.decoder=auto and loader.workers=auto in a" in found.remedy) == advised
 
 
 def test_every_cause_can_be_found() -> None:
@@ -386,3 +477,23 @@ def test_the_rank_that_the_others_wait_for_is_judged(
         found = slowest(order)
         assert found is not None and diagnose(found).sentences[0].startswith(says)
     assert slowest([*observed, None]) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cause", "says"),
+    [
+        ([{"wait_fraction": 0.04}] * 4, "slowed", "up to 16% of the time together: raise loader.p"),
+        ([{"wait_fraction": 0.01}] * 4, "slowed", "check the GPUs' clocks, the links between"),
+        ([{"drained_fraction": 0.04}] * 4, "cores", "was idle before 16% of the steps"),
+        ([{"late_fraction": 0.02}] * 4, "cores", "a GPU waited 8% of the time for launches"),
+        ([{}, {"slowdowns": "board limit, 9 % of the time"}, {}], "slowed", "clock (board limit,"),
+    ],
+)
+def test_delays_of_the_ranks_add_up(ranks: list[dict[str, Any]], cause: str, says: str) -> None:
+    """Every step ends when the last rank does, and at each step another one may be the last."""
+    slower = {"step_alone": 26700, "images_per_second": 21900, "batch_size": 1024}
+    seen = slowest([changed(ranks=len(ranks), **{**slower, **one}) for one in ranks])
+    assert seen is not None
+    found = diagnose(seen)
+    assert found.cause == cause
+    assert says in " ".join(found.sentences)

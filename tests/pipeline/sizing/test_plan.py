@@ -52,7 +52,7 @@ class Files(FakeDataset, FileDataset):
     def read(self, index: int) -> bytes:
         raise AssertionError("planning reads nothing")
 
-    def time_decoding(self, index: int, data: bytes) -> float:
+    def time_decoding(self, index: int, data: bytes, decoder: str) -> float:
         raise AssertionError("planning decodes nothing")
 
 

@@ -1,0 +1,308 @@
+"""Checkpoints written in a thread: what is in the copy, one at a time, errors, memory."""
+
+import mmap
+import threading
+from collections.abc import Iterator
+from concurrent import futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conf.schema import Config, Run
+from engine import checkpoint
+from engine.checkpoint import CheckpointError, Writer
+from engine.distributed import World
+from engine.out_of_memory import state_bytes
+from engine.rundir import SPARE_BYTES, RunDirectory
+from engine.state import TrainingError, TrainState, diverged
+from models.resnet import resnet_tiny
+from tests.processes import HANGS_SECONDS
+from tests.results import same
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def writer() -> Iterator[Writer]:
+    made = Writer(torch.device("cpu"))
+    yield made
+    made.close()
+
+
+def content_of(step: int, device: str = "cpu", size: int = 1000) -> dict[str, Any]:
+    """A checkpoint whose content depends on the step."""
+    weights = {"weights": torch.full((size,), float(step), device=device)}
+    moments = {0: {"momentum": torch.full((3, 4), float(step), device=device), "lr": [0.5, step]}}
+    state = {"model": weights, "optimizer": moments, "spent": {"seconds": step}}
+    return {"step": step, "state": state, "identity": {}, "config": {}}
+
+
+def overwrite(content: dict[str, Any]) -> None:
+    """Change everything in place, as the next training steps do."""
+    content["state"]["model"]["weights"].fill_(-1)
+    content["state"]["optimizer"][0]["momentum"].fill_(-1)
+    content["state"]["optimizer"][0]["lr"].append("more")
+    content["state"]["spent"]["seconds"] = -1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_next_step_does_not_change_the_copy(device: str, tmp_path: Path) -> None:
+    """Nor does the next copy, which uses the same memory."""
+    writer, changed = Writer(torch.device(device)), [threading.Event() for _ in range(3)]
+
+    def write(copied: dict[str, Any]) -> None:
+        assert changed[copied["step"]].wait(HANGS_SECONDS)
+        checkpoint.save(tmp_path, copied, keep=3)
+
+    for step in (1, 2):
+        content = content_of(step, device)
+        writer.start(content, write)
+        overwrite(content)
+        changed[step].set()
+    writer.close()
+    for step in (1, 2):
+        stored = checkpoint.load(tmp_path / checkpoint.file_name(step))
+        assert same({**content_of(step), "format": checkpoint.FORMAT}, stored)
+
+
+@pytest.mark.gpu
+def test_the_host_does_not_wait_for_the_copy() -> None:
+    """The copy waits for the step before it on the GPU, and the thread for the copy."""
+    writer, seen = Writer(torch.device("cuda")), list[float]()
+    content = content_of(1, "cuda", size=10_000_000)
+    writer.reserve(50_000_000)
+    assert writer._locked
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(2_000_000_000)  # about a second
+        content["state"]["model"]["weights"].fill_(7)
+        writer.start(
+            content, lambda copied: seen.append(float(copied["state"]["model"]["weights"].sum()))
+        )
+        returned_before = not torch.cuda.current_stream().query()
+        overwrite(content)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    writer.close()
+    assert returned_before and seen == [70_000_000]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_kind_of_tensor(device: str, tmp_path: Path) -> None:
+    """Types, shapes, strides and ties; a file has the size that it has without the copy."""
+    tied = torch.randn(7, device=device)
+    image = torch.randn(4, 3, 5, 5, device=device)
+    tensors = {
+        "channels_last": image.to(memory_format=torch.channels_last),
+        "transposed": torch.randn(2, 3, device=device).t(),
+        "bfloat16": torch.randn(5, device=device).bfloat16(),
+        "bool": torch.tensor([True, False], device=device),
+        "scalar": torch.tensor(7, device=device),
+        "on the host": torch.tensor(3.5),
+        "empty": torch.empty(0, 3, device=device),
+        "tied": tied,
+        "tied again": tied,
+    }
+    model = nn.BatchNorm1d(3).to(device)
+    state = {"tensors": tensors, "model": model.state_dict()}
+    content = {"step": 1, "state": state, "identity": {}, "config": {}}
+    writer = Writer(torch.device(device))
+    writer.start(content, lambda copied: checkpoint.save(tmp_path / "copy", copied, keep=1))
+    writer.close()
+    path = tmp_path / "copy" / checkpoint.file_name(1)
+    stored = checkpoint.load(path)["state"]
+    for name, tensor in tensors.items():
+        assert stored["tensors"][name].dtype == tensor.dtype
+        assert stored["tensors"][name].stride() == tensor.stride(), name
+        assert torch.equal(stored["tensors"][name], tensor.cpu()), name
+    assert stored["model"]._metadata == model.state_dict()._metadata
+    direct = checkpoint.save(tmp_path / "direct", content, keep=1)
+    # The names of the devices may differ in length.
+    assert abs(path.stat().st_size - direct.stat().st_size) < 500
+
+
+def test_a_slice_is_copied_without_the_rest(writer: Writer, tmp_path: Path) -> None:
+    """Neither its gaps nor its neighbours are stored."""
+    content = {"step": 1, "state": {"part": torch.arange(2_000_000.0)[::1000]}}
+    content |= {"identity": {}, "config": {}}
+    writer.start(content, lambda copied: checkpoint.save(tmp_path, copied, keep=1))
+    writer.wait()
+    path = tmp_path / checkpoint.file_name(1)
+    assert torch.equal(checkpoint.load(path)["state"]["part"], content["state"]["part"])
+    assert path.stat().st_size < 20_000
+
+
+def test_the_memory_is_allocated_once(writer: Writer) -> None:
+    """It grows if the reserved memory is too small, as for an optimiser of one's own."""
+    places = []
+
+    def look(copied: dict[str, Any]) -> None:
+        places.append(copied["state"]["model"]["weights"].data_ptr())
+
+    writer.reserve(100_000)
+    reserved = writer._memory
+    for step in (1, 2):
+        writer.start(content_of(step), look)
+    assert writer._memory is reserved
+    writer.start(content_of(3, size=1_000_000), look)
+    writer.wait()
+    assert places[0] == places[1] != places[2]
+
+
+def test_the_reserved_memory_is_enough(tmp_path: Path) -> None:
+    """state_bytes counts moments that do not exist yet."""
+    model = resnet_tiny(5, 16)
+    for optimizer in (
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+        torch.optim.AdamW(model.parameters(), lr=0.1),
+    ):
+        state = TrainState(model, optimizer)
+        expected = state_bytes(state)
+        model(torch.randn(2, 3, 16, 16)).sum().backward()
+        optimizer.step()
+        actual = sum(tensor.nbytes for tensor in checkpoint._tensors(state.state_dict()))
+        assert expected <= actual < expected + SPARE_BYTES // 2
+
+
+def test_one_checkpoint_at_a_time(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second copy begins when the first one is written."""
+    waits, order, release = futures.wait, list[str](), threading.Event()
+
+    def write(copied: dict[str, Any]) -> None:
+        order.append(f"begins {copied['step']}")
+        assert release.wait(HANGS_SECONDS)
+        order.append(f"has written {copied['state']['model']['weights'][0]:g}")
+
+    def wait(these: Any) -> Any:
+        release.set()
+        return waits(these)
+
+    writer.start(content_of(1), write)
+    monkeypatch.setattr(futures, "wait", wait)
+    writer.start(content_of(2), write)
+    writer.wait()
+    assert order == ["begins 1", "has written 1", "begins 2", "has written 2"]
+
+
+def test_an_error_is_raised_once_at_the_next_call(writer: Writer) -> None:
+    def fail(copied: dict[str, Any]) -> None:
+        raise CheckpointError(f"step {copied['step']}: the disk is full")
+
+    started = list[int]()
+    assert not writer.failed
+    writer.start(content_of(1), fail)
+    with pytest.raises(CheckpointError, match="step 1: the disk is full"):
+        writer.start(content_of(2), lambda copied: started.append(copied["step"]))
+    assert started == [] and not writer.failed
+    writer.start(content_of(3), fail)
+    futures.wait([writer._writing])
+    assert writer.failed
+    with pytest.raises(CheckpointError, match="step 3"):
+        writer.wait()
+    assert not writer.failed
+    writer.start(content_of(4), lambda copied: started.append(copied["step"]))
+    writer.wait()
+    assert started == [4]
+
+
+def test_no_memory_for_the_copy(writer: Writer) -> None:
+    with pytest.raises(
+        CheckpointError, match=r"^1073741824 MiB of host memory .* cannot be alloca"
+    ):
+        writer.reserve(1 << 50)
+
+
+@pytest.mark.gpu
+def test_memory_that_cannot_be_page_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A warning; the copy is right, and no later kernel reports the error."""
+    memory = mmap.mmap(-1, 1 << 20)
+    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(address, len(memory), 0)) == 0  # a second time is an error
+    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: memory)
+    writer = Writer(torch.device("cuda"))
+    writer.reserve(len(memory))
+    assert caplog.text.count("cannot be page-locked") == 1
+    assert float(torch.ones(5, device="cuda").sum()) == 5
+    content = content_of(1, "cuda")
+    writer.start(content, lambda copied: checkpoint.save(tmp_path, copied, keep=1))
+    overwrite(content)
+    writer.close()
+    stored = checkpoint.load(tmp_path / checkpoint.file_name(1))
+    assert same({**content_of(1), "format": checkpoint.FORMAT}, stored)
+    assert int(cudart.cudaHostUnregister(address)) == 0
+
+
+def opened(path: Path) -> RunDirectory:
+    run = RunDirectory(
+        Config(run=Run(dir=str(path))),
+        World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu")),
+    )
+    run.open({})
+    return run
+
+
+def new_state(value: float = 1.0) -> TrainState:
+    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    nn.init.constant_(model[0].weight, value)
+    return TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1), step=5)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "checkpoints").iterdir()}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_weights_that_are_not_finite_are_not_written(value: float, tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.save(new_state())
+        state = new_state(value)
+        state.step = 6
+        run.save(state)
+        futures.wait([run._writer._writing])
+        assert run.failed()
+        with pytest.raises(TrainingError, match="the weights are not finite at step 6; these weig"):
+            run.wait()
+    assert names(tmp_path) == {"step-00000005.pt", "step-00000005.json", "last.json"}
+
+
+def test_large_weights_are_finite(tmp_path: Path) -> None:
+    with opened(tmp_path) as run:
+        run.save(new_state(3e38))
+    assert "step-00000005.json" in names(tmp_path)
+
+
+def save_and_crash(folder: Path, state: TrainState, error: Exception) -> None:
+    with opened(folder) as run:
+        run.save(state)
+        raise error
+
+
+def test_a_crash_waits_for_the_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(KeyError):
+        save_and_crash(tmp_path, new_state(), KeyError("a bug"))
+    assert "step-00000005.json" in names(tmp_path)
+
+
+def test_an_error_is_reported_once_however_the_run_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If another exception ends the run, the log has the error of the checkpoint."""
+    with pytest.raises(TrainingError, match="not finite"), opened(tmp_path / "a") as run:
+        run.save(new_state(float("nan")))
+    assert caplog.text == ""
+    with pytest.raises(KeyError):
+        save_and_crash(tmp_path / "b", new_state(float("nan")), KeyError("a bug"))
+    assert caplog.text.count("the weights are not finite at step 5") == 1
+    with pytest.raises(TrainingError, match="the loss is nan"):
+        save_and_crash(tmp_path / "c", new_state(float("nan")), diverged("the loss is nan"))
+    assert caplog.text.count("not finite") == 1
+    for folder in ("a", "b", "c"):
+        assert names(tmp_path / folder) == set()
+        assert opened(tmp_path / folder).resumed is None  # the lock is free
