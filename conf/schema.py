@@ -261,10 +261,11 @@ class Loader:
     decoder: str = key(
         "auto",
         RESULT | SPEED,
-        "JPEG decoder: auto uses the first of turbojpeg, simplejpeg and pillow that is installed "
-        "(same pixels); gpu uses the GPU's JPEG engines, hybrid the engines and the CPU; a resumed "
-        "run with auto keeps its kind (CPU, gpu or hybrid)",
-        one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"),
+        "JPEG decoder: auto uses the first of region, simplejpeg and pillow that is installed "
+        "(same pixels); region decodes only the crop and needs a C compiler; gpu uses the GPU's "
+        "JPEG engines, hybrid the engines and the CPU; a resumed run with auto "
+        "keeps its kind (CPU, gpu or hybrid)",
+        one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid"),
         # The CPU decoders return the same pixels.
         alike=lambda name: name if name in ("gpu", "hybrid") else "auto",
     )

@@ -3,24 +3,21 @@
 Journey of a batch, 2: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
-less work, and TurboJPEG can skip blocks outside a region. `resized` uses both. Pillow decodes all
-files that are not a plain colour JPEG.
+less work, and skip blocks outside a region (pipeline/region.py). `resized` uses both. Pillow
+decodes all files that are not a plain colour JPEG.
 """
 
-import ctypes
 import importlib.util
 import io
 import math
-import sys
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageFile
 
 from conf.schema import UserError
+from pipeline import region
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
@@ -136,6 +133,11 @@ class DecodeError(Exception):
     """A quick decoder cannot decode this file."""
 
 
+def has_end(data: bytes) -> bool:
+    """Whether a JPEG has its end marker, which a truncated file lacks; a few bytes may follow."""
+    return b"\xff\xd9" in data[-64:]
+
+
 def resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize with the kernel of torchvision's resize, bilinear with antialiasing.
 
@@ -215,83 +217,21 @@ def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
     return small[box[1] : box[3], box[0] : box[2]]
 
 
-class _Turbo:
-    """TurboJPEG 3 through ctypes: the only library that can skip pixels outside a region."""
-
-    INIT_DECOMPRESS, SUBSAMPLING, WIDTH, RGB = 1, 4, 5, 0  # from turbojpeg.h
-    # Width of a block row's unit (iMCU) for 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1
-    UNIT = (8, 16, 16, 8, 8, 32, 8)
-
-    class Factor(ctypes.Structure):
-        _fields_ = [("num", ctypes.c_int), ("denom", ctypes.c_int)]
-
-    class Region(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        void, integer = ctypes.c_void_p, ctypes.c_int
-        text, size = ctypes.c_char_p, ctypes.c_size_t
-        signatures = {
-            "tj3Init": (void, [integer]),
-            "tj3DecompressHeader": (integer, [void, text, size]),
-            "tj3Get": (integer, [void, integer]),
-            "tj3SetScalingFactor": (integer, [void, self.Factor]),
-            "tj3SetCroppingRegion": (integer, [void, self.Region]),
-            "tj3Decompress8": (integer, [void, text, size, void, integer, integer]),
-        }
-        for name, (result, arguments) in signatures.items():
-            function = getattr(library, name)  # AttributeError before version 3
-            function.restype, function.argtypes = result, arguments
-        self.library = library
-        self.handle = library.tj3Init(self.INIT_DECOMPRESS)
-
-    def decode(self, data: bytes, box: Box, scale: int) -> np.ndarray:
-        tj, handle = self.library, self.handle
-        # Reset the region of the last image before its header is replaced.
-        tj.tj3SetCroppingRegion(handle, self.Region(0, 0, 0, 0))
-        tj.tj3SetScalingFactor(handle, self.Factor(1, 1))
-        if tj.tj3DecompressHeader(handle, data, len(data)):
-            raise DecodeError
-        if tj.tj3SetScalingFactor(handle, self.Factor(1, scale)):
-            raise DecodeError
-        subsampling = tj.tj3Get(handle, self.SUBSAMPLING)
-        if not 0 <= subsampling < len(self.UNIT):
-            raise DecodeError
-        left, top, right, bottom = box
-        unit = max(1, self.UNIT[subsampling] // scale)
-        # A region starts at a block boundary. Chroma at its edges is interpolated from neighbours:
-        # a few more columns give the same pixels as decoding the whole image.
-        start = max(0, left - 1) // unit * unit
-        end = min(right + 2, -(-tj.tj3Get(handle, self.WIDTH) // scale))
-        if tj.tj3SetCroppingRegion(handle, self.Region(start, top, end - start, bottom - top)):
-            raise DecodeError
-        pixels = np.empty((bottom - top, end - start, 3), np.uint8)
-        if tj.tj3Decompress8(handle, data, len(data), pixels.ctypes.data, 0, self.RGB):
-            raise DecodeError
-        return pixels[:, left - start : right - start]
-
-
-@cache
-def _turbo() -> _Turbo | None:
-    """Load TurboJPEG 3 or newer if installed; one handle will do, as workers have one thread."""
-    in_prefix = Path(sys.prefix) / "lib" / "libturbojpeg.so.0"
-    for name in ("libturbojpeg.so.0", str(in_prefix), "libturbojpeg.dylib"):
-        try:
-            return _Turbo(ctypes.CDLL(name))
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-def decode_turbojpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
-    turbo = _turbo()
-    assert turbo is not None, "resolve() returns only installed decoders"
-    return turbo.decode(data, box, scale)
+def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
+    decoder = region.load()
+    assert decoder is not None, "resolve() returns only installed decoders"
+    if not has_end(data):  # the region may be there, but a truncated file is an error
+        raise DecodeError
+    left, top, right, bottom = box
+    pixels = np.empty((bottom - top, right - left, 3), np.uint8)
+    if not decoder(data, box, scale, pixels.ctypes.data):
+        raise DecodeError
+    return pixels
 
 
 # Fastest first.
 DECODERS: dict[str, Decode] = {
-    "turbojpeg": decode_turbojpeg,
+    "region": decode_region,
     "simplejpeg": decode_simplejpeg,
     "pillow": decode_pillow,
 }
@@ -301,7 +241,7 @@ ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG e
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
     usable = {
-        "turbojpeg": _turbo() is not None,
+        "region": region.load() is not None,
         "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
         "pillow": True,
     }
@@ -320,7 +260,7 @@ def resolve(name: str) -> str:
     if name not in usable:
         remedy = {
             "simplejpeg": "pip install simplejpeg",
-            "turbojpeg": "install libturbojpeg 3 (conda install libjpeg-turbo)",
+            "region": "install a C compiler (apt install gcc) and Pillow from pip or conda",
         }[name]
         raise UserError(
             f"loader.decoder={name}: not installed; {remedy}, "

@@ -9,7 +9,7 @@ SETUP = Setup(
     on_gpu=True,
     most_workers=15,
     large_files=True,
-    decoder="turbojpeg",
+    decoder="region",
     compile="default",
 )
 ANSWER = Answer(

@@ -350,7 +350,7 @@ def test_resumed_decoder_gives_the_same_pixels(
     image_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [
-        pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")
+        pixels_of(name) for name in ("pillow", "simplejpeg", "region", "none", "gpu", "hybrid")
     ] == (["cpu"] * 4 + ["gpu", "hybrid"])
     # as on a GPU with JPEG engines
     monkeypatch.setattr("pipeline.sizing.plan.GpuDecoder", lambda device, batch_size: None)
