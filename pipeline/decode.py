@@ -245,7 +245,7 @@ def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
 
 def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
     decoder = region.load()
-    assert decoder is not None, "resolve() returns only installed decoders"
+    assert not isinstance(decoder, str), "resolve() returns only installed decoders"
     if not has_end(data):  # the region may be there, but a truncated file is an error
         raise DecodeError
     left, top, right, bottom = box
@@ -267,7 +267,7 @@ ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG e
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
     usable = {
-        "region": region.load() is not None,
+        "region": not isinstance(region.load(), str),
         "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
         "pillow": True,
     }
@@ -286,7 +286,7 @@ def resolve(name: str) -> str:
     if name not in usable:
         remedy = {
             "simplejpeg": "pip install simplejpeg",
-            "region": "install a C compiler (apt install gcc) and Pillow from pip or conda",
+            "region": region.load(),
         }[name]
         raise UserError(
             f"loader.decoder={name}: not installed; {remedy}, "

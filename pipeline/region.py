@@ -55,8 +55,8 @@ Decode = Callable[[bytes, tuple[int, int, int, int], int, int], bool]
 
 
 @cache
-def load() -> Decode | None:
-    """Return the decoder; None without a C compiler, or if Pillow has no libjpeg-turbo 3."""
+def load() -> Decode | str:
+    """Return the decoder, or what to do to get it."""
     try:
         # A library also gives access to the functions of the libraries that it is linked with.
         pillow = ctypes.CDLL(Image.core.__file__)
@@ -65,12 +65,13 @@ def load() -> Decode | None:
             for name in (*FUNCTIONS, NEW_IN_3)
         ]
         code = ctypes.CDLL(str(compiled(default_cache_dir() / "native")))
-    # AttributeError: no such function.
-    except (AttributeError, OSError, subprocess.SubprocessError):
-        return None
+    except AttributeError:
+        return "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
+    except (OSError, subprocess.SubprocessError) as error:
+        return str(error)
     library = _Library((ctypes.c_void_p * len(FUNCTIONS))(*addresses[:-1]))
     if code.region_open(ctypes.byref(library)):
-        return None
+        return "install Pillow from pip or conda: its libjpeg-turbo has an unknown interface"
     call, region = code.region_decode, (ctypes.c_uint * 5)()
     void = ctypes.c_void_p
     call.argtypes = [void, ctypes.c_char_p, ctypes.c_ulong, void, void]
@@ -96,11 +97,11 @@ def compiled(folder: Path) -> Path:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        raise PermissionError(f"{folder}: other users could replace the code in it")
+        raise PermissionError(f"remove {folder}: other users can replace the code in it")
     if not path.exists():
         compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
         if compiler is None:
-            raise FileNotFoundError(f"none of {', '.join(COMPILERS)} is installed")
+            raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
         with tempfile.TemporaryDirectory(dir=folder) as made:
             output = os.path.join(made, path.name)
             command = [compiler, "-O2", "-shared", "-fPIC", "-o", output, str(SOURCE)]

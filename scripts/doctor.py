@@ -597,7 +597,7 @@ def decoder(case: Case) -> Iterator[Row]:
     have, chosen = decode.installed(), case.config.loader.decoder
     best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
     text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
-    region = "install a C compiler: the decoder `region` decodes only the crop and is"
+    region = "install a C compiler (loader.decoder=region says what is missing): region decode is"
     cures = {
         "simplejpeg": f"{region} a quarter faster",
         "pillow": f"{region} half faster; simplejpeg (pip) is a fifth faster",
