@@ -5,7 +5,8 @@
 
 Accepts train.py's key=value overrides. Lists every file with its size and decodes 2,000 files of
 each split, spread over it, or every file with --all. Prints a row for each check: ok, warn or fail,
-the result, and the remedy (->). Changes nothing; a temporary file near run.dir measures the disk.
+the result, and the remedy (->). Changes nothing, but compiles the JPEG decoder into the cache as a
+run does; a temporary file near run.dir measures the disk.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 

@@ -170,14 +170,17 @@ def test_damaged_files() -> None:
 @pytest.mark.slow
 def test_damaged_files_and_memory(tmp_path: Path) -> None:
     """100,000 files, with code that checks every access to memory if the compiler can add it."""
+    compiler = next(filter(None, map(shutil.which, region.COMPILERS)), "")
     checks, libraries = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"], []
     for name in ("libasan.so", "libubsan.so"):
-        found = subprocess.run(["cc", f"-print-file-name={name}"], capture_output=True, text=True)
+        found = subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True
+        )
         libraries.append(found.stdout.strip())
     if not all(map(os.path.isfile, libraries)):
         checks, libraries = [], []
     code = tmp_path / "region.so"
-    command = ["cc", "-g", "-shared", "-fPIC", *checks, "-o", str(code), str(region.SOURCE)]
+    command = [compiler, "-g", "-shared", "-fPIC", *checks, "-o", str(code), str(region.SOURCE)]
     subprocess.run(command, check=True)
     program = (
         "import sys; from pathlib import Path; from pipeline import region; "
