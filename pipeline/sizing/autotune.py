@@ -59,6 +59,7 @@ VERSION = 4  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
+FASTER = 1.005  # factor by which the engines must raise the rate of a step that waits for the CPU
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
 ROUNDS = 6  # maximum number of trials
@@ -480,8 +481,8 @@ class Tuner:
             max(trials, key=lambda trial: trial.wait_fraction),
             rate=rate,
             each=min(trial.each for trial in trials),
-            # Fewer workers do not give back the part of the GPU that its decoder takes.
-            slowed=decoder != "gpu" and rate < SLOWED * alone,
+            # Fewer workers do not give back the part of the GPU that its engines take.
+            slowed=decoder not in ON_GPU and rate < SLOWED * alone,
         )
 
     def _try_with_step(self, steps: int, warm: int) -> Trial:
@@ -649,11 +650,10 @@ def is_enough(tried: dict[str, dict[int, Trial]]) -> bool:
 
 
 def fastest(tried: dict[str, dict[int, Trial]]) -> str:
-    """The fastest decoder; a CPU decoder if it is within PAYS of it."""
+    """The fastest decoder; a CPU decoder if it is enough, or as fast: its pixels are exact."""
     rates = {name: max(trial.rate for trial in trials.values()) for name, trials in tried.items()}
-    near = [
-        name for name in rates if name not in ON_GPU and rates[name] * PAYS >= max(rates.values())
-    ]
+    least = max(rates.values()) / (PAYS if is_enough(tried) else FASTER)
+    near = [name for name in rates if name not in ON_GPU and rates[name] >= least]
     return next(iter(near), max(rates, key=lambda name: rates[name]))
 
 

@@ -105,7 +105,7 @@ def test_one_core_is_left_to_the_training_process(
 
 @pytest.mark.parametrize(
     ("cores", "workers"),
-    [(128, READERS), (READERS + 2, READERS), (READERS + 1, READERS), (4, 3), (1, 1)],
+    [(128, READERS), (READERS + 2, READERS), (READERS + 1, READERS), (4, 3), (1, 2)],
 )
 def test_engines_need_few_readers(
     monkeypatch: pytest.MonkeyPatch, cores: int, workers: int
