@@ -263,10 +263,11 @@ class Loader:
         "auto",
         RESULT | SPEED,
         "JPEG decoder: gpu uses the GPU's JPEG engines, hybrid the engines and the CPU, the others "
-        "the CPU (same pixels); auto is the first of turbojpeg, simplejpeg and pillow that is "
-        "installed, or gpu or hybrid where the first start measures that they are faster (not with "
-        "train.deterministic); a resumed run with auto keeps its kind (CPU, gpu or hybrid)",
-        one_of("auto", "turbojpeg", "simplejpeg", "pillow", "gpu", "hybrid"),
+        "the CPU (same pixels); region decodes only the crop and needs a C compiler; auto is the "
+        "first of region, simplejpeg and pillow that is installed, or gpu or hybrid where the "
+        "first start measures that they are faster (not with train.deterministic); a resumed run "
+        "with auto keeps its kind (CPU, gpu or hybrid)",
+        one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid"),
         # The CPU decoders return the same pixels.
         alike=lambda name: name if name in ("gpu", "hybrid") else "auto",
     )

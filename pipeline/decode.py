@@ -3,24 +3,22 @@
 Journey of a batch, 2: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
-less work, and TurboJPEG can skip blocks outside a region. `resized` uses both. Pillow decodes all
-files that are not a plain colour JPEG.
+less work, and skip blocks outside a region (pipeline/region.py). `resized` uses both. Pillow
+decodes all files that are not a plain colour JPEG.
 """
 
-import ctypes
 import importlib.util
 import io
 import math
-import sys
+import struct
 from collections.abc import Callable
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image, ImageFile
 
 from conf.schema import UserError
+from pipeline import region
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
@@ -31,6 +29,10 @@ Image.MAX_IMAGE_PIXELS = MAX_PIXELS
 # The accepted file contents, whatever the name. Pillow reads many other formats: for EPS it starts
 # Ghostscript, which runs programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# Second bytes of JPEG markers: a Huffman-coded frame (baseline, extended, progressive); segments
+# that can precede it (tables, restart interval, application data, comment).
+FRAMES = (0xC0, 0xC1, 0xC2)
+SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 
@@ -136,6 +138,11 @@ class DecodeError(Exception):
     """A quick decoder cannot decode this file."""
 
 
+def has_end(data: bytes) -> bool:
+    """Whether a JPEG has its end marker, which a truncated file lacks; a few bytes may follow."""
+    return b"\xff\xd9" in data[-64:]
+
+
 def resize(pixels: np.ndarray, size: tuple[int, int]) -> np.ndarray:
     """Resize with the kernel of torchvision's resize, bilinear with antialiasing.
 
@@ -183,6 +190,9 @@ def open_picture(data: bytes, decoder: str) -> Picture:
     Raises:
         OSError, ValueError, SyntaxError, Image.DecompressionBombError: Pillow cannot read it.
     """
+    size = colour_jpeg_size(data)
+    if size:
+        return EncodedPicture(data, size, DECODERS[decoder])
     image = open_image(data)
     width, height = image.size
     if width * height > 2 * MAX_PIXELS:
@@ -190,6 +200,24 @@ def open_picture(data: bytes, decoder: str) -> Picture:
     if image.format == "JPEG" and image.mode == "RGB":
         return EncodedPicture(data, image.size, DECODERS[decoder])
     return Picture(np.asarray(_to_rgb(image)))
+
+
+def colour_jpeg_size(data: bytes) -> tuple[int, int] | None:
+    """Read (width, height) of a common colour JPEG; None: Pillow must look at the file.
+
+    Pillow takes 50 us to read a header, as long as flipping three images.
+    """
+    at = 2 if data.startswith(b"\xff\xd8") else len(data)
+    while at + 10 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker in FRAMES:
+            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+            usual = bits == 8 and components == 3 and 0 < width * height <= MAX_PIXELS
+            return (width, height) if usual else None
+        if marker not in SKIPPED or data[at + 4 : at + 8] == b"MPF\0":  # several images
+            return None
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return None
 
 
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
@@ -215,83 +243,21 @@ def decode_simplejpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
     return small[box[1] : box[3], box[0] : box[2]]
 
 
-class _Turbo:
-    """TurboJPEG 3 through ctypes: the only library that can skip pixels outside a region."""
-
-    INIT_DECOMPRESS, SUBSAMPLING, WIDTH, RGB = 1, 4, 5, 0  # from turbojpeg.h
-    # Width of a block row's unit (iMCU) for 4:4:4, 4:2:2, 4:2:0, grey, 4:4:0, 4:1:1, 4:4:1
-    UNIT = (8, 16, 16, 8, 8, 32, 8)
-
-    class Factor(ctypes.Structure):
-        _fields_ = [("num", ctypes.c_int), ("denom", ctypes.c_int)]
-
-    class Region(ctypes.Structure):
-        _fields_ = [(name, ctypes.c_int) for name in ("x", "y", "w", "h")]
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        void, integer = ctypes.c_void_p, ctypes.c_int
-        text, size = ctypes.c_char_p, ctypes.c_size_t
-        signatures = {
-            "tj3Init": (void, [integer]),
-            "tj3DecompressHeader": (integer, [void, text, size]),
-            "tj3Get": (integer, [void, integer]),
-            "tj3SetScalingFactor": (integer, [void, self.Factor]),
-            "tj3SetCroppingRegion": (integer, [void, self.Region]),
-            "tj3Decompress8": (integer, [void, text, size, void, integer, integer]),
-        }
-        for name, (result, arguments) in signatures.items():
-            function = getattr(library, name)  # AttributeError before version 3
-            function.restype, function.argtypes = result, arguments
-        self.library = library
-        self.handle = library.tj3Init(self.INIT_DECOMPRESS)
-
-    def decode(self, data: bytes, box: Box, scale: int) -> np.ndarray:
-        tj, handle = self.library, self.handle
-        # Reset the region of the last image before its header is replaced.
-        tj.tj3SetCroppingRegion(handle, self.Region(0, 0, 0, 0))
-        tj.tj3SetScalingFactor(handle, self.Factor(1, 1))
-        if tj.tj3DecompressHeader(handle, data, len(data)):
-            raise DecodeError
-        if tj.tj3SetScalingFactor(handle, self.Factor(1, scale)):
-            raise DecodeError
-        subsampling = tj.tj3Get(handle, self.SUBSAMPLING)
-        if not 0 <= subsampling < len(self.UNIT):
-            raise DecodeError
-        left, top, right, bottom = box
-        unit = max(1, self.UNIT[subsampling] // scale)
-        # A region starts at a block boundary. Chroma at its edges is interpolated from neighbours:
-        # a few more columns give the same pixels as decoding the whole image.
-        start = max(0, left - 1) // unit * unit
-        end = min(right + 2, -(-tj.tj3Get(handle, self.WIDTH) // scale))
-        if tj.tj3SetCroppingRegion(handle, self.Region(start, top, end - start, bottom - top)):
-            raise DecodeError
-        pixels = np.empty((bottom - top, end - start, 3), np.uint8)
-        if tj.tj3Decompress8(handle, data, len(data), pixels.ctypes.data, 0, self.RGB):
-            raise DecodeError
-        return pixels[:, left - start : right - start]
-
-
-@cache
-def _turbo() -> _Turbo | None:
-    """Load TurboJPEG 3 or newer if installed; one handle will do, as workers have one thread."""
-    in_prefix = Path(sys.prefix) / "lib" / "libturbojpeg.so.0"
-    for name in ("libturbojpeg.so.0", str(in_prefix), "libturbojpeg.dylib"):
-        try:
-            return _Turbo(ctypes.CDLL(name))
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-def decode_turbojpeg(data: bytes, box: Box, scale: int) -> np.ndarray:
-    turbo = _turbo()
-    assert turbo is not None, "resolve() returns only installed decoders"
-    return turbo.decode(data, box, scale)
+def decode_region(data: bytes, box: Box, scale: int) -> np.ndarray:
+    decoder = region.load()
+    assert not isinstance(decoder, str), "resolve() returns only installed decoders"
+    if not has_end(data):  # the region may be there, but a truncated file is an error
+        raise DecodeError
+    left, top, right, bottom = box
+    pixels = np.empty((bottom - top, right - left, 3), np.uint8)
+    if not decoder(data, box, scale, pixels.ctypes.data):
+        raise DecodeError
+    return pixels
 
 
 # Fastest first.
 DECODERS: dict[str, Decode] = {
-    "turbojpeg": decode_turbojpeg,
+    "region": decode_region,
     "simplejpeg": decode_simplejpeg,
     "pillow": decode_pillow,
 }
@@ -301,7 +267,7 @@ ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG e
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
     usable = {
-        "turbojpeg": _turbo() is not None,
+        "region": not isinstance(region.load(), str),
         "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
         "pillow": True,
     }
@@ -320,7 +286,7 @@ def resolve(name: str) -> str:
     if name not in usable:
         remedy = {
             "simplejpeg": "pip install simplejpeg",
-            "turbojpeg": "install libturbojpeg 3 (conda install libjpeg-turbo)",
+            "region": region.load(),
         }[name]
         raise UserError(
             f"loader.decoder={name}: not installed; {remedy}, "

@@ -350,7 +350,7 @@ def test_resumed_decoder_gives_the_same_pixels(
     image_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert [
-        pixels_of(name) for name in ("pillow", "simplejpeg", "turbojpeg", "none", "gpu", "hybrid")
+        pixels_of(name) for name in ("pillow", "simplejpeg", "region", "none", "gpu", "hybrid")
     ] == (["cpu"] * 4 + ["gpu", "hybrid"])
     # as on a GPU with JPEG engines
     monkeypatch.setattr(
@@ -429,9 +429,9 @@ def test_compile_mode_is_kept_for_deterministic_runs(
     assert status == 0 and set(modes) == {"default"}
     assert "compile default (as at the first start)" in out
     status, _, err = program(
-        "train.deterministic=true", "train.max_steps=4", "model.compile=reduce-overhead"
+        "train.deterministic=true", "train.max_steps=4", "model.compile=max-autotune-no-cudagraphs"
     )
-    assert status == 2 and "model.compile was default, is reduce-overhead; these changes" in err
+    assert status == 2 and "model.compile was default, is max-autotune-no-cudagraphs; these changes" in err
 
 
 # Ranks.

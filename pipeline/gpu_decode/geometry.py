@@ -7,7 +7,7 @@ computing them.
 
 import numpy as np
 
-from pipeline.decode import Box, Picture, open_image
+from pipeline.decode import Box, Picture, has_end, open_image
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
 # The file of the row; LENGTH 0: the row holds pixels.
@@ -111,6 +111,6 @@ def open_noted(data: bytes) -> NotedPicture | None:
     ):
         return None
     layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]
-    if layers not in CHROMA or b"\xff\xd9" not in data[-64:]:
+    if layers not in CHROMA or not has_end(data):
         return None
     return NotedPicture(image.size, (0, 0, *image.size))

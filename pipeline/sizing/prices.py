@@ -22,7 +22,7 @@ SAMPLE = 24  # files that `measure_gains` decodes
 REACHED = 0.98  # of the step's rate, by a run that does not wait
 SCALING = 0.95  # n times the workers supply n ** SCALING times the images
 # Images/s of one core, from docs/benchmarks.md, "Each stage": for decoders that are not installed.
-DOCUMENTED = {"turbojpeg": 564, "simplejpeg": 490, "pillow": 416}
+DOCUMENTED = {"region": 564, "simplejpeg": 490, "pillow": 416}
 
 
 @dataclass(frozen=True)

@@ -208,7 +208,7 @@ OTHER = [  # pairs that train different things
     (["optim=adamw"], ["optim.name=adamw"]),
     (["optim=adamw"], ["optim=adamw", "optim.betas=[0.9, 0.99]"]),
     (["loader.decoder=hybrid"], ["loader.decoder=gpu"]),
-    (["loader.decoder=hybrid"], ["loader.decoder=turbojpeg"]),
+    (["loader.decoder=hybrid"], ["loader.decoder=region"]),
     (["loader.batch_size=512"], ["loader.batch_size=256"]),
     (["train.ema_decay=0.9999"], ["train.ema_decay=0.999"]),
     (["train.precision=tf32"], ["train.precision=fp32"]),

@@ -596,7 +596,7 @@ def test_all_ranks_take_the_same_number_of_trials() -> None:
 
 
 SETTINGS = (
-    "decoder=turbojpeg workers=14 pin_memory=on (0.7 ms per batch, 2.6 without) prefetch_factor=3"
+    "decoder=region workers=14 pin_memory=on (0.7 ms per batch, 2.6 without) prefetch_factor=3"
 )
 AUTO = "set loader.decoder=auto and loader.workers=auto in a new run to measure"
 CORES = "use a machine with about 18 CPU cores (about 6,533 img/s)"
@@ -626,7 +626,7 @@ def test_answers_with_other_causes() -> None:
     assert cause(engines) == "engines"
     seen = engines.observation(replace(SETUP, large_files=False))
     assert engines.lines(seen)[2:] == [
-        f"{SETTINGS.replace('turbojpeg', 'gpu')}   with the step 5,600 img/s, 16.0% waiting: "
+        f"{SETTINGS.replace('region', 'gpu')}   with the step 5,600 img/s, 16.0% waiting: "
         "input-bound by the GPU's JPEG engines",
         f"to go faster: {AUTO} all decoders",
     ]

@@ -226,7 +226,7 @@ class Node(World):
 @pytest.mark.parametrize("seed", range(60))
 def test_different_nodes_take_the_same_trials_with_the_same_decoder(seed: int) -> None:
     barrier, values = threading.Barrier(2, timeout=20), [None, None]
-    demand, names = [2000, 7350, 22000][seed % 3], ("simplejpeg", "turbojpeg")
+    demand, names = [2000, 7350, 22000][seed % 3], ("simplejpeg", "region")
 
     def tuned(rank: int) -> tuple[str, list[str]]:
         random = np.random.default_rng([seed, rank])
