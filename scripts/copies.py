@@ -81,11 +81,11 @@ def stale(source: Tensor, host: Tensor) -> tuple[float, float]:
         pageable memory blocks the host, so nothing is stale.
     """
     matrix = torch.ones(4096, 4096, device=source.device)
-    product = matrix @ matrix  # loads cuBLAS, which blocks the host
+    result = matrix @ matrix  # loads cuBLAS, which blocks the host
     host.zero_()
     torch.cuda.synchronize()
     for _ in range(KERNELS):
-        torch.mm(matrix, matrix, out=product)
+        torch.mm(matrix, matrix, out=result)
     host.copy_(source, non_blocking=True)
     at_once = int(host.count_nonzero())
     torch.cuda.synchronize()
