@@ -116,7 +116,7 @@ def train(config: Config) -> dict[str, Any]:
         )
         log.tuned(*tune_loader(feed, step, plan, state, run, datasets.train.fingerprint()))
         validate = Validator(validation_loss, feed=feed, plan=plan, world=world, log=log, stop=stop)
-        use(log.watch(feed))
+        use(log.watch(feed, step))
 
         if validate.missing(state):  # an earlier start was stopped before it could validate
             validate(state)

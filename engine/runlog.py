@@ -25,6 +25,7 @@ from engine.plan import Plan
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
 from engine.state import TrainState, diverged, params_sha256
+from engine.step_graph import StepGraph
 from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import Tracker, duration
 from pipeline.feed import Feed
@@ -133,9 +134,9 @@ class RunLog:
         self.tracker.picture("autotune/supply and demand", chart)
 
     @contextmanager
-    def watch(self, feed: Feed) -> Iterator[None]:
+    def watch(self, feed: Feed, step: StepGraph) -> Iterator[None]:
         """Observe the training steps of the `with` block, which take their batches from `feed`."""
-        self.feed = feed
+        self.feed, self._step = feed, step
         plan = self.plan
         self.ledger = Ledger(
             replace(plan.setup, decoder=feed.decoder),
@@ -354,4 +355,5 @@ class RunLog:
     def _verdict(self, judge: Callable[..., list[str]], slowdowns: str) -> list[str]:
         loader = self.feed.train.loader
         measure = partial(measure_gains, loader.pool.sources[loader.source].dataset)
+        self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
         return judge(describe_loader(self.feed), self.world.gather, measure, slowdowns)

@@ -474,7 +474,7 @@ class Stepper:
                         if watched:
                             log = RunLog(self.plan, self.world, run, self.state, started=0.0)
                             stack.enter_context(log.tracker)
-                            stack.enter_context(log.watch(feed))
+                            stack.enter_context(log.watch(feed, self._train_step))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None
                 pairs.append((found[True], found[False]))

@@ -431,7 +431,10 @@ def test_compile_mode_is_kept_for_deterministic_runs(
     status, _, err = program(
         "train.deterministic=true", "train.max_steps=4", "model.compile=max-autotune-no-cudagraphs"
     )
-    assert status == 2 and "model.compile was default, is max-autotune-no-cudagraphs; these changes" in err
+    assert (
+        status == 2
+        and "model.compile was default, is max-autotune-no-cudagraphs; these changes" in err
+    )
 
 
 # Ranks.

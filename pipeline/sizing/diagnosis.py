@@ -40,7 +40,8 @@ class Setup:
         on_gpu: whether the step runs on a GPU; else it shares the CPU with the workers.
         most_workers: number of workers of a rank for which there are CPU cores.
         large_files: whether scripts/shrink.py would make the training files much smaller.
-        decoder, compile: loader.decoder and model.compile as chosen for this machine.
+        decoder: loader.decoder as chosen for this machine.
+        compile: model.compile as the user gave it: auto has chosen the best for this run.
         decoder_fixed: whether the user set loader.decoder.
         graph_refused: why the whole step is not one CUDA graph; None if it is.
     """
@@ -301,7 +302,8 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 def _input_cause(seen: Observation) -> str:
     loader = seen.loader
     if seen.setup.on_gpu and seen.copy_fraction >= (COPIES if loader.pinned else UNPINNED_COPIES):
-        return "copy"
+        # The engines decode in the place of the copy.
+        return "engines" if seen.setup.decoder in decode.ON_GPU else "copy"
     if loader.slow_share > SLOW_FILES:
         return "files"
     if loader.workers and seen.supply_rate > SPARE * seen.images_per_second:
