@@ -298,8 +298,8 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
         start_forkserver()  # it imports what the workers need, while this process plans
     datasets = build_datasets(config)
     plans = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
-    # The ranks of a node share its memory: all of them take the plan with the fewest workers.
-    memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.ceiling)
+    # The ranks of a node share its memory: all of them take the smallest plan.
+    memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.host)
     plan = plans[world.rank]
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)

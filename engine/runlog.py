@@ -269,10 +269,11 @@ class RunLog:
             "seconds_left": images_left / times["images_per_second"],
         }
         pool = self.feed.train.loader.pool
+        pinned = self.plan.loader.memory.pinned if self.feed.page_locked else 0
         figures = {
             **self.monitor.read(),
             **allocator_figures(self.world.device),
-            **host_figures(pool.pids, self.plan.loader.memory.pinned),
+            **host_figures(pool.pids, pinned),
         }
         self.tracker.train_row(row, figures)
         pool.warn_about_slow_workers()

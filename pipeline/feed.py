@@ -17,7 +17,7 @@ from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import TrainSampler, ValSampler
-from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks
+from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks, batches_ready
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         )
         if plan.processes:
             pool.activate(plan.start_workers)
-        depth = loader.prefetch_batches
+        depth = batches_ready(config, memory.slots)
         train_loader = Loader(pool, 0, train_sampler.samples, hold=depth + 1)
         val_loader = Loader(pool, 1, val_sampler.samples, hold=depth + 1)
         data = config.data

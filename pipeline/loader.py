@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
@@ -121,24 +122,34 @@ class Pinned(contextlib.AbstractContextManager["Pinned"]):
     """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
 
     Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
+    If an array cannot be page-locked, all of them remain ordinary memory, with a warning.
 
     Attributes:
-        locked: addresses of the arrays that are page-locked.
+        locked: addresses of the arrays, which are page-locked; empty if they are not.
     """
 
     def __init__(self, arrays: Sequence[SharedArray]) -> None:
         self.locked: list[int] = []
+        # In a thread: CUDA reports a failure to page-lock again at the next kernel launch of the
+        # thread in which it failed.
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(self._lock, arrays, torch.cuda.current_device()).result()
+
+    def _lock(self, arrays: Sequence[SharedArray], device: int) -> None:
+        torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
         for shared in arrays:
             tensor = torch.from_numpy(shared.array)
             error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
             if int(error) != 0:
                 logger.warning(
-                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), "
-                    "copies will be slower; raise ulimit -l",
+                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), so the batch "
+                    "buffers are ordinary memory and copies to the GPU are slower; raise ulimit -l "
+                    "or the memory limit",
                     tensor.nbytes / 2**20,
                     error,
                 )
-                break
+                self.release()
+                return
             self.locked.append(tensor.data_ptr())
 
     def __exit__(self, *_: object) -> None:

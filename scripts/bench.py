@@ -11,9 +11,9 @@ windows; the table shows the median window and the range. Writes bench.json and 
 --only telemetry measures the cost of train.py's telemetry.
 
 sweep=true measures the loader alone and with the training step, for all combinations of workers,
-prefetch_factor and pin_memory, in several rounds; sweep.<key>=[values] sets the values. It reports
-the best setting and the knee, the fewest workers that reach 0.98 of the best rate, and writes
-sweep.json and sweep.png, a heat map.
+prefetch_factor and pin_memory, in several rounds; sweep.<key>=[values] sets the values, and
+sweep.decoder=[simplejpeg,hybrid] compares decoders. It reports the best setting and the knee, the
+fewest workers that reach 0.98 of the best rate, and writes sweep.json and sweep.png, a heat map.
 """
 
 import argparse
@@ -114,6 +114,7 @@ from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.sizing.plan import choose_decoder, worker_budget
+from scripts import copies
 from scripts.heat_map import heat_map
 
 WINDOWS = 5
@@ -168,6 +169,8 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
                 found.append(measure_loader(feed, plan, seconds))
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(plan, world.device))
+        elif "copy" in only:
+            print("copy      not measured: training runs on the CPU, and copies no batch to a GPU")
         if "step" in only or "train" in only:
             found += [
                 r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only
@@ -198,7 +201,7 @@ def run_sweep(
         settings = sweep.grid(
             asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda"
         )
-        small = with_setting(config, **asdict(sweep.Setting(1, False, 1)))
+        small = with_setting(config, workers=1, pin_memory=False, prefetch_factor=1)
         plan = plan_of(small, datasets, world)
         train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
         stepper = Stepper(plan, world)
@@ -238,6 +241,8 @@ def measure_cell(
     """
     config, world = with_setting(stepper.config, **asdict(setting)), stepper.world
     try:
+        if setting.decoder != stepper.config.loader.decoder:
+            datasets = build_datasets(config)
         plan = plan_of(config, datasets, world)
         with open_feed(config, datasets, plan.loader, world) as feed:
             loader = measure_loader(feed, plan, seconds, start, count=1)
@@ -256,7 +261,13 @@ def measure_cell(
 
 
 def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
-    """Plan the training, with as many workers as the cores allow: nothing is measured here."""
+    """Plan the training, with as many workers as the cores allow: nothing is measured here.
+
+    On a GPU, model.compile=auto is `default`, whatever the length of the run: `tuned` takes minutes
+    to compile.
+    """
+    if config.model.compile == "auto" and world.device.type == "cuda":
+        config = replace(config, model=replace(config.model, compile="default"))
     plan = make_plan(config, datasets, world)
     return replace(plan, loader=replace(plan.loader, measured=False))
 
@@ -355,44 +366,11 @@ def warm_up(take: Callable[[], int], feed: Feed) -> None:
 
 
 def measure_copy(plan: Plan, device: torch.device) -> Rung:
-    """Copy a batch to the GPU in eight ways, which shows the effect of pinning and non_blocking."""
-    shape = (plan.batch_size, 3, plan.image_size, plan.image_size)
-    details = {}
-    for dtype in (torch.uint8, torch.float32):
-        for pinned in (False, True):
-            source = torch.randint(0, 255, shape, dtype=torch.uint8).to(dtype)
-            source = source.pin_memory() if pinned else source
-            target = torch.empty(shape, dtype=dtype, device=device)
-            for non_blocking in (False, True):
-                memory = "pinned" if pinned else "pageable"
-                mode = "non_blocking" if non_blocking else "blocking"
-                name = f"{str(dtype)[6:]} {memory} {mode}"
-                details[name] = time_copy(source, target, non_blocking)
-    best = details["uint8 pinned non_blocking"]
-    rates = [plan.batch_size / (ms / 1e3) for ms in best["all_ms"]]
-    return Rung("copy", "images/s", rates, f"uint8, pinned: {best['gb_per_s']:.1f} GB/s", details)
-
-
-def time_copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> dict[str, Any]:
-    """Measure a copy: ms, GB/s, and the fraction of the time in which the host was free."""
-    total, free = [], []
-    for i in range(25):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        target.copy_(source, non_blocking=non_blocking)
-        returned = time.perf_counter()
-        torch.cuda.synchronize()
-        ended = time.perf_counter()
-        if i >= 5:
-            total.append((ended - began) * 1e3)
-            free.append((ended - returned) / (ended - began))
-    ms = median(total)
-    return {
-        "ms": ms,
-        "gb_per_s": source.nbytes / ms / 1e6,
-        "host_free": median(free),
-        "all_ms": total,
-    }
+    """Copy a batch in every direction; the rate is that of the loader's copy to the GPU."""
+    details = copies.measure((plan.batch_size, 3, plan.image_size, plan.image_size), device)
+    feed = details[copies.FEED]
+    rates = [plan.batch_size / (ms / 1e3) for ms in feed["all_ms"]]
+    return Rung("copy", "images/s", rates, f"uint8, pinned: {feed['gb_per_s']:.1f} GB/s", details)
 
 
 def measure_steps(
@@ -520,7 +498,11 @@ def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
         )
         for name, d in rung.details.items():
             speed = f"{d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s"
-            lines.append(f"          {name:<30} {speed}  host free {100 * d['host_free']:3.0f} %")
+            line = f"          {name:<41} {speed}  host free {100 * d['host_free']:3.0f} %"
+            if "stale" in d:
+                at_once, later = (100 * share for share in d["stale"])
+                line += f"  read at once {at_once:.0f} % stale, after synchronize() {later:.0f} %"
+            lines.append(line)
     return "\n".join(lines)
 
 
@@ -572,7 +554,10 @@ def main() -> int:
 
 def measure_rungs(about: str) -> tuple[dict[str, Any], str, Image.Image]:
     """Measure the rungs; return the contents of bench.json, the console and bench.png."""
-    rungs = run(CONFIG, only=tuple(OPTIONS.only or RUNGS), seconds=OPTIONS.seconds or 10.0)
+    only = tuple(OPTIONS.only or RUNGS)
+    rungs = run(CONFIG, only=only, seconds=OPTIONS.seconds or 10.0)
+    if not rungs:
+        raise UserError(f"--only {' '.join(only)}: nothing can be measured here; add another rung")
     earlier = {rung["name"]: median(rung["rates"]) for rung in EARLIER}
     picture = chart(rungs, f"{about}; red: the limit")
     return {"rungs": [asdict(r) for r in rungs]}, table(rungs, earlier), picture

@@ -62,6 +62,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -149,6 +150,8 @@ class Case:
     Attributes:
         sample: Number of files to decode per split, or None for all.
         gpus: NVML query function of each GPU that torch sees.
+        plan: None if training would refuse to start.
+        rough: The plan; if training would refuse it, the plan with one image per rank and step.
     """
 
     config: Config
@@ -159,6 +162,7 @@ class Case:
     opened: dict[str, list[Opened]] = field(default_factory=dict)
     gpus: dict[int, Ask] = field(default_factory=dict)
     plan: tuple[Plan, Datasets, World] | None = None
+    rough: Plan | None = None
 
     def both(self) -> tuple[Split, Split]:
         if len(self.splits) < 2 or not all(split.files for split in self.splits.values()):
@@ -464,7 +468,13 @@ def plan(case: Case) -> Iterator[Row]:
         datasets = replace(datasets, train=Listed(train_split.files), val=Listed(val_split.files))
     else:
         datasets = build_datasets(config)
-    made = make_plan(config, datasets, world)
+    try:
+        made = case.rough = make_plan(config, datasets, world)
+    except UserError:
+        smallest = replace(config, loader=replace(config.loader, batch_size=case.ranks))
+        with suppress(UserError):  # later checks need it if the batch or its memory is the problem
+            case.rough = make_plan(smallest, datasets, world)
+        raise
     case.plan = made, datasets, world
     yield from (
         warn(note, "training still starts") for note in made.notes if note not in config.notes
@@ -496,7 +506,9 @@ def cores(case: Case) -> Iterator[Row]:
 
 
 def workers(case: Case) -> Iterator[Row]:
-    made, _, _ = case.planned()
+    if case.rough is None:
+        raise NotChecked("needs the plan, see plan")
+    made = case.rough
     limit = worker_limit()
     soft, hard = OPEN_FILES
     allowed = f"{soft:,} open files (up to {hard:,}) allow {limit:,}"
@@ -515,13 +527,14 @@ def workers(case: Case) -> Iterator[Row]:
 def memory(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     room = made.loader.memory
-    if room.host > 0.8 * room.free:
+    copied = checkpoint_bytes(case.config, made)
+    text = f"{room.line()}; {copied / GIB:.2f} GiB for a copy of the state, to write checkpoints"
+    if room.host + copied > 0.8 * room.free or room.slots < room.slots_wanted:
         yield warn(
-            room.line(),
-            "little left for page cache and model: lower loader.batch_size or loader.workers",
+            text, "little left for page cache and model: lower loader.batch_size or loader.workers"
         )
     else:
-        yield ok(room.line())
+        yield ok(text)
 
 
 def shared_memory(case: Case) -> Iterator[Row]:
@@ -572,15 +585,11 @@ def disk(case: Case) -> Iterator[Row]:
         return
     speed = f"{rate / 1e6:,.0f} MB/s ({written >> 20} MiB written with fsync)"
     text = f"{folder}: {free / 1e9:,.1f} GB free, {speed}"
-    if case.plan is None:
+    if case.rough is None:
         yield ok(text, "the size of the checkpoints is unknown, see plan")
         return
-    optim, ema = case.config.optim, case.config.train.ema_decay
-    copies = 1 + (2 if optim.name == "adamw" else int(optim.momentum > 0)) + (ema is not None)
-    size, number = (
-        4 * case.plan[0].parameters * copies,
-        case.config.checkpoint.keep + 2,
-    )  # the best, and the one being written
+    size = checkpoint_bytes(case.config, case.rough)
+    number = case.config.checkpoint.keep + 2  # the best, and the one being written
     text += f"; {number} checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
     if free < number * size:
         missing = f"{(number * size - free) / 1e9:,.1f} GB"
@@ -588,10 +597,17 @@ def disk(case: Case) -> Iterator[Row]:
     elif free < 2 * number * size or size / rate > 30:
         yield warn(
             text,
-            "training waits for each checkpoint: use another disk or raise checkpoint.every_steps",
+            "a thread writes checkpoints, and training waits for it before the next one and at the "
+            "end: free space, use a faster disk or raise checkpoint.every_steps",
         )
     else:
         yield ok(text)
+
+
+def checkpoint_bytes(config: Config, made: Plan) -> int:
+    """Return the bytes of the weights, the optimiser's moments and the moving average."""
+    moments = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
+    return 4 * made.parameters * (1 + moments + (config.train.ema_decay is not None))
 
 
 def decoder(case: Case) -> Iterator[Row]:

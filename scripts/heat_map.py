@@ -16,10 +16,12 @@ INK = "#555555"  # of labels
 
 
 def heat_map(cells: Sequence[Cell], title: str) -> Image.Image:
-    """Draw a panel per measure and pin_memory: workers in columns, prefetch_factor in rows."""
+    """Draw a panel per measure, decoder and pin_memory: workers across, prefetch_factor down."""
     settings = [cell.setting for cell in cells]
-    workers, pins, factors = ([*dict.fromkeys(getattr(s, axis) for s in settings)] for axis in AXES)
-    panels = list(product(MEASURES, pins))
+    workers, pins, factors, decoders = (
+        [*dict.fromkeys(getattr(s, axis) for s in settings)] for axis in AXES
+    )
+    panels = list(product(MEASURES, decoders, pins))
     height = HEIGHT * len(factors) + 80
     width = max(LEFT + WIDTH * len(workers) + 24, int(font(LARGE).getlength(title)) + 40)
     image, draw = sheet(width, TOP + height * len(panels), title)
@@ -27,16 +29,16 @@ def heat_map(cells: Sequence[Cell], title: str) -> Image.Image:
     for x, colour, name in ((LEFT + 216, BEST, "best"), (LEFT + 296, KNEE, "knee")):
         draw.rectangle((x, 44, x + 20, 58), outline=colour, width=3)
         draw.text((x + 28, 42), name, INK, font(SMALL))
-    for number, (measure, pin) in enumerate(panels):
+    for number, (measure, decoder, pin) in enumerate(panels):
         top = TOP + height * number + 28
-        caption = f"{MEASURES[measure]}, pin_memory={show(pin)}"
+        caption = f"{MEASURES[measure]}, decoder={decoder}, pin_memory={show(pin)}"
         draw.text((LEFT, top - 28), caption, "black", font(LARGE))
         _draw_labels(draw, top, workers, factors)
         fastest = best(cells, measure)
         fewest = knee(cells) if measure == "train" else None
         peak = fastest.rate(measure) if fastest else 0.0
         for cell in cells:
-            if cell.setting.pin_memory is pin:
+            if (cell.setting.decoder, cell.setting.pin_memory) == (decoder, pin):
                 x = LEFT + WIDTH * workers.index(cell.setting.workers)
                 y = top + HEIGHT * factors.index(cell.setting.prefetch_factor)
                 _draw_cell(draw, x, y, cell.rate(measure), peak)

@@ -21,6 +21,7 @@ AXES: dict[str, tuple[type, str]] = {
     "workers": (int, "a list of integers from 0 to 4096, for example [4,8]"),
     "pin_memory": (bool, "a list of true and false"),
     "prefetch_factor": (int, "a list of integers from 1 to 64, for example [2,3]"),
+    "decoder": (str, "a list of decoders, for example [simplejpeg,hybrid]"),
 }
 KEYS = ["sweep", *(f"sweep.{axis}" for axis in AXES)]
 PREFETCH_FACTORS = (1, 2, 3, 4)  # 1, and the candidates of loader.workers=auto
@@ -38,6 +39,7 @@ class Setting:
     workers: int
     pin_memory: bool
     prefetch_factor: int
+    decoder: str = "auto"
 
     def __str__(self) -> str:
         return " ".join(f"loader.{axis}={show(getattr(self, axis))}" for axis in AXES)
@@ -137,11 +139,14 @@ def grid(
         "workers": _with(ladder(budget), loader.workers),
         "pin_memory": [False, True] if on_gpu else [False],  # nothing is pinned for a CPU
         "prefetch_factor": _with(PREFETCH_FACTORS, loader.prefetch_factor),
+        "decoder": [loader.decoder],
     }
     axes = usual | asked
     return [
-        Setting(w, p, f)
-        for p, f, w in product(axes["pin_memory"], axes["prefetch_factor"], axes["workers"])
+        Setting(w, p, f, d)
+        for d, p, f, w in product(
+            *(axes[axis] for axis in ("decoder", "pin_memory", "prefetch_factor", "workers"))
+        )
     ]
 
 
@@ -194,10 +199,11 @@ def table(cells: Sequence[Cell], alone: float, earlier: dict[Setting, float]) ->
         earlier: Training rates of an earlier run, to show the ratio.
     """
     top, bend = best(cells), knee(cells)
-    lines = ["workers  pin_memory  prefetch_factor      loader   with step  of best  waited"]
+    head = "workers  pin_memory  prefetch_factor     decoder      loader   with step"
+    lines = [f"{head}  of best  waited"]
     for cell in cells:
         s = cell.setting
-        line = f"{s.workers:>7}  {show(s.pin_memory):>10}  {s.prefetch_factor:>15}"
+        line = f"{s.workers:>7}  {show(s.pin_memory):>10}  {s.prefetch_factor:>15}  {s.decoder:>10}"
         if cell.failed or top is None:
             lines.append(f"{line}  failed: {cell.failed}")
             continue

@@ -6,8 +6,9 @@ is computed from the config, before the allocation.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,6 +33,7 @@ FILES_KEPT = 64  # for the run itself: logs, checkpoints, libraries that are loa
 # loader.prefetch_factor=auto, in tasks per worker: measured on an H200 (docs/benchmarks.md).
 PREFETCH_FACTOR = 3
 MAX_PREFETCH_FACTOR = 4  # with loader.workers=auto
+FEWEST_SLOTS = 3  # one that the workers fill, one on its way to the device, one in the step
 # Private memory of a worker, measured while it decodes photographs of full size: 15 MiB on top of
 # what it shares with the forkserver, 150 MiB when it imports everything itself, and from time to
 # time a picture of 50 megapixels (150 MiB) in one of the workers.
@@ -85,6 +87,7 @@ class MemoryPlan:
     Attributes:
         ceiling: most workers that it is enough for: the buffers are allocated for so many.
         slots: batches in each of the two rings of buffers.
+        slots_wanted: more than `slots` if free memory is not enough for them.
         file_bytes: per row of the training ring, for files that the GPU decodes; 0 for none.
         buffers: both rings, in memory shared with the workers.
         pinned: page-locked part of `buffers`.
@@ -95,6 +98,7 @@ class MemoryPlan:
 
     ceiling: int
     slots: int
+    slots_wanted: int
     file_bytes: int
     buffers: int
     pinned: int
@@ -110,10 +114,13 @@ class MemoryPlan:
     def line(self) -> str:
         pinned = "page-locked" if self.pinned else "not page-locked"
         device = f"; {self.device / GIB:.1f} GiB on the GPU" if self.device else ""
+        slots = f"{self.slots} slots for each split"
+        if self.slots < self.slots_wanted:
+            slots += f" instead of {self.slots_wanted}: free memory allows no more"
         return (
-            f"{self.buffers / GIB:.2f} GiB of batch buffers ({self.slots} slots for each split, "
-            f"{pinned}), workers about {self.worker_bytes / GIB:.2f} GiB; "
-            f"{self.free / GIB:.1f} GiB are free, /dev/shm is not used{device}"
+            f"{self.buffers / GIB:.2f} GiB of batch buffers ({slots}, {pinned}), workers about "
+            f"{self.worker_bytes / GIB:.2f} GiB; {self.free / GIB:.1f} GiB are free, "
+            f"/dev/shm is not used{device}"
         )
 
 
@@ -377,6 +384,27 @@ def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budge
     return Budget(number, "as configured")
 
 
+def _sizes(workers: int, fewest: int, wanted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """Numbers of workers and slots to try, from the most to the fewest memory.
+
+    First fewer workers, down to `fewest`; then fewer slots; then a single worker.
+
+    Args:
+        wanted: the slots that keep a number of workers busy.
+    """
+    yield from ((number, wanted(number)) for number in range(workers, fewest - 1, -1))
+    yield from ((fewest, slots) for slots in range(wanted(fewest) - 1, FEWEST_SLOTS - 1, -1))
+    yield from ((number, FEWEST_SLOTS) for number in range(fewest - 1, 0, -1))
+
+
+def batches_ready(config: Config, slots: int) -> int:
+    """Batches to keep ready on the device: loader.prefetch_batches, or fewer with few slots.
+
+    The consumer of a ring holds these and another one, and the workers write into another one.
+    """
+    return min(config.loader.prefetch_batches, slots - 2)
+
+
 def plan_memory(
     config: Config,
     datasets: Datasets,
@@ -387,16 +415,16 @@ def plan_memory(
     decoder: str,
     dtype: torch.dtype,
 ) -> MemoryPlan:
-    """Compute the memory that `open_feed` allocates, for the most workers for which it is free.
+    """Compute the memory that `open_feed` allocates: the first of `_sizes` that is free.
 
     Args:
         workers: upper bound of the number of workers.
-        fewest: lower bound.
+        fewest: to start with fewer, slots are given up first.
         decoder: gpu and hybrid need buffers for files.
         dtype: of the images on the device.
 
     Raises:
-        UserError: not enough memory is free, or a buffer is larger than `ulimit -f`.
+        UserError: not even the least of `_sizes` is free, or a buffer is larger than `ulimit -f`.
     """
     loader = config.loader
     cuda = world.device.type == "cuda"
@@ -411,18 +439,19 @@ def plan_memory(
         ).values()
     ]
     pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
-    ready = (loader.prefetch_batches + 1) * share * pixels * (1 + dtype.itemsize)
     free = machine.free_memory() // world.local_size
-    for ceiling in range(workers, fewest - 1, -1):
-        slots = slots_needed(
-            batch_size=share,
-            workers=ceiling,
-            prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
-            prefetch_batches=loader.prefetch_batches,
-        )
+    wanted = partial(
+        slots_needed,
+        batch_size=share,
+        prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
+        prefetch_batches=loader.prefetch_batches,
+    )
+    for ceiling, slots in _sizes(workers, fewest, lambda number: wanted(workers=number)):
+        ready = (batches_ready(config, slots) + 1) * share * pixels * (1 + dtype.itemsize)
         plan = MemoryPlan(
             ceiling=ceiling,
             slots=slots,
+            slots_wanted=wanted(workers=ceiling),
             file_bytes=file_bytes,
             buffers=slots * sum(sizes),
             pinned=slots * sum(sizes) if cuda and loader.pin_memory else 0,
@@ -435,8 +464,8 @@ def plan_memory(
     else:
         each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
         raise UserError(
-            f"loader: needs {plan.host / GIB:.1f} GiB{each} ({plan.line()}); lower "
-            "loader.batch_size, loader.workers, loader.prefetch_factor or loader.prefetch_batches"
+            f"loader.batch_size={loader.batch_size}: the loader needs at least "
+            f"{plan.host / GIB:.2f} GiB{each} ({plan.line()}); lower it"
         )
     if plan.slots * max(sizes) > machine.largest_buffer():
         raise UserError(

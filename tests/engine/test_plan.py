@@ -37,7 +37,15 @@ LOADER = LoaderPlan(
     decoders=("pillow",),
     engines_unused="",
     memory=MemoryPlan(
-        4, slots=8, file_bytes=0, buffers=0, pinned=0, worker_bytes=0, device=0, free=0
+        4,
+        slots=8,
+        slots_wanted=8,
+        file_bytes=0,
+        buffers=0,
+        pinned=0,
+        worker_bytes=0,
+        device=0,
+        free=0,
     ),
     measured=False,
     not_measured=None,

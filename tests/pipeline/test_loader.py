@@ -1083,6 +1083,12 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
     until(lambda: not any(map(is_running, descendants(os.getpid()) - before)))
 
 
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch, runtime: type) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", runtime)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
 def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each once: unlocking twice is an error that a later CUDA call would report."""
     locked: list[int] = []
@@ -1095,7 +1101,7 @@ def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPat
         def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
             locked.remove(pointer)
 
-    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    pretend_cuda(monkeypatch, Runtime)
     source = start_source(
         FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
     )
@@ -1114,3 +1120,20 @@ def test_buffers_are_page_locked_while_in_use(image_root: Path) -> None:
         assert pixels.is_pinned()
         assert pixels[3].is_pinned()
     assert not pixels.is_pinned()
+
+
+@pytest.mark.gpu
+def test_all_buffers_or_none_are_page_locked(caplog: pytest.LogCaptureFixture) -> None:
+    """Page-locking memory twice is an error, which no later kernel reports."""
+    source = start_source(
+        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
+    )
+    pixels, labels = (torch.from_numpy(s.array) for s in (source.pixels, source.labels))
+    cudart = torch.cuda.cudart()
+    assert int(cudart.cudaHostRegister(labels.data_ptr(), labels.nbytes, 0)) == 0
+    with Pinned([source.pixels, source.labels]) as pinned:
+        assert float(torch.ones(5, device="cuda").sum()) == 5
+        assert pinned.locked == [] and not pixels.is_pinned()
+        assert caplog.text.count("cannot be page-locked") == 1
+        assert torch.equal(pixels.to("cuda", non_blocking=True).cpu(), pixels)
+    assert int(cudart.cudaHostUnregister(labels.data_ptr())) == 0

@@ -12,13 +12,14 @@ from statistics import median
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 
 from conf import cli
 from conf.schema import Config, Loader, UserError
 from pipeline.loader import LoaderError
 from pipeline.sizing import machine
-from scripts import bench, heat_map, sweep
+from scripts import bench, copies, heat_map, sweep
 from scripts.sweep import Cell, Setting
 from tests.small_run import SMALL
 
@@ -81,6 +82,58 @@ def test_the_cost_of_telemetry(image_root: Path, capsys: pytest.CaptureFixture[s
     )
     assert found is not None and int(found[1]) >= bench.WINDOWS
     assert capsys.readouterr().out == ""
+
+
+def test_no_batch_is_copied_on_a_cpu(image_root: Path, tmp_path: Path) -> None:
+    done = run(image_root, tmp_path, "--only", "copy", "read")
+    assert done.returncode == 0
+    assert done.stdout.startswith("copy      not measured: training runs on the CPU")
+    assert [r["name"] for r in json.loads((tmp_path / "bench.json").read_text())["rungs"]] == [
+        "read"
+    ]
+    alone = run(image_root, tmp_path, "--only", "copy")
+    assert alone.returncode == 2
+    assert alone.stderr == (
+        "bench.py: --only copy: nothing can be measured here; add another rung\n"
+    )
+
+
+@pytest.mark.gpu
+def test_the_copies_of_a_batch() -> None:
+    found = copies.measure((64, 3, 224, 224), torch.device("cuda", 0))
+    modes = [
+        f"{way} {kind} {memory} {mode}"
+        for way, kind, memory, mode in product(
+            ("host to device", "device to host"),
+            ("uint8", "float32"),
+            ("pageable", "pinned"),
+            ("blocking", "non_blocking"),
+        )
+    ]
+    expected = {
+        *modes,
+        "device to device uint8",
+        "device to device float32",
+        "pin_memory(), new memory",
+        "pin_memory(), memory reused",
+        "in place, as the loader does, new memory",
+    }
+    assert expected <= set(found) and copies.FEED in found
+    others = [name for name in found if name not in expected]
+    assert len(others) == 2 * (torch.cuda.device_count() > 1)
+    for figures in found.values():
+        assert figures["ms"] > 0 and figures["gb_per_s"] > 0 and 0 <= figures["host_free"] <= 1
+    lines = bench.table([bench.Rung("copy", "images/s", [1.0], details=found)], {}).splitlines()
+    assert len(lines) == 1 + len(found)
+
+
+@pytest.mark.gpu
+def test_a_copy_to_the_host_that_is_read_too_early() -> None:
+    """Only page-locked memory is read before the copy; after a synchronisation it is complete."""
+    source = torch.ones(1 << 20, device="cuda")
+    at_once, later = copies.stale(source, torch.zeros(1 << 20, pin_memory=True))
+    assert at_once == 1 and later == 0
+    assert copies.stale(source, torch.zeros(1 << 20)) == (0, 0)
 
 
 def test_only_some_rungs(image_root: Path) -> None:
@@ -159,7 +212,7 @@ def test_the_output_of_a_sweep(image_root: Path, tmp_path: Path) -> None:
     assert [line.split()[:3] for line in table] == [
         [str(s.workers), "false", str(s.prefetch_factor)] for s in settings
     ]
-    assert [line.split()[4] for line in table] == [f"{rates[s]:,.0f}" for s in settings]
+    assert [line.split()[5] for line in table] == [f"{rates[s]:,.0f}" for s in settings]
     assert [s for s, line in zip(settings, table, strict=True) if "best" in line] == [top]
     assert [s for s, line in zip(settings, table, strict=True) if "knee" in line] == [bend]
     assert any(line.startswith(f"best  {top}: ") for line in lines) and any(
@@ -214,10 +267,24 @@ def test_a_setting_that_cannot_run_is_reported_and_skipped(
     )
     best = sweep.best(cells)
     assert best is not None and best.setting.workers == 1
-    assert f"{1:>7}  {'false':>10}  {2:>15}  failed: [Errno 12]" in sweep.table(
+    assert f"{1:>7}  {'false':>10}  {2:>15}  {'auto':>10}  failed: [Errno 12]" in sweep.table(
         cells, alone.rate, {}
     )
     assert heat_map.heat_map(cells, "title").width > 2 * heat_map.WIDTH
+
+
+def test_a_sweep_of_decoders(image_root: Path) -> None:
+    """Each cell decodes with its own decoder; a CPU has no JPEG engines."""
+    asked = {"workers": [0], "prefetch_factor": [1], "decoder": ["gpu", "pillow", "simplejpeg"]}
+    _, cells = bench.run_sweep(compose(image_root), asked, seconds=0.05)
+    engines, *others = cells
+    assert engines.failed.startswith("loader.decoder=gpu: needs an NVIDIA GPU")
+    assert [(cell.setting.decoder, cell.failed) for cell in others] == [
+        ("pillow", ""),
+        ("simplejpeg", ""),
+    ]
+    image = heat_map.heat_map(cells, "title")
+    assert image.height == 76 + len(sweep.MEASURES) * len(cells) * (heat_map.HEIGHT + 80)
 
 
 def test_no_file_is_read_by_two_cells(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,11 +345,11 @@ def test_the_knee_is_the_fewest_workers_near_the_best() -> None:
         6, True, 2
     )  # the faster one of two with six workers
     lines = sweep.table(cells, 125.0, {Setting(8, False, 2): 50.0}).splitlines()
-    assert lines[4].split() == ["8", "false", "2", "200", "100", "1.00", "50", "%", "x2.00", "best"]
+    assert " ".join(lines[4].split()) == "8 false 2 auto 200 100 1.00 50 % x2.00 best"
     assert lines[3].endswith("  knee") and len(lines) == 8
     assert lines[6] == (
-        "best  loader.workers=8 loader.pin_memory=false loader.prefetch_factor=2: 100 images/s, "
-        "0.80 of the step alone (125)"
+        "best  loader.workers=8 loader.pin_memory=false loader.prefetch_factor=2 "
+        "loader.decoder=auto: 100 images/s, 0.80 of the step alone (125)"
     )
     assert (
         cli.load(["data.root=/x", *str(knee.setting).split()]).loader.workers == 6
@@ -347,6 +414,11 @@ def test_grid() -> None:
     }
     asked = {"workers": [0], "pin_memory": [True], "prefetch_factor": [5]}
     assert sweep.grid(asked, auto, budget=3, on_gpu=False) == [Setting(0, True, 5)]
+    decoders = asked | {"decoder": ["hybrid", "pillow"]}
+    assert sweep.grid(decoders, auto, budget=3, on_gpu=False) == [
+        Setting(0, True, 5, "hybrid"),
+        Setting(0, True, 5, "pillow"),
+    ]
 
 
 # The command line.
@@ -372,6 +444,7 @@ def test_the_overrides_of_sweep_and_config_are_separated() -> None:
             ["sweep.prefetch_factor=[2]", "sweep.prefetch_factor=[1,3]", "sweep=true"],
             {"prefetch_factor": [1, 3]},
         ),
+        (["sweep=true", "sweep.decoder=[pillow,gpu]"], {"decoder": ["gpu", "pillow"]}),
     ],
 )
 def test_requested_values(overrides: list[str], asked: Any) -> None:
@@ -418,6 +491,7 @@ PINS, FACTORS = (
         ("sweep.pin_memory=[auto]", PINS),
         ("sweep.prefetch_factor=[0]", FACTORS),
         ("sweep.prefetch_factor=[65]", FACTORS),
+        ("sweep.decoder=[pilow]", "not allowed; give a list of decoders"),
     ],
 )
 def test_a_wrong_sweep_is_refused(wrong: str, message: str) -> None:

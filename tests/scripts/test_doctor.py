@@ -791,7 +791,6 @@ def test_cores(
 @pytest.mark.parametrize(
     ("override", "text"),
     [
-        ("loader.batch_size=37", "larger than the training split (36 images)"),
         ("model.name=resnet5", "no such model"),
         ("loader.workers=4096", "open files allow"),
     ],
@@ -807,6 +806,25 @@ def test_an_error_that_training_would_raise_is_a_failure(
         "not checked: needs the plan, see plan"
     }
     assert only(found["disk"]).do == "the size of the checkpoints is unknown, see plan"
+
+
+@pytest.mark.parametrize(
+    ("override", "free", "text"),
+    [
+        ("loader.batch_size=37", 16 << 30, "larger than the training split (36 images)"),
+        ("loader.batch_size=36", (48 << 20) + (100 << 10), "the loader needs at least"),
+    ],
+)
+def test_a_batch_that_does_not_fit_leaves_the_other_checks(
+    root: Path, monkeypatch: pytest.MonkeyPatch, override: str, free: int, text: str
+) -> None:
+    monkeypatch.setattr(machine, "free_memory", lambda: free)
+    found = look(root, override)
+    row = only(found["plan"])
+    assert row.status == "fail" and row.found.startswith(f"{override}: ") and text in row.found
+    assert only(found["memory"]).found == "not checked: needs the plan, see plan"
+    assert only(found["workers"]).found.startswith("1 (")
+    assert "checkpoints of " in only(found["disk"]).found
 
 
 def test_ranks(root: Path) -> None:
@@ -836,6 +854,7 @@ def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "free_memory", lambda free=free: free)
         row = only(doctor.memory(planned(root, "loader.workers=2")))
         assert row.status == status and "of batch buffers" in row.found
+        assert row.found.endswith(" GiB for a copy of the state, to write checkpoints")
 
 
 def test_too_little_memory_for_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,15 @@ from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import Source
 from pipeline.sizing import machine
-from pipeline.sizing.plan import GIB, WORKER_BYTES, MemoryPlan, plan_memory
+from pipeline.sizing.plan import (
+    FEWEST_SLOTS,
+    GIB,
+    WORKER_BYTES,
+    MemoryPlan,
+    batches_ready,
+    plan_loader,
+    plan_memory,
+)
 from tests.engines import PillowEngines
 from tests.loader_plans import loader_plan, world_of
 
@@ -177,26 +185,61 @@ def test_ranks_share_free_memory_and_the_batch(free: Callable[[int], None]) -> N
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
-def test_too_little_memory_is_an_error(free: Callable[[int], None], ranks: int) -> None:
+def test_the_plan_shrinks_until_it_fits(free: Callable[[int], None], ranks: int) -> None:
+    """Slots first, then workers; less than a worker and three slots is an error."""
     config = small("data=fake")
     free(16 * GIB)
-    enough = plan(config, ranks_here=ranks)
-    need = enough.host
-    free(ranks * need)
-    assert plan(config, ranks_here=ranks) == replace(enough, free=need)
-    free(ranks * need - 1)
-    with pytest.raises(UserError, match=r"^loader: needs 0\.1 GiB") as error:
+    full = plan(config, ranks_here=ranks)
+    free(ranks * full.host)
+    assert plan(config, ranks_here=ranks) == replace(full, free=full.host)
+    free(ranks * full.host - 1)
+    less = plan(config, ranks_here=ranks)
+    assert (less.ceiling, less.slots, less.slots_wanted) == (2, full.slots - 1, full.slots)
+    each_slot = full.buffers // full.slots
+    least = FEWEST_SLOTS * each_slot + WORKER_BYTES["forkserver"]
+    free(ranks * least)
+    smallest = plan(config, ranks_here=ranks)
+    assert (smallest.ceiling, smallest.slots, smallest.host) == (1, FEWEST_SLOTS, least)
+    free(ranks * least - 1)
+    with pytest.raises(
+        UserError, match=r"^loader.batch_size=8: the loader needs at least"
+    ) as error:
         plan(config, ranks_here=ranks)
     line = str(error.value)
-    assert "\n" not in line
+    assert "\n" not in line and line.endswith("; lower it")
     assert ("for each of 4 ranks" in line) == (ranks == 4)
-    for key in (
-        "loader.batch_size",
-        "loader.workers",
-        "loader.prefetch_factor",
-        "loader.prefetch_batches",
-    ):
-        assert key in line
+
+
+def test_fewer_slots_keep_fewer_batches_on_the_gpu(free: Callable[[int], None]) -> None:
+    config = small("data=fake", "loader.prefetch_batches=6")
+    free(16 * GIB)
+    full = plan(config, device=CUDA)
+    free(full.host - (full.slots - 4) * (full.buffers // full.slots))
+    less = plan(config, device=CUDA)
+    assert less.slots == 4 and batches_ready(config, less.slots) == 2
+    assert less.device == full.device * 3 // 7
+
+
+def test_few_slots_change_no_batch(free: Callable[[int], None], image_root: Path) -> None:
+    config = small(f"data.root={image_root}", "loader.start_method=fork")
+    datasets, world = build_datasets(config), world_of(CPU)
+    found = []
+    for memory in (16 * GIB, WORKER_BYTES["fork"] + (1 << 20)):
+        free(memory)
+        loader = plan_loader(
+            replace(config, loader=replace(config.loader, workers=2)),
+            datasets,
+            world,
+            dtype=torch.float32,
+            channels_last=False,
+        )
+        with open_feed(config, datasets, loader, world) as feed:
+            images = [batch.images.clone() for batch in feed.train.batches(0, 9)]
+            images += [batch.images.clone() for batch in feed.val.batches(0, feed.val_batches)]
+        found.append((loader.workers, feed.train.loader.slots, feed.train.depth, images))
+    (workers, _, depth, expected), (fewer, slots, shallow, images) = found
+    assert (workers, depth) == (2, 4) and (fewer, slots, shallow) == (1, FEWEST_SLOTS, 1)
+    assert all(map(torch.equal, expected, images)) and len(expected) == len(images)
 
 
 def test_run_prints_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

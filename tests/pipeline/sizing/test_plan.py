@@ -11,7 +11,15 @@ from conf.schema import Config, UserError
 from pipeline.build import build_datasets
 from pipeline.dataset import FakeDataset, FileDataset
 from pipeline.sizing import machine, plan
-from pipeline.sizing.plan import PROBE_WORKERS, READERS, LoaderPlan, plan_loader, why_not_measured
+from pipeline.sizing.plan import (
+    FEWEST_SLOTS,
+    PROBE_WORKERS,
+    READERS,
+    WORKER_BYTES,
+    LoaderPlan,
+    plan_loader,
+    why_not_measured,
+)
 from tests.loader_plans import loader_plan, world_of
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
@@ -138,8 +146,28 @@ def test_auto_takes_as_many_workers_as_memory_allows(host: Machine) -> None:
     found = planned(config)
     assert (found.workers, found.ceiling, found.cores) == (7, 7, 15)
     assert found.reason == "free memory allows no more"
-    with pytest.raises(UserError, match=r"^loader: needs"):
-        planned(small("loader.workers=8", "loader.decoder=pillow"))
+
+
+def test_fixed_workers_give_up_slots_first(host: Machine) -> None:
+    """Then workers; with too little memory for one of them, nothing starts."""
+    config = small("loader.workers=8", "loader.decoder=pillow")
+    host()
+    full = planned(config).memory
+    host(free=full.host - 1)
+    found = planned(config)
+    assert (found.workers, found.memory.slots) == (8, full.slots - 1)
+    assert found.reason == "as configured"
+    assert f"{full.slots - 1} slots for each split instead of {full.slots}: free memory" in (
+        found.memory.line()
+    )
+    host(free=full.host // 2)
+    found = planned(config)
+    assert found.workers < 8 and found.memory.slots == FEWEST_SLOTS
+    assert found.reason == "free memory allows no more"
+    assert found.memory.host <= full.host // 2
+    host(free=WORKER_BYTES["forkserver"])
+    with pytest.raises(UserError, match=r"^loader.batch_size=8: the loader needs at least"):
+        planned(config)
 
 
 def test_the_ranks_of_a_node_take_the_smallest_memory(host: Machine) -> None:
