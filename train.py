@@ -232,7 +232,7 @@ def validation_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Forward pass and loss in validation. Labels below 0 do not count.
 
-    Not compiled: the CPU decodes validation images, more slowly than the GPU processes them.
+    Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
 
     Returns:
         float32 [4]: summed loss, top-1 hits, top-5 hits, images. And for each row, [B], its loss
@@ -248,16 +248,16 @@ def compiled(function: F, mode: str) -> F:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
-    # Else nothing that contains models.gpu_layers' max pooling is cached, and every start compiles.
+    # Otherwise torch does not cache graphs with the max pooling of models.gpu_layers.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
 
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
-    """Begin to write a checkpoint. After a signal during the validation, no step follows."""
+    """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
     with log.pause("checkpoint"):
-        run.save(state, log.tracker.flusher())  # a kill leaves no gap in the curves before it
+        run.save(state, log.tracker.flusher())  # also flushes the curves: a kill leaves no gap
         gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
 

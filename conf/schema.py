@@ -255,18 +255,18 @@ class Loader:
         "auto",
         SPEED,
         "worker processes per rank: auto (measured on a GPU, else from the number of cores), or a "
-        "number (0 decodes in the training process; on a GPU, loader.decoder=auto is then not "
-        "measured either)",
+        "number (0 decodes in the training process, and loader.decoder=auto then uses the CPU "
+        "without measuring)",
         auto_or(number(0, 4096), "a whole number from 0 to 4096", int),
     )
     decoder: str = key(
         "auto",
         RESULT | SPEED,
-        "JPEG decoder: gpu uses the GPU's JPEG engines, hybrid the engines and the CPU, the others "
-        "the CPU (same pixels); region decodes only the crop and needs a C compiler; auto is the "
-        "first of region, simplejpeg and pillow that is installed, or gpu or hybrid where the "
-        "first start measures that they are faster (not with train.deterministic); a resumed run "
-        "with auto keeps its kind (CPU, gpu or hybrid)",
+        "JPEG decoder: region (decodes only the crop; needs a C compiler), simplejpeg and pillow "
+        "use the CPU and give the same pixels; gpu uses the GPU's JPEG engines, hybrid uses both; "
+        "auto takes the first CPU decoder that works, or gpu or hybrid if the first start measures "
+        "that it is faster (not with train.deterministic); a resumed run with auto keeps its kind "
+        "(CPU, gpu or hybrid)",
         one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid"),
         # The CPU decoders return the same pixels.
         alike=lambda name: name if name in ("gpu", "hybrid") else "auto",
@@ -326,8 +326,8 @@ class Model:
     compile: str = key(
         "auto",
         SPEED,
-        "torch.compile mode: auto is off on a CPU and, by the length of the run, off, default or "
-        "tuned on a GPU; tuned searches the block sizes of every kernel (minutes at the first "
+        "torch.compile mode: auto is off on a CPU; on a GPU off, default or tuned, by the "
+        "length of the run; tuned searches the block sizes of every kernel (minutes at the first "
         "start, steps about 6 % faster)",
         one_of(
             "auto",

@@ -46,7 +46,7 @@ FIXED = (
 )
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 MOST_CHANGES = 5  # largest number of changes to list in a message
-ALIGNMENT = 64  # bytes, of each tensor in the memory of a Writer: torch's alignment on a CPU
+ALIGNMENT = 64  # bytes, of each tensor in a Writer's memory; as torch aligns on a CPU
 # Required content of a checkpoint, by type.
 CONTENT: dict[str, type] = {"step": int, "state": dict, "identity": dict, "config": dict}
 
@@ -58,12 +58,12 @@ class CheckpointError(RuntimeError):
 class Writer:
     """Writes copies of the training state in a thread, one at a time, while training continues.
 
-    Training stops for the copy from the device to the host only. The host memory has the size of
-    one copy, and each copy uses it again. For a GPU, it is page-locked where the system permits, so
-    that the host does not wait for the copy either.
+    Training pauses only for the copy from the device to the host. The host memory holds one copy
+    and is reused for every checkpoint. With a GPU, it is page-locked if the system permits, so that
+    the host does not wait for the copy either.
 
     Args:
-        device: on which the model is trained.
+        device: the device on which the model is trained.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,8 +81,8 @@ class Writer:
         Raises:
             CheckpointError: the system does not allocate it.
         """
-        # In the thread: CUDA reports a failure to page-lock again at the next kernel launch of the
-        # thread in which it failed, and this one launches none.
+        # In the writer's thread, which launches no kernels: after a failure to page-lock, CUDA
+        # reports the error again at the next kernel launch of the same thread.
         self._thread.submit(self._allocate, size).result()
 
     def start(self, content: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
@@ -95,7 +95,7 @@ class Writer:
             content: plain containers, tensors, numbers and strings.
 
         Raises:
-            Exception: what the `write` before this one has raised; nothing is copied.
+            Exception: the previous call of `write` raised it; nothing is copied.
             CheckpointError: there is no memory for the copy.
         """
         self.wait()
@@ -167,8 +167,8 @@ class Writer:
             self._locked = address
         else:
             logger.warning(
-                "%.0f MiB for checkpoints cannot be page-locked (%s): training stops a little "
-                "longer for each; raise ulimit -l",
+                "%.0f MiB for checkpoints cannot be page-locked (%s): each checkpoint delays "
+                "training slightly longer; raise ulimit -l",
                 size / 2**20,
                 status,
             )
@@ -423,10 +423,10 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
 
 
 class _HashedFile(io.BufferedWriter):
-    """A file that is written from front to back, and hashed meanwhile.
+    """A file that is written from front to back and hashed at the same time.
 
     Attributes:
-        sha256: of what was written. If the disk stores something else, it does not match.
+        sha256: hash of the bytes passed to `write`. It does not match if the disk stores others.
     """
 
     def __init__(self, path: Path) -> None:
@@ -516,7 +516,7 @@ def _remove(path: Path) -> None:
 def _write_error(path: Path, content: dict[str, Any], error: Exception) -> str:
     free = shutil.disk_usage(path.parent).free
     needed = sum(tensor.nbytes for tensor in _tensors(content))
-    if isinstance(error.__context__, OSError):  # torch.save replaces it by a RuntimeError
+    if isinstance(error.__context__, OSError):  # torch.save raises a RuntimeError instead
         error = error.__context__
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
     if not full and free >= needed:

@@ -1,7 +1,7 @@
 """Compiled kernels in the run directory, so that a later start in it need not compile again.
 
-torch.compile caches what it compiles on the machine. A new container has an empty cache, and mounts
-the run directory.
+torch.compile caches compiled kernels on the machine. A new container starts with an empty cache,
+but usually mounts the run directory.
 
 The kernels are executable code, in contrast to everything else in a run directory. They are
 therefore loaded only if this user wrote them, into this folder: see `_trusted` and `_read`.
@@ -28,7 +28,7 @@ FOLDER = "compiled"
 
 
 class CompileCache:
-    """What torch.compile has compiled for one rank, in `compiled/` of the run directory.
+    """The compiled kernels of one rank, stored in `compiled/` in the run directory.
 
     Each rank of a node has a file, because the index of its GPU is a part of torch's cache keys.
     The first node's ranks write these files; the ranks of every node read them. No method raises:
@@ -62,7 +62,7 @@ class CompileCache:
         """Give the stored kernels to torch.compile. Call it before the first compiled step.
 
         Returns:
-            Whether there are kernels that may be used.
+            Whether stored kernels were loaded.
         """
         if not self.compiles:
             return False
@@ -81,7 +81,7 @@ class CompileCache:
         return True
 
     def save(self) -> None:
-        """Store the kernels if some have been compiled that are not stored yet.
+        """Store the kernels if any were compiled since the last time.
 
         Call it after a compiled step, while nothing is being compiled.
         """
@@ -115,9 +115,9 @@ def _keys(info: Any) -> set[tuple[str, str]]:
 def _trusted(folder: Path) -> Iterator[int]:
     """Open a folder that only this user can write; its files are opened relative to it.
 
-    The checks examine the open folder, which cannot be exchanged in between. The run directory
-    above may be writable for a group, as with a umask of 002: another user can then exchange the
-    folder, but for none that this user owns and in which `_read` accepts a file.
+    The checks examine the folder after it is opened, so nobody can replace it between check and
+    use. If a group may write to the run directory above it (umask 002), another user can replace
+    the folder, but not by one that this user owns and that holds a file accepted by `_read`.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -135,7 +135,7 @@ def _check_owner(status: os.stat_result, what: str) -> None:
 
 
 def _open(folder: int, name: str) -> int:
-    """Open a file of a trusted folder for reading. It must be a file that only this user writes."""
+    """Open a file in a trusted folder for reading. Only this user may have write access to it."""
     # Without O_NONBLOCK, opening a named pipe would wait for its writer.
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     handle = os.open(name, flags, dir_fd=folder)
@@ -151,10 +151,10 @@ def _open(folder: int, name: str) -> int:
 
 
 def _identity(status: os.stat_result) -> list[int]:
-    """Return inode and time of the last change of a file, which no copy of it has.
+    """Return the inode and the change time of a file. They differ for every copy of it.
 
-    The kernel sets both. Whoever packs a folder for others cannot know the nanosecond at which they
-    will unpack it.
+    The kernel sets both. An attacker who packs a folder cannot know the nanosecond in which it will
+    be unpacked.
     """
     return [status.st_ino, status.st_ctime_ns]
 

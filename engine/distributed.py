@@ -166,8 +166,8 @@ def join_world(device_choice: str) -> Iterator[World]:
     with ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            # Work of the default stream cannot be captured in a CUDA graph, and DDP keeps the
-            # stream in which it is created.
+            # A CUDA graph cannot capture work on the default stream, and DDP keeps using the
+            # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         if size > 1:
             # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
@@ -185,13 +185,13 @@ class StopSignal:
 
     Args:
         world: its ranks stop together.
-        failed: whether a checkpoint of this rank could not be written. That stops all ranks like a
-            signal; the next save raises the error.
+        failed: returns whether a checkpoint of this rank could not be written. If so, all ranks
+            stop as after a signal, and the next save raises the error.
 
     Attributes:
         received: number of the signal that this process received; 0 for none.
-        number: number of the signal that stops all ranks, as of the last `poll`; FAILED after a
-            failure; 0 for none.
+        number: the signal that stops all ranks, as of the last `poll`; FAILED if a checkpoint
+            could not be written; 0 if training continues.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

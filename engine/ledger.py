@@ -168,7 +168,7 @@ class Ledger:
         Args:
             loader: state of this rank's loader.
             gather: exchanges a value between all ranks.
-            measure: called for the prices of remedies if the images limit.
+            measure: measures what remedies would gain; called if the images are the bottleneck.
             slowdowns: why this rank's GPU ran below its maximum clock.
         """
         timings = self._epoch
@@ -227,7 +227,7 @@ class Ledger:
     def _observation(
         self, timings: list[Timing], shortest: float, loader: LoaderState, slowdowns: str
     ) -> Observation | None:
-        """Means over time: an interval counts by its seconds. None below `shortest` seconds."""
+        """Means weighted by the seconds of each interval; None below `shortest` seconds."""
         total = sum(timing.seconds for timing in timings)
         if total < shortest or not timings:
             return None

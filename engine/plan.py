@@ -29,11 +29,11 @@ SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enoug
 # compilation, ResNet-50 reaches 4,820 images/s, ResNet-18 13,510 and ViT-S/16 5,020.
 EAGER_SHARE = 0.12  # of the peak: 0.12, 0.15 and 0.14
 EAGER_STEP = 2e-3  # seconds, assumed: hundreds of kernels take this long however small they are
-SLOWEST = 1e12  # operations/s, assumed: that any GPU reaches
+SLOWEST = 1e12  # operations/s that any GPU is assumed to reach
 # Shares of the time without compilation. ResNet-50: 7,450 images/s with `default`, ResNet-18
 # 22,400, ViT-S/16 10,130; ResNet-50 with `tuned` another 6 %.
 DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
-# Seconds before the first step of ResNet-50: of `default`, and of `tuned` in addition to it.
+# Seconds to compile ResNet-50 with `default`, and how many more `tuned` takes.
 DEFAULT_COSTS, TUNED_COSTS = 60, 165
 
 
@@ -66,7 +66,7 @@ class Plan:
         large_files: whether scripts/shrink.py would make the training files much smaller.
         device: name of the device.
         compile: the resolved model.compile.
-        compile_reason: why model.compile=auto is that; empty if it was given.
+        compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         activation_bytes: memory that one image takes in the model for the backward pass.
         notes: what the user should know about these choices, one line each.
     """
@@ -399,8 +399,8 @@ def resolve_compile(
 ) -> tuple[str, str]:
     """Resolve model.compile=auto.
 
-    With train.deterministic=true, a resumed run keeps to the mode of its first start: another mode
-    rounds differently.
+    With train.deterministic=true, a resumed run keeps the mode of its first start, because
+    another mode rounds differently.
 
     Args:
         stored: identity of the checkpoint to resume.
@@ -431,9 +431,9 @@ def resolve_compile(
 def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[str, str]:
     """Choose the mode of torch.compile on a GPU by the time that it saves.
 
-    `default` must save what it costs at a start without a cache of compiled kernels; a start with
-    one costs less. `tuned` must save twice what it costs, because the estimate may be too high: for
-    a run that waits for its images, a faster step saves nothing.
+    `default` must save more time than compiling without a cache takes. `tuned` must save twice what
+    it costs, because the saving may be overestimated: if a run waits for its images, a faster step
+    saves nothing.
 
     Args:
         seconds: time of the steps without compilation.

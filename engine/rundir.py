@@ -210,9 +210,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         return changes
 
     def set_pixels(self, pixels: str) -> None:
-        """Complete the identity with the pixels that loader.decoder=auto chose by measuring.
+        """Store in the identity which kind of decoder loader.decoder=auto has chosen.
 
-        Only a start without a checkpoint chooses: later ones keep the stored pixels.
+        Only a start without a checkpoint chooses; later starts keep the stored kind.
         """
         self._identity["pixels"] = pixels
 
@@ -250,8 +250,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread. Collective.
 
-        First waits for the checkpoint before, and raises its error if it has one. Also stores the
-        kernels that have been compiled since.
+        First waits for the previous checkpoint and raises its error, if any. Also stores the
+        kernels that were compiled since then.
 
         Args:
             flush: called in the thread, before it writes.
@@ -353,7 +353,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         host memory for checkpoints, before a step waits for it.
 
         Args:
-            state: of the size of later checkpoints.
+            state: its size determines the memory allocated for checkpoints.
             files: content by name.
 
         Raises:
@@ -413,7 +413,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 raise
             if not (kind is TrainingError and isinstance(error, TrainingError)):
                 logger.error("%s", error)  # another error ends the run
-            # else the loss of a later step has reported the divergence first
+            # Otherwise the divergence was already reported by the loss of a later step.
         finally:
             self.close()
 

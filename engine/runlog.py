@@ -284,8 +284,8 @@ class RunLog:
         """Report the end of the run, once its last checkpoint is on disk.
 
         Args:
-            stop: the signal that ends this start, if any. One that comes while the checkpoint is
-                written counts, too.
+            stop: the signal that ends this start, if any, including one that arrives while the
+                last checkpoint is written.
 
         Returns:
             What summary.json holds.

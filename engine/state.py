@@ -42,8 +42,8 @@ class MovingAverage(nn.Module):
 
     Attributes:
         module: the averaged model.
-        n_averaged: int64 [], number of updates. On the device, like all that an update reads: it
-            may be part of a CUDA graph.
+        n_averaged: int64 [], number of updates. On the device, because an update may be part of a
+            CUDA graph, which reads only device memory.
     """
 
     n_averaged: Tensor

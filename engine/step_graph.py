@@ -2,8 +2,8 @@
 
 A step of ResNet-18 launches some 300 kernels. Where the host's cores are slow or busy decoding, the
 launches take longer than the kernels, and the GPU is idle between them. A graph is captured once
-and replayed with one call: the same kernels with the same arguments, so the results are the same
-bits. The rules are those of https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
+and replayed with one call. It runs the same kernels with the same arguments, so the results are
+bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs.
 """
 
 import logging
@@ -25,8 +25,8 @@ Values = dict[str, Tensor]
 ORDINARY_STEPS = 3
 # DDP times its first ten steps with CUDA events, which cannot be captured.
 ORDINARY_STEPS_DDP = 12
-# Share of a step's memory that must stay free beside the graph, which keeps the memory of a whole
-# step: a validation needs less than that.
+# A graph keeps the memory of a whole step. This share of it must also stay free, for a validation,
+# which needs less.
 VALIDATION_SHARE = 0.25
 
 
@@ -40,17 +40,17 @@ class _Captured:
 
 
 class StepGraph:
-    """Calls a training step: on a GPU as a CUDA graph, elsewhere as the function it is.
+    """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
     The first steps, and all steps after a capture that failed, launch their kernels one by one.
     One graph is captured for each shape of a batch.
 
     Args:
-        step: launches the kernels of a step on a batch; it must not wait for the GPU. Its tensors,
-            apart from the batch, keep their addresses.
+        step: launches the kernels of a step on a batch; it must not wait for the GPU. All
+            tensors that it uses, except the batch, must keep their addresses.
         before: called with the number of the step before its kernels are launched: sets the
             values that change from step to step, such as the learning rate, in their tensors.
-        ordinary_steps: before a capture.
+        ordinary_steps: number of steps without a graph before a capture.
         refused: why no graph is captured; None to capture.
 
     Attributes:
@@ -87,7 +87,7 @@ class StepGraph:
         return captured.values
 
     def reset(self) -> None:
-        """Drop the graphs, because tensors of the step have moved; the next steps capture again."""
+        """Drop the graphs after tensors of the step have moved; later steps capture new ones."""
         self._captured.clear()
         # One ordinary step creates the optimiser's state; all else is ready.
         self._taken = Counter(dict.fromkeys(self._taken, self.ordinary_steps - 1))
@@ -95,7 +95,7 @@ class StepGraph:
     def _capture(self, batch: Batch, shape: Hashable) -> None:
         """Capture the step, or set `refused`. Nothing is computed: the caller replays the graph."""
         if not _memory_remains():
-            self._refuse("the GPU's memory is nearly full, and a graph keeps that of a whole step")
+            self._refuse("the GPU's memory is nearly full, and a graph keeps the memory of a step")
             return
         static, graph = batch.clone(), torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()  # not the default stream, see join_world
@@ -106,7 +106,7 @@ class StepGraph:
             with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
                 values = self.step(static)
         except RuntimeError as error:
-            random.graphsafe_set_state(before)  # a failed capture leaves it in the capture's mode
+            random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
             self._refuse(str(error).splitlines()[0])
         else:
             self._captured[shape] = _Captured(graph, static, values)
@@ -114,8 +114,8 @@ class StepGraph:
     def _refuse(self, reason: str) -> None:
         self.refused = reason
         logger.warning(
-            "the training step is not captured in a CUDA graph (%s): a slow host may hold up the "
-            "GPU",
+            "the training step is not captured in a CUDA graph (%s): the GPU may have to wait "
+            "for a slow host",
             reason,
         )
 

@@ -24,7 +24,7 @@ def rewrite(model: nn.Module, *, channels_last: bool) -> None:
     other settings the plain layers are at least as fast.
 
     Args:
-        channels_last: memory format of the model; the layers of convnets are faster with it only.
+        channels_last: memory format of the model. The convnet layers are faster only with it.
     """
     layers = (LAYERS | CONVNET_LAYERS) if channels_last else LAYERS
     for module in model.modules():
@@ -165,7 +165,7 @@ class _AddNorm(torch.autograd.Function):
         total = stream + branch
         normed, mean, inverse = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
         ctx.save_for_backward(total, mean, inverse, weight)
-        # The next layer multiplies in the dtype of the branch, to which autocast would convert.
+        # Autocast would convert it to this dtype for the next matrix product anyway.
         return total, normed.to(branch.dtype)
 
     @staticmethod

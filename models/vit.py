@@ -91,7 +91,7 @@ class Block(nn.Module):
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Add `branch` to the residual stream; return the stream and the output of the MLP.
 
-        The next block adds that output, which the paper's block adds itself.
+        Unlike the paper's block, this one leaves the addition of that output to the next block.
         """
         stream, x = self.norm1(stream, branch)
         stream, x = self.norm2(stream, self.attn(x))

@@ -90,8 +90,8 @@ class FileDataset(Dataset):
         """Measure the CPU seconds of sample `index` in epoch 0.
 
         Args:
-            data: takes the place of the file.
-            decoder: takes the place of the dataset's.
+            data: decoded instead of the content of the file.
+            decoder: used instead of the dataset's decoder.
         """
 
 

@@ -203,7 +203,7 @@ def open_picture(data: bytes, decoder: str) -> Picture:
 
 
 def colour_jpeg_size(data: bytes) -> tuple[int, int] | None:
-    """Read (width, height) of a common colour JPEG; None: Pillow must look at the file.
+    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file.
 
     Pillow takes 50 us to read a header, as long as flipping three images.
     """

@@ -28,7 +28,7 @@ class Feed:
         val_batches: number of validation batches of this rank.
         plan: buffers are allocated for `plan.ceiling` workers.
         pinned: the page-locked buffers; None if they are ordinary memory.
-        engines: the upload with the GPU's JPEG engines; None if `plan` has no use for them.
+        engines: the upload with the GPU's JPEG engines; None if no decoder in `plan` uses them.
     """
 
     train: Prefetcher
@@ -43,7 +43,7 @@ class Feed:
 
         Args:
             decoder: one of `plan.decoders`.
-            enough: images/s of this rank, more than which hybrid need not reach.
+            enough: images/s that this rank needs; hybrid aims for no more.
         """
         if decoder in ON_GPU:
             assert self.engines is not None, "the buffers have no room for files"
@@ -55,7 +55,7 @@ class Feed:
 
     @property
     def decoder(self) -> str:
-        """The decoder of the training images now."""
+        """The current decoder of the training images."""
         if self.train.upload is self.engines:
             return "hybrid" if self.engines.hybrid else "gpu"
         return self.plan.decoder
@@ -69,8 +69,8 @@ class Feed:
     def for_validation(self) -> Iterator[None]:
         """Use all workers during the `with` block.
 
-        The CPU decodes every validation image, and a step without a backward pass needs more of
-        them.
+        The CPU decodes all validation images, and a step without a backward pass consumes them
+        faster.
         """
         pool = self.train.loader.pool
         if not pool.workers:

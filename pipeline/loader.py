@@ -130,8 +130,8 @@ class Pinned(contextlib.AbstractContextManager["Pinned"]):
 
     def __init__(self, arrays: Sequence[SharedArray]) -> None:
         self.locked: list[int] = []
-        # In a thread: CUDA reports a failure to page-lock again at the next kernel launch of the
-        # thread in which it failed.
+        # In a thread of its own: after a failure to page-lock, CUDA reports the error again at the
+        # next kernel launch of the same thread.
         with ThreadPoolExecutor(1) as thread:
             thread.submit(self._lock, arrays, torch.cuda.current_device()).result()
 
@@ -591,9 +591,9 @@ def _cause_of_death(code: int | None) -> str:
 
 
 def start_forkserver() -> None:
-    """Start the process that forks the workers, and do not wait for it.
+    """Start the process that forks the workers, without waiting for it.
 
-    Its imports take a second, for which the start of the first worker would otherwise wait.
+    Its imports take a second; otherwise the first worker would have to wait for them.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
     with _signals_blocked(tracker=True), _main_module_hidden():

@@ -191,7 +191,7 @@ class Prefetcher:
 
         Args:
             upload: makes normalised images of a batch.
-            in_thread: for an upload that blocks on the host without the GIL: run it in a thread.
+            in_thread: run `upload` in a thread, because it blocks the host and releases the GIL.
         """
         if self._thread is not None:
             self._thread.shutdown(cancel_futures=True)

@@ -94,7 +94,7 @@ static void catch_errors(const struct library *library, struct decoder *decoder,
     errors->emit_message = fail_on_warning;
 }
 
-/* Return what `create` expects instead of a wrong version or, if that is right, a wrong size. */
+/* Return what `create` expects: the version if `version` is wrong, otherwise the size. */
 static int expected(const struct library *library, int version) {
     struct errors errors;
     struct decoder decoder;
@@ -113,16 +113,16 @@ int region_open(struct library *library) {
     return library->size > sizeof(struct decoder) && library->size < 4096 ? OK : FAILED;
 }
 
-/* Whether chroma has one block per unit: 4:4:4, 4:2:2, 4:2:0 and such. With factors like 2, 4, 1, the
-library's pixels of a region are not those of the whole image. */
+/* Whether chroma has one block per unit: 4:4:4, 4:2:2, 4:2:0 and the like. With factors such as
+2, 4, 1, the library's pixels of a region differ from those of the whole image. */
 static int usual_colour(const struct decoder *decoder) {
     const struct component *chroma = decoder->components + 1;
     return decoder->num_components == 3 && chroma[0].across == 1 && chroma[0].down == 1 &&
            chroma[1].across == 1 && chroma[1].down == 1;
 }
 
-/* The library smooths the blocks of a progressive file that lacks scans. It also does so at the edges
-of the region, with other pixels than those of the whole image. */
+/* The library smooths the blocks of a progressive file that lacks scans. At the edges of a region,
+the smoothed pixels differ from those of the whole image. */
 static int complete(const struct decoder *decoder) {
     int component, coefficient;
     for (component = 0; decoder->coef_bits && component < decoder->num_components; component++)

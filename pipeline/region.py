@@ -35,7 +35,7 @@ FUNCTIONS = (
     "jpeg_read_scanlines",
     "jpeg_destroy_decompress",
 )
-# Older versions have known errors in regions. The library has no function that returns its version.
+# Older versions decode some regions incorrectly. The library cannot be asked for its version.
 NEW_IN_3 = "jpeg12_crop_scanline"
 
 

@@ -170,7 +170,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         if "copy" in only and world.device.type == "cuda":
             found.append(measure_copy(plan, world.device))
         elif "copy" in only:
-            print("copy      not measured: training runs on the CPU, and copies no batch to a GPU")
+            print("copy      not measured: training runs on the CPU, no batch is copied to a GPU")
         if "step" in only or "train" in only:
             found += [
                 r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only

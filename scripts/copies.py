@@ -15,7 +15,7 @@ from torch import Tensor
 from pipeline.loader import Pinned
 from pipeline.shared import SharedArray
 
-WARM, REPEATS = 5, 20  # of a copy
+WARM, REPEATS = 5, 20  # repetitions of a copy: not counted, counted
 LOCKED = 6  # buffers that are page-locked; the first one is not counted
 KERNELS = 200  # before a copy that is read too early: about 0.1 s on an H200
 # How pipeline/prefetcher.py copies a batch.
@@ -95,7 +95,7 @@ def stale(source: Tensor, host: Tensor) -> tuple[float, float]:
 def targets_on_gpus(
     shape: tuple[int, ...], dtype: torch.dtype, gpu: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
-    """Memory on the same GPU, and on another one if there is one, with the way to it."""
+    """Yield a name and a target: on the same GPU and, if there is one, on another GPU."""
     yield "device to device", torch.empty(shape, dtype=dtype, device=gpu)
     for other in [i for i in range(torch.cuda.device_count()) if i != gpu.index][:1]:
         peer = torch.cuda.can_device_access_peer(gpu, other)

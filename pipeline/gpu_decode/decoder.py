@@ -28,7 +28,7 @@ from pipeline.prefetcher import DeviceSlot
 logger = logging.getLogger(__name__)
 
 FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
-MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves an image of each task, which measures the workers
+MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
 # nvjpegStatus_t.
 STATUSES = {
     1: "not initialized",
@@ -319,7 +319,7 @@ class EngineUpload:
 
     Attributes:
         taken: number of batches that the engines decoded.
-        refused: the newest error of the engines.
+        refused: the last error of the engines.
         hybrid: whether workers decode a share of each batch.
     """
 

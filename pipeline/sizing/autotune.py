@@ -65,12 +65,12 @@ MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A pro
 ROUNDS = 6  # maximum number of trials
 # A probe of two workers is wrong by up to this factor.
 MISJUDGED = 1.3
-# With hybrid, the workers and engines supply this many times the demand. More than MARGIN: 0.1 of
-# the images more on the engines of an H200 cost 0.4 % of the rate of ResNet-50.
+# With hybrid, workers and engines supply this many times the demand. It exceeds MARGIN because it
+# costs little: moving another 10 % of the images to an H200's engines slows ResNet-50 by 0.4 %.
 ENGINE_MARGIN = 1.25
 LATE_SECONDS = 15.0  # no trial begins after this time
 FEWEST_STEPS = 4  # minimum number of steps of a trial
-WARM_BATCHES = 4  # before a trial, which begins with empty queues; and of the engines
+WARM_BATCHES = 4  # to fill the queues before a trial, and to warm up the engines
 PROBE_ROWS = 8  # images in a task of the probe: few, so that a slow disk does not prolong it
 WARM_STEPS = 15  # the first compiles, the next choose kernels, and one captures a CUDA graph
 
@@ -197,7 +197,7 @@ class Candidate:
         first: number of workers to begin with.
         cap: the largest number to try.
         each: expected images/s of one worker.
-        bound: images/s that are certainly not exceeded.
+        bound: images/s that this decoder cannot exceed.
     """
 
     first: int
@@ -382,7 +382,7 @@ class Tuner:
         return tried, True
 
     def _engine_candidates(self, demand: float, supply: Supply) -> dict[str, Candidate]:
-        """Those of the plan's decoders that use the engines; none if they fail."""
+        """Candidates for the plan's decoders that use the engines; none if the engines fail."""
         plan = self.feed.plan
         refused = self._warm_engines()
         if refused is not None and plan.decoder not in ON_GPU:
@@ -409,7 +409,7 @@ class Tuner:
     def _workers_beside(
         self, engines: float, demand: float, decoding: Supply, reading: Supply
     ) -> Candidate:
-        """Hybrid: all workers, as many as read fast enough.
+        """The candidate for hybrid: a worker for each core, or more if reading requires it.
 
         Args:
             engines: images/s of the engines while the GPU is idle.
@@ -596,7 +596,7 @@ def search(
         if tried and not more(workers > 0):
             break
         decoder = lead(wanted or fastest(tried))
-        if decoder != wanted:  # this rank's search is done or elsewhere: it follows
+        if decoder != wanted:  # this rank would stop or try another: it follows rank 0
             known = tried.get(decoder)
             workers = best_of(decoder, known) if known else candidates[decoder].first
         tried.setdefault(decoder, {})[workers] = attempt(decoder, workers)
@@ -621,11 +621,11 @@ def following(
 
 
 def _has_room(decoder: str, tried: dict[int, Trial], workers: int) -> bool:
-    """Whether another number of workers may make a decoder the fastest that is not so now."""
+    """Whether with another number of workers this decoder could become the fastest."""
     if workers > max(tried):  # a CPU decoder lacks workers: it is preferred
         return decoder not in ON_GPU
     trial = tried[best_of(decoder, tried)]
-    return trial.slowed and trial.wait_fraction <= TOLERANCE  # the step lacks cores only
+    return trial.slowed and trial.wait_fraction <= TOLERANCE  # the step only lacks cores
 
 
 def could_win(
@@ -658,7 +658,7 @@ def fastest(tried: dict[str, dict[int, Trial]]) -> str:
 
 
 def next_number(decoder: str, tried: dict[int, Trial], demand: float, cap: int) -> int:
-    """The number of workers to try next with a decoder; a known one if another would not help."""
+    """The number of workers to try next with a decoder; a tried one if no other would help."""
     best = best_of(decoder, tried)
     if decoder != "hybrid" or tried[best].slowed:
         return neighbour(tried, demand, cap)

@@ -27,7 +27,7 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SLOW_FILES = (
     0.5  # share of the workers' time that single files take, above which they are the cause
 )
-PAYS = 1.03  # images/s, relative, from a change that is worth naming
+PAYS = 1.03  # factor by which a change must raise images/s to be listed
 
 
 @dataclass(frozen=True)
@@ -202,17 +202,17 @@ class Observation:
         return min(1.0, self.step_rate / self.step_alone) if self.step_alone else 1.0
 
     def any_rank(self, share: str) -> float:
-        """Sum of a share of the time or the steps over the ranks: the delay of one delays all."""
+        """Sum of a share over the ranks, because the delay of one rank delays all."""
         return sum(float(getattr(one, share)) for one in self.all_ranks or (self,))
 
     @property
     def any_late(self) -> float:
-        """Share of the time in which the device of a rank waited for the host, at most."""
+        """Upper bound of the share of the time in which some rank's device waited for its host."""
         return min(1.0, self.any_rank("late_fraction"))
 
     @property
     def any_drained(self) -> float:
-        """Share of the steps before which the device of a rank was idle, at most."""
+        """Upper bound of the share of the steps before which some rank's device was idle."""
         return min(1.0, self.any_rank("drained_fraction"))
 
     @property
@@ -302,7 +302,7 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 def _input_cause(seen: Observation) -> str:
     loader = seen.loader
     if seen.setup.on_gpu and seen.copy_fraction >= (COPIES if loader.pinned else UNPINNED_COPIES):
-        # The engines decode in the place of the copy.
+        # With the engines, decoding takes the place of the copy.
         return "engines" if seen.setup.decoder in decode.ON_GPU else "copy"
     if loader.slow_share > SLOW_FILES:
         return "files"
@@ -328,9 +328,9 @@ SHRINK = "re-encode the images once with scripts/shrink.py"
 
 
 def _with_prices(seen: Observation, changes: Sequence[Change]) -> str:
-    """Join the changes that pay, each with its predicted images/s, the highest first.
+    """List the changes that are worth it, each with its predicted images/s, the highest first.
 
-    If the best one is not enough, the second also gets the rate of both together.
+    If the best one is not enough, the second also states the rate of both together.
     """
     flow, least = seen.flow, PAYS * seen.images_per_second
     priced = [(flow.after(change), change) for change in changes]
@@ -346,7 +346,7 @@ def _join(*ways: str) -> str:
 
 
 def _faster_storage(seen: Observation) -> str:
-    """Without waiting, no more workers compute than there are cores."""
+    """Without waits for storage, only as many workers as there are cores make progress."""
     workers, most = max(1, seen.loader.workers), seen.setup.most_workers
     times = seen.loader.supply
     enough = min(1.0, most / workers)
@@ -390,17 +390,18 @@ def _less_decoding(seen: Observation, more: Sequence[Change] = ()) -> str:
     if gains is not None and seen.setup.decoder != "gpu":
         changes.append(Change(SHRINK, cpu=gains.shrink))
         if gains.decoder:
+            source = "a C compiler for loader.decoder=region" if gains.decoder == "region" else ""
             text = (
                 f"set loader.decoder=auto, which is {gains.decoder} here"
                 if gains.installed
-                else f"install {gains.decoder}, x{gains.decode:.2f} in docs/benchmarks.md"
+                else f"install {source or gains.decoder}, x{gains.decode:.2f} in docs/benchmarks.md"
             )
             changes.append(Change(text, cpu=gains.decode))
     return _join(_try_engines(seen), _with_prices(seen, changes), _shrinking_unpriced(seen))
 
 
 def _try_engines(seen: Observation) -> str:
-    """Nothing if loader.decoder=auto has measured the decoders: it has taken the best."""
+    """Nothing if loader.decoder=auto has measured the decoders, because it took the best one."""
     setup, tried = seen.setup, seen.alternatives
     measured = len(tried) > 1 or (tried and not setup.decoder_fixed)
     if not setup.on_gpu or setup.decoder == "none" or measured or seen.has_engines is False:
@@ -418,7 +419,7 @@ def _shrinking_unpriced(seen: Observation) -> str:
 
 
 def _more_cores(seen: Observation) -> str:
-    """The cores of each rank with which the step does not wait; one is the training process's."""
+    """The cores per rank so that the step does not wait, including one for the training process."""
     setup, flow = seen.setup, seen.flow
     cores = math.ceil(min(seen.loader.workers, setup.most_workers) * flow.workers_to_reach) + 1
     if setup.decoder == "gpu" or cores <= setup.most_workers + 1:
@@ -441,7 +442,7 @@ def _faster_copies(seen: Observation) -> str:
 
 def _fewer_launches(seen: Observation) -> str:
     refused = seen.setup.graph_refused
-    graph = f"the step is not one CUDA graph ({refused}): remedy that, or " if refused else ""
+    graph = f"the step is not one CUDA graph ({refused}): fix that, or " if refused else ""
     return f"{graph}raise loader.batch_size"
 
 
@@ -464,7 +465,7 @@ def _restored_step(seen: Observation) -> str:
         if seen.setup.ranks > 1
         else "check the GPU's clocks and which other processes use it"
     )
-    return "; ".join(ways) or f"images and launches were in time, so the kernels were slow: {check}"
+    return "; ".join(ways) or f"images and launches were on time, so the kernels were slow: {check}"
 
 
 def _faster_step(seen: Observation) -> str:

@@ -280,7 +280,7 @@ def decoders_to_compare(
     missing = why_no_engines(device)
     reasons = {
         f"no JPEG engines: {missing}": missing is not None,
-        "train.deterministic=true: not the GPU's JPEG engines": config.train.deterministic,
+        "train.deterministic=true excludes the GPU's JPEG engines": config.train.deterministic,
         "the GPU's JPEG engines are only compared if loader.workers=auto is measured": not measured,
     }
     unused = next((reason for reason, holds in reasons.items() if holds), "")
@@ -329,7 +329,7 @@ def choose_decoder(
 
 
 def workers_for(decoder: str, cores: int) -> int:
-    """Of the workers for which there are cores, those to train with.
+    """Return how many of the workers for which there are cores to train with.
 
     A few read files for the engines: at least two, because one reads 6,800 images/s (H200, files in
     the page cache), and the training process does not need a whole core. With hybrid, another
@@ -385,7 +385,7 @@ def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budge
 
 
 def _sizes(workers: int, fewest: int, wanted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
-    """Numbers of workers and slots to try, from the most to the fewest memory.
+    """Numbers of workers and slots to try, from the most to the least memory.
 
     First fewer workers, down to `fewest`; then fewer slots; then a single worker.
 
@@ -400,7 +400,7 @@ def _sizes(workers: int, fewest: int, wanted: Callable[[int], int]) -> Iterator[
 def batches_ready(config: Config, slots: int) -> int:
     """Batches to keep ready on the device: loader.prefetch_batches, or fewer with few slots.
 
-    The consumer of a ring holds these and another one, and the workers write into another one.
+    The consumer of a ring holds these and one more slot; the workers need another to write to.
     """
     return min(config.loader.prefetch_batches, slots - 2)
 
@@ -415,16 +415,16 @@ def plan_memory(
     decoder: str,
     dtype: torch.dtype,
 ) -> MemoryPlan:
-    """Compute the memory that `open_feed` allocates: the first of `_sizes` that is free.
+    """Compute the memory that `open_feed` allocates: the first of `_sizes` that fits.
 
     Args:
         workers: upper bound of the number of workers.
-        fewest: to start with fewer, slots are given up first.
+        fewest: workers to keep while memory can be saved by using fewer slots.
         decoder: gpu and hybrid need buffers for files.
         dtype: of the images on the device.
 
     Raises:
-        UserError: not even the least of `_sizes` is free, or a buffer is larger than `ulimit -f`.
+        UserError: not even the smallest of `_sizes` fits, or a buffer is larger than `ulimit -f`.
     """
     loader = config.loader
     cuda = world.device.type == "cuda"

@@ -18,10 +18,11 @@ from pipeline.decode import DECODERS, installed, open_image
 logger = logging.getLogger(__name__)
 
 SAMPLE = 24  # files that `measure_gains` decodes
-# The next two fit the sweeps in tests/pipeline/sizing/test_autotune.py (H200, 16 cores).
+# The next two are fitted to the sweeps in tests/pipeline/sizing/test_autotune.py (H200, 16 cores).
 REACHED = 0.98  # of the step's rate, by a run that does not wait
 SCALING = 0.95  # n times the workers supply n ** SCALING times the images
-# Images/s of one core, from docs/benchmarks.md, "Each stage": for decoders that are not installed.
+# Images/s of one core, from docs/benchmarks.md, "Each stage", for decoders that are not installed.
+# That of region is the figure of its predecessor, TurboJPEG 3.
 DOCUMENTED = {"region": 564, "simplejpeg": 490, "pillow": 416}
 
 
@@ -52,7 +53,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Flow:
-    """A run in images/s of all ranks.
+    """The rates of a run, in images/s of all ranks together.
 
     Attributes:
         rate: now.
@@ -79,7 +80,7 @@ class Flow:
             grows with their number to the power of SCALING, and inversely with their time per
             image. Images from JPEG engines keep their rate. Storage serves smaller files in
             proportion to their bytes (the caller's `wait`), however many workers read.
-            The rate ends at REACHED of the step's: its rate in this run or alone, the lower one.
+            The rate is at most REACHED times that of the step, in this run or alone (the lower).
             A step that does not wait is slowed by the computing of the workers, in proportion.
         """
         if not self.waits:
@@ -104,7 +105,7 @@ class Flow:
 
 @dataclass(frozen=True)
 class Gains:
-    """What smaller files and a faster decoder give on this machine, by decoding some files.
+    """What smaller files and a faster decoder gain on this machine, measured on some files.
 
     Attributes:
         shrink: gain in images per core from scripts/shrink.py; 1 if it could not be measured.
@@ -146,7 +147,7 @@ def measure_gains(dataset: Dataset, images: int = SAMPLE) -> Gains | None:
                 dataset.time_decoding(index, *way)  # warm-up
             times = [dataset.time_decoding(index, *way) for way in ways]
             seconds += np.add(times, [reading * len(way[0]) / len(data) for way in ways])
-    except Exception as error:  # an unreadable file: training names it when it comes to it
+    except Exception as error:  # an unreadable file: training will report it by name
         logger.debug("measure_gains: %s", error)
         return Gains()
     finally:

@@ -320,7 +320,7 @@ def test_too_little_memory_is_refused_before_the_demo_is_drawn(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "free_memory", lambda: 1 << 10)
-    assert refusal("data=demo", "train.device=cpu").startswith("loader: needs ")
+    assert ": the loader needs " in refusal("data=demo", "train.device=cpu")
 
 
 def test_line_break_in_a_path(
@@ -393,7 +393,11 @@ def test_missing_resources_of_the_machine(image_root: Path, workplace: Path) -> 
     fake = ["data=fake", "train.device=cpu"]
     mistakes = {
         "train.device=cuda: ": [f"data.root={image_root}", "train.device=cuda"],
-        "loader: needs ": [*fake, "loader.batch_size=1000000000", "data.fake_images=1000000000"],
+        "loader.batch_size=1000000000: the loader needs ": [
+            *fake,
+            "loader.batch_size=1000000000",
+            "data.fake_images=1000000000",
+        ],
         "loader.workers=40: open files allow ": [*fake, "loader.workers=40"],
     }
     given = json.dumps(

@@ -94,8 +94,8 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             },
             "decode",
             [
-                " ms for a core: install region, x1.25 in docs/benchmarks.md (about 5,188 "
-                "img/s); re-encode the images once with scripts/shrink.py (about 4,980 img/s, "
+                " ms for a core: install a C compiler for loader.decoder=region, x1.25 in "
+                "docs/benchmarks.md (about 5,188 img/s); re-encode the images once with scripts/shrink.py (about 4,980 img/s, "
                 "6,225 together with the change before it); use a machine with about 26 CPU cores",
             ],
         ),
@@ -294,7 +294,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
         (
             {"drained_fraction": 0.9, "graph_refused": "the batch has two shapes"},
             "launch",
-            ["not one CUDA graph (the batch has two shapes): remedy that, or raise loader.batch_"],
+            ["not one CUDA graph (the batch has two shapes): fix that, or raise loader.batch_"],
         ),
         (
             {"late_fraction": 0.2},
@@ -332,7 +332,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
                 "slower than alone: the step processed 7,500 img/s alone and 6,627 while the "
                 "workers run, 88% of it; a GPU waited 0% of the time for launches and was idle "
                 "before 0% of the steps; the GPU waited 0.4% of the time for images. Images and "
-                "launches were in time",
+                "launches were on time",
                 "check the GPU's clocks and which",
             ],
         ),

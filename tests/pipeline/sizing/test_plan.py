@@ -120,7 +120,7 @@ def test_auto_compares_decoders_where_there_are_engines(
         assert not kept.engines_unused
     for overrides, reason in (
         (["loader.workers=4"], "are only compared if loader.workers=auto is measured"),
-        (["train.deterministic=true"], "train.deterministic=true: not the GPU's JPEG engines"),
+        (["train.deterministic=true"], "train.deterministic=true excludes the GPU's JPEG engines"),
     ):
         alone = planned(small("loader.workers=auto", *overrides))
         assert alone.decoders == (cpu,) and not alone.memory.file_bytes
