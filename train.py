@@ -195,6 +195,7 @@ def train_step(
         Named values to log, "loss" among them. Return one more, and it appears on the console, in
         metrics.jsonl, in TensorBoard and in the report.
     """
+    state.optimizer.zero_grad(set_to_none=True)  # a capture that failed has left gradients
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     mean_loss, values = loss(network, batch.images, batch.targets, batch.labels, label_smoothing)

@@ -69,6 +69,10 @@ REMEDIES = {
 
 # Start of an override with a value of other programs -> advice.
 VALUES = {
+    "loader.decoder=turbojpeg": "write loader.decoder=region",
+    "model.compile=reduce-overhead": (
+        "write model.compile=default; on a GPU, every step is a CUDA graph"
+    ),
     "model.compile=false": "write model.compile=off",
     "model.compile=true": "write model.compile=default",
     "model.weights=true": "write model.weights=pretrained",

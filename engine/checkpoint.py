@@ -524,10 +524,11 @@ def _write_error(path: Path, content: dict[str, Any], error: Exception) -> str:
             f"{path}: cannot be written: {error}; check the disk and `ulimit -f`, and run the same "
             "command again: earlier checkpoints are intact"
         )
-    digits = 0 if free >= 2**20 else 1
+    digits = 0 if min(needed, free) >= 10 * 2**20 else 1
     return (
-        f"{path}: the disk is full: {needed / 2**20:.0f} MiB needed, {free / 2**20:.{digits}f} MiB "
-        "free; free some space and run the same command again: earlier checkpoints are intact"
+        f"{path}: the disk is full: {needed / 2**20:.{digits}f} MiB needed, "
+        f"{free / 2**20:.{digits}f} MiB free; free some space and run the same command again: "
+        "earlier checkpoints are intact"
     )
 
 

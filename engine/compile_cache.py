@@ -13,7 +13,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +194,9 @@ def _write(folder: int, name: str, content: bytes, made_for: dict[str, Any]) -> 
 def _replace(folder: int, name: str, content: bytes) -> os.stat_result:
     """Write a file under a temporary name and rename it; return its status."""
     temporary = f"{name}.tmp"
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(FileNotFoundError):
+        os.unlink(temporary, dir_fd=folder)  # left by a killed process, or put there
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
         file.write(content)
         file.flush()

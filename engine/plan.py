@@ -235,7 +235,7 @@ def make_plan(
         config,
         world,
         stored,
-        steps=stop_step - done,
+        steps=max(0, stop_step - done),
         precision=precision,
         flops_per_image=flops,
     )
@@ -412,8 +412,9 @@ def resolve_compile(
     choice, repeatable = config.model.compile, config.train.deterministic
     if choice != "auto":
         return choice, ""
-    if repeatable and "model.compile" in stored:
-        return stored["model.compile"], "as at the first start"
+    if repeatable and stored:  # earlier versions did not store it: it was `default` on a GPU
+        first = "default" if world.device.type == "cuda" else "off"
+        return stored.get("model.compile", first), "as at the first start"
     if world.device.type != "cuda":
         return "off", ""
     peak = peak_rate(

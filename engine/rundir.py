@@ -195,9 +195,15 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         Raises:
             UserError: a change is not accepted, or would have no effect.
         """
+        stored, now = dict(found.identity), dict(self._identity)
+        if not stored.keys() & now.keys() & {"model.compile"}:
+            # It affects the result with train.deterministic=true only, which may be switched; and
+            # earlier versions did not store it.
+            stored.pop("model.compile", None)
+            now.pop("model.compile", None)
         changes = checkpoint.compare(
-            found.identity,
-            self._identity,
+            stored,
+            now,
             found.path,
             accept_changes=self.config.checkpoint.accept_changes,
         )

@@ -126,9 +126,14 @@ class TrainState:
                 self.ema.n_averaged.copy_(stored["ema_steps"])
         # The optimiser's state, such as momentum, comes from the checkpoint; its options, such as
         # weight decay, come from the current config.
-        options = _options(self.optimizer)
-        self.optimizer.load_state_dict(stored["optimizer"])
-        _set_options(self.optimizer, options)
+        # Options such as `capturable` also decide on which device the state is kept.
+        groups = [
+            {**group, **chosen}
+            for group, chosen in zip(
+                stored["optimizer"]["param_groups"], _options(self.optimizer), strict=True
+            )
+        ]
+        self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
         self.best = stored["best"]
         self.last = stored["last"]

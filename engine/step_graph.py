@@ -67,6 +67,7 @@ class StepGraph:
     ) -> None:
         self.step, self.before = step, before
         self.ordinary_steps, self.refused = ordinary_steps, refused
+        self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._taken: Counter[Hashable] = Counter()
         self._captured: dict[Hashable, _Captured] = {}
 
@@ -81,7 +82,11 @@ class StepGraph:
             self._capture(batch, shape)
         captured = self._captured.get(shape)
         if captured is None:
-            return self.step(batch)
+            values = self.step(batch)
+            # Now, because telemetry resets the peak at every log row.
+            peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+            self._needed = max(self._needed, peak)
+            return values
         captured.batch.copy_(batch)
         captured.graph.replay()
         return captured.values
@@ -94,7 +99,7 @@ class StepGraph:
 
     def _capture(self, batch: Batch, shape: Hashable) -> None:
         """Capture the step, or set `refused`. Nothing is computed: the caller replays the graph."""
-        if not _memory_remains():
+        if not _memory_remains(self._needed):
             self._refuse("the GPU's memory is nearly full, and a graph keeps the memory of a step")
             return
         static, graph = batch.clone(), torch.cuda.CUDAGraph()
@@ -120,9 +125,8 @@ class StepGraph:
         )
 
 
-def _memory_remains() -> bool:
-    """Whether a graph and a validation fit into the memory of the GPU at the same time."""
-    held = torch.cuda.memory_allocated()
-    step = torch.cuda.max_memory_allocated() - held
+def _memory_remains(needed: int) -> bool:
+    """Whether the graph of a step that needs so many bytes leaves memory for a validation."""
     free, _ = torch.cuda.mem_get_info()
-    return free + torch.cuda.memory_reserved() - held > (1 + VALIDATION_SHARE) * step
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return free + unused > (1 + VALIDATION_SHARE) * needed

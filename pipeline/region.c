@@ -133,10 +133,12 @@ static int complete(const struct decoder *decoder) {
 
 /* Decode the region line by line into `line`, and copy its columns from there. */
 static void read_lines(const struct library *library, struct decoder *decoder,
-                       const struct region *region, unsigned char **line, unsigned char *out) {
+                       const struct region *region, unsigned char *volatile *line,
+                       unsigned char *out) {
     const struct functions *jpeg = &library->jpeg;
     const size_t bytes = 3 * (size_t)(region->right - region->left);
     unsigned start = region->left ? region->left - 1 : 0, end = region->right, width;
+    unsigned char *row;
 
     if (region->left >= region->right || region->right > decoder->output_width ||
         region->top >= region->bottom || region->bottom > decoder->output_height)
@@ -147,11 +149,11 @@ static void read_lines(const struct library *library, struct decoder *decoder,
     if (end - start < NARROW) start = end > NARROW ? end - NARROW : 0;
     width = end - start;
     jpeg->crop(decoder, &start, &width);
-    *line = malloc(3 * (size_t)width);
-    if (!*line || jpeg->skip(decoder, region->top) != region->top) fail(decoder);
+    row = *line = malloc(3 * (size_t)width);
+    if (!row || jpeg->skip(decoder, region->top) != region->top) fail(decoder);
     while (decoder->output_scanline < region->bottom) {
-        if (jpeg->read(decoder, line, 1) != 1) fail(decoder);
-        memcpy(out, *line + 3 * (size_t)(region->left - start), bytes);
+        if (jpeg->read(decoder, &row, 1) != 1) fail(decoder);
+        memcpy(out, row + 3 * (size_t)(region->left - start), bytes);
         out += bytes;
     }
 }
@@ -179,7 +181,7 @@ int region_decode(const struct library *library, const unsigned char *data, unsi
             decoder->scale_num = 1;
             decoder->scale_denom = region->scale;
             if (!jpeg->start(decoder) || !complete(decoder)) fail(decoder);
-            read_lines(library, decoder, region, (unsigned char **)&line, out);
+            read_lines(library, decoder, region, &line, out);
             status = OK;
         }
     }

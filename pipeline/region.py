@@ -67,24 +67,27 @@ def load() -> Decode | str:
         code = ctypes.CDLL(str(compiled(default_cache_dir() / "native")))
     except AttributeError:
         return "install Pillow from pip or conda: this one is not linked with libjpeg-turbo 3"
+    except subprocess.CalledProcessError as error:
+        lines = error.stderr.decode(errors="replace").strip().splitlines() or ["no message"]
+        return f"install a C compiler that works: {error.cmd[0]} failed ({lines[0]})"
     except (OSError, subprocess.SubprocessError) as error:
         return str(error)
     library = _Library((ctypes.c_void_p * len(FUNCTIONS))(*addresses[:-1]))
     if code.region_open(ctypes.byref(library)):
         return "install Pillow from pip or conda: its libjpeg-turbo has an unknown interface"
-    call, region = code.region_decode, (ctypes.c_uint * 5)()
+    call = code.region_decode
     void = ctypes.c_void_p
     call.argtypes = [void, ctypes.c_char_p, ctypes.c_ulong, void, void]
 
     def decode(data: bytes, box: tuple[int, int, int, int], scale: int, result: int) -> bool:
-        region[:] = [*box, scale]
+        region = (ctypes.c_uint * 5)(*box, scale)  # not shared: threads may decode
         return call(ctypes.byref(library), data, len(data), region, result) == 0
 
     return decode
 
 
 def compiled(folder: Path) -> Path:
-    """Return the path of the machine code in `folder`; compile it if it is not there.
+    """Return the path of the machine code in `folder`; compile it if it is missing or damaged.
 
     Raises:
         OSError: there is no compiler, or `folder` cannot be used.
@@ -93,20 +96,26 @@ def compiled(folder: Path) -> Path:
     source = SOURCE.read_bytes()
     # Different machines can share a home directory.
     key = repr((source, platform.system(), platform.machine(), platform.libc_ver()))
-    path = folder / f"region-{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
+    name = f"region-{_digest(key.encode())}"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise PermissionError(f"remove {folder}: other users can replace the code in it")
-    if not path.exists():
-        compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-        if compiler is None:
-            raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            output = os.path.join(made, path.name)
-            command = [compiler, "-O2", "-shared", "-fPIC", "-o", output, str(SOURCE)]
-            subprocess.run(command, check=True, capture_output=True, timeout=60)
-            with open(output, "rb+") as file:  # loading half a file would kill the process
-                os.fsync(file.fileno())
-            os.replace(output, path)  # several processes may do this at the same time
+    for path in folder.glob(f"{name}-*.so"):
+        # Loading half a file, as of a home directory that was copied in part, kills the process.
+        if path.is_file() and path.stem == f"{name}-{_digest(path.read_bytes())}":
+            return path
+    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if compiler is None:
+        raise FileNotFoundError(f"install a C compiler ({', '.join(COMPILERS)})")
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        output = Path(made) / "region.so"
+        command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(output), str(SOURCE)]
+        subprocess.run(command, check=True, capture_output=True, timeout=60)
+        path = folder / f"{name}-{_digest(output.read_bytes())}.so"
+        os.replace(output, path)  # several processes may do this at the same time
     return path
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:24]

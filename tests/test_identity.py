@@ -437,6 +437,13 @@ def test_compile_mode_is_kept_for_deterministic_runs(
     )
 
 
+def test_deterministic_may_be_switched_at_a_resume(program: Program) -> None:
+    """It affects the speed; so a checkpoint without a compile mode, as of earlier versions."""
+    assert program("train.max_steps=2")[0] == 0
+    assert program("train.deterministic=true", "train.max_steps=4")[0] == 0
+    assert program("train.max_steps=6")[0] == 0
+
+
 # Ranks.
 
 

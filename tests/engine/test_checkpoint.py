@@ -477,7 +477,7 @@ def test_full_disk(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as error:
             save(folder, content(30, size=750_000), keep=2, best_step=30)
         message = str(error.value)
-        assert message.startswith(f"{folder}/step-00000030.pt: the disk is full: 3 MiB needed, ")
+        assert message.startswith(f"{folder}/step-00000030.pt: the disk is full: 2.9 MiB needed, ")
         assert message.endswith(
             " MiB free; free some space and run the same command again: earlier checkpoints are "
             "intact"
@@ -494,7 +494,7 @@ def test_full_disk_is_recognised_by_errno(tmp_path: Path) -> None:
     """The disk may become full while the small manifest is written."""
     error = OSError(errno.ENOSPC, "No space left on device")
     message = checkpoint._write_error(tmp_path / "step-00000001.pt", content(1, size=2**20), error)
-    assert message.startswith(f"{tmp_path}/step-00000001.pt: the disk is full: 4 MiB needed, ")
+    assert message.startswith(f"{tmp_path}/step-00000001.pt: the disk is full: 4.0 MiB needed, ")
 
 
 def test_folder_that_is_a_file(tmp_path: Path) -> None:

@@ -393,3 +393,20 @@ def test_untouched_steps_do_not_change_the_training(optim: Optim) -> None:
     assert params_sha256(touched.model) != params_sha256(straight.model), (
         "the comparison does not detect an additional step"
     )
+
+
+def test_a_checkpoint_of_a_cpu_continues_on_a_gpu() -> None:
+    """All of the optimiser's state moves to the GPU, for which the device "meta" stands."""
+
+    def build(device: str, *, capturable: bool) -> TrainState:
+        model = nn.Linear(3, 3, device=device)
+        return TrainState(model, torch.optim.AdamW(model.parameters(), capturable=capturable))
+
+    stored = build("cpu", capturable=False)
+    stored.model(torch.ones(1, 3)).sum().backward()
+    stored.optimizer.step()
+    resumed = build("meta", capturable=True)
+    resumed.load_state_dict(stored.state_dict())
+    (moments, *_) = resumed.optimizer.state.values()
+    assert {tensor.device.type for tensor in moments.values()} == {"meta"}
+    assert [group["capturable"] for group in resumed.optimizer.param_groups] == [True]

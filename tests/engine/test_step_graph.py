@@ -122,8 +122,9 @@ def test_every_shape_has_its_own_graph(world: World) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("inside", [False, True], ids=["at its end", "in the optimiser"])
 def test_a_step_that_waits_for_the_gpu_is_not_captured(
-    world: World, caplog: pytest.LogCaptureFixture
+    inside: bool, world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     """One line says why, and the steps continue with the same results, dropout included."""
     found = []
@@ -137,7 +138,13 @@ def test_a_step_that_waits_for_the_gpu_is_not_captured(
             values["loss"].item()
             return values
 
-        step.step = waiting
+        def wait(optimizer: torch.optim.Optimizer, *_: object) -> None:
+            optimizer.param_groups[0]["params"][0].grad.sum().item()
+
+        if inside:
+            state.optimizer.register_step_pre_hook(wait)
+        else:
+            step.step = waiting
         with caplog.at_level(logging.WARNING):
             for number in range(STEPS):
                 step(batch_of(plan, number))
@@ -165,3 +172,20 @@ def test_the_learning_rate_and_the_seed_are_set_before_every_step(world: World) 
     first = [recorder(batch_of(plan, number))["loss"].item() for number in (0, 1, 0)]
     assert order == [0, 0, 1, 1, 0, 0]
     assert first[0] == first[2] != first[1]
+
+
+def test_gradients_of_a_failed_capture_are_dropped() -> None:
+    """On a GPU, they were never computed. Here, they are left by hand."""
+    found = []
+    for left in (True, False):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+        state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        if left:
+            for parameter in model.parameters():
+                parameter.grad = torch.full_like(parameter, torch.nan)
+        labels = torch.arange(3)
+        batch = Batch(torch.ones(3, 3, 2, 2), labels, labels, 0)
+        train.train_step(state, model, train.training_loss, batch, lr=0.1)
+        found.append(params_sha256(model))
+    assert found[0] == found[1]

@@ -95,8 +95,9 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             "decode",
             [
                 " ms for a core: install a C compiler for loader.decoder=region, x1.25 in "
-                "docs/benchmarks.md (about 5,188 img/s); re-encode the images once with scripts/shrink.py (about 4,980 img/s, "
-                "6,225 together with the change before it); use a machine with about 26 CPU cores",
+                "docs/benchmarks.md (about 5,188 img/s); re-encode the images once with "
+                "scripts/shrink.py (about 4,980 img/s, 6,225 together with the change before it); "
+                "use a machine with about 26 CPU cores",
             ],
         ),
         (
