@@ -408,6 +408,7 @@ def test_ranks_choose_together(
     assert hashes["auto"] == hashes["1"]
 
 
+@pytest.mark.slow
 def test_ranks_use_one_decoder(
     image_root: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -58,6 +58,8 @@ def compiled_step(tmp_path_factory: pytest.TempPathFactory) -> None:
     """This process has compiled the step."""
     if shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
+    if " " in torch.__file__:
+        pytest.skip("torch does not quote its own path for the C++ compiler")
     with pytest.MonkeyPatch.context() as patch:
         seen = compiles(tmp_path_factory.mktemp("cache"), patch)
     assert seen["autograd_cache_miss"] == 1 and seen["fxgraph_cache_miss"] == 2

@@ -284,7 +284,8 @@ def test_compile_mode_of_a_job(
         ("auto", False, {}, ("off", "")),
         ("default", False, {}, ("default", "")),
         ("auto", False, {"model.compile": "default"}, ("off", "")),
-        ("auto", True, {"pixels": "cpu"}, ("off", "")),
+        ("auto", True, {}, ("off", "")),
+        ("auto", True, {"pixels": "cpu"}, ("off", "as at the first start")),  # of earlier versions
         ("auto", True, {"model.compile": "default"}, ("default", "as at the first start")),
         ("off", True, {"model.compile": "default"}, ("off", "")),  # the identity check refuses it
     ],
