@@ -414,7 +414,8 @@ class Tuner:
         Args:
             engines: images/s of the engines while the GPU is idle.
         """
-        cap = self._cap("hybrid", decoding)
+        # Whether the host thread that waits for the engines needs a core depends on the host.
+        cap = max(self._cap(decoder, decoding) for decoder in ("hybrid", self.feed.plan.decoder))
         readers = math.ceil(MARGIN * demand / reading.images_per_second)
         first = min(cap, max(self.budget("hybrid"), readers))
         most = engines + cap * decoding.images_per_second
@@ -663,7 +664,10 @@ def next_number(decoder: str, tried: dict[int, Trial], demand: float, cap: int) 
     if decoder != "hybrid" or tried[best].slowed:
         return neighbour(tried, demand, cap)
     trial = tried[best]
-    if trial.wait_fraction > TOLERANCE or trial.rate * PAYS >= demand:
+    if trial.wait_fraction > TOLERANCE:  # a worker more or less: 4 % on some hosts
+        near = (workers for workers in (best + 1, best - 1) if 1 <= workers <= cap)
+        return next((workers for workers in near if workers not in tried), best)
+    if trial.rate * PAYS >= demand:
         return best
     return max(1, 3 * best // 4)  # returns cores to the step, and takes more of its GPU
 

@@ -144,7 +144,9 @@ def best(host: Host) -> float:
     return max(
         host.run(decoder, workers)[0]
         for decoder in DECODERS
-        for workers in range(1, workers_for(decoder, host.cores - 1) + 1)
+        for workers in range(
+            1, (workers_for("gpu", host.cores - 1) if decoder == "gpu" else host.cores - 1) + 1
+        )
     )
 
 
@@ -183,7 +185,7 @@ SHRUNK = replace(RESNET18, per_worker=1900)
     ("host", "decoder", "most_trials"),
     [
         (RESNET50, "hybrid", 4),
-        (RESNET18, "hybrid", 1),
+        (RESNET18, "hybrid", 2),
         (SHRUNK, "simplejpeg", 3),
         (replace(SHRUNK, demand=7379), "simplejpeg", 3),
         (replace(RESNET50, cores=4), "hybrid", 3),
