@@ -536,11 +536,11 @@ def settle(
         return _take_budget(tuner, str(error))
     remember(question, answer)
     seen = answer.observation(tuner.setup)
-    dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
+    source = tuner.loader.pool.sources[tuner.loader.source]
     if diagnose(seen).cause in DECODING:
         seen = replace(
             seen,
-            gains=measure_gains(dataset),
+            gains=measure_gains(source.dataset, draw_only=source.operations is not None),
             has_engines=has_engines(tuner.feed.train.format.device),
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
