@@ -55,7 +55,7 @@ from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # of the measurement; answers of another version are not reused
+VERSION = 5  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept

@@ -108,6 +108,21 @@ def test_operations_of_a_batch_are_applied_in_their_order(
 
 
 @pytest.mark.gpu
+def test_deterministic_algorithms_are_enough(image_root: Path) -> None:
+    """None of the kernels is refused."""
+    images = example_images(48, image_root / "train" / "dots" / "02.jpg")
+    names = [*NAMES, "equalize", "rotate"]
+    operations = np.stack([as_rows([(name, 0.4)]) for name in names])
+    batch = np.concatenate([images, images])
+    expected = on_device(batch, operations, "cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        np.testing.assert_array_equal(on_device(batch, operations, "cuda"), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
 def test_operations_do_not_wait_for_the_device() -> None:
     images = torch.zeros(16, 3, 32, 32, dtype=torch.uint8, device="cuda")
     names = [[(name, 0.5)] for name in (*NAMES, "rotate", "equalize")]
