@@ -144,7 +144,8 @@ def _move(pixels: Tensor, rows: Tensor, matrices: Tensor) -> None:
     size = pixels.shape[1]
     place = torch.arange(size, dtype=torch.int32, device=pixels.device)
     across, down, start = matrices[..., None, None].unbind(2)  # [n, 2, 1, 1]
-    source = across * place + (down * place[:, None] + start)  # [n, (x, y), S, S]
+    lines = torch.addcmul(start, down, place[:, None])  # [n, (x, y), S, 1]
+    source = torch.addcmul(lines, across, place)  # [n, (x, y), S, S]
     source >>= 16
     nearest = source.clamp(0, size - 1)
     inside = (nearest == source).all(1)
@@ -181,22 +182,26 @@ def _map(pixels: Tensor, rows: Tensor, fixed: Tensor, autocontrasts: int) -> Non
             _stretched(low[:autocontrasts], high[:autocontrasts]),
             _equalized(counts.view(-1, 3, 256)[equalized:], high[autocontrasts:]),
         ]
-    )
+    )  # float64, which holds all of them exactly
+    tables = tables.clamp_(0, 255).to(torch.uint8)
     mapped = tables.flatten().index_select(0, levels.flatten())
     pixels.index_copy_(0, rows, mapped.view(images.shape))
 
 
 def _stretched(low: Tensor, high: Tensor) -> Tensor:
-    """Tables of autocontrast, uint8 [n, 3, 256]; uint8 [n, 3] are the extreme levels."""
+    """Tables of autocontrast before clipping, float64 [n, 3, 256].
+
+    Args:
+        low, high: uint8 [n, 3]: the extreme levels.
+    """
     span = (high - low).double()[..., None]
     levels = torch.arange(256, dtype=torch.float64, device=low.device)
     scale = torch.full_like(span, 255.0) / span  # 255.0 / span would multiply by the inverse
-    stretched = torch.where(span > 0, levels * scale - low[..., None] * scale, levels)
-    return stretched.clamp_(0, 255).to(torch.uint8)
+    return torch.where(span > 0, levels * scale - low[..., None] * scale, levels)
 
 
 def _equalized(counts: Tensor, high: Tensor) -> Tensor:
-    """Tables of equalize, uint8 [n, 3, 256].
+    """Tables of equalize before clipping, int64 [n, 3, 256].
 
     Args:
         counts: int32 [n, 3, 256]: pixels of each level.
@@ -207,7 +212,7 @@ def _equalized(counts: Tensor, high: Tensor) -> Tensor:
     step = (area - counts.gather(-1, high.long()[..., None])).div_(255, rounding_mode="trunc")
     table = (step // 2 + upto - counts).div_(step.clamp(min=1), rounding_mode="trunc")
     levels = torch.arange(256, device=counts.device)
-    return torch.where(step > 0, table, levels).clamp_(max=255).to(torch.uint8)
+    return torch.where(step > 0, table, levels)
 
 
 def _blend(pixels: Tensor, rows: Tensor, weights: Tensor, contrasts: int, colors: int) -> None:

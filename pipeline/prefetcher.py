@@ -1,4 +1,4 @@
-"""Batches on the device, ahead of the step: copy, normalise and mix on a side stream.
+"""Batches on the device, ahead of the step: copy, augment, normalise and mix on a side stream.
 
 Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The
 step never waits for a copy that could have been made earlier. The host waits for the device only to
