@@ -354,6 +354,8 @@ class RunLog:
 
     def _verdict(self, judge: Callable[..., list[str]], slowdowns: str) -> list[str]:
         loader = self.feed.train.loader
-        measure = partial(measure_gains, loader.pool.sources[loader.source].dataset)
+        source = loader.pool.sources[loader.source]
+        draw_only = source.operations is not None
+        measure = partial(measure_gains, source.dataset, draw_only=draw_only)
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
         return judge(describe_loader(self.feed), self.world.gather, measure, slowdowns)

@@ -24,6 +24,8 @@ from pipeline.parameters import number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
+# A drawn operation: its name in OPERATIONS and its signed strength in its own unit.
+Drawn = tuple[str, float]
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
@@ -48,10 +50,28 @@ class Compose:
         resizing = (t for t in reversed(self.transforms) if hasattr(t, "image_size"))
         return getattr(next(resizing, None), "image_size", None)
 
+    @property
+    def operations(self) -> int:
+        """Number of operations that `draw` draws for an image."""
+        last = self.transforms[-1] if self.transforms else None
+        return last.operations if isinstance(last, RandAugment | TrivialAugment) else 0
+
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
             picture = transform(picture, rng)
         return picture
+
+    def draw(self, picture: Picture, rng: random.Random) -> tuple[Picture, list[Drawn]]:
+        """Apply the list, but only draw the operations if it ends in RandAugment or TrivialAugment.
+
+        The random numbers are those of a call.
+        """
+        last = self.transforms[-1] if self.transforms else None
+        if not isinstance(last, RandAugment | TrivialAugment):
+            return self(picture, rng), []
+        for transform in self.transforms[:-1]:
+            picture = transform(picture, rng)
+        return picture, last.draw(picture.size, rng)
 
 
 class RandomResizedCrop:
@@ -164,36 +184,56 @@ class HorizontalFlip:
 class RandAugment:
     """Apply random operations of a fixed strength (arXiv 1909.13719), as torchvision's RandAugment.
 
+    At the end of the training list, a GPU applies them: pipeline/gpu_augment.py.
+
     Args:
         count: number of operations per image.
         magnitude: strength from 0 to STRENGTHS.
     """
 
     def __init__(self, *, count: int = 2, magnitude: int = 9) -> None:
-        self.count = whole("count", count, 1, 100)
+        self.operations = whole("count", count, 1, 100)
         self.strength = number("magnitude", magnitude, 0, STRENGTHS) / STRENGTHS
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        image = picture.pillow()
-        for _ in range(self.count):
-            image = operate(image, *_draw(rng), self.strength, wide=False)
-        return Picture(np.asarray(image))
+        return operated(picture, self.draw(picture.size, rng))
+
+    def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
+        """Draw the operations of an image of this (width, height)."""
+        return [_draw(size, rng, self.strength, wide=False) for _ in range(self.operations)]
 
 
 class TrivialAugment:
     """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
 
-    The search space is the wide one of arXiv 2103.10158.
+    The search space is the wide one of arXiv 2103.10158. At the end of the training list, a GPU
+    applies the operation: pipeline/gpu_augment.py.
     """
 
+    operations = 1
+
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        return operated(picture, self.draw(picture.size, rng))
+
+    def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
+        """Draw the operation of an image of this (width, height)."""
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
-        return Picture(np.asarray(operate(picture.pillow(), *_draw(rng), strength, wide=True)))
+        return [_draw(size, rng, strength, wide=True)]
 
 
-def _affine(image: Image.Image, *matrix: float) -> Image.Image:
-    return image.transform(
-        image.size, Image.Transform.AFFINE, matrix, resample=Image.Resampling.NEAREST
+# name -> affine matrix (a, b, c, d, e, f) of a signed strength: the pixel (x, y) of the result is
+# the pixel (a x + b y + c, d x + e y + f) of the image.
+AFFINE: dict[str, Callable[[float], tuple[float, ...]]] = {
+    "shear_x": lambda v: (1, v, 0, 0, 1, 0),
+    "shear_y": lambda v: (1, 0, 0, v, 1, 0),
+    "translate_x": lambda v: (1, 0, -int(v), 0, 1, 0),
+    "translate_y": lambda v: (1, 0, 0, 0, 1, -int(v)),
+}
+
+
+def _affine(name: str) -> "Operation":
+    return lambda image, v: image.transform(
+        image.size, Image.Transform.AFFINE, AFFINE[name](v), resample=Image.Resampling.NEAREST
     )
 
 
@@ -207,23 +247,15 @@ def _solarize(image: Image.Image, strength: float) -> Image.Image:
 
 
 Operation = Callable[[Image.Image, float], Image.Image]
-Unit = float | Callable[[Image.Image], float]
+Unit = float | Callable[[tuple[int, int]], float]  # or a function of (width, height)
 # name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment,
-# unit at strength 1 for TrivialAugment wide)
+# unit at strength 1 for TrivialAugment wide). pipeline/gpu_augment.py has the same operations.
 OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
-    "shear_x": (lambda image, v: _affine(image, 1, v, 0, 0, 1, 0), 0.3, 0.99),
-    "shear_y": (lambda image, v: _affine(image, 1, 0, 0, v, 1, 0), 0.3, 0.99),
-    "translate_x": (
-        lambda image, v: _affine(image, 1, 0, -int(v), 0, 1, 0),
-        lambda image: 150 / 331 * image.width,
-        32,
-    ),
-    "translate_y": (
-        lambda image, v: _affine(image, 1, 0, 0, 0, 1, -int(v)),
-        lambda image: 150 / 331 * image.height,
-        32,
-    ),
+    "shear_x": (_affine("shear_x"), 0.3, 0.99),
+    "shear_y": (_affine("shear_y"), 0.3, 0.99),
+    "translate_x": (_affine("translate_x"), lambda size: 150 / 331 * size[0], 32),
+    "translate_y": (_affine("translate_y"), lambda size: 150 / 331 * size[1], 32),
     "rotate": (lambda image, v: image.rotate(v), 30, 135),
     "brightness": (lambda image, v: ImageEnhance.Brightness(image).enhance(1 + v), 0.9, 0.99),
     "color": (lambda image, v: ImageEnhance.Color(image).enhance(1 + v), 0.9, 0.99),
@@ -237,26 +269,42 @@ OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
 NAMES = tuple(OPERATIONS)
 
 
-def _draw(rng: random.Random) -> tuple[str, int]:
-    """Draw the name of an operation and the sign of its strength."""
-    return NAMES[int(rng.random() * len(NAMES))], 1 if rng.random() < 0.5 else -1
+def _draw(size: tuple[int, int], rng: random.Random, strength: float, *, wide: bool) -> Drawn:
+    """Draw an operation and the sign of its strength."""
+    name = NAMES[int(rng.random() * len(NAMES))]
+    sign = 1 if rng.random() < 0.5 else -1
+    return name, signed_strength(name, sign * strength, size, wide=wide)
 
 
-def operate(
-    image: Image.Image, name: str, sign: int, strength: float, *, wide: bool
-) -> Image.Image:
-    """Apply an operation.
+def signed_strength(name: str, strength: float, size: tuple[int, int], *, wide: bool) -> float:
+    """Convert a strength to the unit of an operation.
 
     Args:
-        image: the input.
         name: a name in OPERATIONS.
-        sign: 1 or -1.
-        strength: from 0 to 1.
+        strength: from -1 to 1.
+        size: (width, height) of the image.
         wide: use TrivialAugment's units instead of RandAugment's.
     """
-    operation, *units = OPERATIONS[name]
+    _, *units = OPERATIONS[name]
     unit = units[wide]
-    return operation(image, sign * strength * (unit(image) if callable(unit) else unit))
+    return strength * (unit(size) if callable(unit) else unit)
+
+
+def operate(image: Image.Image, name: str, strength: float) -> Image.Image:
+    """Apply an operation with a signed strength in its own unit."""
+    return OPERATIONS[name][0](image, strength)
+
+
+def operated(picture: Picture, drawn: Sequence[Drawn]) -> Picture:
+    image = picture.pillow()
+    for name, strength in drawn:
+        image = operate(image, name, strength)
+    return Picture(np.asarray(image))
+
+
+def as_rows(drawn: Sequence[Drawn]) -> np.ndarray:
+    """Drawn operations as numbers, float64 [count, 2]: position in NAMES, signed strength."""
+    return np.array([(NAMES.index(name), strength) for name, strength in drawn])
 
 
 TRANSFORMS: dict[str, Callable[..., Transform]] = {

@@ -15,11 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
 from pipeline import decode
-from pipeline.augment import Compose, sample_rng
+from pipeline.augment import Compose, Drawn, sample_rng
 from pipeline.gpu_decode.encoded import Encoded
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
@@ -72,6 +73,21 @@ class Dataset(ABC):
         self._epoch.array[0] = epoch
 
 
+@runtime_checkable
+class DrawingDataset(Protocol):
+    """A dataset that can leave the operations of RandAugment to the GPU.
+
+    Attributes:
+        operations: number for each sample; 0 if the training list does not end in operations.
+    """
+
+    @property
+    def operations(self) -> int: ...
+
+    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
+        """Return pixels and label as `load`, but only draw the operations."""
+
+
 class FileDataset(Dataset):
     """A dataset that decodes image files.
 
@@ -86,12 +102,13 @@ class FileDataset(Dataset):
         """Return the content of a file."""
 
     @abstractmethod
-    def time_decoding(self, index: int, data: bytes, decoder: str) -> float:
+    def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         """Measure the CPU seconds of sample `index` in epoch 0.
 
         Args:
             data: decoded instead of the content of the file.
             decoder: used instead of the dataset's decoder.
+            draw_only: leave out the operations, as `DrawingDataset.load_and_draw`.
         """
 
 
@@ -141,6 +158,22 @@ class FolderDataset(FileDataset):
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, int(self.index.labels.array[index])
 
+    @property
+    def operations(self) -> int:
+        return self.transform.operations
+
+    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
+        """Read, decode and augment a sample, but only draw the operations of RandAugment.
+
+        Raises:
+            BadImageError: the file cannot be read, decoded or cropped.
+        """
+        with self._naming_file(index):
+            picture = decode.open_picture(self.read(index), self.decoder)
+            made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
+            pixels = made.pixels()
+        return pixels, int(self.index.labels.array[index]), drawn
+
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
         """Read a sample and record what its transforms do, with the same draws as in `load`.
 
@@ -153,16 +186,18 @@ class FolderDataset(FileDataset):
             if picture is None:
                 return None
             try:
-                noted = self.transform(picture, sample_rng(self.seed, epoch, index))
+                noted, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             except NeedsPixelsError:
                 return None
             assert isinstance(noted, NotedPicture)
-        return Encoded(data, picture.size, noted, int(self.index.labels.array[index]))
+        return Encoded(data, picture.size, noted, drawn, int(self.index.labels.array[index]))
 
-    def time_decoding(self, index: int, data: bytes, decoder: str) -> float:
+    def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         began = time.thread_time()
         picture = decode.open_picture(data, decoder)
-        self.transform(picture, sample_rng(self.seed, 0, index)).pixels()
+        rng = sample_rng(self.seed, 0, index)
+        made = self.transform.draw(picture, rng)[0] if draw_only else self.transform(picture, rng)
+        made.pixels()
         return time.thread_time() - began
 
     def mean_bytes(self) -> float:

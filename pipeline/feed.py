@@ -97,6 +97,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         size=datasets.train_size,
         slots=memory.slots,
         file_bytes=memory.file_bytes,
+        operations=memory.operations,
         skip_unreadable=config.data.on_error == "skip",
     )
     val_source = start_source(

@@ -61,6 +61,8 @@ class HostBatch:
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
         step: the sampler's step.
         slot: position in the ring.
+        operations: float64 [B, count, 2], the drawn operations that are still to be applied to the
+            images, as of `augment.as_rows`; None if there are none.
         release: call with the CUDA event of the copy out of the slot, or None if the host read it.
     """
 
@@ -68,11 +70,12 @@ class HostBatch:
     labels: torch.Tensor
     step: int
     slot: int
+    operations: np.ndarray | None
     release: Callable[[Any], None]
 
 
 def buffer_layout(
-    *, batch_size: int, size: int, slots: int, file_bytes: int = 0
+    *, batch_size: int, size: int, slots: int, file_bytes: int = 0, operations: int = 0
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shape and dtype of each buffer of a ring: `slots` batches of square images.
 
@@ -81,6 +84,7 @@ def buffer_layout(
         size: side of the images, in pixels.
         slots: batches in the ring.
         file_bytes: bytes per row for files that the GPU decodes; 0 for none.
+        operations: operations per row that the GPU applies; 0 for none.
     """
     layout: dict[str, tuple[tuple[int, ...], Any]] = {
         "pixels": ((slots, batch_size, size, size, 3), np.uint8),
@@ -91,6 +95,8 @@ def buffer_layout(
             "files": ((slots, batch_size * file_bytes), np.uint8),
             "geometry": ((slots, batch_size, COLUMNS), np.float64),
         }
+    if operations:
+        layout["operations"] = ((slots, batch_size, operations, 2), np.float64)
     return layout
 
 
@@ -101,13 +107,27 @@ def start_source(
     size: int,
     slots: int,
     file_bytes: int = 0,
+    operations: int = 0,
     skip_unreadable: bool = False,
 ) -> Source:
     """Allocate the ring of buffers of a dataset; arguments as for `buffer_layout`."""
-    layout = buffer_layout(batch_size=batch_size, size=size, slots=slots, file_bytes=file_bytes)
+    layout = buffer_layout(
+        batch_size=batch_size,
+        size=size,
+        slots=slots,
+        file_bytes=file_bytes,
+        operations=operations,
+    )
     buffers = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
     encoded = EncodedRows(buffers["files"], buffers["geometry"], size) if file_bytes else None
-    return Source(dataset, buffers["pixels"], buffers["labels"], encoded, skip_unreadable)
+    return Source(
+        dataset,
+        buffers["pixels"],
+        buffers["labels"],
+        encoded,
+        buffers.get("operations"),
+        skip_unreadable,
+    )
 
 
 def slots_needed(
@@ -540,7 +560,10 @@ class Loader:
             self.pool.wait(numbers)
             self._held.add(slot)
             release = partial(self._release, slot)
-            yield HostBatch(self.images[slot], self.labels[slot], step, slot, release)
+            drawn = self.pool.sources[self.source].operations
+            operations = None if drawn is None else drawn.array[slot]
+            images, labels = self.images[slot], self.labels[slot]
+            yield HostBatch(images, labels, step, slot, operations, release)
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""

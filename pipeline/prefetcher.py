@@ -1,4 +1,4 @@
-"""Batches on the device, ahead of the step: copy, normalise and mix on a side stream.
+"""Batches on the device, ahead of the step: copy, augment, normalise and mix on a side stream.
 
 Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The
 step never waits for a copy that could have been made earlier. The host waits for the device only to
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_rng
 from pipeline.clock import Marks, StepClock
+from pipeline.gpu_augment import apply_operations
 from pipeline.loader import HostBatch, Loader
 
 
@@ -124,9 +125,21 @@ Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
 
 
 def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
-    """Copy uint8 pixels to the device and normalise them there, in float32."""
-    raw = slot.copy("raw", host.images, torch.uint8)
-    return raw.to(torch.float32).mul_(slot.format.scale).add_(slot.format.shift)
+    """Copy uint8 pixels to the device; apply drawn operations and normalise there, in float32."""
+    return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot.format)
+
+
+def finish_pixels(pixels: Tensor, host: HostBatch, format: ImageFormat) -> Tensor:
+    """Apply the drawn operations of a batch to its pixels, uint8 [B, 3, S, S], and normalise them.
+
+    Args:
+        pixels: on the device; their memory may be overwritten.
+        host: the batch.
+        format: gives scale and shift.
+    """
+    if host.operations is not None:
+        pixels = apply_operations(pixels, host.operations)
+    return pixels.to(torch.float32).mul_(format.scale).add_(format.shift)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ from multiprocessing import connection, parent_process
 import numpy as np
 import torch
 
-from pipeline.dataset import BadImageError, Dataset, describe
+from pipeline.augment import as_rows
+from pipeline.dataset import BadImageError, Dataset, DrawingDataset, describe
 from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
@@ -37,6 +38,8 @@ class Source:
         pixels: uint8 [slots, B, S, S, 3].
         labels: int64 [slots, B].
         encoded: buffers for rows that the GPU decodes; None if the workers decode all rows.
+        operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
+            `augment.as_rows`; None if the workers apply them.
         skip_unreadable: replace an unreadable sample by the next readable one instead of failing.
     """
 
@@ -44,12 +47,14 @@ class Source:
     pixels: SharedArray
     labels: SharedArray
     encoded: EncodedRows | None = None
+    operations: SharedArray | None = None
     skip_unreadable: bool = False
 
     @property
     def buffers(self) -> list[SharedArray]:
         encoded = [] if self.encoded is None else [self.encoded.files, self.encoded.geometry]
-        return [self.pixels, self.labels, *encoded]
+        operations = [] if self.operations is None else [self.operations]
+        return [self.pixels, self.labels, *encoded, *operations]
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,8 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     rows = range(task.row, task.row + len(task.samples))
     files = None
     if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
-        files = FileWriter(source.encoded, source.dataset.load_encoded, task.slot, rows)
+        load = source.dataset.load_encoded
+        files = FileWriter(source.encoded, load, source.operations, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
@@ -159,7 +165,12 @@ def _fill_row(
         label = files.write(row, epoch, index)
         if label is not None:
             return label
-    image, label = source.dataset.load(epoch, index)
+    if source.operations is None:
+        image, label = source.dataset.load(epoch, index)
+    else:
+        assert isinstance(source.dataset, DrawingDataset)
+        image, label, drawn = source.dataset.load_and_draw(epoch, index)
+        source.operations.array[task.slot, row] = as_rows(drawn)
     batch = source.pixels.array[task.slot]
     if image.shape != batch.shape[1:]:
         raise BadImageError(

@@ -108,7 +108,7 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
 from engine.runlog import RunLog
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import FileDataset
+from pipeline.dataset import DrawingDataset, FileDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
@@ -315,9 +315,12 @@ def measure_read(dataset: FileDataset, seconds: float) -> Rung:
 def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
+    load: Callable[[int, int], object] = dataset.load
+    if plan.loader.memory.operations and isinstance(dataset, DrawingDataset):
+        load = dataset.load_and_draw  # the GPU applies the operations of RandAugment
 
     def decode() -> int:
-        dataset.load(0, next(places))
+        load(0, next(places))
         return 1
 
     threads = torch.get_num_threads()

@@ -182,6 +182,8 @@ class Case:
 class Listed(FolderDataset):
     """Replaces a split's dataset: has the number of files and their sizes, but no index."""
 
+    operations = 0  # without transforms; in the plan they are some kilobytes
+
     def __init__(self, files: Files) -> None:
         self.files = files
 

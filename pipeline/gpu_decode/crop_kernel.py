@@ -21,7 +21,8 @@ def crop_resize(geometry: Tensor, out: Tensor, scale: Tensor, shift: Tensor) -> 
 
     Args:
         geometry: float64 [B, COLUMNS] on the device, ADDRESS and PITCH filled in.
-        out: float [B, 3, S, S], channels_last or contiguous.
+        out: float or uint8 [B, 3, S, S], channels_last or contiguous. For uint8, `scale` is 1 and
+            `shift` 0.
         scale: float32 [3] on the device; a pixel x in 0 ... 255 becomes scale * x + shift.
         shift: float32 [3] on the device.
     """

@@ -23,7 +23,7 @@ import torch
 
 from pipeline.gpu_decode.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 from pipeline.loader import TASK_ROWS, HostBatch, Loader
-from pipeline.prefetcher import DeviceSlot
+from pipeline.prefetcher import DeviceSlot, finish_pixels
 
 logger = logging.getLogger(__name__)
 
@@ -252,7 +252,7 @@ class GpuDecoder:
             files: uint8 [bytes] of the slot, in host memory.
             geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
             pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
-            out: float [B, 3, S, S] on the device.
+            out: float or uint8 [B, 3, S, S] on the device.
             scale: float32 [3] on the device.
             shift: float32 [3] on the device.
 
@@ -357,16 +357,27 @@ class EngineUpload:
             LoaderError: an image cannot be read; names it.
         """
         image = slot.format
+        scale, shift = image.scale.flatten(), image.shift.flatten()
+        if host.operations is not None:  # they compute on whole levels
+            out = slot.memory("raw", host.images.shape, torch.uint8)
+            self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
+            return finish_pixels(out, host, image)
         if mixed:  # the transforms compute in float32, as after a CPU decoder, and make new images
             out = torch.empty(
                 host.images.shape, device=image.device, memory_format=image.memory_format
             )
         else:  # the kernel writes the images that the step reads
             out = slot.memory("images", host.images.shape, image.dtype)
+        self._decode(host, out, scale, shift)
+        return out
+
+    def _decode(
+        self, host: HostBatch, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+    ) -> None:
+        """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
         files = self.rows.files.array[host.slot]
         geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
         pixels = host.images.permute(0, 2, 3, 1)
-        scale, shift = image.scale.flatten(), image.shift.flatten()
         try:
             self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
             self.taken += 1
@@ -377,7 +388,6 @@ class EngineUpload:
             self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
         if self.hybrid:
             self._balance()
-        return out
 
     def _balance(self) -> None:
         """Set the share from the measured rates of workers and engines."""

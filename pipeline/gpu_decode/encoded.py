@@ -9,6 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from pipeline.augment import Drawn, as_rows
 from pipeline.gpu_decode.geometry import (
     CLIP_BOTTOM,
     CLIP_RIGHT,
@@ -31,12 +32,14 @@ class Encoded:
         data: the file.
         image_size: (width, height) of the image in the file, in pixels.
         picture: the transforms that were drawn for this sample.
+        drawn: the operations of RandAugment that follow them.
         label: index of the class.
     """
 
     data: bytes
     image_size: tuple[int, int]
     picture: NotedPicture
+    drawn: list[Drawn]
     label: int
 
 
@@ -76,6 +79,8 @@ class FileWriter:
     Args:
         buffers: where to.
         load: `EncodedDataset.load_encoded` of the dataset.
+        operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if the
+            workers apply them.
         slot: slot of the ring.
         rows: the rows of the task.
 
@@ -87,11 +92,13 @@ class FileWriter:
         self,
         buffers: EncodedRows,
         load: Callable[[int, int], Encoded | None],
+        operations: SharedArray | None,
         slot: int,
         rows: range,
     ) -> None:
         self.buffers = buffers
         self.load = load
+        self.operations = operations
         self.slot = slot
         self.count = 0
         row_bytes = buffers.files.array.shape[1] // buffers.geometry.array.shape[1]
@@ -102,11 +109,11 @@ class FileWriter:
         """Copy a sample's file into the batch.
 
         Returns:
-            The label, or None if the file has to be decoded by the worker: it is not supported, or
-            the rows of the task have no bytes left.
+            The label, or None if the file has to be decoded by the worker: it is not supported, the
+            rows of the task have no bytes left, or the worker has to apply operations.
         """
         sample = self.load(epoch, index)
-        if sample is None:
+        if sample is None or (sample.drawn and self.operations is None):
             return None
         end = self._offset + len(sample.data)
         # Decoding an image of another size raises an error that names the file.
@@ -118,6 +125,8 @@ class FileWriter:
         self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(
             sample.data, np.uint8
         )
+        if self.operations is not None:
+            self.operations.array[self.slot, row] = as_rows(sample.drawn)
         self._offset = end
         self.count += 1
         return sample.label

@@ -55,7 +55,7 @@ from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
 
-VERSION = 4  # of the measurement; answers of another version are not reused
+VERSION = 5  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
@@ -537,11 +537,11 @@ def settle(
         return _take_budget(tuner, str(error))
     remember(question, answer)
     seen = answer.observation(tuner.setup)
-    dataset = tuner.loader.pool.sources[tuner.loader.source].dataset
+    source = tuner.loader.pool.sources[tuner.loader.source]
     if diagnose(seen).cause in DECODING:
         seen = replace(
             seen,
-            gains=measure_gains(dataset),
+            gains=measure_gains(source.dataset, draw_only=source.operations is not None),
             has_engines=has_engines(tuner.feed.train.format.device),
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]

@@ -17,7 +17,7 @@ import torch
 from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset, FileDataset
+from pipeline.dataset import Dataset, DrawingDataset, FileDataset
 from pipeline.gpu_decode.decoder import why_no_engines
 from pipeline.gpu_decode.encoded import file_bytes_per_row
 from pipeline.loader import buffer_layout, slots_needed
@@ -89,6 +89,7 @@ class MemoryPlan:
         slots: batches in each of the two rings of buffers.
         slots_wanted: more than `slots` if free memory is not enough for them.
         file_bytes: per row of the training ring, for files that the GPU decodes; 0 for none.
+        operations: per row of the training ring, number of operations that the GPU applies.
         buffers: both rings, in memory shared with the workers.
         pinned: page-locked part of `buffers`.
         worker_bytes: estimated private memory of the worker processes.
@@ -100,6 +101,7 @@ class MemoryPlan:
     slots: int
     slots_wanted: int
     file_bytes: int
+    operations: int
     buffers: int
     pinned: int
     worker_bytes: int
@@ -405,6 +407,13 @@ def batches_ready(config: Config, slots: int) -> int:
     return min(config.loader.prefetch_batches, slots - 2)
 
 
+def operations_on_gpu(dataset: Dataset, device: torch.device) -> int:
+    """Number of operations per image that the GPU applies after the workers have drawn them."""
+    if device.type != "cuda" or not isinstance(dataset, DrawingDataset):
+        return 0
+    return dataset.operations
+
+
 def plan_memory(
     config: Config,
     datasets: Datasets,
@@ -431,12 +440,21 @@ def plan_memory(
     share = loader.batch_size // world.size
     factor = loader.prefetch_factor
     file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in decode.ON_GPU else 0
+    operations = operations_on_gpu(datasets.train, world.device)
+    layouts = (
+        buffer_layout(
+            batch_size=share,
+            size=datasets.train_size,
+            slots=1,
+            file_bytes=file_bytes,
+            operations=operations,
+        ),
+        buffer_layout(batch_size=share, size=datasets.val_size, slots=1),
+    )
     sizes = [
         math.prod(shape) * np.dtype(kind).itemsize
-        for size, room in ((datasets.train_size, file_bytes), (datasets.val_size, 0))
-        for shape, kind in buffer_layout(
-            batch_size=share, size=size, slots=1, file_bytes=room
-        ).values()
+        for layout in layouts
+        for shape, kind in layout.values()
     ]
     pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
     free = machine.free_memory() // world.local_size
@@ -453,6 +471,7 @@ def plan_memory(
             slots=slots,
             slots_wanted=wanted(workers=ceiling),
             file_bytes=file_bytes,
+            operations=operations,
             buffers=slots * sum(sizes),
             pinned=slots * sum(sizes) if cuda and loader.pin_memory else 0,
             worker_bytes=ceiling * WORKER_BYTES[loader.start_method],

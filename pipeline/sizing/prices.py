@@ -123,8 +123,15 @@ class Gains:
 
 
 @lru_cache(maxsize=1)  # a run has one training dataset, and may ask after every epoch
-def measure_gains(dataset: Dataset, images: int = SAMPLE) -> Gains | None:
+def measure_gains(
+    dataset: Dataset, images: int = SAMPLE, *, draw_only: bool = False
+) -> Gains | None:
     """Decode some files as they are, shrunk, and with the fastest CPU decoder, in half a second.
+
+    Args:
+        dataset: the training dataset.
+        images: number of files.
+        draw_only: leave out the operations of RandAugment, because the GPU applies them.
 
     Returns:
         None for a dataset without files.
@@ -144,8 +151,8 @@ def measure_gains(dataset: Dataset, images: int = SAMPLE) -> Gains | None:
             sizes += len(data), len(small)
             ways = [(data, dataset.decoder), (small, dataset.decoder), (data, best)]
             for way in ways:
-                dataset.time_decoding(index, *way)  # warm-up
-            times = [dataset.time_decoding(index, *way) for way in ways]
+                dataset.time_decoding(index, *way, draw_only=draw_only)  # warm-up
+            times = [dataset.time_decoding(index, *way, draw_only=draw_only) for way in ways]
             seconds += np.add(times, [reading * len(way[0]) / len(data) for way in ways])
     except Exception as error:  # an unreadable file: training will report it by name
         logger.debug("measure_gains: %s", error)

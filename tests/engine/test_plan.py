@@ -41,6 +41,7 @@ LOADER = LoaderPlan(
         slots=8,
         slots_wanted=8,
         file_bytes=0,
+        operations=0,
         buffers=0,
         pinned=0,
         worker_bytes=0,

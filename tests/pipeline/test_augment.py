@@ -26,6 +26,7 @@ from pipeline.augment import (
     build,
     operate,
     sample_rng,
+    signed_strength,
 )
 from pipeline.decode import Picture
 from tests.distributions import same_distribution
@@ -319,9 +320,9 @@ def test_operation_of_every_strength_is_torchvisions(
         expected = autoaugment._apply_op(
             image, THEIRS[name], magnitude, transforms.InterpolationMode.NEAREST, None
         )
-        found = operate(
-            image, name, sign, strength / STRENGTHS, wide=family == "TrivialAugmentWide"
-        )
+        wide = family == "TrivialAugmentWide"
+        ours = signed_strength(name, sign * strength / STRENGTHS, image.size, wide=wide)
+        found = operate(image, name, ours)
         np.testing.assert_array_equal(
             np.asarray(found), np.asarray(expected), err_msg=f"{sign} {strength}"
         )
@@ -344,18 +345,15 @@ def test_operations_strengths_and_signs_have_torchvisions_distribution(
     drawn: dict[str, list[float]] = {name: [] for name in NAMES}
     taken: dict[str, list[float]] = {name: [] for name in THEIRS.values()}
 
-    def note(
-        image: Image.Image, name: str, sign: int, strength: float, *, wide: bool
-    ) -> Image.Image:
+    def note(name: str, strength: float, size: tuple[int, int], *, wide: bool) -> float:
         magnitudes, signed = space[THEIRS[name]]
-        place = round(strength * STRENGTHS)
-        assert place == pytest.approx(strength * STRENGTHS)
-        drawn[name].append(
-            (sign if signed else 1) * magnitudes[place].item() if magnitudes.ndim else 0.0
-        )
-        return image
+        place = round(abs(strength) * STRENGTHS)
+        assert place == pytest.approx(abs(strength) * STRENGTHS)
+        sign = math.copysign(1, strength) if signed else 1
+        drawn[name].append(sign * magnitudes[place].item() if magnitudes.ndim else 0.0)
+        return 0.0
 
-    monkeypatch.setattr(augment, "operate", note)
+    monkeypatch.setattr(augment, "signed_strength", note)
     transform, picture = one({ours: {} if wide else {"count": 1}}), Picture(np.asarray(image))
     for seed in range(draws):
         transform(picture, random.Random(seed))

@@ -1,8 +1,10 @@
 """open_feed: the pixels of each split, and the number of workers that make them."""
 
 import math
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from conf import cli
 from pipeline import feed as feed_module
+from pipeline.augment import operated
 from pipeline.build import build_datasets
-from pipeline.decode import installed
+from pipeline.dataset import FolderDataset
+from pipeline.decode import Picture, installed
 from pipeline.feed import Feed, open_feed
 from pipeline.gpu_decode.decoder import FIRST_SHARE, EngineUpload
 from pipeline.gpu_decode.encoded import EncodedDataset
@@ -33,14 +37,17 @@ def opened(
     workers: int = 1,
     processes: int = 0,
     dtype: torch.dtype = torch.float32,
+    overrides: tuple[str, ...] = ("augment=demo",),
+    operations: int | None = None,
 ) -> Iterator[Feed]:
+    """`operations` is set to draw operations in the workers without a GPU, too."""
     config = cli.load(
         [
             f"data.root={image_root}",
-            "augment=demo",
             "loader.batch_size=6",
             "loader.start_method=fork",
             f"loader.decoder={decoder}",
+            *overrides,
         ]
     )
     datasets, world = build_datasets(config), world_of(device)
@@ -55,6 +62,8 @@ def opened(
         others=others,
         dtype=dtype,
     )
+    if operations is not None:
+        plan = replace(plan, memory=replace(plan.memory, operations=operations))
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
@@ -204,3 +213,135 @@ def test_decoder_can_be_switched_on_a_gpu(image_root: Path) -> None:
         for images, *others in zip(made[cpu][0], *made["gpu"], *made["hybrid"], strict=True):
             for other in others:
                 assert (images - other).abs().mean() < 4 * level
+
+
+# RandAugment, drawn by the workers and applied on the device.
+
+CROP = "{random_resized_crop: {size: 48}}"
+PLAIN = f"augment.train=[{CROP}, horizontal_flip]"
+RAND = f"augment.train=[{CROP}, horizontal_flip, {{rand_augment: {{magnitude: 17}}}}]"
+TRIVIAL = f"augment.train=[{CROP}, horizontal_flip, trivial_augment]"
+LEVELS = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
+
+
+def images_of(feed: Feed) -> list[Tensor]:
+    """The training images of nine batches, on the host."""
+    return [batch.images.cpu() for batch in feed.train.batches(0, 9)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("entries", "count", "batch"),
+    [(RAND, 2, "[]"), (RAND, 2, "[mixup]"), (TRIVIAL, 1, "[]")],
+    ids=["rand", "rand with mixup", "trivial"],
+)
+def test_drawn_operations_make_the_batches_of_the_workers(
+    image_root: Path, entries: str, count: int, batch: str, workers: int
+) -> None:
+    """Bit for bit, also after normalisation, mixup and rounding to bf16."""
+    overrides = (entries, f"augment.batch={batch}")
+    made = []
+    for operations in (0, count):
+        with opened(
+            image_root,
+            "pillow",
+            workers=workers,
+            dtype=torch.bfloat16,
+            overrides=overrides,
+            operations=operations,
+        ) as feed:
+            made.append(images_of(feed))
+    assert all(map(torch.equal, *made))
+
+
+def test_drawn_operations_are_those_of_the_sample_that_replaces_an_unreadable_one(
+    image_root: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "images"
+    shutil.copytree(image_root, root)
+    for path in sorted(root.glob("train/*/0[3-5].jpg")):
+        path.write_bytes(path.read_bytes()[:400])
+    made = []
+    for operations in (0, 2):
+        overrides = (RAND, "data.on_error=skip")
+        with opened(root, "pillow", overrides=overrides, operations=operations) as feed:
+            made.append(images_of(feed))
+    assert all(map(torch.equal, *made))
+
+
+def operated_batches(feed: Feed, plain: list[Tensor]) -> list[Tensor]:
+    """`plain`, whole levels, after the operations that the dataset of `feed` draws."""
+    loader = feed.train.loader
+    dataset = loader.pool.sources[loader.source].dataset
+    assert isinstance(dataset, FolderDataset)
+    expected = []
+    for step, images in enumerate(plain):
+        rows = []
+        for image, (epoch, index) in zip(images, loader.samples(step).tolist(), strict=True):
+            drawn = dataset.load_and_draw(epoch, index)[2]
+            levels = image.round().to(torch.uint8).permute(1, 2, 0).numpy()
+            rows.append(torch.from_numpy(operated(Picture(levels), drawn).pixels().copy()))
+        expected.append(torch.stack(rows).permute(0, 3, 1, 2).float())
+    return expected
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_images_that_the_engines_decode_get_their_operations(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
+) -> None:
+    """Those of a batch that the workers decode, too."""
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    with opened(image_root, "gpu", overrides=(PLAIN, *LEVELS)) as feed:
+        feed.train.loader.encoded_share = share
+        plain = images_of(feed)
+    with opened(image_root, "gpu", overrides=(RAND, *LEVELS), operations=2) as feed:
+        feed.train.loader.encoded_share = share
+        assert feed.engines is not None
+        made = images_of(feed)
+        engines: Any = feed.engines.decoder
+        assert (sum(engines.files) > 9 * 3) == (share == 1.0) and sum(engines.files) > 0
+        for ours, expected in zip(made, operated_batches(feed, plain), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
+
+
+def test_workers_decode_if_they_apply_the_operations(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path
+) -> None:
+    """Without a GPU, no file stays encoded."""
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    with opened(image_root, "pillow", overrides=(RAND,)) as feed:
+        expected = images_of(feed)
+    with opened(image_root, "gpu", overrides=(RAND,)) as feed:
+        assert all(map(torch.equal, images_of(feed), expected))
+        assert feed.engines is not None
+        engines: Any = feed.engines.decoder
+        assert engines.files == [0] * 9
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("entries", [RAND, TRIVIAL], ids=["rand", "trivial"])
+def test_drawn_operations_make_the_same_batches_on_a_gpu(
+    image_root: Path, entries: str, dtype: torch.dtype
+) -> None:
+    made = []
+    for device in (CPU, torch.device("cuda", 0)):
+        with opened(
+            image_root, "pillow", device=device, workers=2, dtype=dtype, overrides=(entries,)
+        ) as feed:
+            assert (feed.plan.memory.operations > 0) == (device != CPU)
+            made.append(images_of(feed))
+    assert all(map(torch.equal, *made))
+
+
+@pytest.mark.gpu
+def test_images_that_a_gpu_decodes_get_their_operations(image_root: Path) -> None:
+    device = torch.device("cuda", 0)
+    with opened(image_root, "gpu", device=device, overrides=(PLAIN, *LEVELS)) as feed:
+        plain = images_of(feed)
+    with opened(image_root, "gpu", device=device, overrides=(RAND, *LEVELS)) as feed:
+        assert feed.engines is not None
+        made = images_of(feed)
+        assert feed.engines.decoder.seconds_per_image > 0
+        for ours, expected in zip(made, operated_batches(feed, plain), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)

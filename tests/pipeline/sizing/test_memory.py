@@ -165,6 +165,27 @@ def test_buffers_are_page_locked_for_a_gpu_only(
     assert ("not page-locked" in planned.line()) == (not pinned)
 
 
+@pytest.mark.parametrize(
+    ("last", "count"),
+    [
+        ("rand_augment", 2),
+        ("{rand_augment: {count: 3}}", 3),
+        ("trivial_augment", 1),
+        ("rand_augment, horizontal_flip", 0),
+        ("v2.RandAugment", 0),
+    ],
+)
+def test_a_gpu_applies_operations_at_the_end_of_the_training_list(
+    image_root: Path, last: str, count: int
+) -> None:
+    crop = "{random_resized_crop: {size: 24}}"
+    config = small(f"data.root={image_root}", f"augment.train=[{crop}, {last}]")
+    on_cpu, on_gpu = plan(config), plan(config, device=CUDA)
+    assert (on_cpu.operations, on_gpu.operations) == (0, count)
+    # Each drawn operation is two numbers of 8 bytes.
+    assert on_gpu.buffers - on_cpu.buffers == on_gpu.slots * 8 * count * 16
+
+
 def test_batches_ready_on_the_gpu() -> None:
     """A slot on the GPU holds the uint8 pixels and the images for the step."""
     config = small("data=fake", "loader.prefetch_batches=2")

@@ -60,7 +60,7 @@ class Files(FakeDataset, FileDataset):
     def read(self, index: int) -> bytes:
         raise AssertionError("planning reads nothing")
 
-    def time_decoding(self, index: int, data: bytes, decoder: str) -> float:
+    def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         raise AssertionError("planning decodes nothing")
 
 
