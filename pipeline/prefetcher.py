@@ -126,20 +126,27 @@ Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
 
 def upload_pixels(host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
     """Copy uint8 pixels to the device; apply drawn operations and normalise there, in float32."""
-    return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot.format)
+    return finish_pixels(slot.copy("raw", host.images, torch.uint8), host, slot, mixed)
 
 
-def finish_pixels(pixels: Tensor, host: HostBatch, format: ImageFormat) -> Tensor:
-    """Apply the drawn operations of a batch to its pixels, uint8 [B, 3, S, S], and normalise them.
+def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool) -> Tensor:
+    """Apply the drawn operations of a batch to its pixels and normalise them, in float32.
 
     Args:
-        pixels: on the device; their memory may be overwritten.
+        pixels: uint8 [B, 3, S, S] on the device; their memory may be overwritten.
         host: the batch.
-        format: gives scale and shift.
+        slot: receives the images, unless they are `mixed` later.
+        mixed: whether batch transforms follow.
     """
     if host.operations is not None:
         pixels = apply_operations(pixels, host.operations)
-    return pixels.to(torch.float32).mul_(format.scale).add_(format.shift)
+    # Two passes over the memory, which the training step needs at the same time. One pass would
+    # fuse multiplication and addition, and round differently than a CPU does.
+    scaled = pixels * slot.format.scale
+    if mixed or not slot.reused:
+        return scaled.add_(slot.format.shift)
+    images = slot.memory("images", pixels.shape, slot.format.dtype)
+    return torch.add(scaled, slot.format.shift, out=images)
 
 
 @dataclass(frozen=True)

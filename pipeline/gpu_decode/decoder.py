@@ -361,7 +361,7 @@ class EngineUpload:
         if host.operations is not None:  # they compute on whole levels
             out = slot.memory("raw", host.images.shape, torch.uint8)
             self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
-            return finish_pixels(out, host, image)
+            return finish_pixels(out, host, slot, mixed)
         if mixed:  # the transforms compute in float32, as after a CPU decoder, and make new images
             out = torch.empty(
                 host.images.shape, device=image.device, memory_format=image.memory_format
