@@ -399,8 +399,9 @@ def resolve_compile(
 ) -> tuple[str, str]:
     """Resolve model.compile=auto.
 
-    With train.deterministic=true, a resumed run keeps the mode of its first start, because
-    another mode rounds differently.
+    With train.deterministic=true, a resumed run keeps the mode in its checkpoint, because another
+    mode rounds differently. A checkpoint names no mode if it was written with
+    train.deterministic=false.
 
     Args:
         stored: identity of the checkpoint to resume.
@@ -412,11 +413,12 @@ def resolve_compile(
     choice, repeatable = config.model.compile, config.train.deterministic
     if choice != "auto":
         return choice, ""
-    if repeatable and stored:  # earlier versions did not store it: it was `default` on a GPU
-        first = "default" if world.device.type == "cuda" else "off"
-        return stored.get("model.compile", first), "as at the first start"
+    if repeatable and "model.compile" in stored:
+        return stored["model.compile"], "as in the checkpoint"
     if world.device.type != "cuda":
         return "off", ""
+    if repeatable and stored:  # earlier versions used `default` and did not store it
+        return "default", "the checkpoint does not name a mode"
     peak = peak_rate(
         torch.cuda.get_device_name(world.device),
         precision=precision,

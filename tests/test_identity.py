@@ -427,7 +427,7 @@ def test_compile_mode_is_kept_for_deterministic_runs(
     monkeypatch.setattr(train, "compiled", recorded)
     status, out, _ = program("train.deterministic=true", "train.max_steps=4")
     assert status == 0 and set(modes) == {"default"}
-    assert "compile default (as at the first start)" in out
+    assert "compile default (as in the checkpoint)" in out
     status, _, err = program(
         "train.deterministic=true", "train.max_steps=4", "model.compile=max-autotune-no-cudagraphs"
     )
@@ -440,7 +440,11 @@ def test_compile_mode_is_kept_for_deterministic_runs(
 def test_deterministic_may_be_switched_at_a_resume(program: Program) -> None:
     """It affects the speed; so a checkpoint without a compile mode, as of earlier versions."""
     assert program("train.max_steps=2")[0] == 0
-    assert program("train.deterministic=true", "train.max_steps=4")[0] == 0
+    status, out, _ = program("train.deterministic=true", "train.max_steps=4")
+    # The first start named no mode; "as at the first start" would be untrue.
+    assert status == 0 and "compile off\n" in out
+    status, out, _ = program("train.deterministic=true", "train.max_steps=5")
+    assert status == 0 and "compile off (as in the checkpoint)\n" in out
     assert program("train.max_steps=6")[0] == 0
 
 
