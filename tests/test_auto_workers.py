@@ -148,8 +148,7 @@ def test_the_verdict_uses_all_ranks_and_the_measured_step_time(
 ) -> None:
     gathered: list[Any] = []
     monkeypatch.setattr(World, "gather", lambda world, value: gathered.append(value) or [value])
-    for name in ("SHORT_RUN", "SHORT_EPOCH"):
-        monkeypatch.setattr(ledger, name, 0.0)
+    monkeypatch.setattr(ledger, "SHORT", {"epoch": 0.0, "run": 0.0})
     run(image_root, tmp_path / "run")
     demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]
     seen = [value for value in gathered if isinstance(value, Observation)]

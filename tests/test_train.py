@@ -39,7 +39,7 @@ import train
 from conf import cli
 from conf.schema import Config
 from engine import checkpoint, tracker, validator
-from engine.ledger import Ledger
+from engine.ledger import SHORT, Ledger
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from engine.validator import Validator
@@ -420,7 +420,9 @@ def test_the_end_of_an_epoch_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
     """The verdict of the epoch and the start of workers take time as well."""
-    monkeypatch.setattr(Ledger, "epoch_verdict", lambda *_: jump() or [])
+    monkeypatch.setattr(
+        Ledger, "verdict", lambda _, period, *__: (jump() if period == "epoch" else None) or []
+    )
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
     check_not_trained(tmp_path / "run")
 
@@ -1165,7 +1167,7 @@ def test_a_key_without_effect_is_reported(
 def test_the_verdict_so_far_survives_a_crash(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.ledger.SHORT_EPOCH", 0.0)
+    monkeypatch.setitem(SHORT, "epoch", 0.0)
     with monkeypatch.context() as patch:
         fail_at(7, patch)
         with pytest.raises(RuntimeError, match="a bug"):
