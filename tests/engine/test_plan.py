@@ -44,6 +44,7 @@ LOADER = LoaderPlan(
         buffers=0,
         pinned=0,
         worker_bytes=0,
+        checkpoint=0,
         device=0,
         free=0,
     ),
@@ -90,6 +91,7 @@ def plan(
         parameters=25_557_032,
         flops_per_image=8_178_000_000,
         activation_bytes=0,
+        state_bytes=0,
     )
     return dataclasses.replace(given, **changes)
 
