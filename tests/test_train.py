@@ -47,6 +47,7 @@ from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
 from tests.processes import HANGS_SECONDS, family, is_running, wait_until
+from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import SMALL_RUN, command, compose, run, torchrun
 
@@ -1458,13 +1459,14 @@ def test_two_ranks_learn_like_one_and_stop_together(
     )
 
 
-def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path) -> None:
+def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """From a checkpoint in the middle of an epoch.
 
     There are three ranks because a sum of two numbers does not depend on their order.
     """
     options = [
         "loader.batch_size=6",
+        "loader.workers=0",
         "train.epochs=3",
         "train.validate_every_epochs=2",
         "checkpoint.every_steps=8",
@@ -1477,12 +1479,7 @@ def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path) -> None:
             shutil.copytree(straight, folder)
             for path in (folder / "checkpoints").glob("step-0000001*"):
                 path.unlink()
-        result = subprocess.run(
-            torchrun(command(image_root, target, *options), ranks=3),
-            capture_output=True,
-            text=True,
-            timeout=HANGS_SECONDS,
-        )
+        result = ranks.run(command(image_root, target, *options), 3)
         assert result.returncode == 0, result.stderr
     assert "resumed from step-00000008.pt" in result.stdout
     check_continued(
