@@ -1,7 +1,7 @@
 """Ranks without torchrun, forked from one process that has imported train.py.
 
 Each process of torchrun imports torch, which takes more than a second of a core. This is for tests
-of what several ranks compute; others show that torchrun starts and stops them.
+of what several ranks compute on the CPU; others show that torchrun starts and stops them.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from typing import Any
 from tests.processes import HANGS_SECONDS
 
 ROOT = Path(__file__).parents[1]
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}  # CUDA does not survive a fork
 
 
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
@@ -29,7 +30,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def __init__(self) -> None:
         self.server = subprocess.Popen(
             [sys.executable, __file__],
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **NO_GPU, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -78,7 +79,7 @@ def ranks_environment(number: int) -> list[dict[str, str]]:
         "LOCAL_WORLD_SIZE": str(number),
     }
     return [
-        {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        {**os.environ, **NO_GPU, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         for rank in range(number)
     ]
 
