@@ -195,15 +195,18 @@ def train_step(
         Named values to log, "loss" among them. Return one more, and it appears on the console, in
         metrics.jsonl, in TensorBoard and in the report.
     """
-    state.optimizer.zero_grad(set_to_none=True)  # a capture that failed has left gradients
     for group in state.optimizer.param_groups:
         group["lr"] = lr
     mean_loss, values = loss(network, batch.images, batch.targets, batch.labels, label_smoothing)
-    mean_loss.backward()
-    if clip_norm is not None:
-        nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    try:
+        mean_loss.backward()
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
+        state.optimizer.step()
+    finally:
+        # Also after an error: a CUDA graph whose capture failed has not computed them, and the next
+        # step would add its own gradients.
+        state.optimizer.zero_grad(set_to_none=True)
     if state.ema is not None:
         state.ema.update_parameters(state.model)
     return {"loss": mean_loss.detach(), **values}

@@ -25,10 +25,12 @@ from concurrent import futures
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from conf.schema import UserError, show
+from pipeline.shared import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class Writer:
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] | None = None
         self._memory: mmap.mmap | None = None
-        self._locked = 0  # address of the memory if it is page-locked
+        self._locked: list[int] = []  # its address if it is page-locked
 
     def reserve(self, size: int) -> None:
         """Allocate memory for copies of `size` bytes; page-locking it is slow.
@@ -81,9 +83,22 @@ class Writer:
         Raises:
             CheckpointError: the system does not allocate it.
         """
-        # In the writer's thread, which launches no kernels: after a failure to page-lock, CUDA
-        # reports the error again at the next kernel launch of the same thread.
-        self._thread.submit(self._allocate, size).result()
+        self._free()
+        size = max(size, 1)
+        try:
+            # Shared: a worker process that is forked later does not get a copy of its own.
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except OSError as error:
+            raise CheckpointError(
+                f"{size / 2**20:.0f} MiB of host memory for a copy of the weights cannot be "
+                f"allocated ({error.strerror}); raise the memory limit"
+            ) from error
+        if self._on_gpu:
+            self._locked = page_lock(
+                [np.frombuffer(self._memory, np.uint8)],
+                purpose="checkpoints",
+                effect="each checkpoint delays training slightly longer",
+            )
 
     def start(self, content: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Copy `content` and call `write` with the copy in the thread.
@@ -148,35 +163,9 @@ class Writer:
                 for tensor, place in zip(tensors, places, strict=True)
             ]
 
-    def _allocate(self, size: int) -> None:
-        self._free()
-        size = max(size, 1)
-        try:
-            # Shared: a worker process that is forked later does not get a copy of its own.
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        except OSError as error:
-            raise CheckpointError(
-                f"{size / 2**20:.0f} MiB of host memory for a copy of the weights cannot be "
-                f"allocated ({error.strerror}); raise the memory limit"
-            ) from error
-        if not self._on_gpu:
-            return
-        address = torch.frombuffer(self._memory, dtype=torch.uint8).data_ptr()
-        status = torch.cuda.cudart().cudaHostRegister(address, size, 0)
-        if int(status) == 0:
-            self._locked = address
-        else:
-            logger.warning(
-                "%.0f MiB for checkpoints cannot be page-locked (%s): each checkpoint delays "
-                "training slightly longer; raise ulimit -l",
-                size / 2**20,
-                status,
-            )
-
     def _free(self) -> None:
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self._locked)
-            self._locked = 0
+        page_unlock(self._locked)
+        self._locked = []
         self._memory = None  # freed with the last tensor in it
 
 

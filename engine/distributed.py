@@ -149,6 +149,12 @@ def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
                 )
 
 
+# Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
+# reference, it would wait for the group's threads while it holds the GIL. A thread that needs the
+# GIL to free a tensor then never ends, and the rank hangs after the last step.
+_joined: list[Any] = []
+
+
 @contextmanager
 def join_world(device_choice: str) -> Iterator[World]:
     """Join the process group that torchrun describes in its environment variables, until exit."""
@@ -172,6 +178,7 @@ def join_world(device_choice: str) -> Iterator[World]:
         if size > 1:
             # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
             dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+            _joined.append(dist.group.WORLD)
             stack.callback(dist.destroy_process_group)
         yield world
 

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from pipeline.clock import Timing
 from pipeline.sizing.diagnosis import (
@@ -30,7 +30,7 @@ PEAK_FLOPS = {
     "4090": 165e12,
     "3090": 71e12,
 }
-SHORT_EPOCH, SHORT_RUN = 20.0, 3.0  # seconds of steps; shorter ones get no verdict
+SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
 LOST = ("validation", "checkpoint", "start", "profile")
 FIGURES = (
     "late_fraction",
@@ -44,6 +44,7 @@ FIGURES = (
 )  # of Timing, under the same name in a log row
 MEANS = ("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "copy_ms")
 
+Period = Literal["epoch", "run"]
 Gather = Callable[[Observation | None], list[Observation | None]]
 Measure = Callable[[], Gains | None]
 
@@ -95,8 +96,7 @@ class Ledger:
         self.train_images = train_images
         self.tuned = tuned
         self.peak_rate = peak_rate
-        self._run: list[Timing] = []
-        self._epoch: list[Timing] = []
+        self._timings: dict[Period, list[Timing]] = {"epoch": [], "run": []}
         self._warm = False  # the first interval includes compilation and is not judged
         self._first_step = self._step = step
         self._spending = "start"  # the kind that counts outside of `lost`
@@ -132,8 +132,8 @@ class Ledger:
         self._add(f"{kind} seconds", timing.seconds)
         self._step = step
         if self._warm:
-            self._epoch.append(timing)
-            self._run.append(timing)
+            for timings in self._timings.values():
+                timings.append(timing)
         self._warm = True
         rate = images / timing.seconds
         row = {"images_per_second": rate, "data_wait_fraction": timing.wait_fraction}
@@ -156,38 +156,31 @@ class Ledger:
             "images_per_second_with_first_epoch": self._rate(*kinds),
         }
 
-    def epoch_verdict(
+    def verdict(
         self,
+        period: Period,
         loader: LoaderState,
         gather: Gather = lambda seen: [seen],
         measure: Measure = lambda: None,
         slowdowns: str = "",
     ) -> list[str]:
-        """Judge the intervals since the last call; nothing below SHORT_EPOCH seconds.
+        """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
 
         Args:
+            period: `epoch`: the intervals since the last call for one; `run`: all of this start.
             loader: state of this rank's loader.
             gather: exchanges a value between all ranks.
             measure: measures what remedies would gain; called if the images are the bottleneck.
             slowdowns: why this rank's GPU ran below its maximum clock.
         """
-        timings = self._epoch
-        self._epoch = []
-        seen = self._observation(timings, SHORT_EPOCH, loader, slowdowns)
-        return _verdict(gather(seen), measure)
-
-    def run_verdict(
-        self,
-        loader: LoaderState,
-        gather: Gather = lambda seen: [seen],
-        measure: Measure = lambda: None,
-        slowdowns: str = "",
-    ) -> list[str]:
-        """Judge this start; arguments as for `epoch_verdict`."""
-        seen = self._observation(self._run, SHORT_RUN, loader, slowdowns)
-        return _verdict(gather(seen), measure) or [
-            f"none: less than {SHORT_RUN:g} s of steps after the warm-up, too few to judge"
-        ]
+        seen = self._observation(period, loader, slowdowns)
+        if period == "epoch":
+            self._timings["epoch"] = []
+        sentences = _verdict(gather(seen), measure)
+        if period == "run" and not sentences:
+            few = f"less than {SHORT['run']:g} s of steps after the warm-up"
+            return [f"none: {few}, too few to judge"]
+        return sentences
 
     def balance(self) -> dict[str, Any]:
         """Seconds over all starts for summary.json: total, lost by kind, and training's share."""
@@ -225,11 +218,12 @@ class Ledger:
         return images / seconds if seconds else 0.0
 
     def _observation(
-        self, timings: list[Timing], shortest: float, loader: LoaderState, slowdowns: str
+        self, period: Period, loader: LoaderState, slowdowns: str
     ) -> Observation | None:
-        """Means weighted by the seconds of each interval; None below `shortest` seconds."""
+        """Means weighted by the seconds of each interval; None for a SHORT period."""
+        timings = self._timings[period]
         total = sum(timing.seconds for timing in timings)
-        if total < shortest or not timings:
+        if total < SHORT[period] or not timings:
             return None
         means = {name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS}
         rate = sum(t.batches for t in timings) * self.setup.batch_size / total

@@ -14,8 +14,9 @@ import models
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
 from engine.distributed import World
 from engine.ledger import peak_rate
-from engine.optim import Curve
-from engine.out_of_memory import activation_bytes
+from engine.optim import Curve, build_optimizer
+from engine.out_of_memory import activation_bytes, state_bytes
+from engine.state import MovingAverage, TrainState
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
 from pipeline.sizing import autotune
@@ -68,6 +69,7 @@ class Plan:
         compile: the resolved model.compile.
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         activation_bytes: memory that one image takes in the model for the backward pass.
+        state_bytes: memory of the training state, and about the size of a checkpoint.
         notes: what the user should know about these choices, one line each.
     """
 
@@ -91,6 +93,7 @@ class Plan:
     parameters: int
     flops_per_image: int
     activation_bytes: int
+    state_bytes: int
     compile_reason: str = ""
     notes: tuple[str, ...] = ()
 
@@ -216,6 +219,9 @@ def make_plan(
         )
     flops = count_flops(model, train_size)
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
+    decay = config.train.ema_decay
+    average = None if decay is None else MovingAverage(model, decay)
+    held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average))
     on_gpu = world.device.type == "cuda"
     precision = choose_precision(config.train.precision, world.device)
     channels_last = config.model.channels_last
@@ -229,6 +235,7 @@ def make_plan(
         world,
         dtype=dtype,
         channels_last=channels_last,
+        state_bytes=held,
         stored_pixels=stored.get("pixels", "cpu") if stored else None,
     )
     compile_mode, compile_reason = resolve_compile(
@@ -262,6 +269,7 @@ def make_plan(
         parameters=models.parameter_count(model),
         flops_per_image=flops,
         activation_bytes=activation_bytes(model, train_size, dtype),
+        state_bytes=held,
         notes=(
             *config.notes,
             *precision_note(config.train.precision, world.device),
@@ -399,8 +407,9 @@ def resolve_compile(
 ) -> tuple[str, str]:
     """Resolve model.compile=auto.
 
-    With train.deterministic=true, a resumed run keeps the mode of its first start, because
-    another mode rounds differently.
+    With train.deterministic=true, a resumed run keeps the mode in its checkpoint, because another
+    mode rounds differently. A checkpoint names no mode if it was written with
+    train.deterministic=false.
 
     Args:
         stored: identity of the checkpoint to resume.
@@ -412,11 +421,12 @@ def resolve_compile(
     choice, repeatable = config.model.compile, config.train.deterministic
     if choice != "auto":
         return choice, ""
-    if repeatable and stored:  # earlier versions did not store it: it was `default` on a GPU
-        first = "default" if world.device.type == "cuda" else "off"
-        return stored.get("model.compile", first), "as at the first start"
+    if repeatable and "model.compile" in stored:
+        return stored["model.compile"], "as in the checkpoint"
     if world.device.type != "cuda":
         return "off", ""
+    if repeatable and stored:  # earlier versions used `default` and did not store it
+        return "default", "the checkpoint does not name a mode"
     peak = peak_rate(
         torch.cuda.get_device_name(world.device),
         precision=precision,

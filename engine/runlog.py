@@ -6,7 +6,7 @@ It never trains, validates or saves: the loop in train.py does, and calls the me
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +18,7 @@ import models
 from conf.schema import config_values
 from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
-from engine.ledger import Ledger, peak_rate
+from engine.ledger import Ledger, Period, peak_rate
 from engine.meters import Meter
 from engine.pictures import bars
 from engine.plan import Plan
@@ -203,7 +203,7 @@ class RunLog:
         self._wants_images = True
         with self._paused():
             slow = self._slowdowns("epoch")
-            lines = self._verdict(self.ledger.epoch_verdict, slow)
+            lines = self._verdict("epoch", slow)
             self.say(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(step), 4)
@@ -343,7 +343,7 @@ class RunLog:
             **self.ledger.balance(),
             "mfu": self.ledger.mfu(speed["images_per_second"]),
             "workers": self.feed.train.loader.pool.active,
-            "verdict": self._verdict(self.ledger.run_verdict, self._slowdowns("run")),
+            "verdict": self._verdict("run", self._slowdowns("run")),
         }
 
     def _slowdowns(self, reader: str) -> str:
@@ -352,10 +352,12 @@ class RunLog:
         # At full load, the power limit is normal.
         return ", ".join(line for line in slow if "power limit" not in line)
 
-    def _verdict(self, judge: Callable[..., list[str]], slowdowns: str) -> list[str]:
+    def _verdict(self, period: Period, slowdowns: str) -> list[str]:
         loader = self.feed.train.loader
         source = loader.pool.sources[loader.source]
         draw_only = source.operations is not None
         measure = partial(measure_gains, source.dataset, draw_only=draw_only)
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
-        return judge(describe_loader(self.feed), self.world.gather, measure, slowdowns)
+        return self.ledger.verdict(
+            period, describe_loader(self.feed), self.world.gather, measure, slowdowns
+        )

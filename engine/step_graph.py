@@ -47,7 +47,9 @@ class StepGraph:
 
     Args:
         step: launches the kernels of a step on a batch; it must not wait for the GPU. All
-            tensors that it uses, except the batch, must keep their addresses.
+            tensors that it uses, except the batch, must keep their addresses. Between steps, also
+            after an error, there must be no gradients: they are memory of a step, and those of a
+            capture that failed were never computed.
         before: called with the number of the step before its kernels are launched: sets the
             values that change from step to step, such as the learning rate, in their tensors.
         ordinary_steps: number of steps without a graph before a capture.

@@ -19,7 +19,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker
@@ -32,7 +31,7 @@ import torch
 from pipeline.dataset import Dataset
 from pipeline.gpu_decode.encoded import EncodedRows
 from pipeline.gpu_decode.geometry import COLUMNS
-from pipeline.shared import SharedArray
+from pipeline.shared import SharedArray, page_lock, page_unlock
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
 logger = logging.getLogger(__name__)
@@ -142,44 +141,26 @@ class Pinned(contextlib.AbstractContextManager["Pinned"]):
     """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
 
     Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
-    If an array cannot be page-locked, all of them remain ordinary memory, with a warning.
+    See `page_lock`.
 
     Attributes:
         locked: addresses of the arrays, which are page-locked; empty if they are not.
     """
 
     def __init__(self, arrays: Sequence[SharedArray]) -> None:
-        self.locked: list[int] = []
-        # In a thread of its own: after a failure to page-lock, CUDA reports the error again at the
-        # next kernel launch of the same thread.
-        with ThreadPoolExecutor(1) as thread:
-            thread.submit(self._lock, arrays, torch.cuda.current_device()).result()
-
-    def _lock(self, arrays: Sequence[SharedArray], device: int) -> None:
-        torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
-        for shared in arrays:
-            tensor = torch.from_numpy(shared.array)
-            error = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-            if int(error) != 0:
-                logger.warning(
-                    "loader.pin_memory: %.1f MiB cannot be page-locked (%s), so the batch "
-                    "buffers are ordinary memory and copies to the GPU are slower; raise ulimit -l "
-                    "or the memory limit",
-                    tensor.nbytes / 2**20,
-                    error,
-                )
-                self.release()
-                return
-            self.locked.append(tensor.data_ptr())
+        self.locked = page_lock(
+            [shared.array for shared in arrays],
+            purpose="loader.pin_memory",
+            effect="the batch buffers are ordinary memory and copies to the GPU are slower",
+        )
 
     def __exit__(self, *_: object) -> None:
         self.release()
 
     def release(self) -> None:
         """Unlock the arrays. No copy from them may be in progress."""
-        for pointer in self.locked:
-            torch.cuda.cudart().cudaHostUnregister(pointer)
-        self.locked.clear()
+        page_unlock(self.locked)
+        self.locked = []
 
 
 def raise_or_warn(reply: Reply) -> None:

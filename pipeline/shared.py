@@ -1,18 +1,24 @@
-"""Anonymous memory shared by the training process and its workers.
+"""Memory shared by the training process and its workers, and memory that is page-locked.
 
-The kernel frees it with the last process that maps it. `memfd_create` uses no name in /dev/shm: a
-killed run leaves nothing behind, and the size of a container's /dev/shm mount (64 MiB in Docker)
-does not limit it; ordinary memory does.
+The shared memory is anonymous: the kernel frees it with the last process that maps it.
+`memfd_create` uses no name in /dev/shm: a killed run leaves nothing behind, and the size of a
+container's /dev/shm mount (64 MiB in Docker) does not limit it; ordinary memory does.
 """
 
+import logging
 import mmap
 import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
+import torch
 
 from conf.schema import UserError
+
+logger = logging.getLogger(__name__)
 
 
 class SharedArray:
@@ -65,3 +71,46 @@ class SharedArray:
         # The mapping ends with the last array that uses it; the descriptor does not.
         if hasattr(self, "_fd"):
             os.close(self._fd)
+
+
+def page_lock(arrays: Sequence[np.ndarray], *, purpose: str, effect: str) -> list[int]:
+    """Page-lock arrays, so that copies between them and the GPU are asynchronous.
+
+    If one cannot be page-locked, all of them remain ordinary memory, with a warning.
+
+    Args:
+        purpose: of the arrays, for the warning.
+        effect: of ordinary memory, for the warning.
+
+    Returns:
+        The addresses of the arrays, for `page_unlock`; empty if they are not page-locked.
+    """
+    # In a thread of its own: after a failure to page-lock, CUDA reports the error again at the
+    # next kernel launch of the same thread.
+    with ThreadPoolExecutor(1) as thread:
+        locked, failure = thread.submit(_lock, arrays, torch.cuda.current_device()).result()
+    if failure:
+        logger.warning(
+            "%s: %s, so %s; raise ulimit -l or the memory limit", purpose, failure, effect
+        )
+    return locked
+
+
+def _lock(arrays: Sequence[np.ndarray], device: int) -> tuple[list[int], str]:
+    """Page-lock all arrays; return their addresses, or none and what failed."""
+    torch.cuda.set_device(device)  # else CUDA would use memory of the first GPU for this thread
+    locked: list[int] = []
+    for array in arrays:
+        address = array.ctypes.data
+        error = torch.cuda.cudart().cudaHostRegister(address, array.nbytes, 0)
+        if int(error) != 0:
+            page_unlock(locked)
+            return [], f"{array.nbytes / 2**20:.1f} MiB cannot be page-locked ({error})"
+        locked.append(address)
+    return locked, ""
+
+
+def page_unlock(addresses: Sequence[int]) -> None:
+    """Undo `page_lock`. No copy from or to the arrays may be in progress."""
+    for address in addresses:
+        torch.cuda.cudart().cudaHostUnregister(address)

@@ -529,14 +529,13 @@ def workers(case: Case) -> Iterator[Row]:
 def memory(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
     room = made.loader.memory
-    copied = checkpoint_bytes(case.config, made)
-    text = f"{room.line()}; {copied / GIB:.2f} GiB for a copy of the state, to write checkpoints"
-    if room.host + copied > 0.8 * room.free or room.slots < room.slots_wanted:
+    if room.host > 0.8 * room.free or room.slots < room.slots_wanted:
         yield warn(
-            text, "little left for page cache and model: lower loader.batch_size or loader.workers"
+            room.line(),
+            "little left for page cache and model: lower loader.batch_size or loader.workers",
         )
     else:
-        yield ok(text)
+        yield ok(room.line())
 
 
 def shared_memory(case: Case) -> Iterator[Row]:
@@ -590,7 +589,7 @@ def disk(case: Case) -> Iterator[Row]:
     if case.rough is None:
         yield ok(text, "the size of the checkpoints is unknown, see plan")
         return
-    size = checkpoint_bytes(case.config, case.rough)
+    size = case.rough.state_bytes
     number = case.config.checkpoint.keep + 2  # the best, and the one being written
     text += f"; {number} checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
     if free < number * size:
@@ -604,12 +603,6 @@ def disk(case: Case) -> Iterator[Row]:
         )
     else:
         yield ok(text)
-
-
-def checkpoint_bytes(config: Config, made: Plan) -> int:
-    """Return the bytes of the weights, the optimiser's moments and the moving average."""
-    moments = 2 if config.optim.name == "adamw" else int(config.optim.momentum > 0)
-    return 4 * made.parameters * (1 + moments + (config.train.ema_decay is not None))
 
 
 def decoder(case: Case) -> Iterator[Row]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from pipeline.synthetic.demo import draw_image
+from tests.ranks import Ranks
 
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
@@ -74,12 +75,21 @@ def _event_files_in_order() -> None:
 @pytest.fixture(scope="module")
 def whole_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """For tests that call train(): its processes use one thread and the tests' cache folder."""
-    gc.freeze()  # train() collects garbage; skip the objects of pytest and torch
+    # train() collects garbage. It takes a while to examine all objects of pytest and torch.
+    gc.freeze()
+    unfreeze = gc.unfreeze
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "unfreeze", lambda: None)
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
-    gc.unfreeze()
+    unfreeze()
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    with Ranks() as ranks:
+        yield ranks
 
 
 @pytest.fixture

@@ -31,10 +31,10 @@ def loader_plan(
         config,
         datasets,
         world,
-        workers=most,
-        fewest=most,
+        workers=range(most, most + 1),
         decoder=[decoder, *others][-1],
         dtype=dtype,
+        state_bytes=0,
     )
     return LoaderPlan(
         workers=workers,

@@ -34,6 +34,7 @@ from tests import small_run
 from tests.answers import ANSWER
 from tests.engines import PillowEngines
 from tests.processes import HANGS_SECONDS, family, wait_until
+from tests.ranks import Ranks
 from tests.results import rows, same, stored
 
 ROOT = Path(train.__file__).parent
@@ -58,7 +59,7 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
-    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.4)
+    monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.2)
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:
@@ -148,8 +149,7 @@ def test_the_verdict_uses_all_ranks_and_the_measured_step_time(
 ) -> None:
     gathered: list[Any] = []
     monkeypatch.setattr(World, "gather", lambda world, value: gathered.append(value) or [value])
-    for name in ("SHORT_RUN", "SHORT_EPOCH"):
-        monkeypatch.setattr(ledger, name, 0.0)
+    monkeypatch.setattr(ledger, "SHORT", {"epoch": 0.0, "run": 0.0})
     run(image_root, tmp_path / "run")
     demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]
     seen = [value for value in gathered if isinstance(value, Observation)]
@@ -359,15 +359,13 @@ def test_engines_that_cannot_be_used(
     assert summary["params_sha256"] == plain["params_sha256"]
 
 
-def test_ranks_choose_together(
-    image_root: Path, tmp_path: Path, environment: dict[str, str]
-) -> None:
+def test_ranks_choose_together(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """All ranks get the same number, within one rank's share of the cores, and the same weights.
 
     There are three ranks because a sum of two numbers does not depend on their order.
     """
-    ranks, hashes = 3, {}
-    for workers in ("auto", "1"):
+    number, hashes = 3, {}
+    for workers in ("auto", "0"):
         arguments = command(
             tmp_path,
             image_root,
@@ -376,13 +374,7 @@ def test_ranks_choose_together(
             "loader.batch_size=12",
             f"loader.workers={workers}",
         )
-        done = subprocess.run(
-            small_run.torchrun(arguments, ranks),
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=HANGS_SECONDS,
-        )
+        done = ranks.run(arguments, number)
         assert done.returncode == 0, done.stderr
         hashes[workers] = json.loads((tmp_path / workers / "summary.json").read_text())[
             "params_sha256"
@@ -391,12 +383,12 @@ def test_ranks_choose_together(
             assert tuning(done.stdout)[-1].startswith("measured in ")
             assert done.stdout.count("the step takes ") == 1
 
-    by_rank = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(ranks)]
+    by_rank = [json.loads((tmp_path / f"found-{rank}.json").read_text()) for rank in range(number)]
     assert json.loads((tmp_path / "auto" / "autotune.json").read_text()) == by_rank[0]["answer"]
     for found in by_rank:
         answer, supply = found["answer"], found["answer"]["supply"]
         assert found["workers"] == answer["workers"] == by_rank[0]["workers"]
-        assert answer["budget"] == 1 and answer["batch_size"] == 12 // ranks
+        assert answer["budget"] == 1 and answer["batch_size"] == 12 // number
         # Only workers that wait for storage longer than they compute leave time for another one.
         assert (
             1
@@ -405,27 +397,22 @@ def test_ranks_choose_together(
             <= found["most"]
             == 2
         )
-    assert hashes["auto"] == hashes["1"]
+    assert hashes["auto"] == hashes["0"]
 
 
 @pytest.mark.slow
 def test_ranks_use_one_decoder(
-    image_root: Path, tmp_path: Path, environment: dict[str, str]
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: Ranks
 ) -> None:
     """That of rank 0, although the other rank finds another one faster."""
+    monkeypatch.setenv("CHOOSES", "gpu")
     hashes = []
     for decoder in ("auto", "gpu"):
         folder = tmp_path / decoder
         options = [f"loader.decoder={decoder}", "augment=imagenet"]
         if decoder == "gpu":
             options.append("loader.workers=1")
-        done = subprocess.run(
-            small_run.torchrun(command(tmp_path, image_root, folder, *options), 2),
-            env=environment | {"CHOOSES": "gpu"},
-            capture_output=True,
-            text=True,
-            timeout=HANGS_SECONDS,
-        )
+        done = ranks.run(command(tmp_path, image_root, folder, *options), 2)
         assert done.returncode == 0, done.stderr
         hashes.append(json.loads((folder / "summary.json").read_text())["params_sha256"])
         stored = checkpoint.load(folder / "checkpoints" / "step-00000009.pt")

@@ -24,9 +24,9 @@ from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
 from pipeline.sizing import plan as loader_plan
 from pipeline.sizing.plan import choose_decoder, pixels_of
-from tests.processes import HANGS_SECONDS
+from tests.ranks import Ranks
 from tests.results import stored
-from tests.small_run import SMALL_RUN, torchrun
+from tests.small_run import SMALL_RUN
 
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 BASE = [*SMALL_RUN, "loader.workers=0", "run.name=one"]
@@ -427,7 +427,7 @@ def test_compile_mode_is_kept_for_deterministic_runs(
     monkeypatch.setattr(train, "compiled", recorded)
     status, out, _ = program("train.deterministic=true", "train.max_steps=4")
     assert status == 0 and set(modes) == {"default"}
-    assert "compile default (as at the first start)" in out
+    assert "compile default (as in the checkpoint)" in out
     status, _, err = program(
         "train.deterministic=true", "train.max_steps=4", "model.compile=max-autotune-no-cudagraphs"
     )
@@ -440,7 +440,11 @@ def test_compile_mode_is_kept_for_deterministic_runs(
 def test_deterministic_may_be_switched_at_a_resume(program: Program) -> None:
     """It affects the speed; so a checkpoint without a compile mode, as of earlier versions."""
     assert program("train.max_steps=2")[0] == 0
-    assert program("train.deterministic=true", "train.max_steps=4")[0] == 0
+    status, out, _ = program("train.deterministic=true", "train.max_steps=4")
+    # The first start named no mode; "as at the first start" would be untrue.
+    assert status == 0 and "compile off\n" in out
+    status, out, _ = program("train.deterministic=true", "train.max_steps=5")
+    assert status == 0 and "compile off (as in the checkpoint)\n" in out
     assert program("train.max_steps=6")[0] == 0
 
 
@@ -456,22 +460,19 @@ def test_ranks_with_other_values_are_refused() -> None:
         same_on_all_ranks([{"optim.lr": 0.1}, {"optim.lr": 0.1}, {"optim.lr": 0.4}])
 
 
-def two_ranks(image_root: Path, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+def two_ranks(
+    ranks: Ranks, image_root: Path, folder: Path, *overrides: str
+) -> subprocess.CompletedProcess[str]:
     arguments = [sys.executable, train.__file__, *BASE, f"data.root={image_root}", *overrides]
-    return subprocess.run(
-        torchrun(arguments, ranks=2),
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=HANGS_SECONDS,
-        check=False,
-    )
+    return ranks.run(arguments, 2, cwd=folder)
 
 
-def test_ranks_with_other_numbers_of_steps_are_refused(image_root: Path, tmp_path: Path) -> None:
+def test_ranks_with_other_numbers_of_steps_are_refused(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
     """One rank would wait forever for the other."""
-    done = two_ranks(image_root, tmp_path, "train.max_steps=1${oc.env:RANK}")
-    assert done.returncode == 1
+    done = two_ranks(ranks, image_root, tmp_path, "train.max_steps=1${oc.env:RANK}")
+    assert done.returncode == 2
     assert (
         "train.py: train.max_steps: is 11 on rank 1 and 10 on rank 0; give every rank the same "
         "command" in done.stderr
@@ -479,9 +480,13 @@ def test_ranks_with_other_numbers_of_steps_are_refused(image_root: Path, tmp_pat
     assert not (tmp_path / "runs").exists()
 
 
-def test_two_ranks_share_a_directory_named_after_the_time(image_root: Path, tmp_path: Path) -> None:
+def test_two_ranks_share_a_directory_named_after_the_time(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
     """`${now:}` is another instant on every rank."""
-    done = two_ranks(image_root, tmp_path, "run.name=${now:%H-%M-%S-%f}", "train.max_steps=2")
+    done = two_ranks(
+        ranks, image_root, tmp_path, "run.name=${now:%H-%M-%S-%f}", "train.max_steps=2"
+    )
     assert done.returncode == 0, done.stderr
     (folder,) = (tmp_path / "runs").iterdir()
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"

@@ -39,7 +39,7 @@ import train
 from conf import cli
 from conf.schema import Config
 from engine import checkpoint, tracker, validator
-from engine.ledger import Ledger
+from engine.ledger import SHORT, Ledger
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from engine.validator import Validator
@@ -47,6 +47,7 @@ from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
 from tests.processes import HANGS_SECONDS, family, is_running, wait_until
+from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import SMALL_RUN, command, compose, run, torchrun
 
@@ -420,7 +421,9 @@ def test_the_end_of_an_epoch_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
     """The verdict of the epoch and the start of workers take time as well."""
-    monkeypatch.setattr(Ledger, "epoch_verdict", lambda *_: jump() or [])
+    monkeypatch.setattr(
+        Ledger, "verdict", lambda _, period, *__: (jump() if period == "epoch" else None) or []
+    )
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
     check_not_trained(tmp_path / "run")
 
@@ -1165,7 +1168,7 @@ def test_a_key_without_effect_is_reported(
 def test_the_verdict_so_far_survives_a_crash(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.ledger.SHORT_EPOCH", 0.0)
+    monkeypatch.setitem(SHORT, "epoch", 0.0)
     with monkeypatch.context() as patch:
         fail_at(7, patch)
         with pytest.raises(RuntimeError, match="a bug"):
@@ -1456,13 +1459,14 @@ def test_two_ranks_learn_like_one_and_stop_together(
     )
 
 
-def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path) -> None:
+def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """From a checkpoint in the middle of an epoch.
 
     There are three ranks because a sum of two numbers does not depend on their order.
     """
     options = [
         "loader.batch_size=6",
+        "loader.workers=0",
         "train.epochs=3",
         "train.validate_every_epochs=2",
         "checkpoint.every_steps=8",
@@ -1475,12 +1479,7 @@ def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path) -> None:
             shutil.copytree(straight, folder)
             for path in (folder / "checkpoints").glob("step-0000001*"):
                 path.unlink()
-        result = subprocess.run(
-            torchrun(command(image_root, target, *options), ranks=3),
-            capture_output=True,
-            text=True,
-            timeout=HANGS_SECONDS,
-        )
+        result = ranks.run(command(image_root, target, *options), 3)
         assert result.returncode == 0, result.stderr
     assert "resumed from step-00000008.pt" in result.stdout
     check_continued(

@@ -93,6 +93,8 @@ class MemoryPlan:
         buffers: both rings, in memory shared with the workers.
         pinned: page-locked part of `buffers`.
         worker_bytes: estimated private memory of the worker processes.
+        checkpoint: this rank's share of the copy of the training state from which rank 0 writes
+            checkpoints; 0 on other nodes.
         device: batches kept ready on the GPU.
         free: free memory of the machine for this rank.
     """
@@ -105,23 +107,25 @@ class MemoryPlan:
     buffers: int
     pinned: int
     worker_bytes: int
+    checkpoint: int
     device: int
     free: int
 
     @property
     def host(self) -> int:
         """Bytes needed on the host."""
-        return self.buffers + self.worker_bytes
+        return self.buffers + self.worker_bytes + self.checkpoint
 
     def line(self) -> str:
         pinned = "page-locked" if self.pinned else "not page-locked"
+        checkpoint = f", checkpoints {self.checkpoint / GIB:.2f} GiB" if self.checkpoint else ""
         device = f"; {self.device / GIB:.1f} GiB on the GPU" if self.device else ""
         slots = f"{self.slots} slots for each split"
         if self.slots < self.slots_wanted:
             slots += f" instead of {self.slots_wanted}: free memory allows no more"
         return (
             f"{self.buffers / GIB:.2f} GiB of batch buffers ({slots}, {pinned}), workers about "
-            f"{self.worker_bytes / GIB:.2f} GiB; {self.free / GIB:.1f} GiB are free, "
+            f"{self.worker_bytes / GIB:.2f} GiB{checkpoint}; {self.free / GIB:.1f} GiB are free, "
             f"/dev/shm is not used{device}"
         )
 
@@ -203,6 +207,7 @@ def plan_loader(
     *,
     dtype: torch.dtype,
     channels_last: bool,
+    state_bytes: int,
     stored_pixels: str | None = None,
 ) -> LoaderPlan:
     """Choose decoder and workers, and check that their memory is free.
@@ -211,6 +216,7 @@ def plan_loader(
         world: the node's ranks share its cores and memory.
         dtype: of the images on the device.
         channels_last: memory format of the images on the device.
+        state_bytes: of the training state, which rank 0 copies to write checkpoints.
         stored_pixels: `pixels` of the checkpoint to resume, which loader.decoder=auto keeps; None
             without a checkpoint.
 
@@ -236,10 +242,10 @@ def plan_loader(
         config,
         datasets,
         world,
-        workers=most,
-        fewest=min(1, most) if auto else most,
+        workers=range(min(1, most) if auto else most, most + 1),
         decoder=decoders[-1],
         dtype=dtype,
+        state_bytes=state_bytes,
     )
     return LoaderPlan(
         workers=budget.workers,
@@ -386,15 +392,16 @@ def chosen_workers(config: Config, local_world_size: int, decoder: str) -> Budge
     return Budget(number, "as configured")
 
 
-def _sizes(workers: int, fewest: int, wanted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+def _sizes(workers: range, wanted: Callable[[int], int]) -> Iterator[tuple[int, int]]:
     """Numbers of workers and slots to try, from the most to the least memory.
 
-    First fewer workers, down to `fewest`; then fewer slots; then a single worker.
+    First the numbers in `workers`; then fewer slots; then fewer workers, down to a single one.
 
     Args:
         wanted: the slots that keep a number of workers busy.
     """
-    yield from ((number, wanted(number)) for number in range(workers, fewest - 1, -1))
+    fewest = workers[0]
+    yield from ((number, wanted(number)) for number in reversed(workers))
     yield from ((fewest, slots) for slots in range(wanted(fewest) - 1, FEWEST_SLOTS - 1, -1))
     yield from ((number, FEWEST_SLOTS) for number in range(fewest - 1, 0, -1))
 
@@ -419,18 +426,19 @@ def plan_memory(
     datasets: Datasets,
     world: Ranks,
     *,
-    workers: int,
-    fewest: int,
+    workers: range,
     decoder: str,
     dtype: torch.dtype,
+    state_bytes: int,
 ) -> MemoryPlan:
     """Compute the memory that `open_feed` allocates: the first of `_sizes` that fits.
 
     Args:
-        workers: upper bound of the number of workers.
-        fewest: workers to keep while memory can be saved by using fewer slots.
+        workers: from the number to keep while memory can be saved by using fewer slots, to the
+            upper bound.
         decoder: gpu and hybrid need buffers for files.
         dtype: of the images on the device.
+        state_bytes: of the training state, which rank 0 copies to write checkpoints.
 
     Raises:
         UserError: not even the smallest of `_sizes` fits, or a buffer is larger than `ulimit -f`.
@@ -458,13 +466,14 @@ def plan_memory(
     ]
     pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
     free = machine.free_memory() // world.local_size
+    with_rank_0 = 0 in world.of_node(list(range(world.size)))
     wanted = partial(
         slots_needed,
         batch_size=share,
         prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
         prefetch_batches=loader.prefetch_batches,
     )
-    for ceiling, slots in _sizes(workers, fewest, lambda number: wanted(workers=number)):
+    for ceiling, slots in _sizes(workers, lambda number: wanted(workers=number)):
         ready = (batches_ready(config, slots) + 1) * share * pixels * (1 + dtype.itemsize)
         plan = MemoryPlan(
             ceiling=ceiling,
@@ -475,6 +484,7 @@ def plan_memory(
             buffers=slots * sum(sizes),
             pinned=slots * sum(sizes) if cuda and loader.pin_memory else 0,
             worker_bytes=ceiling * WORKER_BYTES[loader.start_method],
+            checkpoint=state_bytes // world.local_size if with_rank_0 else 0,
             device=ready if cuda else 0,
             free=free,
         )

@@ -228,7 +228,7 @@ def test_memory_that_cannot_be_page_locked(
     monkeypatch.setattr(mmap, "mmap", lambda *_, **__: memory)
     writer = Writer(torch.device("cuda"))
     writer.reserve(len(memory))
-    assert caplog.text.count("cannot be page-locked") == 1
+    assert caplog.text.count("checkpoints: 1.0 MiB cannot be page-locked") == 1
     assert float(torch.ones(5, device="cuda").sum()) == 5
     content = content_of(1, "cuda")
     writer.start(content, lambda copied: checkpoint.save(tmp_path, copied, keep=1))

@@ -12,7 +12,7 @@ import torch
 
 from conf import cli
 from engine.distributed import join_world
-from engine.ledger import Ledger, peak_rate
+from engine.ledger import SHORT, Ledger, peak_rate
 from engine.plan import Plan, make_plan
 from pipeline.build import build_datasets
 from pipeline.clock import Timing
@@ -122,7 +122,7 @@ def verdict_of_steps(
         for batch in feed.train.batches(first, last):
             step(batch)
         ledger.note(timed(feed, last - first), last)
-    return ledger.run_verdict(describe_loader(feed))
+    return ledger.verdict("run", describe_loader(feed))
 
 
 def timed(feed: Feed, batches: int, **changes: Any) -> Timing:
@@ -134,7 +134,7 @@ def timed(feed: Feed, batches: int, **changes: Any) -> Timing:
 
 @pytest.fixture
 def _short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.ledger.SHORT_RUN", 0.0)
+    monkeypatch.setitem(SHORT, "run", 0.0)
 
 
 made_on_purpose = pytest.mark.usefixtures("_short_runs_are_judged")
@@ -164,7 +164,7 @@ def verdict_of_workers(feed: Feed, ledger: Ledger) -> list[str]:
         supply = supply_of(feed.train.loader.pool.recent[feed.train.loader.source])
         each = (supply.cpu_ms + supply.wait_ms) / 1000 / max(1, len(feed.train.loader.pool.workers))
         ledger.note(replace(WAITED, batches=last - first, seconds=images * each), last)
-    return ledger.run_verdict(describe_loader(feed))
+    return ledger.verdict("run", describe_loader(feed))
 
 
 @made_on_purpose
@@ -333,8 +333,8 @@ def test_seconds_lost_before_the_first_step_count_once(image_root: Path, clock: 
 
 def test_no_steps_no_verdict(image_root: Path) -> None:
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
-        assert ledger.epoch_verdict(IDLE) == []
-        assert ledger.run_verdict(IDLE)[0].startswith("none: less than 3 s of steps")
+        assert ledger.verdict("epoch", IDLE) == []
+        assert ledger.verdict("run", IDLE)[0].startswith("none: less than 3 s of steps")
         assert ledger.mfu(100.0) is None
 
 
@@ -376,9 +376,9 @@ def test_short_epochs_and_runs_have_no_verdict(image_root: Path) -> None:
         for seconds, of_epoch in ((1.0, 0), (1.0, 0), (30.0, 1), (30.0, 1)):
             list(feed.train.batches(0, 4))
             ledger.note(timed(feed, 4, seconds=seconds), 4)
-            assert len(ledger.epoch_verdict(describe_loader(feed))) >= of_epoch
-            assert ledger.epoch_verdict(describe_loader(feed)) == []
-            (first, *_) = ledger.run_verdict(describe_loader(feed))
+            assert len(ledger.verdict("epoch", describe_loader(feed))) >= of_epoch
+            assert ledger.verdict("epoch", describe_loader(feed)) == []
+            (first, *_) = ledger.verdict("run", describe_loader(feed))
             assert first.startswith("none: ") == (of_epoch == 0)
 
 
@@ -406,8 +406,8 @@ def test_the_interval_that_compiles_is_not_judged(
             for _ in feed.train.batches(step - 4, step):
                 time.sleep(pause)
             ledger.note(timed(feed, 4, seconds=seconds), step)
-        ledger.epoch_verdict(describe_loader(feed))
-        ledger.run_verdict(describe_loader(feed))
+        ledger.verdict("epoch", describe_loader(feed))
+        ledger.verdict("run", describe_loader(feed))
     assert [seen.images_per_second for seen in judged] == [128 / 30, 128 / 30]
 
 
@@ -425,7 +425,7 @@ def test_means_are_over_time(image_root: Path, judged: list[Observation]) -> Non
                 copy_ms=10 * shares,
             )
             ledger.note(timing, 4)
-        ledger.run_verdict(IDLE)
+        ledger.verdict("run", IDLE)
     (found,) = judged
     shares = [
         found.wait_fraction,
@@ -453,10 +453,10 @@ def test_all_ranks_have_the_same_verdict(image_root: Path) -> None:
             list(feed.train.batches(step - 4, step))
             ledger.note(timed(feed, 4, seconds=30.0), step)
         now = replace(IDLE, supply=Supply(2.0, 0.1, 1.0, 0.0, 1))
-        found = ledger.epoch_verdict(now, ranks)
+        found = ledger.verdict("epoch", now, ranks)
         assert found[0].startswith("input-bound by decode: the CPU waited 40.0% of the time")
-        assert found == ledger.run_verdict(now, ranks)
-        assert ledger.run_verdict(now, lambda seen: [seen, None])[0].startswith(
+        assert found == ledger.verdict("run", now, ranks)
+        assert ledger.verdict("run", now, lambda seen: [seen, None])[0].startswith(
             "none: less than 3 s"
         )
 
@@ -474,7 +474,7 @@ def test_remedies_have_prices_if_the_images_limit(image_root: Path) -> None:
         for waits, count in ((0.01, 0), (0.6, 1)):
             for step in (4, 8):  # 128 images in 32 s, 4 per second
                 ledger.note(replace(WAITED, batches=8, seconds=32.0, wait_fraction=waits), step)
-            found = ledger.epoch_verdict(now, measure=measure)
+            found = ledger.verdict("epoch", now, measure=measure)
             assert len(measured) == count
     assert "scripts/shrink.py (about 8 img/s)" in found[1]
 
@@ -489,7 +489,7 @@ def test_verdict_uses_what_was_measured_before_the_first_step(
         again = Ledger(ledger.setup, {}, train_images=36, began=0.0, tuned=tuned)
         for step in (4, 8):
             again.note(replace(WAITED, seconds=32.0), step)
-        again.run_verdict(replace(IDLE, workers=3), slowdowns="board limit")
+        again.verdict("run", replace(IDLE, workers=3), slowdowns="board limit")
     (seen,) = judged
     assert (seen.step_alone, seen.alternatives) == (50.0, {"pillow": 9.0})
     assert (seen.images_per_second, seen.wait_fraction) == (2.0, 0.9)
@@ -506,7 +506,7 @@ def test_the_rate_is_not_above_the_ceiling(image_root: Path, judged: list[Observ
             for _ in feed.train.batches(0, 4):
                 time.sleep(pause)
             ledger.note(timed(feed, 4, seconds=seconds), 4)
-        assert ledger.run_verdict(describe_loader(feed)) == ["a sentence"]
+        assert ledger.verdict("run", describe_loader(feed)) == ["a sentence"]
     (seen,) = judged
     assert seen.images_per_second == pytest.approx(3 * 64 / 42)
     assert seen.images_per_second <= seen.ceiling < 100 * seen.images_per_second

@@ -45,6 +45,7 @@ LOADER = LoaderPlan(
         buffers=0,
         pinned=0,
         worker_bytes=0,
+        checkpoint=0,
         device=0,
         free=0,
     ),
@@ -91,6 +92,7 @@ def plan(
         parameters=25_557_032,
         flops_per_image=8_178_000_000,
         activation_bytes=0,
+        state_bytes=0,
     )
     return dataclasses.replace(given, **changes)
 
@@ -279,25 +281,35 @@ def test_compile_mode_of_a_job(
     assert found == mode and reason
 
 
+NOT_NAMED = "the checkpoint does not name a mode"
+
+
 @pytest.mark.parametrize(
-    ("choice", "deterministic", "stored", "found"),
+    ("choice", "deterministic", "device", "stored", "found"),
     [
-        ("auto", False, {}, ("off", "")),
-        ("default", False, {}, ("default", "")),
-        ("auto", False, {"model.compile": "default"}, ("off", "")),
-        ("auto", True, {}, ("off", "")),
-        ("auto", True, {"pixels": "cpu"}, ("off", "as at the first start")),  # of earlier versions
-        ("auto", True, {"model.compile": "default"}, ("default", "as at the first start")),
-        ("off", True, {"model.compile": "default"}, ("off", "")),  # the identity check refuses it
+        ("auto", False, CPU, {}, ("off", "")),
+        ("default", False, CPU, {}, ("default", "")),
+        ("auto", False, CPU, {"model.compile": "default"}, ("off", "")),
+        ("auto", True, CPU, {}, ("off", "")),
+        # Of an earlier version, or train.deterministic was off.
+        ("auto", True, CPU, {"pixels": "cpu"}, ("off", "")),
+        ("auto", True, CUDA, {"pixels": "cpu"}, ("default", NOT_NAMED)),
+        ("auto", True, CPU, {"model.compile": "default"}, ("default", "as in the checkpoint")),
+        ("auto", True, CUDA, {"model.compile": "off"}, ("off", "as in the checkpoint")),
+        ("off", True, CPU, {"model.compile": "default"}, ("off", "")),  # refused by the identity
     ],
 )
 def test_compile_mode_of_a_resumed_run(
-    choice: str, deterministic: bool, stored: dict[str, str], found: tuple[str, str]
+    choice: str,
+    deterministic: bool,
+    device: torch.device,
+    stored: dict[str, str],
+    found: tuple[str, str],
 ) -> None:
     given = dataclasses.replace(
         config(), model=Model(compile=choice), train=Train(deterministic=deterministic)
     )
-    world = World(0, 1, 0, 1, CPU)
+    world = World(0, 1, 0, 1, device)
     assert found == resolve_compile(
         given, world, stored, steps=1_000_000, precision="fp32", flops_per_image=10**9
     )

@@ -174,18 +174,30 @@ def test_the_learning_rate_and_the_seed_are_set_before_every_step(world: World) 
     assert first[0] == first[2] != first[1]
 
 
-def test_gradients_of_a_failed_capture_are_dropped() -> None:
-    """On a GPU, they were never computed. Here, they are left by hand."""
+@pytest.mark.parametrize("where", ["backward", "optimiser"])
+def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
+    """As a capture that fails: on a GPU, its gradients were never computed."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
     found = []
-    for left in (True, False):
+    for fails in (True, False):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(12, 3))
+        layers = torch.nn.Linear(12, 4), torch.nn.Linear(4, 3)
+        model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
         state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        if left:
-            for parameter in model.parameters():
-                parameter.grad = torch.full_like(parameter, torch.nan)
         labels = torch.arange(3)
         batch = Batch(torch.ones(3, 3, 2, 2), labels, labels, 0)
+        if fails:
+            if where == "backward":  # after the gradients of the second layer
+                hook = layers[0].weight.register_hook(fail)
+            else:
+                hook = state.optimizer.register_step_pre_hook(fail)
+            with pytest.raises(RuntimeError, match="not permitted"):
+                train.train_step(state, model, train.training_loss, batch, lr=0.1)
+            assert all(parameter.grad is None for parameter in model.parameters())
+            hook.remove()
         train.train_step(state, model, train.training_loss, batch, lr=0.1)
         found.append(params_sha256(model))
     assert found[0] == found[1]

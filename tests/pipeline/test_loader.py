@@ -1111,6 +1111,31 @@ def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPat
         assert pinned.locked == locked == []
 
 
+def test_a_failure_unlocks_the_earlier_buffers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    locked: list[int] = []
+
+    class Runtime:
+        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+            if locked:
+                return 2
+            locked.append(pointer)
+            return 0
+
+        def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
+            locked.remove(pointer)
+
+    pretend_cuda(monkeypatch, Runtime)
+    source = start_source(
+        FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
+    )
+    with Pinned([source.pixels, source.labels]) as pinned:
+        assert pinned.locked == locked == []
+    (warning,) = caplog.messages
+    assert warning.startswith("loader.pin_memory: 0.0 MiB cannot be page-locked (2), so the batch ")
+
+
 @pytest.mark.gpu
 def test_buffers_are_page_locked_while_in_use(image_root: Path) -> None:
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=4)

@@ -32,6 +32,7 @@ from PIL import Image
 import train
 from conf import cli
 from engine import checkpoint
+from engine.out_of_memory import state_bytes
 from engine.rundir import run_identity
 from pipeline import decode
 from pipeline.index import load_index
@@ -818,7 +819,9 @@ def test_an_error_that_training_would_raise_is_a_failure(
 def test_a_batch_that_does_not_fit_leaves_the_other_checks(
     root: Path, monkeypatch: pytest.MonkeyPatch, override: str, free: int, text: str
 ) -> None:
-    monkeypatch.setattr(machine, "free_memory", lambda: free)
+    made = planned(root).plan
+    assert made is not None
+    monkeypatch.setattr(machine, "free_memory", lambda: made[0].state_bytes + free)
     found = look(root, override)
     row = only(found["plan"])
     assert row.status == "fail" and row.found.startswith(f"{override}: ") and text in row.found
@@ -854,7 +857,7 @@ def test_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "free_memory", lambda free=free: free)
         row = only(doctor.memory(planned(root, "loader.workers=2")))
         assert row.status == status and "of batch buffers" in row.found
-        assert row.found.endswith(" GiB for a copy of the state, to write checkpoints")
+        assert ", checkpoints 0.00 GiB; " in row.found
 
 
 def test_too_little_memory_for_the_plan(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -876,7 +879,8 @@ def test_the_space_for_checkpoints(root: Path, monkeypatch: pytest.MonkeyPatch) 
     usage = namedtuple("usage", "total used free")
     case = planned(root, "optim=adamw", "train.ema_decay=0.9", "checkpoint.keep=3")
     assert case.plan is not None
-    size = 4 * 4 * case.plan[0].parameters  # weights, two moments, average
+    size = case.plan[0].state_bytes
+    assert size > 4 * 4 * case.plan[0].parameters  # weights, two moments, average
     for free, rate, status in (
         (5 * size - 1, 1e9, "fail"),
         (9 * size, 1e9, "warn"),
@@ -905,6 +909,7 @@ def test_the_checkpoint_size_is_correct(root: Path, overrides: list[str]) -> Non
     case = planned(root, "model=resnet18_cifar", *overrides)
     assert case.plan is not None
     state = train.build_state(case.plan[0], case.plan[2])
+    assert case.plan[0].state_bytes == state_bytes(state)
     state.model(torch.zeros(2, 3, 32, 32)).sum().backward()
     state.optimizer.step()
     buffer = BytesIO()

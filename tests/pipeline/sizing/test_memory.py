@@ -12,6 +12,7 @@ import torch
 import train
 from conf import cli
 from conf.schema import Config, UserError
+from engine.distributed import World
 from pipeline import feed as feed_module
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
@@ -57,10 +58,11 @@ def plan(
     workers: int = 2,
     **options: Any,
 ) -> MemoryPlan:
-    standard: dict[str, Any] = dict(fewest=workers, decoder="none", dtype=torch.float32)
+    standard: dict[str, Any] = dict(decoder="none", dtype=torch.float32, state_bytes=0)
     world = world_of(device, ranks, ranks_here)
+    numbers = range(workers, workers + 1)
     return plan_memory(
-        config, datasets or build_datasets(config), world, workers=workers, **(standard | options)
+        config, datasets or build_datasets(config), world, workers=numbers, **(standard | options)
     )
 
 
@@ -205,6 +207,37 @@ def test_ranks_share_free_memory_and_the_batch(free: Callable[[int], None]) -> N
     assert (alone.free, shared.free) == (8 * GIB, 2 * GIB)
 
 
+def test_the_node_of_rank_0_has_memory_for_checkpoints(
+    free: Callable[[int], None],
+) -> None:
+    """Two nodes of two ranks: rank 0 copies the training state, and rank 1 shares its memory."""
+    free(16 * GIB)
+    config = small("data=fake")
+    datasets = build_datasets(config)
+    copied = []
+    for rank in range(4):
+        world = World(rank, size=4, local_rank=rank % 2, local_size=2, device=CUDA)
+        planned = plan_memory(
+            config,
+            datasets,
+            world,
+            workers=range(1, 3),
+            decoder="none",
+            dtype=torch.float32,
+            state_bytes=3 * GIB,
+        )
+        assert planned.host == planned.buffers + planned.worker_bytes + planned.checkpoint
+        assert ("checkpoints 1.50 GiB; " in planned.line()) == (rank < 2)
+        copied.append(planned.checkpoint)
+    assert copied == [3 * GIB // 2, 3 * GIB // 2, 0, 0]
+    full = plan(config, state_bytes=GIB)
+    free(full.host - 1)
+    assert plan(config, state_bytes=GIB).slots == full.slots - 1
+    free(GIB)
+    with pytest.raises(UserError, match=r"needs at least 1\.\d+ GiB \(.*checkpoints 1\.00 GiB; "):
+        plan(config, state_bytes=GIB)
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_plan_shrinks_until_it_fits(free: Callable[[int], None], ranks: int) -> None:
     """Slots first, then workers; less than a worker and three slots is an error."""
@@ -253,6 +286,7 @@ def test_few_slots_change_no_batch(free: Callable[[int], None], image_root: Path
             world,
             dtype=torch.float32,
             channels_last=False,
+            state_bytes=0,
         )
         with open_feed(config, datasets, loader, world) as feed:
             images = [batch.images.clone() for batch in feed.train.batches(0, 9)]
@@ -278,6 +312,5 @@ def test_run_prints_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str
     )
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("memory ")]
     assert line.startswith("memory   0.00 GiB of batch buffers (")
-    assert "not page-locked), workers about 0.05 GiB; " in line and line.endswith(
-        "GiB are free, /dev/shm is not used"
-    )
+    assert "not page-locked), workers about 0.05 GiB, checkpoints 0.00 GiB; " in line
+    assert line.endswith("GiB are free, /dev/shm is not used")

@@ -76,6 +76,7 @@ def planned(
         world,
         dtype=torch.float32,
         channels_last=False,
+        state_bytes=0,
         stored_pixels=stored_pixels,
     )
 
