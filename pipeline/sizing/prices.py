@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 
 SAMPLE = 24  # files that `measure_gains` decodes
 # The next two are fitted to the sweeps in tests/pipeline/sizing/test_autotune.py (H200, 16 cores).
+# SCALING is 0.95 on some of these hosts and 0.75 on others, whose cores share more.
 REACHED = 0.98  # of the step's rate, by a run that does not wait
-SCALING = 0.95  # n times the workers supply n ** SCALING times the images
+SCALING = 0.87  # n times the workers supply n ** SCALING times the images
 # Images/s of one core, from docs/benchmarks.md, "Each stage", for decoders that are not installed.
 # That of region is the figure of its predecessor, TurboJPEG 3.
 DOCUMENTED = {"region": 564, "simplejpeg": 490, "pillow": 416}
