@@ -22,6 +22,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,8 @@ class Writer:
         self._writing: futures.Future[None] | None = None
         self._memory: mmap.mmap | None = None
         self._locked: list[int] = []  # its address if it is page-locked
+        self._copied: list[Tensor] = []  # in this memory
+        self._layout: list[Any] | None = None  # shapes, strides and dtypes of `_copied`
 
     def reserve(self, size: int) -> None:
         """Allocate memory for copies of `size` bytes; page-locking it is slow.
@@ -150,22 +153,27 @@ class Writer:
 
     def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
         """Copy the tensors into the memory. On a GPU, the copies are not complete on return."""
-        places, end = [], 0
-        for tensor in tensors:
-            places.append(end)
-            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if self._memory is None or len(self._memory) < end:
-            self.reserve(end)
-        assert self._memory is not None
-        with torch.no_grad():
-            return [
-                _host_like(tensor, self._memory, place).copy_(tensor, non_blocking=True)
+        layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
+        if layout != self._layout:  # else the host tensors of the previous checkpoint serve again
+            sizes = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+            *places, end = accumulate(sizes, initial=0)
+            if self._memory is None or len(self._memory) < end:
+                self.reserve(end)
+            assert self._memory is not None
+            self._copied = [
+                _host_like(tensor, self._memory, place)
                 for tensor, place in zip(tensors, places, strict=True)
             ]
+            self._layout = layout
+        with torch.no_grad():
+            for copy, tensor in zip(self._copied, tensors, strict=True):
+                copy.copy_(tensor, non_blocking=True)
+        return list(self._copied)
 
     def _free(self) -> None:
         page_unlock(self._locked)
         self._locked = []
+        self._layout, self._copied = None, []
         self._memory = None  # freed with the last tensor in it
 
 

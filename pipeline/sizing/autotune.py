@@ -59,7 +59,10 @@ VERSION = 5  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
-FASTER = 1.005  # factor by which the engines must raise the rate of a step that waits for the CPU
+FASTER = 1.005  # rates that differ by less are equal
+SPARE = (
+    1.05  # factor by which CPU workers must exceed the demand; in a run they are up to 5 % slower
+)
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
 ROUNDS = 6  # maximum number of trials
@@ -260,6 +263,9 @@ class Tuner:
         decoder = self._lead(fastest(tried))
         workers = best_of(decoder, tried[decoder])
         self.use(decoder, workers, demand)
+        if enough_steps and self.feed.train.cuda:  # a GPU that has become warm lowers its clock
+            step_seconds = max(self.ranks.gather(self._step_seconds(resident, rounds=2)))
+            demand = self.loader.batch_size / step_seconds
         return Answer(
             **asdict(tried[decoder][workers]),
             decoder=decoder,
@@ -309,8 +315,7 @@ class Tuner:
         )
         return slowest
 
-    def _step_seconds(self, resident: Batch) -> float:
-
+    def _step_seconds(self, resident: Batch, rounds: int = 5) -> float:
         def timed(steps: int) -> float:
             self._synchronize()
             began = time.perf_counter()
@@ -322,7 +327,7 @@ class Tuner:
         # Every rank takes as many steps as the first: they average gradients together.
         guess = self.ranks.gather(timed(3))[0]
         steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
-        return median(timed(steps) for _ in range(5))
+        return median(timed(steps) for _ in range(rounds))
 
     def _choose_memory(self) -> tuple[float, float] | None:
         """Give up page-locked buffers when copies from them are slower; return both times in ms."""
@@ -643,19 +648,26 @@ def could_win(
 def is_enough(tried: dict[str, dict[int, Trial]]) -> bool:
     """Whether a CPU decoder keeps the step busy, without taking the cores that the step needs."""
     return any(
-        trial.wait_fraction <= TOLERANCE and not trial.slowed
+        trial.wait_fraction <= TOLERANCE
+        and not trial.slowed
+        and workers * trial.each >= SPARE * trial.rate
         for name, trials in tried.items()
-        for trial in trials.values()
+        for workers, trial in trials.items()
         if name not in ON_GPU
     )
 
 
 def fastest(tried: dict[str, dict[int, Trial]]) -> str:
-    """The fastest decoder; a CPU decoder if it is enough, or as fast: its pixels are exact."""
+    """The fastest decoder.
+
+    Among those that are as fast, a CPU decoder if it is enough, because its pixels are exact;
+    otherwise one with engines, because workers that only just suffice may not do so for long.
+    """
     rates = {name: max(trial.rate for trial in trials.values()) for name, trials in tried.items()}
-    least = max(rates.values()) / (PAYS if is_enough(tried) else FASTER)
-    near = [name for name in rates if name not in ON_GPU and rates[name] >= least]
-    return next(iter(near), max(rates, key=lambda name: rates[name]))
+    enough = is_enough(tried)
+    least = max(rates.values()) / (PAYS if enough else FASTER)
+    near = [name for name in rates if (name not in ON_GPU) == enough and rates[name] >= least]
+    return max(near or rates, key=lambda name: rates[name])
 
 
 def next_number(decoder: str, tried: dict[int, Trial], demand: float, cap: int) -> int:

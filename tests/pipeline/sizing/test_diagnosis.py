@@ -69,7 +69,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
                 "3.6 ms of CPU time",
                 " ms for a core: set loader.decoder=auto and loader.workers=auto in a new run to "
                 "measure the GPU's JPEG engines, if it has them; re-encode the images once with "
-                "scripts/shrink.py; use a machine with about 26 CPU cores (about 6,560 img/s).",
+                "scripts/shrink.py; use a machine with about 27 CPU cores (about 6,560 img/s).",
             ],
         ),
         (
@@ -77,13 +77,13 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             "decode",
             [
                 "measure the GPU's JPEG engines; re-encode the images once with scripts/shrink.py "
-                "(about 6,225 img/s); use a machine with about 26 CPU cores (about 6,560 img/s).",
+                "(about 6,225 img/s); use a machine with about 27 CPU cores (about 6,560 img/s).",
             ],
         ),
         (
             {**WAITS, "gains": Gains(shrink=1.02), **MEASURED, "ranks": 2, "cpu_ms": 7.3},
             "decode",
-            [" ms for a core: use a machine with about 26 CPU cores for each rank (about 6,560"],
+            [" ms for a core: use a machine with about 27 CPU cores for each rank (about 6,560"],
         ),
         (
             {
@@ -97,7 +97,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
                 " ms for a core: install a C compiler for loader.decoder=region, x1.25 in "
                 "docs/benchmarks.md (about 5,188 img/s); re-encode the images once with "
                 "scripts/shrink.py (about 4,980 img/s, 6,225 together with the change before it); "
-                "use a machine with about 26 CPU cores",
+                "use a machine with about 27 CPU cores",
             ],
         ),
         (
@@ -113,12 +113,12 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
         (
             {**WAITS, **MEASURED, "decoder": "hybrid", "gains": Gains(shrink=2), "decoded": 0.5},
             "decode",
-            ["scripts/shrink.py (about 6,225 img/s); use a machine with about 35 CPU cores"],
+            ["scripts/shrink.py (about 6,225 img/s); use a machine with about 38 CPU cores"],
         ),
         (
             {**WAITS, "decoder": "hybrid", "large_files": False},
             "decode",
-            ["in a new run to measure all decoders; use a machine with about 26 CPU cores"],
+            ["in a new run to measure all decoders; use a machine with about 27 CPU cores"],
         ),
         (
             {
@@ -179,7 +179,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             "storage",
             [
                 " ms for a core: move the images to faster storage (about 4,900 img/s); try "
-                "loader.workers=38, since reading is mostly waiting (about 4,837 img/s); re-encode",
+                "loader.workers=38, since reading is mostly waiting (about 4,490 img/s); re-encode",
             ],
         ),
         (
@@ -233,7 +233,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             "decode",
             [
                 " ms for a core: set loader.workers=2 to use the core of the step, which waits "
-                "(about 65 img/s)",
+                "(about 63 img/s)",
                 "use a machine with about 4 CPU cores (about 113 img/s)",
             ],
         ),

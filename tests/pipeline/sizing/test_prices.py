@@ -12,9 +12,9 @@ from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
 from pipeline.decode import DECODERS, installed
 from pipeline.feed import open_feed
+from pipeline.sizing import prices
 from pipeline.sizing.autotune import measure_supply
 from pipeline.sizing.diagnosis import WAITS, Supply
-from pipeline.sizing import prices
 from pipeline.sizing.prices import DOCUMENTED, Change, Flow, Gains, measure_gains
 from tests.loader_plans import loader_plan, world_of
 from tests.pipeline.sizing.test_autotune import SWEEPS
