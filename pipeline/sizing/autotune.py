@@ -60,9 +60,7 @@ MARGIN = 1.15  # supply over demand: workers slow each other down, and batches c
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 FASTER = 1.005  # rates that differ by less are equal
-SPARE = (
-    1.05  # factor by which CPU workers must exceed the demand; in a run they are up to 5 % slower
-)
+SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
 ROUNDS = 6  # maximum number of trials
