@@ -185,13 +185,33 @@ def _in_torchvision() -> list[str]:
     return [str(path) for path in sorted(folder.glob("libnvjpeg*.so*"))]
 
 
+_unused: list[Engines] = []  # opened by `why_no_engines`; a GpuDecoder takes them: it saves 0.8 s
+
+
+def _open_engines() -> Engines:
+    """Open the engines of the current device.
+
+    Raises:
+        EngineError: nvJPEG or the engines are missing.
+    """
+    if _unused:
+        return _unused.pop()
+    library = find_library()
+    if library is None:
+        raise EngineError(
+            "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
+        )
+    return Engines(library)
+
+
 @cache
 def why_no_engines(device: torch.device) -> str | None:
     """Why GpuDecoder does not work on this device; None if it does."""
     if device.type != "cuda":
         return "training runs on the CPU"
     try:
-        GpuDecoder(device, 1).close()
+        torch.cuda.init()
+        _unused.append(_open_engines())
     except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
         return str(error)
     return None
@@ -220,12 +240,7 @@ class GpuDecoder:
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
-        library = find_library()
-        if library is None:
-            raise EngineError(
-                "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
-            )
-        self.engines = Engines(library)
+        self.engines = _open_engines()
         self.device = device
         self._targets = np.zeros(
             (batch_size, 8), np.uint64
