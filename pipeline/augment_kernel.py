@@ -16,7 +16,7 @@ from pipeline import gpu_augment
 from pipeline.augment import NAMES
 
 COUNTED = 4096  # pixels that a program counts at once
-BLOCK = 1024  # bytes of the result that a program makes
+BLOCK = 512  # pixels that a program makes
 COLUMNS = tl.constexpr(gpu_augment.COLUMNS)
 # The first number of a row. All operations that are not among the next three have tables.
 MOVED = tl.constexpr(gpu_augment.MOVED)
@@ -49,8 +49,8 @@ def apply_rounds(pixels: Tensor, rows: Tensor) -> Tensor:
         _make_tables[(3 * batch,)](
             pixels, tables, row, size, COUNTED, num_warps=8, enable_fp_fusion=False
         )
-        _make_pixels[(batch * triton.cdiv(3 * size**2, BLOCK),)](
-            pixels, other, tables, row, size, BLOCK, num_warps=4, enable_fp_fusion=False
+        _make_pixels[(batch * triton.cdiv(size**2, BLOCK),)](
+            pixels, other, tables, row, 3, size, BLOCK, num_warps=4, enable_fp_fusion=False
         )
         pixels, other = other, pixels
     return pixels
@@ -94,10 +94,7 @@ def _mean_grey(source, area: tl.constexpr, block: tl.constexpr):  # type: ignore
     sums = tl.zeros([block], tl.int32)
     for first in range(0, area, block):
         place = first + lane
-        inside = place < area
-        red = tl.load(source + place * 3, inside, 0)
-        green = tl.load(source + place * 3 + 1, inside, 0)
-        blue = tl.load(source + place * 3 + 2, inside, 0)
+        red, green, blue = _load_pixels(source + place * 3, place < area)
         sums += _grey(red, green, blue)  # 0 outside
     total = tl.sum(sums.to(tl.int64), 0)
     return ((total + area // 2) // area).to(tl.int32)
@@ -134,35 +131,65 @@ def _equalized(level, count, high, area: tl.constexpr):  # type: ignore[no-untyp
 
 
 @triton.jit
-def _make_pixels(pixels, out, tables, rows, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Make `block` bytes of one image, each a level of a channel."""
-    length: tl.constexpr = 3 * size * size
-    blocks: tl.constexpr = (length + block - 1) // block
+def _make_pixels(  # type: ignore[no-untyped-def]
+    pixels, out, tables, rows, channels, size: tl.constexpr, block: tl.constexpr
+):
+    """Make `block` pixels of one image."""
+    area: tl.constexpr = size * size
+    blocks: tl.constexpr = (area + block - 1) // block
     image = tl.program_id(0) // blocks
     place = tl.program_id(0) % blocks * block + tl.arange(0, block)
-    inside = place < length
-    channel = place % 3
-    source = pixels + image.to(tl.int64) * length
+    inside = place < area
+    start = image.to(tl.int64) * (3 * area)
+    source, target = pixels + start, out + start + place * 3
     row = rows + image * COLUMNS
     operation = tl.load(row).to(tl.int32)
     number = tl.load(row + 1).to(tl.float32)
-    level = tl.load(source + place, inside, 0).to(tl.int32)
     if operation == MOVED:
-        x, y = place // 3 % size, place // (3 * size)
-        from_x = _moved(row + 1, x, y)
-        from_y = _moved(row + 4, x, y)
-        inside_source = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
-        moved = (from_y * size + from_x) * 3 + channel
-        level = tl.load(source + moved, inside & inside_source, 0).to(tl.int32)
+        x, y = place % size, place // size
+        from_x, from_y = _moved(row + 1, x, y), _moved(row + 4, x, y)
+        good = inside & (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
+        red, green, blue = _load_pixels(source + (from_y * size + from_x) * 3, good)
+        _store_pixels(target, inside, red, green, blue)
     elif operation == COLOR:
-        pixel = source + (place - channel)
-        red, green = tl.load(pixel, inside, 0), tl.load(pixel + 1, inside, 0)
-        level = _blended(level, _grey(red, green, tl.load(pixel + 2, inside, 0)), number)
+        red, green, blue = _load_pixels(source + place * 3, inside)
+        grey = _grey(red, green, blue)
+        red = _blended(red, grey, number)
+        green = _blended(green, grey, number)
+        blue = _blended(blue, grey, number)
+        _store_pixels(target, inside, red, green, blue)
     elif operation == SHARPNESS:
-        level = _blended(level, _smooth(source, place, level, inside, size), number)
+        x, y = place % size, place // size
+        inner = inside & (x > 0) & (x < size - 1) & (y > 0) & (y < size - 1)
+        # The compiler does not unroll this loop. Otherwise it takes twice the registers, and the
+        # GPU runs half as many programs at once.
+        for channel in range(channels):
+            level = _sharpened(source + place * 3 + channel, inside, inner, number, size)
+            tl.store(target + channel, level.to(tl.uint8), inside)
     else:
-        level = tl.load(tables + (image * 3 + channel) * 256 + level).to(tl.int32)
-    tl.store(out + image.to(tl.int64) * length + place, level.to(tl.uint8), inside)
+        red, green, blue = _load_pixels(source + place * 3, inside)
+        table = tables + image * 768
+        red = tl.load(table + red)
+        green = tl.load(table + 256 + green)
+        blue = tl.load(table + 512 + blue)
+        _store_pixels(target, inside, red, green, blue)
+
+
+@triton.jit
+def _load_pixels(address, mask):  # type: ignore[no-untyped-def]
+    """Load the three levels of each pixel, int32; 0 where the mask is false."""
+    return (
+        tl.load(address, mask, 0).to(tl.int32),
+        tl.load(address + 1, mask, 0).to(tl.int32),
+        tl.load(address + 2, mask, 0).to(tl.int32),
+    )
+
+
+@triton.jit
+def _store_pixels(address, mask, red, green, blue):  # type: ignore[no-untyped-def]
+    tl.store(address, red.to(tl.uint8), mask)
+    tl.store(address + 1, green.to(tl.uint8), mask)
+    tl.store(address + 2, blue.to(tl.uint8), mask)
 
 
 @triton.jit
@@ -173,27 +200,24 @@ def _moved(matrix, x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _smooth(source, place, level, inside, size: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Compute the levels after ImageFilter.SMOOTH, which keeps the border.
+def _sharpened(address, inside, inner, weight, size: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Blend the levels of a channel with those after ImageFilter.SMOOTH, which keeps the border.
 
     The weights are 1 and in the middle 5, divided by 13. A sum of them never lies in the middle
     between two multiples of 13, so that whole numbers round as Pillow's floats.
     """
-    x, y = place // 3 % size, place // (3 * size)
-    inner = inside & (x > 0) & (x < size - 1) & (y > 0) & (y < size - 1)
+    level = tl.load(address, inside, 0).to(tl.int32)
     total = 4 * level
     for down in tl.static_range(-1, 2):
         for across in tl.static_range(-1, 2):
-            near = place + 3 * (down * size + across)
-            total += tl.load(source + near, inner, 0).to(tl.int32)
-    return tl.where(inner, (total + 6) // 13, level)
+            total += tl.load(address + 3 * (down * size + across), inner, 0).to(tl.int32)
+    return _blended(level, tl.where(inner, (total + 6) // 13, level), weight)
 
 
 @triton.jit
 def _grey(red, green, blue):  # type: ignore[no-untyped-def]
-    """Convert uint8 channels to grey, as Pillow converts to L: int32."""
-    total = red.to(tl.int32) * 19595 + green.to(tl.int32) * 38470 + blue.to(tl.int32) * 7471
-    return (total + 0x8000) >> 16
+    """Convert int32 levels to grey, as Pillow converts to L."""
+    return (red * 19595 + green * 38470 + blue * 7471 + 0x8000) >> 16
 
 
 @triton.jit
