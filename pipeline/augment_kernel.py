@@ -12,14 +12,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from pipeline import gpu_augment
 from pipeline.augment import NAMES
 
 COUNTED = 4096  # pixels that a program counts at once
 BLOCK = 512  # pixels that a program makes
-COLUMNS = tl.constexpr(gpu_augment.COLUMNS)
 # The first number of a row. All operations that are not among the next three have tables.
-MOVED = tl.constexpr(gpu_augment.MOVED)
+MOVED = tl.constexpr(NAMES.index("identity"))  # stands for all that copy pixels by a matrix
 COLOR = tl.constexpr(NAMES.index("color"))
 SHARPNESS = tl.constexpr(NAMES.index("sharpness"))
 BRIGHTNESS = tl.constexpr(NAMES.index("brightness"))
@@ -39,7 +37,8 @@ def apply_rounds(pixels: Tensor, rows: Tensor) -> Tensor:
     Returns:
         uint8 [B, S, S, 3], contiguous.
     """
-    batch, size = pixels.shape[:2]
+    batch, size, _, channels = pixels.shape
+    columns = rows.shape[2]
     # Each round reads one buffer and writes the other. The caching allocator gives the same memory
     # to every batch, because all of them use the same stream.
     other = torch.empty_like(pixels)
@@ -47,24 +46,35 @@ def apply_rounds(pixels: Tensor, rows: Tensor) -> Tensor:
     # Without fused multiply-add, the products round as in Pillow's C code.
     for row in rows:
         _make_tables[(3 * batch,)](
-            pixels, tables, row, size, COUNTED, num_warps=8, enable_fp_fusion=False
+            pixels, tables, row, columns, size, COUNTED, num_warps=8, enable_fp_fusion=False
         )
         _make_pixels[(batch * triton.cdiv(size**2, BLOCK),)](
-            pixels, other, tables, row, 3, size, BLOCK, num_warps=4, enable_fp_fusion=False
+            pixels,
+            other,
+            tables,
+            row,
+            channels,
+            columns,
+            size,
+            BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
         pixels, other = other, pixels
     return pixels
 
 
 @triton.jit
-def _make_tables(pixels, tables, rows, size: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _make_tables(  # type: ignore[no-untyped-def]
+    pixels, tables, rows, columns: tl.constexpr, size: tl.constexpr, block: tl.constexpr
+):
     """Make the table of one channel of one image."""
     image, channel = tl.program_id(0) // 3, tl.program_id(0) % 3
-    operation = tl.load(rows + image * COLUMNS).to(tl.int32)
+    operation = tl.load(rows + image * columns).to(tl.int32)
     if (operation != MOVED) & (operation != COLOR) & (operation != SHARPNESS):
         area: tl.constexpr = size * size
         source = pixels + image.to(tl.int64) * (3 * area)
-        number = tl.load(rows + image * COLUMNS + 1).to(tl.float32)
+        number = tl.load(rows + image * columns + 1).to(tl.float32)
         level = tl.arange(0, 256)
         table = level
         if operation == POSTERIZE:
@@ -132,7 +142,14 @@ def _equalized(level, count, high, area: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _make_pixels(  # type: ignore[no-untyped-def]
-    pixels, out, tables, rows, channels, size: tl.constexpr, block: tl.constexpr
+    pixels,
+    out,
+    tables,
+    rows,
+    channels,
+    columns: tl.constexpr,
+    size: tl.constexpr,
+    block: tl.constexpr,
 ):
     """Make `block` pixels of one image."""
     area: tl.constexpr = size * size
@@ -142,7 +159,7 @@ def _make_pixels(  # type: ignore[no-untyped-def]
     inside = place < area
     start = image.to(tl.int64) * (3 * area)
     source, target = pixels + start, out + start + place * 3
-    row = rows + image * COLUMNS
+    row = rows + image * columns
     operation = tl.load(row).to(tl.int32)
     number = tl.load(row + 1).to(tl.float32)
     if operation == MOVED:
