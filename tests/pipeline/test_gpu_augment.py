@@ -152,7 +152,7 @@ def test_operations_of_a_batch_are_applied_in_their_order(
     ]
     operations = np.stack([as_rows(each) for each in drawn])
     np.testing.assert_array_equal(on_gpu(images, operations), expected)
-    # Batches of any size.
+    # Small batches, whose size is odd.
     for first in range(0, 24, 3):
         part = slice(first, first + 3)
         found = on_gpu(images[part], operations[part])
