@@ -240,10 +240,13 @@ def _affine(name: str) -> "Operation":
 STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
 
 
+def solarize_threshold(strength: float) -> float:
+    """The lowest level to invert: a multiple of 0.5."""
+    return round(255 * (1 - abs(strength)), 6)  # restores the last bit that a product may lose
+
+
 def _solarize(image: Image.Image, strength: float) -> Image.Image:
-    # The threshold is a multiple of 0.5; rounding restores the last bit that a product may lose.
-    threshold = round(255 * (1 - abs(strength)), 6)
-    return ImageOps.solarize(image, threshold)  # type: ignore[arg-type]
+    return ImageOps.solarize(image, solarize_threshold(strength))  # type: ignore[arg-type]
 
 
 Operation = Callable[[Image.Image, float], Image.Image]

@@ -1,4 +1,4 @@
-"""Stands in for GpuDecoder where there is no GPU: Pillow decodes the files of a batch."""
+"""Pillow stands in for the JPEG engines and for the kernels of RandAugment without a GPU."""
 
 from typing import Any
 
@@ -7,8 +7,19 @@ import torch
 from torch import Tensor
 
 from pipeline import decode
+from pipeline.augment import NAMES, operated
+from pipeline.decode import Picture
 from pipeline.gpu_decode import geometry
 from pipeline.gpu_decode.decoder import EngineError
+
+
+def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:
+    """Apply drawn operations as `gpu_augment.apply_operations`, but on a CPU."""
+    made = [
+        operated(Picture(image), [(NAMES[int(place)], strength) for place, strength in rows])
+        for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations, strict=True)
+    ]
+    return torch.from_numpy(np.stack([each.pixels() for each in made])).permute(0, 3, 1, 2)
 
 
 class PillowEngines:

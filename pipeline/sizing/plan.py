@@ -18,6 +18,7 @@ from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, DrawingDataset, FileDataset
+from pipeline.gpu_augment import has_kernels
 from pipeline.gpu_decode.decoder import why_no_engines
 from pipeline.gpu_decode.encoded import file_bytes_per_row
 from pipeline.loader import buffer_layout, slots_needed
@@ -416,9 +417,9 @@ def batches_ready(config: Config, slots: int) -> int:
 
 def operations_on_gpu(dataset: Dataset, device: torch.device) -> int:
     """Number of operations per image that the GPU applies after the workers have drawn them."""
-    if device.type != "cuda" or not isinstance(dataset, DrawingDataset):
+    if not isinstance(dataset, DrawingDataset) or not dataset.operations:
         return 0
-    return dataset.operations
+    return dataset.operations if has_kernels(device) else 0
 
 
 def plan_memory(

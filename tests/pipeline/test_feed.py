@@ -21,7 +21,7 @@ from pipeline.decode import Picture, installed
 from pipeline.feed import Feed, open_feed
 from pipeline.gpu_decode.decoder import FIRST_SHARE, EngineUpload
 from pipeline.gpu_decode.encoded import EncodedDataset
-from tests.engines import PillowEngines
+from tests.engines import PillowEngines, pillow_operations
 from tests.loader_plans import loader_plan, world_of
 
 CPU = torch.device("cpu")
@@ -215,7 +215,7 @@ def test_decoder_can_be_switched_on_a_gpu(image_root: Path) -> None:
                 assert (images - other).abs().mean() < 4 * level
 
 
-# RandAugment, drawn by the workers and applied on the device.
+# RandAugment, drawn by the workers and applied on the device; without a GPU, by Pillow.
 
 CROP = "{random_resized_crop: {size: 48}}"
 PLAIN = f"augment.train=[{CROP}, horizontal_flip]"
@@ -224,11 +224,17 @@ TRIVIAL = f"augment.train=[{CROP}, horizontal_flip, trivial_augment]"
 LEVELS = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
 
 
+@pytest.fixture
+def operations_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.prefetcher.apply_operations", pillow_operations)
+
+
 def images_of(feed: Feed) -> list[Tensor]:
     """The training images of nine batches, on the host."""
     return [batch.images.cpu() for batch in feed.train.batches(0, 9)]
 
 
+@pytest.mark.usefixtures("operations_without_gpu")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("entries", "count", "batch"),
@@ -254,6 +260,7 @@ def test_drawn_operations_make_the_batches_of_the_workers(
     assert all(map(torch.equal, *made))
 
 
+@pytest.mark.usefixtures("operations_without_gpu")
 def test_drawn_operations_are_those_of_the_sample_that_replaces_an_unreadable_one(
     image_root: Path, tmp_path: Path
 ) -> None:
@@ -285,6 +292,7 @@ def operated_batches(feed: Feed, plain: list[Tensor]) -> list[Tensor]:
     return expected
 
 
+@pytest.mark.usefixtures("operations_without_gpu")
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_images_that_the_engines_decode_get_their_operations(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
