@@ -1,0 +1,533 @@
+"""Evaluate trained models on the validation images.
+
+    python scripts/evaluate.py runs/NAME
+    python scripts/evaluate.py runs/A runs/B/checkpoints/last.json data.val_size=288 --flip
+    python scripts/evaluate.py resnet50-0676ba61.pth model.name=resnet50 data.root=/imagenet
+
+A checkpoint is a run directory or its checkpoints/ (the best checkpoint), best.json, last.json or
+step-*.pt, or a file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which
+model.name=NAME is required. Where a file holds a moving average of the weights, the average is
+evaluated.
+
+Accepts train.py's key=value overrides; a checkpoint brings the config of its run. data.root needs
+no training split. The classes of the images are found by name, so data.val may hold some of them.
+
+Prints top-1, top-5, loss and the expected calibration error (ECE, 15 bins). Writes to --out, by
+default evaluation/<name of the checkpoint> in the current folder, never to the run directory:
+evaluation.json, per_class.csv, confusion.csv, worst.csv (the images with the largest loss), and
+pictures: worst.jpg, confusion.png, per_class.png, reliability.png. Earlier files are replaced.
+
+Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from conf import cli
+from conf.schema import UserError
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
+
+SCRIPT = "evaluate.py"
+WORST = 100  # images to list
+CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(
+        usage="python scripts/evaluate.py CHECKPOINT [CHECKPOINT ...] [options] [key=value ...]",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--flip", action="store_true", help="average the logits of each image and its mirror image"
+    )
+    parser.add_argument(
+        "--self-check",
+        action="store_true",
+        help="compare top-1, top-5 and loss with the run's own validation, to the last digit",
+    )
+    parser.add_argument(
+        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
+    )
+    parser.add_argument("--out", type=Path, metavar="DIR", help="output folder")
+    parser.add_argument(
+        "--worst", type=int, default=WORST, metavar="N", help=f"images in worst.csv ({WORST})"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object per checkpoint, and no table"
+    )
+    OPTIONS, WORDS = parser.parse_known_args()
+    try:
+        PATHS, OVERRIDES = cli.split_paths(WORDS, what=CHECKPOINT)
+        if not PATHS:
+            raise UserError(f"CHECKPOINT is missing: give {CHECKPOINT}; see --help")
+        if OPTIONS.worst < 0:
+            raise UserError(f"--worst {OPTIONS.worst}: give 0 or more")
+        if OPTIONS.self_check and OPTIONS.flip:
+            raise UserError("--self-check: a run validates without --flip; leave it out")
+        if OPTIONS.out is not None and OPTIONS.out.exists() and not OPTIONS.out.is_dir():
+            raise UserError(f"--out {OPTIONS.out}: is a file; give a folder")
+    except UserError as mistake:
+        cli.fail(str(mistake), SCRIPT)
+
+import csv
+import json
+import logging
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+import train
+from conf.schema import Config
+from engine import pictures
+from engine.checkpoint import CheckpointError, provenance, write_json
+from engine.distributed import World, join_world
+from engine.evaluate import MOST_CLASSES, Metrics, evaluate
+from engine.predictions import Predictions, Recorder
+from pipeline.build import Datasets, build_val
+from pipeline.dataset import FolderDataset
+from pipeline.feed import Feed, open_feed
+from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
+from pipeline.shared import SharedArray
+from pipeline.sizing.plan import LoaderPlan, plan_loader
+from scripts.trained import Trained, open_trained, typed_keys
+
+CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
+SHOWN = 16  # images in worst.jpg
+# Keys without which a validation cannot be repeated to the last digit.
+REPEATED = (
+    "data.val_size",
+    "data.mean",
+    "data.std",
+    "augment.val",
+    "loader.batch_size",
+    "model.name",
+    "model.channels_last",
+    "train.precision",
+    "train.deterministic",
+)
+# Largest differences of a repeated validation on a GPU on which cuDNN chooses its algorithms by
+# their measured time: two starts may round differently.
+ROUNDING = {"top1": 0.1, "top5": 0.1, "loss": 1e-3}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """The result of one checkpoint.
+
+    Attributes:
+        classes: names of the model's classes; a label is a position in it.
+        check: lines of --self-check; empty without it.
+        differs: whether --self-check has found a difference.
+    """
+
+    trained: Trained
+    metrics: Metrics
+    predictions: Predictions
+    datasets: Datasets
+    classes: tuple[str, ...]
+    seconds: float
+    setup: dict[str, Any]
+    check: tuple[str, ...] = ()
+    differs: bool = False
+
+    def record(self) -> dict[str, Any]:
+        """Return the content of evaluation.json."""
+        metrics = self.metrics
+        record = {
+            "checkpoint": str(self.trained.path),
+            "name": self.trained.name,
+            "step": self.trained.step,
+            "averaged_weights": self.trained.averaged,
+            "top1": metrics.top1,
+            "top5": metrics.top5,
+            "loss": metrics.loss,
+            "ece": 100 * self.predictions.calibration().error,
+            "images": metrics.images,
+            **self.setup,
+            "seconds": round(self.seconds, 3),
+        }
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+
+
+def run(trained: Trained, world: World, *, flip: bool, self_check: bool) -> Evaluated:
+    """Evaluate one model on its validation images.
+
+    Raises:
+        UserError: the data or the config does not fit the model, or the check is impossible.
+        LoaderError: an image cannot be read.
+    """
+    config, device = trained.config, world.device
+    if config.loader.batch_size % world.size:
+        raise UserError(
+            f"loader.batch_size={config.loader.batch_size}: must be a multiple of the "
+            f"{world.size} ranks"
+        )
+    precision = trained.precision(device)
+    train.set_up_kernels(deterministic=config.train.deterministic, precision=precision)
+    datasets = build_val(config)
+    datasets.prepare()
+    datasets, classes = with_labels_of(trained, datasets)
+    if self_check:
+        refuse_check(trained, datasets, world)
+    trained.check_size(datasets.val_size)
+    plan = loader_plan(trained, datasets, world)
+    model = Recorder(trained.build(device), flip=flip)
+    autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
+    began = time.perf_counter()
+    with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
+        measure = model.recording(train.validation_loss)
+        batches = progress(feed, len(datasets.val), world)
+        (metrics,) = evaluate([model], measure, batches, world)
+    predictions = model.predictions(world)
+    found = Evaluated(
+        trained=trained,
+        metrics=metrics,
+        predictions=predictions,
+        datasets=datasets,
+        classes=classes,
+        seconds=time.perf_counter() - began,
+        setup={
+            "model": config.model.name,
+            "val_size": datasets.val_size,
+            "flip": flip,
+            "precision": precision,
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "data": config.data.root,
+            "split": config.data.val,
+            "classes": len(datasets.classes),
+        },
+    )
+    return checked(found, world) if self_check else found
+
+
+def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Trained:
+    """Adapt batch size and data folders to an evaluation on this machine.
+
+    Raises:
+        UserError: data.root is missing.
+    """
+    config = trained.config
+    loader, data = config.loader, config.data
+    if "loader.batch_size" not in typed_keys(overrides):
+        size = loader.batch_size
+        if not trained.stored and world.device.type == "cpu":
+            size = min(size, CPU_BATCH)
+        loader = replace(loader, batch_size=size * world.size)
+    if data.source == "folder" and not data.root:
+        if not os.path.isabs(data.val):
+            raise UserError(
+                "data.root is missing: pass data.root=/path/to/imagenet (it holds val/<class>/*), "
+                "or data.val=/path/to/images"
+            )
+        data = replace(data, root=str(Path(data.val).parent))
+    augment = replace(config.augment, train=[], batch=[])
+    return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
+
+
+def with_labels_of(trained: Trained, datasets: Datasets) -> tuple[Datasets, tuple[str, ...]]:
+    """Give the images the labels of the model: by the names of the classes, else by position.
+
+    Returns:
+        The datasets, and the names of the model's classes.
+
+    Raises:
+        UserError: the images have other classes than the model.
+    """
+    known, found, val = trained.classes, datasets.classes, datasets.val
+    where = f"data.val={trained.config.data.val}"
+    if known and set(found) <= set(known):
+        if known != found:
+            if not isinstance(val, FolderDataset):
+                raise UserError(
+                    f"{where}: the dataset must have the classes of the model, in order"
+                )
+            positions = np.array([known.index(name) for name in found])
+            labels = SharedArray.copy_of(positions[val.index.labels.array])
+            val.index = replace(val.index, labels=labels)
+        return datasets, known
+    if known and (trained.stored or len(found) != len(known)):
+        other = sorted(set(found) - set(known))
+        raise UserError(
+            f"{where}: has {len(found)} classes, of which the model does not know "
+            f"{', '.join(other[:3])}{' ...' if len(other) > 3 else ''} (it knows "
+            f"{', '.join(known[:3])}, ...); give the data it was trained for, or --classes FILE"
+        )
+    if len(found) != trained.num_classes:
+        raise UserError(
+            f"{where}: has {len(found)} class folders, the model has {trained.num_classes} "
+            "classes; give --classes FILE with the names of the model's classes, one per line"
+        )
+    return datasets, found
+
+
+def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPlan:
+    """Plan the loader: as many workers as the cores allow, and no more than there is work for."""
+    config = trained.config
+    plan = plan_loader(
+        config,
+        datasets,
+        world,
+        dtype=torch.bfloat16 if trained.precision(world.device) == "bf16" else torch.float32,
+        channels_last=trained.channels_last(world.device),
+        state_bytes=0,
+    )
+    tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
+    workers = min(plan.workers, tasks)
+    return replace(plan, workers=workers, processes=workers, measured=False)
+
+
+def progress(feed: Feed, images: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the validation batches of this rank, and count the images on a terminal."""
+    live = world.leads and sys.stderr.isatty()
+    done = 0
+    for batch in feed.val.batches(0, feed.val_batches):
+        yield batch.images, batch.labels
+        done = min(images, done + len(batch.labels) * world.size)
+        if live:
+            print(f"\r\033[K  {done:,} of {images:,} images", end="", file=sys.stderr, flush=True)
+    if live:
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def refuse_check(trained: Trained, datasets: Datasets, world: World) -> None:
+    """Refuse a comparison with a validation of something else.
+
+    Raises:
+        UserError: says what differs.
+    """
+    stored = trained.stored
+    if not stored:
+        raise UserError(f"--self-check: {trained.path} is not a checkpoint of this program")
+    last, config = stored["last"], stored["config"]
+    if last.get("step") != trained.step:
+        raise UserError(
+            f"--self-check: {trained.path} was not written at a validation; give best.json, "
+            "last.json or a checkpoint of a finished epoch"
+        )
+    device = (stored.get("plan") or {}).get("device_type", world.device.type)
+    now = {
+        **{name: getattr_of(trained.config, name) for name in REPEATED},
+        "data.val": datasets.val.fingerprint(),
+        "train.device": world.device.type,
+        "train.precision": trained.precision(world.device),
+        "ranks": world.size,
+    }
+    identity = stored["identity"]
+    was = {
+        **config,
+        "data.val": identity.get("data.val"),
+        "train.device": device,
+        "train.precision": identity.get("train.precision"),
+        "ranks": config.get("ranks", 1),
+    }
+    for name, value in now.items():
+        if was.get(name) != value:
+            remedy = "leave the key out, or evaluate without --self-check"
+            if name == "ranks":
+                remedy = f"run `torchrun --nproc-per-node {was[name]} scripts/evaluate.py ...`"
+            raise UserError(
+                f"--self-check: {name} was {was.get(name)} in the run's validation, is {value}; "
+                f"{remedy}"
+            )
+
+
+def getattr_of(config: Config, name: str) -> Any:
+    section, _, key = name.partition(".")
+    return getattr(getattr(config, section), key)
+
+
+def checked(found: Evaluated, world: World) -> Evaluated:
+    """Compare the result with the last validation of the run."""
+    last = found.trained.stored["last"]
+    lines, differs = [], False
+    rounds = world.device.type == "cuda" and not found.trained.config.train.deterministic
+    for name in ("top1", "top5", "loss"):
+        was, now = last.get(name), getattr(found.metrics, name)
+        if was == now:
+            lines.append(f"{name} {now!r}: equal")
+        elif rounds and was is not None and abs(now - was) <= ROUNDING[name]:
+            lines.append(f"{name} {now!r}, was {was!r}: cuDNN rounds differently at each start")
+        else:
+            lines.append(f"{name} {now!r}, was {was!r}: DIFFERS")
+            differs = True
+    made, here = found.trained.stored.get("made_by") or {}, provenance()
+    changed = [f"{k} {made[k]} -> {here[k]}" for k in here if k in made and made[k] != here[k]]
+    if differs and changed:
+        lines.append(f"changed since the run: {', '.join(changed)}")
+    return replace(found, check=tuple(lines), differs=differs)
+
+
+def write(found: Evaluated, folder: Path, *, worst: int) -> None:
+    """Write the files of one evaluation.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    classes, predictions = found.classes, found.predictions
+    calibration = predictions.calibration()
+    bins = {
+        "images": calibration.images.tolist(),
+        "confidence": calibration.confidence.tolist(),
+        "accuracy": calibration.accuracy.tolist(),
+    }
+    check = {"self_check": list(found.check)} if found.check else {}
+    write_json(
+        folder / "evaluation.json",
+        {**found.record(), "calibration": bins, **check, "made_by": provenance()},
+    )
+    rows = predictions.per_class(len(classes))
+    write_csv(
+        folder / "per_class.csv",
+        ["class", "images", "top1", "top5", "loss"],
+        [[name, *row.values()] for name, row in zip(classes, rows, strict=True)],
+    )
+    pairs = sorted(predictions.confusions(len(classes)), key=lambda pair: -pair[2])
+    write_csv(
+        folder / "confusion.csv",
+        ["class", "prediction", "images"],
+        [[classes[label], classes[prediction], n] for label, prediction, n in pairs],
+    )
+    places = predictions.worst(worst)
+    write_csv(
+        folder / "worst.csv",
+        ["path", "class", "prediction", "confidence", "loss"],
+        [[found.datasets.val.name(i), *described(found, i)] for i in places.tolist()],
+    )
+    draw(found, folder, places[:SHOWN].tolist())
+
+
+def described(found: Evaluated, i: int) -> tuple[str, str, float, float]:
+    """Return class, prediction, confidence and loss of an image."""
+    p = found.predictions
+    names = found.classes[p.labels[i]], found.classes[p.predictions[i]]
+    return *names, float(p.confidences[i]), float(p.losses[i])
+
+
+def draw(found: Evaluated, folder: Path, places: list[int]) -> None:
+    """Draw the images with the largest loss, confusions, classes and calibration."""
+    predictions, classes = found.predictions, found.classes
+    if places:
+        rows = [described(found, i) for i in places]
+        captions = [(a, b, f"loss {loss:.2f}, {100 * c:.0f} %") for a, b, c, loss in rows]
+        images = [torch.tensor(found.datasets.val.load(0, i)[0]).permute(2, 0, 1) for i in places]
+        picture = pictures.worst("largest losses", torch.stack(images), captions)
+        picture.save(folder / "worst.jpg", quality=90)
+    if len(classes) <= MOST_CLASSES:
+        table = predictions.table(len(classes))
+        pictures.confusion("confusions", table, classes).save(folder / "confusion.png")
+    seen = np.bincount(predictions.labels, minlength=len(classes))
+    right = np.bincount(predictions.labels[predictions.right], minlength=len(classes))
+    pictures.per_class("top-1 of each class", seen, right, classes).save(folder / "per_class.png")
+    c = predictions.calibration()
+    picture = pictures.reliability(
+        f"reliability of {found.trained.name}", c.images, c.accuracy, c.error
+    )
+    picture.save(folder / "reliability.png")
+
+
+def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
+    with open(path, "w", newline="", encoding="utf-8", errors="surrogateescape") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def table(found: list[Evaluated]) -> str:
+    """Return one line per checkpoint."""
+    width = max(len("checkpoint"), *(len(f.trained.name) for f in found))
+    lines = [
+        f"{'checkpoint':<{width}} {'top1 %':>8} {'top5 %':>8} {'loss':>8} {'ECE %':>7} "
+        f"{'images':>9} {'size':>5} {'img/s':>8}"
+    ]
+    for f in found:
+        m, error = f.metrics, 100 * f.predictions.calibration().error
+        lines.append(
+            f"{f.trained.name:<{width}} {m.top1:>8.3f} {m.top5:>8.3f} {m.loss:>8.4f} {error:>7.2f} "
+            f"{m.images:>9,} {f.datasets.val_size:>5} {m.images / f.seconds:>8,.0f}"
+        )
+    return "\n".join(lines)
+
+
+def folders(found: list[Evaluated], out: Path | None) -> list[Path]:
+    """Return an output folder for each: --out itself for one checkpoint, folders in it for more."""
+    if out is not None and len(found) == 1:
+        return [out]
+    names: list[str] = []
+    for f in found:
+        same = sum(
+            name == f.trained.name or name.startswith(f"{f.trained.name}-") for name in names
+        )
+        names.append(f"{f.trained.name}-{same + 1}" if same else f.trained.name)
+    return [(out or Path("evaluation")) / name for name in names]
+
+
+def evaluate_all(world: World) -> list[Evaluated]:
+    """Open all files, so that a mistake is found at once, and evaluate one after another."""
+    opened = [
+        with_config(open_trained(Path(p), OVERRIDES, classes=OPTIONS.classes), OVERRIDES, world)
+        for p in PATHS
+    ]
+    if all(t.config.loader.start_method == "forkserver" for t in opened):
+        start_forkserver()
+    return [run(t, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check) for t in opened]
+
+
+@contextmanager
+def explained() -> Iterator[None]:
+    """Turn the errors of a user into one line and an exit status."""
+    try:
+        yield
+    except UserError as error:
+        cli.fail(str(error), SCRIPT)
+    except (LoaderError, CheckpointError) as error:
+        cli.complain(str(error), SCRIPT)
+        sys.exit(1)
+    except OSError as error:
+        cli.complain(f"--out: {error.filename}: cannot be written: {error.strerror}", SCRIPT)
+        sys.exit(1)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def main() -> int:
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    device = next((o.partition("=")[2] for o in OVERRIDES if o.startswith("train.device=")), "auto")
+    with explained(), join_world(device) as world:
+        found = evaluate_all(world)
+        if not world.leads:
+            return 0
+        places = folders(found, OPTIONS.out)
+        for f, folder in zip(found, places, strict=True):
+            write(f, folder, worst=OPTIONS.worst)
+            if OPTIONS.json:
+                print(json.dumps({**f.record(), "out": str(folder)}))
+        if not OPTIONS.json:
+            print(table(found))
+            print(*(f"written to {folder}" for folder in places), sep="\n")
+        for line in (line for f in found for line in f.check):
+            print(f"self-check {line}", file=sys.stderr if OPTIONS.json else sys.stdout)
+        return int(any(f.differs for f in found))
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
+    sys.exit(main())
