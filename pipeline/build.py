@@ -101,8 +101,9 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
             f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"
         )
     _check_layout(root, data)
+    alone = data.train == data.val  # `build_val` needs one split only
+    train_index = load_index(root / data.train, key="data.val" if alone else "data.train")
     val_index = load_index(root / data.val, key="data.val")
-    train_index = load_index(root / data.train, key="data.train")
     check_splits(train_index, val_index)
     return (
         FolderDataset(train_index, train, decoder=decoder, seed=seed),

@@ -87,6 +87,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -94,7 +95,6 @@ import torch
 from torch import Tensor
 
 import train
-from conf.schema import Config
 from engine import pictures
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import World, join_world
@@ -326,11 +326,11 @@ def refuse_check(trained: Trained, datasets: Datasets, world: World) -> None:
         )
     device = (stored.get("plan") or {}).get("device_type", world.device.type)
     now = {
-        **{name: getattr_of(trained.config, name) for name in REPEATED},
+        "ranks": world.size,
+        **{name: attrgetter(name)(trained.config) for name in REPEATED},
         "data.val": datasets.val.fingerprint(),
         "train.device": world.device.type,
         "train.precision": trained.precision(world.device),
-        "ranks": world.size,
     }
     identity = stored["identity"]
     was = {
@@ -349,11 +349,6 @@ def refuse_check(trained: Trained, datasets: Datasets, world: World) -> None:
                 f"--self-check: {name} was {was.get(name)} in the run's validation, is {value}; "
                 f"{remedy}"
             )
-
-
-def getattr_of(config: Config, name: str) -> Any:
-    section, _, key = name.partition(".")
-    return getattr(getattr(config, section), key)
 
 
 def checked(found: Evaluated, world: World) -> Evaluated:
@@ -486,8 +481,9 @@ def evaluate_all(world: World) -> list[Evaluated]:
         with_config(open_trained(Path(p), OVERRIDES, classes=OPTIONS.classes), OVERRIDES, world)
         for p in PATHS
     ]
-    if all(t.config.loader.start_method == "forkserver" for t in opened):
-        start_forkserver()
+    loader = opened[0].config.loader
+    if loader.start_method == "forkserver" and loader.workers != 0:
+        start_forkserver()  # it imports what the workers need, while this process builds the model
     return [run(t, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check) for t in opened]
 
 

@@ -67,8 +67,9 @@ class Trained:
     def name(self) -> str:
         """A short name: of the run and the checkpoint, or of the file."""
         folder = self.path.absolute().parent
-        run = f"{folder.parent.name}," if self.stored and folder.name == "checkpoints" else ""
-        return f"{run}{self.path.stem}"
+        if self.stored and folder.name == "checkpoints":
+            return f"{folder.parent.name},{self.path.stem}"
+        return self.path.name
 
     @property
     def origin(self) -> str:

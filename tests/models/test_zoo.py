@@ -13,7 +13,8 @@ from torch import nn
 
 import models
 from conf.schema import UserError
-from models.zoo import OURS, adopt_weights, import_torchvision, load_weights
+from models.weights import fit_weights, load_weights
+from models.zoo import OURS, import_torchvision
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,7 +259,7 @@ def test_weights_for_another_number_of_classes(
 def test_weights_for_another_number_of_classes_where_the_head_is_a_convolution() -> None:
     model = models.build("squeezenet1_1", num_classes=3, image_size=64)
     stored = models.build("squeezenet1_1", num_classes=10, image_size=64).state_dict()
-    adopt_weights(model, stored, origin="test")
+    fit_weights(model, stored, origin="test", new_head=True)
     assert torch.equal(model.state_dict()["features.0.weight"], stored["features.0.weight"])
 
 
@@ -268,7 +269,7 @@ def test_weights_older_than_the_batch_counters(caplog: pytest.LogCaptureFixture)
         k: v for k, v in tiny(seed=5).state_dict().items() if not k.endswith("num_batches_tracked")
     }
     model = tiny()
-    adopt_weights(model, stored, origin="test")
+    fit_weights(model, stored, origin="test", new_head=True)
     assert all(torch.equal(model.state_dict()[k], stored[k]) for k in stored)
     assert not caplog.records
 
@@ -289,8 +290,8 @@ def test_weights_of_another_model(pair: str, num_classes: int) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=10, image_size=32)
         stored = models.build(other, num_classes=num_classes, image_size=32).state_dict()
-    with pytest.raises(UserError, match=r"^model\.weights: their file does not fit the model: "):
-        adopt_weights(model, stored, origin="their file")
+    with pytest.raises(UserError, match=r"^their file: does not fit the model: "):
+        fit_weights(model, stored, origin="their file", new_head=True)
 
 
 @pytest.mark.parametrize("lost", ["bn1.weight", "fc.bias", "layer1.0.conv1.weight"])
@@ -298,7 +299,7 @@ def test_weights_with_one_missing(lost: str) -> None:
     stored = tiny().state_dict()
     del stored[lost]
     with pytest.raises(UserError, match=lost):
-        adopt_weights(tiny(), stored, origin="their file")
+        fit_weights(tiny(), stored, origin="their file", new_head=True)
 
 
 def test_refused_weights_do_not_change_the_model() -> None:
@@ -306,7 +307,7 @@ def test_refused_weights_do_not_change_the_model() -> None:
     stored = tiny(seed=2).state_dict()
     del stored["layer3.0.conv1.weight"]
     with pytest.raises(UserError):
-        adopt_weights(model, stored, origin="their file")
+        fit_weights(model, stored, origin="their file", new_head=True)
     assert same(model.state_dict(), before)
 
 
