@@ -81,7 +81,7 @@ def _of_torchvision(entry: Any) -> Preprocessing:
         interpolation=made.interpolation.value,
         mean=tuple(made.mean),
         std=tuple(made.std),
-        classes=tuple(entry.meta["categories"]),
+        classes=tuple(entry.meta["categories"] or ()),  # none for features without a head
     )
 
 
