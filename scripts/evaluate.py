@@ -85,7 +85,6 @@ import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
@@ -376,9 +375,17 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
     """Write the files of one evaluation.
 
     Raises:
-        OSError: a file cannot be written.
+        CheckpointError: a file cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(found, folder, worst)
+    except OSError as error:
+        reason = error.strerror or error
+        raise CheckpointError(f"--out {folder}: cannot be written: {reason}") from error
+
+
+def _write(found: Evaluated, folder: Path, worst: int) -> None:
     classes, predictions = found.classes, found.predictions
     calibration = predictions.calibration()
     bins = {
@@ -446,82 +453,92 @@ def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:
         csv.writer(file).writerows([header, *rows])
 
 
-def table(found: list[Evaluated]) -> str:
-    """Return one line per checkpoint."""
-    width = max(len("checkpoint"), *(len(f.trained.name) for f in found))
-    lines = [
+def header(width: int) -> str:
+    return (
         f"{'checkpoint':<{width}} {'top1 %':>8} {'top5 %':>8} {'loss':>8} {'ECE %':>7} "
         f"{'images':>9} {'size':>5} {'img/s':>8}"
-    ]
-    for f in found:
-        m, error = f.metrics, 100 * f.predictions.calibration().error
-        lines.append(
-            f"{f.trained.name:<{width}} {m.top1:>8.3f} {m.top5:>8.3f} {m.loss:>8.4f} {error:>7.2f} "
-            f"{m.images:>9,} {f.datasets.val_size:>5} {m.images / f.seconds:>8,.0f}"
-        )
-    return "\n".join(lines)
+    )
 
 
-def folders(found: list[Evaluated], out: Path | None) -> list[Path]:
-    """Return an output folder for each: --out itself for one checkpoint, folders in it for more."""
-    if out is not None and len(found) == 1:
-        return [out]
-    names: list[str] = []
-    for f in found:
-        same = sum(
-            name == f.trained.name or name.startswith(f"{f.trained.name}-") for name in names
-        )
-        names.append(f"{f.trained.name}-{same + 1}" if same else f.trained.name)
-    return [(out or Path("evaluation")) / name for name in names]
+def line(found: Evaluated, width: int) -> str:
+    """Return the line of the table for one checkpoint."""
+    metrics, error = found.metrics, 100 * found.predictions.calibration().error
+    return (
+        f"{found.trained.name:<{width}} {metrics.top1:>8.3f} {metrics.top5:>8.3f} "
+        f"{metrics.loss:>8.4f} {error:>7.2f} {metrics.images:>9,} {found.datasets.val_size:>5} "
+        f"{metrics.images / found.seconds:>8,.0f}"
+    )
 
 
-def evaluate_all(world: World) -> list[Evaluated]:
-    """Open all files, so that a mistake is found at once, and evaluate one after another."""
-    opened = [
-        with_config(open_trained(Path(p), OVERRIDES, classes=OPTIONS.classes), OVERRIDES, world)
-        for p in PATHS
-    ]
+def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
+    """Return an output folder for each: `out` itself for one checkpoint, folders in it for more.
+
+    Raises:
+        UserError: they cannot be written.
+    """
+    unique: list[str] = []
+    for number, name in enumerate(names):
+        same = names[:number].count(name)
+        unique.append(f"{name}-{same + 1}" if same else name)
+    folders = [(out or Path("evaluation")) / name for name in unique]
+    if out is not None and len(names) == 1:
+        folders = [out]
+    for folder in folders:
+        place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        if not (place.is_dir() and os.access(place, os.W_OK)):
+            raise UserError(f"--out {folder}: {place} is not a writable folder; give another one")
+    return folders
+
+
+def report(found: Evaluated, folder: Path, width: int) -> None:
+    """Print the result of one evaluation and write its files."""
+    if OPTIONS.json:
+        print(json.dumps({**found.record(), "out": str(folder)}), flush=True)
+    else:
+        print(line(found, width), flush=True)
+    for text in found.check:
+        print(f"self-check {text}", file=sys.stderr if OPTIONS.json else sys.stdout)
+    write(found, folder, worst=OPTIONS.worst)
+
+
+def evaluate_all() -> int:
+    """Open all files, so that mistakes are found at once; evaluate one after another."""
+    opened = [open_trained(Path(path), OVERRIDES, classes=OPTIONS.classes) for path in PATHS]
+    names = [trained.name for trained in opened]
+    folders = output_folders(names, OPTIONS.out)
+    width = max(map(len, ["checkpoint", *names]))
     loader = opened[0].config.loader
     if loader.start_method == "forkserver" and loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
-    return [run(t, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check) for t in opened]
-
-
-@contextmanager
-def explained() -> Iterator[None]:
-    """Turn the errors of a user into one line and an exit status."""
-    try:
-        yield
-    except UserError as error:
-        cli.fail(str(error), SCRIPT)
-    except (LoaderError, CheckpointError) as error:
-        cli.complain(str(error), SCRIPT)
-        sys.exit(1)
-    except OSError as error:
-        cli.complain(f"--out: {error.filename}: cannot be written: {error.strerror}", SCRIPT)
-        sys.exit(1)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    differs = False
+    with join_world(opened[0].config.train.device) as world:
+        for number, (trained, folder) in enumerate(zip(opened, folders, strict=True)):
+            trained = with_config(trained, OVERRIDES, world)
+            found = run(trained, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check)
+            differs = differs or found.differs
+            if world.leads:
+                if not OPTIONS.json and number == 0:
+                    print(header(width))
+                report(found, folder, width)
+        if world.leads and not OPTIONS.json:
+            print(*(f"written to {folder}" for folder in folders), sep="\n")
+    return int(differs)
 
 
 def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
-    device = next((o.partition("=")[2] for o in OVERRIDES if o.startswith("train.device=")), "auto")
-    with explained(), join_world(device) as world:
-        found = evaluate_all(world)
-        if not world.leads:
-            return 0
-        places = folders(found, OPTIONS.out)
-        for f, folder in zip(found, places, strict=True):
-            write(f, folder, worst=OPTIONS.worst)
-            if OPTIONS.json:
-                print(json.dumps({**f.record(), "out": str(folder)}))
-        if not OPTIONS.json:
-            print(table(found))
-            print(*(f"written to {folder}" for folder in places), sep="\n")
-        for line in (line for f in found for line in f.check):
-            print(f"self-check {line}", file=sys.stderr if OPTIONS.json else sys.stdout)
-        return int(any(f.differs for f in found))
+    try:
+        return evaluate_all()
+    except UserError as error:
+        cli.fail(str(error), SCRIPT)
+    except torch.OutOfMemoryError:
+        cli.complain("the GPU has no memory left; lower loader.batch_size", SCRIPT)
+        return 1
+    except (LoaderError, CheckpointError) as error:
+        cli.complain(str(error), SCRIPT)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

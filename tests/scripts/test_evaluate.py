@@ -18,6 +18,7 @@ from PIL import Image
 import train
 from conf.schema import UserError
 from engine import checkpoint
+from engine.checkpoint import CheckpointError
 from engine.distributed import World, join_world
 from scripts import evaluate
 from scripts.evaluate import Evaluated, with_config, with_labels_of
@@ -177,6 +178,23 @@ def test_mistakes_in_the_command_line(tmp_path: Path, arguments: str, message: s
     done = script(*arguments.split(), folder=tmp_path)
     assert done.returncode == 2 and done.stderr.startswith(f"evaluate.py: {message}")
     assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
+
+
+def test_output_folders(tmp_path: Path) -> None:
+    names = ["a", "b", "a", "a"]
+    assert evaluate.output_folders(names, tmp_path / "out") == [
+        tmp_path / "out" / name for name in ("a", "b", "a-2", "a-3")
+    ]
+    assert evaluate.output_folders(["a"], tmp_path) == [tmp_path]
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=rf"^--out .*: {tmp_path}/file is not a writable folder"):
+        evaluate.output_folders(["a"], tmp_path / "file" / "out")
+
+
+def test_result_that_cannot_be_written(found: Evaluated, tmp_path: Path) -> None:
+    (tmp_path / "worst.csv").mkdir()
+    with pytest.raises(CheckpointError, match="cannot be written: Is a directory"):
+        evaluate.write(found, tmp_path, worst=4)
 
 
 # Other sizes, other data, mirror images.
