@@ -8,6 +8,7 @@ import hashlib
 import json
 import logging
 import math
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,12 @@ Weights = dict[str, Tensor]
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, AveragedModel and torch.compile
+# Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
+RENAMED = (
+    (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
+    (r"\.mlp\.linear_1\.", ".mlp.0."),
+    (r"\.mlp\.linear_2\.", ".mlp.3."),
+)
 NAMED = 3  # keys to name in a message
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 # The types of https://github.com/huggingface/safetensors (section "Format") that weights have.
@@ -112,6 +119,7 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         UserError: keys are missing, unknown or of another shape: another model's weights.
     """
     own = model.state_dict()
+    weights = {_current_name(name, own): value for name, value in weights.items()}
     # The oldest weights of torchvision have no num_batches_tracked.
     missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
     unknown = [k for k in weights if k not in own]
@@ -130,7 +138,9 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
             origin,
             ", ".join(other),
         )
-    model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)
+    # `own` has the versions of the layers, which MNASNet requires.
+    own.update({name: value for name, value in weights.items() if name not in other})
+    model.load_state_dict(own)
 
 
 def file_fingerprint(path: Path) -> str:
@@ -152,6 +162,14 @@ def file_fingerprint(path: Path) -> str:
 def _named(keys: list[str]) -> str:
     more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
     return f"{', '.join(keys[:NAMED])}{more} {'is' if len(keys) == 1 else 'are'}"
+
+
+def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor in the model, if the file has a former one."""
+    if name in own:
+        return name
+    names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
+    return next((new for new in names if new in own), name)
 
 
 def _reason(path: Path, error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -272,6 +273,28 @@ def test_weights_older_than_the_batch_counters(caplog: pytest.LogCaptureFixture)
     fit_weights(model, stored, origin="test", new_head=True)
     assert all(torch.equal(model.state_dict()[k], stored[k]) for k in stored)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
+def test_former_names_of_torchvision(name: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, num_classes=7, image_size=32)
+    former = {
+        re.sub(r"(denselayer\d+\.(norm|conv))([12])", r"\1.\3", key)
+        .replace(".mlp.0.", ".mlp.linear_1.")
+        .replace(".mlp.3.", ".mlp.linear_2."): value
+        for key, value in model.state_dict().items()
+    }
+    assert former.keys() != model.state_dict().keys()
+    fit_weights(model, former, origin="test")
+
+
+def test_layers_with_versions() -> None:
+    """mnasnet refuses a state_dict without the versions of its layers."""
+    stored = models.build("mnasnet0_5", num_classes=7, image_size=32).state_dict()
+    model = models.build("mnasnet0_5", num_classes=7, image_size=32)
+    fit_weights(model, dict(stored), origin="test")
+    assert same(model.state_dict(), stored)
 
 
 OTHERS = [
