@@ -15,7 +15,7 @@ from engine.distributed import World
 from engine.evaluate import Measure, hits
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
-COLUMNS = 5  # of a recorded batch: label, prediction, loss, confidence, top-5 hit
+COLUMNS = 6  # of a recorded batch: label, prediction, loss, confidence, top-1 hit, top-5 hit
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -44,19 +44,16 @@ class Predictions:
     Attributes:
         labels, predictions: int64 [N]; the prediction is the first of equal logits.
         losses: float64 [N], cross entropy.
-        confidences: float64 [N], the largest probability.
-        top5: bool [N], whether the label is among the five largest logits.
+        confidences: float64 [N], the largest probability; 0 if a logit is NaN.
+        top1, top5: bool [N], hits as `engine.evaluate.hits` counts them.
     """
 
     labels: Ints
     predictions: Ints
     losses: Floats
     confidences: Floats
+    top1: npt.NDArray[np.bool_]
     top5: npt.NDArray[np.bool_]
-
-    @property
-    def right(self) -> npt.NDArray[np.bool_]:
-        return self.labels == self.predictions
 
     def calibration(self, bins: int = BINS) -> Calibration:
         """Compute the expected calibration error (Naeini 2015; arXiv 1706.04599)."""
@@ -65,7 +62,7 @@ class Predictions:
         images = np.bincount(place, minlength=bins)
         count = np.maximum(images, 1)
         confidence = np.bincount(place, self.confidences, bins) / count
-        accuracy = np.bincount(place, self.right, bins) / count
+        accuracy = np.bincount(place, self.top1, bins) / count
         gaps = np.abs(accuracy - confidence) * images
         error = float(gaps.sum() / max(1, len(place)))
         return Calibration(images, confidence, accuracy, error)
@@ -85,7 +82,7 @@ class Predictions:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
         images = np.bincount(self.labels, minlength=classes)
         sums = {
-            "top1": 100 * np.bincount(self.labels, self.right, classes),
+            "top1": 100 * np.bincount(self.labels, self.top1, classes),
             "top5": 100 * np.bincount(self.labels, self.top5, classes),
             "loss": np.bincount(self.labels, self.losses, classes),
         }
@@ -129,9 +126,8 @@ class Recorder(nn.Module):
             network: nn.Module, images: Tensor, labels: Tensor
         ) -> tuple[Tensor, Tensor, Tensor]:
             totals, losses, predictions = measure(network, images, labels)
-            confidences = self._logits.softmax(1).amax(1)
-            top5 = hits(self._logits, labels)[1]
-            row = (labels, predictions, losses, confidences, top5)
+            confidences = self._logits.softmax(1).amax(1).nan_to_num()
+            row = (labels, predictions, losses, confidences, *hits(self._logits, labels))
             self._rows.append(torch.stack([column.double() for column in row]))
             return totals, losses, predictions
 
@@ -146,11 +142,12 @@ class Recorder(nn.Module):
         found = torch.empty(COLUMNS, sum(share.shape[1] for share in shares), dtype=torch.float64)
         for rank, share in enumerate(shares):  # as pipeline.sampler.ValSampler deals them
             found[:, rank :: world.size] = share
-        labels, predictions, losses, confidences, top5 = found.numpy()
+        labels, predictions, losses, confidences, top1, top5 = found.numpy()
         return Predictions(
             labels.astype(np.int64),
             predictions.astype(np.int64),
             losses,
             confidences,
+            top1.astype(bool),
             top5.astype(bool),
         )

@@ -439,7 +439,7 @@ def draw(found: Evaluated, folder: Path, places: list[int]) -> None:
         table = predictions.table(len(classes))
         pictures.confusion("confusions", table, classes).save(folder / "confusion.png")
     seen = np.bincount(predictions.labels, minlength=len(classes))
-    right = np.bincount(predictions.labels[predictions.right], minlength=len(classes))
+    right = np.bincount(predictions.labels[predictions.top1], minlength=len(classes))
     pictures.per_class("top-1 of each class", seen, right, classes).save(folder / "per_class.png")
     c = predictions.calibration()
     picture = pictures.reliability(

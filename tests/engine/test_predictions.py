@@ -75,7 +75,8 @@ def made(confidences: list[float], right: list[bool]) -> Predictions:
     labels = np.zeros(len(right), np.int64)
     predictions = np.array([int(not good) for good in right])
     values = np.array(confidences)
-    return Predictions(labels, predictions, -values, values, np.ones(len(right), bool))
+    top5 = np.ones(len(right), bool)
+    return Predictions(labels, predictions, -values, values, np.array(right), top5)
 
 
 def test_calibration_by_hand() -> None:
@@ -129,6 +130,13 @@ def test_flip_averages_logits() -> None:
     expected = (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2
     assert torch.equal(Recorder(Corner(), flip=True)(images), expected)
     assert torch.equal(Recorder(Corner())(images), images[:, :, 0, 0])
+
+
+def test_nan_is_no_hit() -> None:
+    """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
+    found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
+    assert found.per_class(CLASSES)[0]["top1"] == 0
+    assert found.calibration().accuracy.sum() == 0 and found.confidences.tolist() == [0] * 4
 
 
 def test_nothing_recorded() -> None:
