@@ -302,13 +302,35 @@ def test_torchvision_v1_resnet50_on_imagenet() -> None:
     assert found.metrics.top1 == pytest.approx(76.13, abs=0.03)
 
 
+@pytest.mark.slow
+def test_self_check_of_a_run_with_two_ranks(image_root: Path, tmp_path: Path) -> None:
+    def on_two_ranks(*command: str) -> str:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            small_run.torchrun([sys.executable, *command], 2),
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    folder = tmp_path / "run"
+    on_two_ranks(train.__file__, *small_run.overrides_of(image_root, folder))
+    out = on_two_ranks(evaluate.__file__, str(folder), *HERE, "--self-check")
+    assert out.count(": equal\n") == 3
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("deterministic", ["true", "false"])
+@pytest.mark.parametrize(
+    ("deterministic", "compile"), [("true", "off"), ("true", "default"), ("false", "off")]
+)
 def test_self_check_on_a_gpu(
-    whole_runs: None, image_root: Path, tmp_path: Path, deterministic: str
+    whole_runs: None, image_root: Path, tmp_path: Path, deterministic: str, compile: str
 ) -> None:
     overrides = [f"train.deterministic={deterministic}", "train.device=cuda"]
-    small_run.run(image_root, tmp_path / "run", *overrides, "model.compile=off")
+    small_run.run(image_root, tmp_path / "run", *overrides, f"model.compile={compile}")
     with join_world("cuda") as world:
         trained = with_config(open_trained(tmp_path / "run"), [], world)
         found = evaluate.run(trained, world, flip=False, self_check=True)
