@@ -131,7 +131,8 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
         kinds = [f"{_named(missing)} missing"] if missing else []
         kinds += [f"{_named(unknown)} unknown"] if unknown else []
         kinds += [f"{_named(other)} of another shape"] if other else []
-        raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check model.name")
+        names = "model.name and data.image_size" if other else "model.name"
+        raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check {names}")
     if other:
         logger.warning(
             "%s: %s keep their initial weights (number of classes differs)",

@@ -239,7 +239,7 @@ def with_config(trained: Trained, overrides: Sequence[str], world: World) -> Tra
                 "or data.val=/path/to/images"
             )
         data = replace(data, root=str(Path(data.val).parent))
-    augment = replace(config.augment, train=[], batch=[])
+    augment = replace(config.augment, batch=[])
     return replace(trained, config=replace(config, loader=loader, data=data, augment=augment))
 
 
@@ -260,7 +260,8 @@ def with_labels_of(trained: Trained, datasets: Datasets) -> tuple[Datasets, tupl
                 raise UserError(
                     f"{where}: the dataset must have the classes of the model, in order"
                 )
-            positions = np.array([known.index(name) for name in found])
+            place = {name: position for position, name in enumerate(known)}
+            positions = np.array([place[name] for name in found])
             labels = SharedArray.copy_of(positions[val.index.labels.array])
             val.index = replace(val.index, labels=labels)
         return datasets, known
@@ -323,7 +324,7 @@ def refuse_check(trained: Trained, datasets: Datasets, world: World) -> None:
             f"--self-check: {trained.path} was not written at a validation; give best.json, "
             "last.json or a checkpoint of a finished epoch"
         )
-    device = (stored.get("plan") or {}).get("device_type", world.device.type)
+    device = stored["plan"].get("device_type", world.device.type)
     now = {
         "ranks": world.size,
         **{name: attrgetter(name)(trained.config) for name in REPEATED},

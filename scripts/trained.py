@@ -117,7 +117,7 @@ class Trained:
         channels_last = self.channels_last(device)
         if channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        rewritten = _plan_of(self.stored).get("rewrites_layers") is True
+        rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         if rewritten and device.type == "cuda" and self.precision(device) == "bf16":
             gpu_layers.rewrite(model, channels_last=channels_last)
         return model.eval()
@@ -170,6 +170,7 @@ def _open_ours(
     stored = {name: value for name, value in content.items() if name != "state"}
     state = content["state"]
     stored["last"] = state.get("last") or {}
+    stored["plan"] = plan = _valid_plan(content.get("plan"))
     values = {k: v for k, v in content["config"].items() if k not in NOT_OF_THE_MODEL}
     if values.get("data.source") == "demo":
         values["data.source"] = "folder"  # only `data=demo` as typed may draw images
@@ -178,22 +179,23 @@ def _open_ours(
         1, _whole(values, "loader.batch_size") // _whole(values, "ranks")
     )
     config = load_stored(values, overrides)
-    plan = _plan_of(stored)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):
         raise UserError(
             "data.image_size: is the size of the training images, which the checkpoint fixes; "
             "write data.val_size"
         )
+    count = models.num_classes_in(
+        weights, config.model.name, image_size=image_size, origin=str(path)
+    )
+    classes = tuple(plan.get("classes", ()))
     return Trained(
         path=path,
         config=config,
         weights=weights,
         averaged=bool(state.get("ema")),
-        num_classes=models.num_classes_in(
-            weights, config.model.name, image_size=image_size, origin=str(path)
-        ),
-        classes=tuple(plan.get("classes", ())),
+        num_classes=count,
+        classes=classes if len(classes) == count else (),
         image_size=image_size,
         stored=stored,
     )
@@ -234,17 +236,15 @@ def typed_keys(overrides: Sequence[str]) -> set[str]:
     return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
-def _plan_of(stored: dict[str, Any]) -> dict[str, Any]:
+def _valid_plan(plan: Any) -> dict[str, Any]:
     """Return the valid part of what Plan.record stored; earlier versions stored nothing."""
-    plan = stored.get("plan")
-    plan = plan if isinstance(plan, dict) else {}
+    plan = dict(plan) if isinstance(plan, dict) else {}
     size, classes = plan.get("image_size"), plan.get("classes")
-    good = {k: v for k, v in plan.items() if k not in ("image_size", "classes")}
-    if type(size) is int and 8 <= size <= 4096:
-        good["image_size"] = size
-    if isinstance(classes, list) and all(isinstance(name, str) for name in classes):
-        good["classes"] = classes
-    return good
+    if not (type(size) is int and 8 <= size <= 4096):
+        plan.pop("image_size", None)
+    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        plan.pop("classes", None)
+    return plan
 
 
 def _whole(values: dict[str, Any], name: str) -> int:

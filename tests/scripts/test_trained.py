@@ -172,7 +172,7 @@ def test_model_that_is_not_named(
 
 def test_another_model(tmp_path: Path, weights: Weights) -> None:
     torch.save(weights, tmp_path / "file.pth")
-    with pytest.raises(UserError, match=r"does not fit .*missing; .*; check model\.name$"):
+    with pytest.raises(UserError, match=r"does not fit .*missing; .*; check model\.name and "):
         open_trained(tmp_path / "file.pth", ["model.name=resnet18"]).build(torch.device("cpu"))
     with pytest.raises(UserError, match=r"=vit_s16: it has no head\.weight, head\.bias"):
         open_trained(tmp_path / "file.pth", ["model.name=vit_s16"])
@@ -231,6 +231,7 @@ def rewritten(folder: Path, to: Path, change: Any) -> Path:
         (lambda c: c.pop("plan"), ()),
         (lambda c: c.update(plan=5), ()),
         (lambda c: c["plan"].update(classes=5), ()),
+        (lambda c: c["plan"].update(classes=["one"]), ()),
         (lambda c: c["plan"].update(image_size=10**9), CLASSES),
         (lambda c: c["config"].update({"of.another.version": 3, "ranks": "x"}), CLASSES),
         (lambda c: c["config"].pop("data.on_error"), CLASSES),
