@@ -179,7 +179,7 @@ def _reason(path: Path, error: Exception) -> str:
         needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
     except Exception:  # not a file of torch.save
         needed = []
-    needed = [name for name in needed if name != "argparse.Namespace"]
+    needed = sorted(name for name in needed if name != "argparse.Namespace")
     if needed:
         return f"it would import {', '.join(needed[:NAMED])}"
     return str(error) if isinstance(error, ValueError) else type(error).__name__

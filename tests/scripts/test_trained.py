@@ -193,7 +193,7 @@ def test_file_that_would_run_code(tmp_path: Path, weights: Weights, place: str) 
     evil = Evil(tmp_path / "executed")
     content = argparse.Namespace(model=evil) if place == "args" else evil
     torch.save({"state_dict": weights, place: content}, tmp_path / "file.pth")
-    with pytest.raises(UserError, match=r"cannot be read \(it would import pathlib\."):
+    with pytest.raises(UserError, match=r"cannot be read \(it would import [a-z.]+, pathlib\."):
         open_trained(tmp_path / "file.pth", TINY)
     assert not (tmp_path / "executed").exists()
 
