@@ -13,7 +13,7 @@ from typing import NoReturn
 
 from conf import hints
 from conf.compose import load, to_yaml
-from conf.overrides import GROUPS, KEYS, NAMES, WORDS, remedy
+from conf.overrides import GROUPS, KEYS, NAMES, WORDS, read_override, remedy
 from conf.schema import RESULT, Config, UserError, group_names, show, walk
 
 SHOW_CONFIG = {"-c", "--cfg", "--cfg=job"}
@@ -41,6 +41,31 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         print(to_yaml(config), end="")
         sys.exit(0)
     return config
+
+
+def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
+    """Split the arguments of a script into paths and overrides, and check the spelling of both.
+
+    An existing path is a path even if it contains `=`, as the default names of runs do.
+
+    Args:
+        words: the arguments that are no options of the script.
+        what: the kind of path, for the message.
+
+    Raises:
+        UserError: a word is neither an existing path nor an override.
+    """
+    overrides = [w for w in words if not os.path.exists(w) and (w[:1] in "-+~" or "=" in w)]
+    paths = [word for word in words if word not in overrides]
+    _check_spelling(overrides)
+    for override in overrides:
+        read_override(override)
+    for path in paths:
+        if not os.path.exists(path):
+            if path in NAMES or any(path in group_names(group) for group in GROUPS):
+                _refuse_bare_word(path, "")
+            raise UserError(f"{path}: no such file or folder; give {what}")
+    return paths, overrides
 
 
 def complain(message: str, script: str = "train.py") -> None:

@@ -72,6 +72,76 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     return config
 
 
+def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """Compose the config of a checkpoint with overrides, for a program that does not train.
+
+    Sizes in augment.val that equal the stored data.val_size follow the key: `data.val_size=288`
+    alone is enough.
+
+    Args:
+        values: dotted key -> value. They are not trusted: nothing in them is resolved. Unknown keys
+            are ignored, and missing ones have their default: another version wrote them.
+        overrides: groups and keys, as typed.
+
+    Raises:
+        UserError: an override is not allowed, or a stored value is not.
+    """
+    parsed = [read_override(text) for text in overrides]
+    tree = OmegaConf.structured(Config)
+    try:
+        for name in KEYS:
+            if name in values:
+                OmegaConf.update(tree, name, _literal(name, values[name]), merge=False)
+        if "data.val_size" in values:
+            tree.augment.val = _following(tree.augment.val, values["data.val_size"])
+        for override in parsed:
+            name, value = override.key_or_group, override.value()
+            if name == "recipe":
+                raise UserError(
+                    f"recipe={value}: the checkpoint holds the whole config; leave it out, or give "
+                    "the keys that differ"
+                )
+            if name in GROUPS:
+                _choose(tree, name, str(value))
+            else:
+                OmegaConf.update(tree, name, value, merge=True)
+        config = OmegaConf.to_object(tree)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(_explain(error, parsed)) from None
+    assert isinstance(config, Config)
+    schema.check(config, runnable=False)
+    config.typed = list(overrides)
+    return config
+
+
+def _literal(name: str, value: Any) -> Any:
+    """Return a stored value, which OmegaConf must not resolve.
+
+    Raises:
+        UserError: OmegaConf would resolve it.
+    """
+    if "${" in str(value) or "???" in str(value):
+        raise UserError(f"{name}={value}: the value in the checkpoint is not allowed; give {name}=")
+    return value
+
+
+def _following(transforms: Sequence[Any], size: int) -> list[Any]:
+    """Replace parameters `size` of this value by a reference to data.val_size."""
+
+    def parameter(name: str, value: Any) -> Any:
+        return "${data.val_size}" if name == "size" and value == size else value
+
+    return [
+        {
+            name: {key: parameter(key, value) for key, value in parameters.items()}
+            for name, parameters in entry.items()
+        }
+        if isinstance(entry, Mapping) and all(isinstance(p, Mapping) for p in entry.values())
+        else entry
+        for entry in transforms
+    ]
+
+
 @cache
 def _compose(recipe: str, folder: Path) -> DictConfig:
     """Merge the defaults of the schema, the groups and the recipe. Callers must copy the result."""

@@ -47,7 +47,7 @@ _SENTENCES = {
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
-    "there is no evaluation mode yet: a run always validates at its end": (
+    "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end": (
         "e eval evaluate test-only validate"
     ),
     "there is no gradient accumulation; lower loader.batch_size, and optim.lr in proportion": (

@@ -253,14 +253,8 @@ def load(path: Path) -> dict[str, Any]:
         CheckpointError: the file is missing, damaged, or not a checkpoint.
         UserError: the file has another format.
     """
-    manifest_path = path.with_suffix(".json")
     try:
-        if manifest_path.exists():
-            manifest = _read_manifest(manifest_path)
-            if not manifest:
-                raise CheckpointError(f"{path}: its manifest {manifest_path.name} is damaged")
-            if _sha256(path) not in _valid_digests(manifest):
-                raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
+        verify(path)
         content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except CheckpointError:
         raise
@@ -284,6 +278,49 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: not a checkpoint of this program: it has no {' and no '.join(missing)}"
         )
     return content
+
+
+def verify(path: Path) -> None:
+    """Compare a checkpoint with its manifest, if it has one.
+
+    Raises:
+        CheckpointError: the checkpoint or its manifest is damaged.
+    """
+    manifest_path = path.with_suffix(".json")
+    if not manifest_path.exists():
+        return
+    manifest = _read_manifest(manifest_path)
+    if not manifest:
+        raise CheckpointError(f"{path}: its manifest {manifest_path.name} is damaged")
+    if _sha256(path) not in _valid_digests(manifest):
+        raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
+
+
+def find(path: Path) -> Path:
+    """Return the checkpoint that a path stands for.
+
+    Args:
+        path: a file with weights; `best.json`, `last.json` or a manifest; or the folder of a run or
+            its `checkpoints/`, which stand for the best checkpoint, or the newest one if none was
+            validated.
+
+    Raises:
+        UserError: there is none.
+    """
+    if path.is_dir():
+        folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+        pointers = [folder / "best.json", folder / "last.json"]
+        pointer = next((p for p in pointers if p.exists()), None)
+        if pointer is None:
+            raise UserError(f"{path}: holds no checkpoints; give a file or the folder of a run")
+        return find(pointer)
+    if path.suffix != ".json":
+        return path
+    name = str(_read_manifest(path).get("file", ""))
+    # A pointer names a file in its own folder.
+    if Path(name).name != name or not (path.parent / name).is_file():
+        raise UserError(f"{path}: names no checkpoint; give a file such as step-00001000.pt")
+    return path.parent / name
 
 
 def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:

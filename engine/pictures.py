@@ -157,6 +157,43 @@ def confusion(title: str, table: Counts, classes: Sequence[str]) -> Image.Image:
     return image
 
 
+def reliability(
+    title: str, images: Counts, accuracy: npt.NDArray[np.floating], error: float
+) -> Image.Image:
+    """Draw a reliability diagram: the accuracy in bins of equal width of the confidence.
+
+    Args:
+        images: int [bins], number of images by confidence, which counts from 0 to 1.
+        accuracy: float [bins], share of correct predictions; ignored where there are no images.
+        error: the expected calibration error, in [0, 1].
+    """
+    bins, side, left, top = len(images), 450, 70, 60
+    image, draw = sheet(left + side + 250, top + side + 140, title)
+    draw.rectangle((left, top, left + side, top + side), outline=GREY)
+    for tick in range(6):
+        y, x = top + side - side * tick // 5, left + side * tick // 5
+        draw.text((left - 8, y), f"{20 * tick}", "black", font(SMALL), "rm")
+        draw.text((x, top + side + 12), f"{20 * tick}", "black", font(SMALL), "mm")
+    most = max(1, int(images.max(initial=0)))
+    for i, (count, share) in enumerate(zip(images.tolist(), accuracy.tolist(), strict=True)):
+        x0, x1 = left + side * i // bins + 1, left + side * (i + 1) // bins - 1
+        if count:
+            draw.rectangle((x0, top + side - int(side * share), x1, top + side), fill=BLUE)
+            base = top + side + 90
+            draw.rectangle((x0, base - max(1, 60 * count // most), x1, base), fill=GREY)
+    draw.line((left, top + side, left + side, top), RED, 2)
+    lines = (
+        "bars: accuracy, %",
+        "axis: confidence, %",
+        "red: calibrated",
+        "grey: number of images",
+        f"ECE {100 * error:.2f} %, {bins} bins",
+    )
+    for i, line in enumerate(lines):
+        draw.text((left + side + 20, top + 22 * i), line, "black", font(SMALL))
+    return image
+
+
 def most_confused(table: Counts, most: int) -> list[int]:
     """Choose up to `most` classes in pairs, the most often confused pair first.
 

@@ -152,6 +152,17 @@ class Plan:
             decoder_fixed=self.config.loader.decoder != "auto",
         )
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint stores in addition to the config, so that its model can be used."""
+        return {
+            "classes": list(self.classes),
+            "image_size": self.image_size,
+            "channels_last": self.channels_last,
+            "rewrites_layers": self.rewrites_layers,
+            "device_type": self.device_type,
+        }
+
     def autocast(self) -> torch.autocast:
         """Return the context of every forward pass. bf16 needs no gradient scaler."""
         return torch.autocast(

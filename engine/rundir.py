@@ -114,6 +114,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.accepted: dict[str, str] = {}
         self._identity: dict[str, Any] = {}
         self._made_by: dict[str, str] = {}
+        self._plan: dict[str, Any] = {}
         self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
         self._found: tuple[object, _Found | None] | None = None
@@ -273,6 +274,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             "state": state.state_dict(),
             "identity": self._identity,
             "config": self._values(),
+            "plan": self._plan,
             "made_by": self._made_by,
         }
 
@@ -359,6 +361,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         host memory for checkpoints, before a step waits for it.
 
         Args:
+            plan: checkpoints store its record.
             state: its size determines the memory allocated for checkpoints.
             files: content by name.
 
@@ -366,6 +369,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             CheckpointError: a file cannot be written, or there is no memory for checkpoints.
             UserError: the summary cannot be removed.
         """
+        self._plan = plan.record
         self.world.agree(lambda: self._begin(state, files))
         self._compiled = CompileCache(self.path, plan, self.world)
         self._compiled.load()

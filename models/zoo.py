@@ -3,21 +3,18 @@
 The state_dict keys are those of the libraries, so that weights can be exchanged with them.
 """
 
-import hashlib
 import importlib.util
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from conf.packages import import_torchvision
 from conf.schema import UserError, did_you_mean
 from models.resnet import resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
-
-logger = logging.getLogger(__name__)
+from models.weights import fit_weights
 
 
 def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = False) -> nn.Module:
@@ -91,7 +88,8 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
         except Exception as error:  # many types: urllib, torch.hub, a truncated file in the cache
             folder = Path(torch.hub.get_dir()) / "checkpoints"
             raise _not_loaded(published.url, error, f"put it into {folder}, or ") from None
-        adopt_weights(model, weights, origin=f"{name}'s published weights")
+        origin = f"model.weights=pretrained: {name}'s published weights"
+        fit_weights(model, weights, origin=origin, new_head=True)
     return model
 
 
@@ -123,72 +121,27 @@ def _not_loaded(what: str, error: Exception, otherwise: str = "") -> UserError:
     )
 
 
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load weights from a state_dict or a checkpoint (its moving average if it has one).
+def num_classes_in(
+    weights: Mapping[str, Tensor], name: str, *, image_size: int, origin: str
+) -> int:
+    """Return the number of classes of weights: the first dimension of the tensors of the head.
+
+    Args:
+        weights: keys of the model `name`.
+        origin: the beginning of the message.
 
     Raises:
-        UserError: the file is missing, cannot be read with weights_only, or is of another model.
+        UserError: they have no head of this model.
     """
-    try:
-        stored = torch.load(path, map_location="cpu", weights_only=True)
-    except FileNotFoundError:
-        raise UserError(f"model.weights={path}: no such file") from None
-    except Exception as error:  # torch.load raises many types
+    shapes = []
+    for classes in (2, 3):
+        with torch.device("meta"):
+            model = build(name, num_classes=classes, image_size=image_size)
+        shapes.append({key: value.shape for key, value in model.state_dict().items()})
+    head = [key for key, shape in shapes[0].items() if shape != shapes[1][key]]
+    sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
+    if len(sizes) != 1:
         raise UserError(
-            f"model.weights={path}: cannot be read ({type(error).__name__}); "
-            "give a state_dict or a checkpoint"
-        ) from None
-    if isinstance(stored, dict) and isinstance(stored.get("state"), dict):
-        stored = stored["state"].get("ema") or stored["state"].get("model")
-    if not isinstance(stored, dict) or not all(
-        isinstance(v, torch.Tensor) for v in stored.values()
-    ):
-        raise UserError(
-            f"model.weights={path}: is not a state_dict; give a state_dict or a checkpoint"
+            f"{origin}: does not fit model.name={name}: it has no {', '.join(head)}; check the name"
         )
-    adopt_weights(model, stored, origin=str(path))
-
-
-def file_fingerprint(path: Path) -> str:
-    """Identify the content of a weights file, independent of its name.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
-    try:
-        with open(path, "rb") as file:
-            return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
-    except OSError as error:
-        raise UserError(
-            f"model.weights={path}: {error.strerror}; every start reads the file, even if the run "
-            "resumes: give its path"
-        ) from None
-
-
-def adopt_weights(model: nn.Module, weights: dict[str, torch.Tensor], *, origin: str) -> None:
-    """Load weights by name. If the number of classes differs, the head keeps its initial weights.
-
-    Raises:
-        UserError: other keys are missing, unknown or of another shape: another model's weights.
-    """
-    own = model.state_dict()
-    # The oldest weights of torchvision have no num_batches_tracked.
-    missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
-    unknown = [k for k in weights if k not in own]
-    other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    # The number of classes is the first dimension of the head's tensors.
-    first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
-    only_head = len(first) <= 1 and all(own[k].shape[1:] == weights[k].shape[1:] for k in other)
-    if missing or unknown or not only_head:
-        wrong = missing + unknown + other
-        raise UserError(
-            f"model.weights: {origin} does not fit the model: {len(wrong)} tensors are missing, "
-            f"unknown or of another shape, e.g. {wrong[0]}"
-        )
-    if other:
-        logger.warning(
-            "%s: %s keep their initial weights (number of classes differs)",
-            origin,
-            ", ".join(other),
-        )
-    model.load_state_dict({k: v for k, v in weights.items() if k not in other}, strict=False)
+    return int(sizes.pop())

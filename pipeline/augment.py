@@ -19,7 +19,7 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError, did_you_mean
-from pipeline.decode import Box, Picture
+from pipeline.decode import Box, Picture, resize
 from pipeline.parameters import number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
@@ -122,17 +122,26 @@ class Resize:
     Args:
         size: side of the following crop in pixels; with the default ratio, the shorter side itself.
         crop_ratio: 0.875 is usual for ImageNet: 256 px before a crop of 224 px.
+        interpolation: bilinear or bicubic, with antialiasing. The GPU's JPEG engines leave files
+            with bicubic to the CPU.
     """
 
     image_size = None
 
-    def __init__(self, *, size: int, crop_ratio: float = 1.0) -> None:
+    def __init__(
+        self, *, size: int, crop_ratio: float = 1.0, interpolation: str = "bilinear"
+    ) -> None:
         self.size = round(_checked_size(size) / number("crop_ratio", crop_ratio, 0.01, 1))
+        if interpolation not in ("bilinear", "bicubic"):
+            raise ValueError(f"interpolation={interpolation}: give bilinear or bicubic")
+        self.interpolation = interpolation
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         width, height = picture.size
         short = min(width, height)
         size = int(self.size * width / short), int(self.size * height / short)
+        if self.interpolation == "bicubic":
+            return Picture(resize(picture.pixels(), size, "bicubic"))
         return picture.resized(size)
 
 

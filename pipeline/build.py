@@ -3,7 +3,7 @@
 import os
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -71,6 +71,25 @@ def build_datasets(config: Config) -> Datasets:
     return Datasets(*splits, train_size, val_size)
 
 
+def build_val(config: Config) -> Datasets:
+    """Build the validation split alone: synthetic images of 1 px stand for the training images.
+
+    data.root need not hold a training split.
+
+    Raises:
+        UserError: a transform, a folder or its content is wrong.
+    """
+    transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
+    size = _image_size(transform, "augment.val")
+    _try_on_images(transform, size, "augment.val")
+    decoder = config.loader.decoder
+    decoder = "auto" if decoder in ON_GPU else decoder
+    data = replace(config.data, train=config.data.val)
+    _, val, classes = DATASETS[data.source](data, transform, transform, decoder, config.train.seed)
+    nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
+    return Datasets(nothing, val, classes, 1, size)
+
+
 # Training split, validation split, names of the classes.
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
@@ -82,7 +101,8 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
             f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"
         )
     _check_layout(root, data)
-    train_index = load_index(root / data.train, key="data.train")
+    alone = data.train == data.val  # `build_val` needs one split only
+    train_index = load_index(root / data.train, key="data.val" if alone else "data.train")
     val_index = load_index(root / data.val, key="data.val")
     check_splits(train_index, val_index)
     return (
@@ -130,7 +150,7 @@ def _check_layout(root: Path, data: Data) -> None:
     Raises:
         UserError: names the content of the folder.
     """
-    splits = (data.train, data.val)
+    splits = tuple(dict.fromkeys((data.train, data.val)))  # equal if only one split is needed
     here = f"data.root={data.root}"
     parent = Path(os.path.abspath(root)).parent
 
@@ -142,7 +162,7 @@ def _check_layout(root: Path, data: Data) -> None:
     if holds_splits(parent) and any((parent / split).samefile(root) for split in splits):
         raise UserError(
             f"{here}: is one split; write data.root={parent}, "
-            f"the folder that holds {data.train} and {data.val}"
+            f"the folder that holds {' and '.join(splits)}"
         )
     try:
         folders = sorted(
@@ -158,12 +178,10 @@ def _check_layout(root: Path, data: Data) -> None:
         raise UserError(f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*")
     for pattern in ("*", "*/*", "*/*/*"):  # Kaggle's archive has them in ILSVRC/Data/CLS-LOC
         if inner := next(filter(holds_splits, islice(root.glob(pattern), 1000)), None):
-            raise UserError(
-                f"{here}: holds no {data.train} and no {data.val}; write data.root={inner}"
-            )
+            raise UserError(f"{here}: holds no {' and no '.join(splits)}; write data.root={inner}")
     raise UserError(
-        f"{here}: holds no {data.train} and no {data.val}, but folders such as {folders[0]}; "
-        f"put the class folders into {data.train} and {data.val} inside it"
+        f"{here}: holds no {' and no '.join(splits)}, but folders such as {folders[0]}; "
+        f"put the class folders into {' and '.join(splits)} inside it"
     )
 
 

@@ -363,7 +363,9 @@ MISTAKES = {
     "augment.batch=[{mixup: {alpha: ???}}]": "give a list",
     # names and values of other programs
     "model.pretrained=true": "there is no key model.pretrained; write model.weights=pretrained",
-    "evaluate=true": "there is no evaluation mode yet: a run always validates at its end",
+    "evaluate=true": (
+        "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end"
+    ),
     "+experiment=x": "write recipe=x for a recipe or run.name=x for the name of the run",
     "arch=resnet18": "write model.name=resnet18",
     "trainer.max_epochs=5": "write train.epochs=5",
@@ -464,10 +466,13 @@ FLAGS = {
     "--cutmix 1": "--cutmix: not an option; write 'augment.batch=[{cutmix: {alpha: 1}}]'",
     "--print-freq 10": "--print-freq: not an option; write log.every_steps=10",
     "--log-interval 10": "--log-interval: not an option; write log.every_steps=10",
-    "-e": "-e: not an option; there is no evaluation mode yet: a run always validates at its end",
+    "-e": (
+        "-e: not an option; `python scripts/evaluate.py CHECKPOINT` evaluates; a run always "
+        "validates at its end"
+    ),
     "--evaluate": (
-        "--evaluate: not an option; there is no evaluation mode yet: a run always validates at its "
-        "end"
+        "--evaluate: not an option; `python scripts/evaluate.py CHECKPOINT` evaluates; a run "
+        "always validates at its end"
     ),
     "--output out": "--output: not an option; write run.dir=out",
     "--experiment x": (

@@ -13,7 +13,10 @@ import pytest
 import conf
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in ("bench", "doctor", "report", "shrink"))]
+PROGRAMS = [
+    "train.py",
+    *(f"scripts/{name}.py" for name in ("bench", "doctor", "evaluate", "report", "shrink")),
+]
 
 
 def run(program: str, packages: Path, *, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,8 @@ from torch import nn
 
 import models
 from conf.schema import UserError
-from models.zoo import OURS, adopt_weights, import_torchvision, load_weights
+from models.weights import fit_weights, load_weights
+from models.zoo import OURS, import_torchvision
 
 ROOT = Path(__file__).parents[2]
 
@@ -258,7 +260,7 @@ def test_weights_for_another_number_of_classes(
 def test_weights_for_another_number_of_classes_where_the_head_is_a_convolution() -> None:
     model = models.build("squeezenet1_1", num_classes=3, image_size=64)
     stored = models.build("squeezenet1_1", num_classes=10, image_size=64).state_dict()
-    adopt_weights(model, stored, origin="test")
+    fit_weights(model, stored, origin="test", new_head=True)
     assert torch.equal(model.state_dict()["features.0.weight"], stored["features.0.weight"])
 
 
@@ -268,9 +270,31 @@ def test_weights_older_than_the_batch_counters(caplog: pytest.LogCaptureFixture)
         k: v for k, v in tiny(seed=5).state_dict().items() if not k.endswith("num_batches_tracked")
     }
     model = tiny()
-    adopt_weights(model, stored, origin="test")
+    fit_weights(model, stored, origin="test", new_head=True)
     assert all(torch.equal(model.state_dict()[k], stored[k]) for k in stored)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("name", ["densenet121", "vit_b_32"])
+def test_former_names_of_torchvision(name: str) -> None:
+    with torch.device("meta"):
+        model = models.build(name, num_classes=7, image_size=32)
+    former = {
+        re.sub(r"(denselayer\d+\.(norm|conv))([12])", r"\1.\3", key)
+        .replace(".mlp.0.", ".mlp.linear_1.")
+        .replace(".mlp.3.", ".mlp.linear_2."): value
+        for key, value in model.state_dict().items()
+    }
+    assert former.keys() != model.state_dict().keys()
+    fit_weights(model, former, origin="test")
+
+
+def test_layers_with_versions() -> None:
+    """mnasnet refuses a state_dict without the versions of its layers."""
+    stored = models.build("mnasnet0_5", num_classes=7, image_size=32).state_dict()
+    model = models.build("mnasnet0_5", num_classes=7, image_size=32)
+    fit_weights(model, dict(stored), origin="test")
+    assert same(model.state_dict(), stored)
 
 
 OTHERS = [
@@ -289,8 +313,8 @@ def test_weights_of_another_model(pair: str, num_classes: int) -> None:
     with torch.device("meta"):
         model = models.build(name, num_classes=10, image_size=32)
         stored = models.build(other, num_classes=num_classes, image_size=32).state_dict()
-    with pytest.raises(UserError, match=r"^model\.weights: their file does not fit the model: "):
-        adopt_weights(model, stored, origin="their file")
+    with pytest.raises(UserError, match=r"^their file: does not fit the model: "):
+        fit_weights(model, stored, origin="their file", new_head=True)
 
 
 @pytest.mark.parametrize("lost", ["bn1.weight", "fc.bias", "layer1.0.conv1.weight"])
@@ -298,7 +322,7 @@ def test_weights_with_one_missing(lost: str) -> None:
     stored = tiny().state_dict()
     del stored[lost]
     with pytest.raises(UserError, match=lost):
-        adopt_weights(tiny(), stored, origin="their file")
+        fit_weights(tiny(), stored, origin="their file", new_head=True)
 
 
 def test_refused_weights_do_not_change_the_model() -> None:
@@ -306,7 +330,7 @@ def test_refused_weights_do_not_change_the_model() -> None:
     stored = tiny(seed=2).state_dict()
     del stored["layer3.0.conv1.weight"]
     with pytest.raises(UserError):
-        adopt_weights(model, stored, origin="their file")
+        fit_weights(model, stored, origin="their file", new_head=True)
     assert same(model.state_dict(), before)
 
 

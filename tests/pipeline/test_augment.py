@@ -29,6 +29,7 @@ from pipeline.augment import (
     signed_strength,
 )
 from pipeline.decode import Picture
+from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture
 from tests.distributions import same_distribution
 
 
@@ -232,6 +233,22 @@ def test_random_crop_uses_every_position_and_pads_with_black(photo: Image.Image)
     assert exact(Picture(np.asarray(small)), rng).pixels().shape == (10, 10, 3)
     with pytest.raises(ValueError, match="smaller than size 11"):
         one({"random_crop": {"size": 11}})(Picture(np.asarray(small)), rng)
+
+
+def test_bicubic_resize_is_that_of_pillow(photo: Image.Image) -> None:
+    """torch computes with other fixed-point numbers: up to 2 levels, 0.01 on average."""
+    transform = one({"resize": {"size": 50, "interpolation": "bicubic"}})
+    made = transform(Picture(np.asarray(photo)), random.Random(0)).pixels()
+    theirs = photo.resize(made.shape[1::-1], Image.Resampling.BICUBIC)
+    difference = np.abs(made.astype(int) - np.asarray(theirs).astype(int))
+    assert difference.max() <= 2 and difference.mean() < 0.05
+    plain = one({"resize": {"size": 50}})(Picture(np.asarray(photo)), random.Random(0)).pixels()
+    assert np.abs(plain.astype(int) - made.astype(int)).mean() > 0.1
+    noted = NotedPicture(photo.size, (0, 0, *photo.size))
+    with pytest.raises(NeedsPixelsError):  # the GPU's engines leave the file to the CPU
+        transform(noted, random.Random(0))
+    with pytest.raises(UserError, match="interpolation=nearest: give bilinear or bicubic"):
+        one({"resize": {"size": 50, "interpolation": "nearest"}})
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {

@@ -1,0 +1,227 @@
+"""Weights from files: this project's checkpoints, and files of torchvision, timm and others.
+
+Reading a file never executes code from it.
+"""
+
+import argparse
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from conf.schema import UserError
+
+logger = logging.getLogger(__name__)
+
+Weights = dict[str, Tensor]
+# Keys under which trainers store the state_dict. The moving average comes first: timm and
+# torchvision report the accuracy of the average if there is one.
+CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
+PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, AveragedModel and torch.compile
+# Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
+RENAMED = (
+    (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
+    (r"\.mlp\.linear_1\.", ".mlp.0."),
+    (r"\.mlp\.linear_2\.", ".mlp.3."),
+)
+NAMED = 3  # keys to name in a message
+LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+# The types of https://github.com/huggingface/safetensors (section "Format") that weights have.
+SAFETENSORS = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load the initial weights of a training from any file that `read_file` reads.
+
+    If the number of classes differs, the head keeps its initial weights.
+
+    Raises:
+        UserError: the file is missing, cannot be read, or is of another model.
+    """
+    origin = f"model.weights={path}"
+    weights = weights_in(read_file(path, origin=origin), origin=origin)
+    fit_weights(model, weights, origin=origin, new_head=True)
+
+
+def read_file(path: Path, *, origin: str) -> Any:
+    """Read a file of torch.save or safetensors to the CPU.
+
+    Args:
+        path: a name that ends in .safetensors decides the format.
+        origin: the beginning of error messages.
+
+    Raises:
+        UserError: the file is missing, or cannot be read without executing code from it.
+    """
+    try:
+        if path.suffix == ".safetensors":
+            return _read_safetensors(path)
+        # timm and torchvision store their arguments. A Namespace only holds attributes.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        raise UserError(f"{origin}: no such file") from None
+    except Exception as error:  # torch.load raises many types
+        raise UserError(
+            f"{origin}: cannot be read ({_reason(path, error)}); give a state_dict or a checkpoint"
+        ) from None
+
+
+def weights_in(content: Any, *, origin: str) -> Weights:
+    """Return the state_dict in the content of a file, with the keys of the plain model.
+
+    It is the content itself, or under one of CONTAINERS. Of a checkpoint of this project, it is the
+    moving average if there is one, which is what a validation measures.
+
+    Raises:
+        UserError: there is no state_dict.
+    """
+    stored = content
+    if isinstance(content, dict) and isinstance(content.get("state"), dict):
+        stored = content["state"].get("ema") or content["state"].get("model")
+    elif isinstance(content, dict):
+        inner = (content[name] for name in CONTAINERS if isinstance(content.get(name), dict))
+        stored = next(inner, content)
+    if not isinstance(stored, dict) or not stored:
+        raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
+    weights = {name: value for name, value in stored.items() if name != "n_averaged"}
+    if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in weights.items()):
+        raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
+    return _without_prefixes(weights)
+
+
+def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
+    """Load weights by name. The model does not change if they do not fit.
+
+    Args:
+        origin: the beginning of messages.
+        new_head: if the number of classes differs, the head keeps its initial weights.
+
+    Raises:
+        UserError: keys are missing, unknown or of another shape: another model's weights.
+    """
+    own = model.state_dict()
+    weights = {_current_name(name, own): value for name, value in weights.items()}
+    # The oldest weights of torchvision have no num_batches_tracked.
+    missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
+    unknown = [k for k in weights if k not in own]
+    other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
+    # The number of classes is the first dimension of the head's tensors.
+    first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
+    only_head = len(first) <= 1 and all(own[k].shape[1:] == weights[k].shape[1:] for k in other)
+    if missing or unknown or (other and not (new_head and only_head)):
+        kinds = [f"{_named(missing)} missing"] if missing else []
+        kinds += [f"{_named(unknown)} unknown"] if unknown else []
+        kinds += [f"{_named(other)} of another shape"] if other else []
+        names = "model.name and data.image_size" if other else "model.name"
+        raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check {names}")
+    if other:
+        logger.warning(
+            "%s: %s keep their initial weights (number of classes differs)",
+            origin,
+            ", ".join(other),
+        )
+    # `own` has the versions of the layers, which MNASNet requires.
+    own.update({name: value for name, value in weights.items() if name not in other})
+    model.load_state_dict(own)
+
+
+def file_fingerprint(path: Path) -> str:
+    """Identify the content of a weights file, independent of its name.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    try:
+        with open(path, "rb") as file:
+            return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
+    except OSError as error:
+        raise UserError(
+            f"model.weights={path}: {error.strerror}; every start reads the file, even if the run "
+            "resumes: give its path"
+        ) from None
+
+
+def _named(keys: list[str]) -> str:
+    more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
+    return f"{', '.join(keys[:NAMED])}{more} {'is' if len(keys) == 1 else 'are'}"
+
+
+def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor in the model, if the file has a former one."""
+    if name in own:
+        return name
+    names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
+    return next((new for new in names if new in own), name)
+
+
+def _reason(path: Path, error: Exception) -> str:
+    """Describe an error of torch.load in a few words; its own text has many lines."""
+    try:
+        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+    except Exception:  # not a file of torch.save
+        needed = []
+    needed = sorted(name for name in needed if name != "argparse.Namespace")
+    if needed:
+        return f"it would import {', '.join(needed[:NAMED])}"
+    return str(error) if isinstance(error, ValueError) else type(error).__name__
+
+
+def _without_prefixes(weights: Mapping[str, Tensor]) -> Weights:
+    """Remove the prefixes that wrappers add to every key; torch.compile also adds them inside."""
+    plain = dict(weights)
+    while prefix := next(
+        (p for p in PREFIXES if plain and all(k.startswith(p) for k in plain)), ""
+    ):
+        plain = {key.removeprefix(prefix): value for key, value in plain.items()}
+    return {key.replace("_orig_mod.", ""): value for key, value in plain.items()}
+
+
+def _read_safetensors(path: Path) -> Weights:
+    """Read a safetensors file: the length of a JSON header, the header, and the raw tensors.
+
+    Raises:
+        ValueError: the file is damaged, or holds another type of numbers.
+    """
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(path.stat().st_size - 8, LONGEST_HEADER):
+            raise ValueError("not a safetensors file")
+        header = json.loads(file.read(length))
+        data = memoryview(file.read())
+    if not isinstance(header, dict):
+        raise ValueError("not a safetensors file")
+    header.pop("__metadata__", None)
+    return {name: _tensor(name, entry, data) for name, entry in header.items()}
+
+
+def _tensor(name: str, entry: Any, data: memoryview) -> Tensor:
+    try:
+        dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
+        begin, end = entry["data_offsets"]
+        size = math.prod(shape) * dtype.itemsize
+        if not 0 <= begin <= end <= len(data) or end - begin != size:
+            raise ValueError("its size is wrong")
+        if size == 0:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(bytearray(data[begin:end]), dtype=dtype).reshape(shape)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"tensor {name}: {type(error).__name__}: {error}") from None

@@ -1,0 +1,281 @@
+"""Open a trained model from a file: a checkpoint of this project, or a file of another one.
+
+A checkpoint of this project holds the whole config of its run and the names of the classes. For
+other files, the overrides name the model; torchvision and timm state the preprocessing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import models
+from conf.compose import load, load_stored
+from conf.schema import Config, UserError
+from engine import checkpoint
+from engine.plan import choose_precision, count_flops
+from models import gpu_layers
+
+# Keys that belong to the machine or to the training, not to the model: their defaults are used.
+NOT_OF_THE_MODEL = (
+    "loader.workers",
+    "loader.decoder",
+    "loader.pin_memory",
+    "loader.prefetch_factor",
+    "loader.prefetch_batches",
+    "loader.start_method",
+    "augment.train",
+    "augment.batch",
+    "model.weights",
+    "train.device",
+    "checkpoint.resume",
+    "run.name",
+    "run.dir",
+    "profile.steps",
+)
+NAMES_A_MODEL = {"model", "model.name", "recipe"}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A trained model, on the CPU.
+
+    Attributes:
+        path: the file.
+        config: of the run, or the defaults for files of other projects; with the overrides.
+        weights: state_dict; the moving average if the file holds one.
+        averaged: whether `weights` is the moving average of a run.
+        num_classes: from the shape of the head.
+        classes: names of the classes, in the order of the logits; empty if unknown.
+        image_size: pixels, for models whose parameters depend on it.
+        stored: what a checkpoint of this project holds, except the weights; empty for other files.
+    """
+
+    path: Path
+    config: Config
+    weights: dict[str, torch.Tensor]
+    averaged: bool
+    num_classes: int
+    classes: tuple[str, ...]
+    image_size: int
+    stored: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """A short name: of the run and the checkpoint, or of the file."""
+        folder = self.path.absolute().parent
+        if self.stored and folder.name == "checkpoints":
+            return f"{folder.parent.name},{self.path.stem}"
+        return self.path.name
+
+    @property
+    def origin(self) -> str:
+        """The beginning of error messages about the file."""
+        return str(self.path)
+
+    @property
+    def step(self) -> int | None:
+        """Number of optimiser steps; None for files of other projects."""
+        return self.stored.get("step")
+
+    def precision(self, device: torch.device) -> str:
+        """Return the precision for a device: fp32, tf32 or bf16."""
+        return choose_precision(self.config.train.precision, device)
+
+    def channels_last(self, device: torch.device) -> bool:
+        """Return the memory format for a device."""
+        choice = self.config.model.channels_last
+        if choice != "auto":
+            return bool(choice)
+        return device.type == "cuda" and models.is_convnet(self._on_meta())
+
+    def check_size(self, size: int) -> int:
+        """Check that the model takes images of a size; return the operations for one image.
+
+        Raises:
+            UserError: it does not.
+        """
+        return count_flops(self._on_meta(), size, key="data.val_size")
+
+    def build(self, device: torch.device) -> nn.Module:
+        """Build the model in eval mode on a device, with the layers that its run validated with.
+
+        Returns:
+            float [B, 3, S, S] -> logits [B, num_classes].
+
+        Raises:
+            UserError: the weights are of another model.
+        """
+        model = models.build(
+            self.config.model.name, num_classes=self.num_classes, image_size=self.image_size
+        )
+        models.fit_weights(model, self.weights, origin=self.origin)
+        model = model.to(device)
+        channels_last = self.channels_last(device)
+        if channels_last:
+            model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
+        if rewritten and device.type == "cuda" and self.precision(device) == "bf16":
+            gpu_layers.rewrite(model, channels_last=channels_last)
+        return model.eval()
+
+    def _on_meta(self) -> nn.Module:
+        with torch.device("meta"):
+            return models.build(
+                self.config.model.name, num_classes=self.num_classes, image_size=self.image_size
+            )
+
+
+def open_trained(
+    path: Path, overrides: Sequence[str] = (), *, classes: Path | None = None
+) -> Trained:
+    """Open a trained model from any file. Nothing in the file is executed.
+
+    Args:
+        path: a checkpoint, a run directory, or what else `checkpoint.find` takes; or a file of
+            torchvision, timm or pytorch/examples (.pth, .pt, .safetensors).
+        overrides: groups and keys as typed; for files of other projects, model.name is required.
+        classes: a text file with the name of a class in each line, in the order of the logits;
+            replaces the names in the file.
+
+    Raises:
+        UserError: the file cannot be read, does not fit the model, or the overrides are wrong.
+        CheckpointError: the SHA-256 of the checkpoint differs from its manifest.
+    """
+    path = checkpoint.find(path)
+    content = models.read_file(path, origin=str(path))
+    weights = models.weights_in(content, origin=str(path))
+    if _is_ours(content):
+        checkpoint.verify(path)
+        found = _open_ours(path, content, weights, overrides)
+    else:
+        found = _open_foreign(path, content, weights, overrides)
+    return found if classes is None else replace(found, classes=_read_names(classes, found))
+
+
+def _is_ours(content: Any) -> bool:
+    return (
+        isinstance(content, dict)
+        and content.get("format") == checkpoint.FORMAT
+        and all(isinstance(content.get(name), kind) for name, kind in checkpoint.CONTENT.items())
+    )
+
+
+def _open_ours(
+    path: Path, content: dict[str, Any], weights: dict[str, torch.Tensor], overrides: Sequence[str]
+) -> Trained:
+    stored = {name: value for name, value in content.items() if name != "state"}
+    state = content["state"]
+    stored["last"] = state.get("last") or {}
+    stored["plan"] = plan = _valid_plan(content.get("plan"))
+    values = {k: v for k, v in content["config"].items() if k not in NOT_OF_THE_MODEL}
+    if values.get("data.source") == "demo":
+        values["data.source"] = "folder"  # only `data=demo` as typed may draw images
+    # The share of one rank, which fits into the memory of one device.
+    values["loader.batch_size"] = max(
+        1, _whole(values, "loader.batch_size") // _whole(values, "ranks")
+    )
+    config = load_stored(values, overrides)
+    image_size = plan.get("image_size", config.data.image_size)
+    if "data.image_size" in typed_keys(overrides):
+        raise UserError(
+            "data.image_size: is the size of the training images, which the checkpoint fixes; "
+            "write data.val_size"
+        )
+    count = models.num_classes_in(
+        weights, config.model.name, image_size=image_size, origin=str(path)
+    )
+    classes = tuple(plan.get("classes", ()))
+    return Trained(
+        path=path,
+        config=config,
+        weights=weights,
+        averaged=bool(state.get("ema")),
+        num_classes=count,
+        classes=classes if len(classes) == count else (),
+        image_size=image_size,
+        stored=stored,
+    )
+
+
+def _open_foreign(
+    path: Path, content: Any, weights: dict[str, torch.Tensor], overrides: Sequence[str]
+) -> Trained:
+    typed = typed_keys(overrides)
+    if not typed & NAMES_A_MODEL:
+        raise UserError(f"{path}: {_about(content)}; give model.name=NAME{_hint(content)}")
+    config = load(overrides, runnable=False)
+    name = config.model.name
+    about = models.published(name, path)
+    if about is not None:
+        data = config.data
+        sizes = {"data.image_size": about.image_size, "data.val_size": about.val_size}
+        if "data.image_size" in typed:  # data.val_size follows it
+            sizes = {}
+        stated: dict[str, Any] = {
+            **sizes,
+            "data.mean": list(about.mean),
+            "data.std": list(about.std),
+        }
+        changed = {k.split(".")[1]: v for k, v in stated.items() if k not in typed}
+        config = replace(config, data=replace(data, **changed))
+        if not typed & {"augment", "augment.val"}:
+            transforms = about.transforms(config.data.val_size)
+            config = replace(config, augment=replace(config.augment, val=transforms))
+    image_size = config.data.image_size
+    count = models.num_classes_in(weights, name, image_size=image_size, origin=str(path))
+    classes = about.classes if about is not None and len(about.classes) == count else ()
+    return Trained(path, config, weights, False, count, classes, image_size, {})
+
+
+def typed_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys and groups of overrides."""
+    return {text.partition("=")[0].lstrip("+") for text in overrides}
+
+
+def _valid_plan(plan: Any) -> dict[str, Any]:
+    """Return the valid part of what Plan.record stored; earlier versions stored nothing."""
+    plan = dict(plan) if isinstance(plan, dict) else {}
+    size, classes = plan.get("image_size"), plan.get("classes")
+    if not (type(size) is int and 8 <= size <= 4096):
+        plan.pop("image_size", None)
+    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        plan.pop("classes", None)
+    return plan
+
+
+def _whole(values: dict[str, Any], name: str) -> int:
+    value = values.get(name, 1)
+    return value if type(value) is int and value > 0 else 1
+
+
+def _about(content: Any) -> str:
+    if isinstance(content, dict) and type(content.get("format")) is int:
+        return f"was written by another version of this program (format {content['format']})"
+    return "does not name its model"
+
+
+def _hint(content: Any) -> str:
+    """Return the name that pytorch/examples, timm or torchvision stored, as a hint."""
+    name = content.get("arch") if isinstance(content, dict) else None
+    if name is None and isinstance(content, dict):
+        name = getattr(content.get("args"), "model", None)
+    if not isinstance(name, str):
+        return ", of torchvision, of timm as timm/NAME, or of models/"
+    return f"; the file says {name}: model.name={name}, or model.name=timm/{name} if timm made it"
+
+
+def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
+    try:
+        names = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").splitlines())
+    except OSError as error:
+        raise UserError(f"--classes {path}: {error.strerror}; give a text file") from None
+    if len(names) != trained.num_classes or len(set(names)) != len(names):
+        raise UserError(
+            f"--classes {path}: has {len(set(names))} different lines, the model has "
+            f"{trained.num_classes} classes; give one name per line, in the order of the logits"
+        )
+    return names

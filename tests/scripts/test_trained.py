@@ -1,0 +1,313 @@
+"""Trained models from files of every kind; nothing in a file is executed or resolved."""
+
+import argparse
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from conf.schema import UserError
+from engine import checkpoint
+from engine.checkpoint import CheckpointError
+from scripts.trained import open_trained
+from tests import small_run
+from tests.conftest import CLASSES
+
+TINY = ["model.name=resnet_tiny", "data.image_size=32"]
+Weights = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    torch.manual_seed(0)
+    return models.build("resnet_tiny", num_classes=7, image_size=32).state_dict()
+
+
+@pytest.fixture(scope="module")
+def folder(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    small_run.run(image_root, folder, "train.epochs=1", "train.ema_decay=0.9")
+    return folder
+
+
+def same(a: Weights, b: Weights) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def prefixed(prefix: str, weights: Weights) -> Weights:
+    return {prefix + name: value for name, value in weights.items()}
+
+
+def safetensors(weights: Weights) -> bytes:
+    """Write the format by hand: header length, JSON header, raw tensors."""
+    names = {torch.float32: "F32", torch.int64: "I64", torch.bfloat16: "BF16"}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    data = b""
+    for name, value in weights.items():
+        raw = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        place = [len(data), len(data) + len(raw)]
+        header[name] = {"dtype": names[value.dtype], "shape": [*value.shape], "data_offsets": place}
+        data += raw
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+ZERO = {"fc.bias": torch.zeros(7)}
+KINDS: dict[str, Any] = {
+    "state_dict": lambda w: w,
+    "pytorch/examples": lambda w: {
+        "epoch": 3,
+        "arch": "resnet_tiny",
+        "state_dict": prefixed("module.", w),
+        "best_acc1": torch.tensor(3.0),
+        "optimizer": {"state": {}},
+    },
+    "torchvision": lambda w: {"model": w, "args": argparse.Namespace(model="resnet_tiny", lr=0.1)},
+    "torchvision with an average": lambda w: {
+        "model": ZERO,
+        "model_ema": {"n_averaged": torch.tensor(3), **prefixed("module.", w)},
+        "args": argparse.Namespace(model="resnet_tiny"),
+    },
+    "timm": lambda w: {"arch": "resnet_tiny", "state_dict": prefixed("module._orig_mod.", w)},
+    "timm with an average": lambda w: {"state_dict": ZERO, "state_dict_ema": w},
+    "torch.compile": lambda w: prefixed("_orig_mod.", w),
+    "torch.compile of DDP": lambda w: prefixed("_orig_mod.module.", w),
+    "compiled layers": lambda w: {k.replace("layer1.", "layer1._orig_mod."): w[k] for k in w},
+    "format 1": lambda w: {"format": 1, "step": 3, "state": {"model": ZERO, "ema": w}},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_of_other_projects(tmp_path: Path, weights: Weights, kind: str) -> None:
+    torch.save(KINDS[kind](weights), tmp_path / "file.pth")
+    found = open_trained(tmp_path / "file.pth", TINY)
+    assert same(found.weights, weights)
+    assert (found.num_classes, found.classes, found.stored) == (7, (), {})
+    model = found.build(torch.device("cpu"))
+    assert not model.training and same(model.state_dict(), weights)
+
+
+def test_safetensors(tmp_path: Path, weights: Weights) -> None:
+    (tmp_path / "model.safetensors").write_bytes(safetensors(weights))
+    assert same(open_trained(tmp_path / "model.safetensors", TINY).weights, weights)
+    odd = {"a": torch.zeros(0, 3), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.tensor(5)}
+    (tmp_path / "odd.safetensors").write_bytes(safetensors(odd))
+    assert same(models.read_file(tmp_path / "odd.safetensors", origin="file"), odd)
+
+
+def test_safetensors_of_the_package(tmp_path: Path, weights: Weights) -> None:
+    package = pytest.importorskip("safetensors.torch")
+    package.save_file(weights, tmp_path / "model.safetensors")
+    assert same(open_trained(tmp_path / "model.safetensors", TINY).weights, weights)
+
+
+def damaged(weights: Weights, **changes: Any) -> bytes:
+    """Change the entry of the first tensor in the header."""
+    whole = safetensors(weights)
+    (length,) = struct.unpack("<Q", whole[:8])
+    header = json.loads(whole[8 : 8 + length])
+    header[next(iter(weights))] |= changes
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + whole[8 + length :]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"data_offsets": [0, 10**12]},
+        {"data_offsets": [-8, 0]},
+        {"data_offsets": [0, 4]},
+        {"data_offsets": 5},
+        {"shape": [-1, -7]},
+        {"shape": [10**9, 10**9]},
+        {"shape": "abc"},
+        {"dtype": "F8_E4M3"},
+        {"dtype": ["F32"]},
+    ],
+)
+def test_damaged_safetensors(tmp_path: Path, weights: Weights, changes: dict[str, Any]) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(damaged(weights, **changes))
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \(tensor conv1"):
+        open_trained(path, TINY)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\0" * 8, b"\xff" * 20, struct.pack("<Q", 10**7) + b"{}", b"\2" + 7 * b"\0" + b"[]"],
+)
+def test_no_safetensors(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read \("):
+        open_trained(tmp_path / "model.safetensors", TINY)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (lambda w: w, "does not name its model; give model.name=NAME, of torchvision, of timm"),
+        (
+            lambda w: {"arch": "resnet50", "state_dict": w},
+            "the file says resnet50: model.name=resnet50, or model.name=timm/resnet50 if timm",
+        ),
+        (
+            lambda w: {"args": argparse.Namespace(model="vit_b_16"), "model": w},
+            "the file says vit_b_16",
+        ),
+        (lambda w: {"format": 1, "state": {"model": w}}, r"another version of .* \(format 1\)"),
+    ],
+)
+def test_model_that_is_not_named(
+    tmp_path: Path, weights: Weights, content: Any, message: str
+) -> None:
+    torch.save(content(weights), tmp_path / "file.pth")
+    with pytest.raises(UserError, match=rf"^{tmp_path}/file\.pth: .*{message}"):
+        open_trained(tmp_path / "file.pth")
+
+
+def test_another_model(tmp_path: Path, weights: Weights) -> None:
+    torch.save(weights, tmp_path / "file.pth")
+    with pytest.raises(UserError, match=r"does not fit .*missing; .*; check model\.name and "):
+        open_trained(tmp_path / "file.pth", ["model.name=resnet18"]).build(torch.device("cpu"))
+    with pytest.raises(UserError, match=r"=vit_s16: it has no head\.weight, head\.bias"):
+        open_trained(tmp_path / "file.pth", ["model.name=vit_s16"])
+
+
+class Evil:
+    """Creates a file when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.mark,)
+
+
+@pytest.mark.parametrize("place", ["evil", "args"])
+def test_file_that_would_run_code(tmp_path: Path, weights: Weights, place: str) -> None:
+    evil = Evil(tmp_path / "executed")
+    content = argparse.Namespace(model=evil) if place == "args" else evil
+    torch.save({"state_dict": weights, place: content}, tmp_path / "file.pth")
+    with pytest.raises(UserError, match=r"cannot be read \(it would import [a-z.]+, pathlib\."):
+        open_trained(tmp_path / "file.pth", TINY)
+    assert not (tmp_path / "executed").exists()
+
+
+# Checkpoints of this project.
+
+
+@pytest.mark.parametrize(
+    "name", ["", "checkpoints", "checkpoints/best.json", "checkpoints/last.json"]
+)
+def test_checkpoint(folder: Path, name: str) -> None:
+    found = open_trained(folder / name)
+    state = checkpoint.load(found.path)["state"]
+    assert same(found.weights, state["ema"]) and found.averaged
+    assert (found.classes, found.num_classes, found.image_size) == (CLASSES, 3, 32)
+    assert found.name == f"small,{found.path.stem}" and found.step == state["step"]
+    config = found.config
+    assert config.model.name == "resnet_tiny" and config.data.val_size == 32
+    assert config.augment.val == [{"resize": {"size": 32}}, {"center_crop": {"size": 32}}]
+    # The choices for another machine are not used.
+    assert (config.loader.workers, config.train.device) == ("auto", "auto")
+
+
+def rewritten(folder: Path, to: Path, change: Any) -> Path:
+    """Copy a checkpoint, changed and without a manifest."""
+    content = torch.load(checkpoint.find(folder), weights_only=True)
+    change(content)
+    torch.save(content, to / "step-00000005.pt")
+    return to / "step-00000005.pt"
+
+
+@pytest.mark.parametrize(
+    ("change", "classes"),
+    [
+        (lambda c: c.pop("plan"), ()),
+        (lambda c: c.update(plan=5), ()),
+        (lambda c: c["plan"].update(classes=5), ()),
+        (lambda c: c["plan"].update(classes=["one"]), ()),
+        (lambda c: c["plan"].update(image_size=10**9), CLASSES),
+        (lambda c: c["config"].update({"of.another.version": 3, "ranks": "x"}), CLASSES),
+        (lambda c: c["config"].pop("data.on_error"), CLASSES),
+    ],
+)
+def test_checkpoint_of_another_version(
+    folder: Path, tmp_path: Path, change: Any, classes: tuple[str, ...]
+) -> None:
+    found = open_trained(rewritten(folder, tmp_path, change))
+    assert (found.classes, found.num_classes, found.image_size) == (classes, 3, 32)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("data.root", "${oc.env:HOME}"),
+        ("augment.val", [{"resize": {"size": "${oc.env:HOME}"}}]),
+        ("data.val_size", "large"),
+        ("data.mean", [3.0, 3.0, 3.0]),
+        ("model.name", "os.system"),
+    ],
+)
+def test_hostile_config(folder: Path, tmp_path: Path, name: str, value: Any) -> None:
+    path = rewritten(folder, tmp_path, lambda c: c["config"].update({name: value}))
+    with pytest.raises(UserError, match=name.replace(".", r"\.")) as error:
+        open_trained(path)
+    assert str(Path.home()) not in str(error.value)
+
+
+def test_damaged_checkpoint(folder: Path, tmp_path: Path) -> None:
+    path = checkpoint.find(folder)
+    manifest = json.loads(path.with_suffix(".json").read_text())
+    copy = tmp_path / path.name
+    copy.write_bytes(path.read_bytes())
+    copy.with_suffix(".json").write_text(json.dumps(manifest | {"sha256": "0" * 64}))
+    with pytest.raises(CheckpointError, match="damaged: its SHA-256 differs"):
+        open_trained(copy)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.pt", "/etc/passwd", "", "gone.pt", "."])
+def test_pointer_to_another_folder(tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere.pt").touch()
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    (folder / "best.json").write_text(json.dumps({"file": name}))
+    with pytest.raises(UserError, match=r"best\.json: names no checkpoint"):
+        checkpoint.find(folder)
+
+
+def test_folder_without_checkpoints(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no checkpoints; give a file or the folder of a run"):
+        open_trained(tmp_path)
+
+
+def test_size_of_the_training_images_is_fixed(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"^data\.image_size: .* write data\.val_size$"):
+        open_trained(folder, ["data.image_size=40"])
+    with pytest.raises(UserError, match=r"^recipe=demo: the checkpoint holds the whole config"):
+        open_trained(folder, ["recipe=demo"])
+
+
+def test_names_of_the_classes(tmp_path: Path, weights: Weights) -> None:
+    path, names = tmp_path / "file.pth", tmp_path / "names.txt"
+    torch.save(weights, path)
+    names.write_text("".join(f"class {i}\n" for i in range(7)))
+    found = open_trained(path, TINY, classes=names)
+    assert found.classes == tuple(f"class {i}" for i in range(7))
+    names.write_text("one\ntwo\ntwo\n")
+    with pytest.raises(UserError, match=r"has 2 different lines, the model has 7 classes"):
+        open_trained(path, TINY, classes=names)
+
+
+def test_one_model_for_several_kinds_of_images(tmp_path: Path, weights: Weights) -> None:
+    torch.save(weights, tmp_path / "file.pth")
+    found = open_trained(tmp_path / "file.pth", [*TINY, "model.channels_last=true"])
+    model = found.build(torch.device("cpu"))
+    assert isinstance(model, nn.Module)
+    assert model.conv1.weight.is_contiguous(memory_format=torch.channels_last)
+    assert found.check_size(48) > found.check_size(32) > 0
