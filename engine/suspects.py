@@ -61,7 +61,8 @@ class SampleLosses(nn.Module):
 
     Attributes:
         sums: int32 [images, 2], the sum of the losses in 1/UNIT, and their number.
-        latest: int32 [images], epoch * classes + the class predicted in that epoch; -1 if none.
+        latest: int32 [images], the last epoch that counted * classes + the class predicted in it;
+            -1 if none.
     """
 
     sums: Tensor
@@ -83,10 +84,10 @@ class SampleLosses(nn.Module):
             each: int32 [B, 3], from `image_losses`.
         """
         epochs, indices = samples.unbind(1)
-        counts = (epochs >= self.first_epoch).int()
-        self.sums.index_add_(0, indices, each[:, :2] * counts[:, None])
-        newest = (epochs * self.classes).int() + each[:, 2]
-        self.latest.scatter_reduce_(0, indices, newest, "amax")
+        late = epochs >= self.first_epoch
+        self.sums.index_add_(0, indices, each[:, :2] * late[:, None])
+        predicted = ((epochs * self.classes).int() + each[:, 2]).where(late & (each[:, 1] > 0), -1)
+        self.latest.scatter_reduce_(0, indices, predicted, "amax")
 
     def collect(self, world: World) -> None:
         """Move the sums of all ranks to rank 0, which writes the checkpoint. Collective."""
