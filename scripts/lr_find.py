@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before 
 LEAST_STEPS = 20
 # The default range, as multiples of optim.lr. The loss rises again at about 10 times the best
 # learning rate with SGD, and at 100 times with AdamW.
-BELOW, ABOVE = 0.01, 1000.0
+BELOW, ABOVE = 0.03, 3000.0
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(
@@ -74,6 +74,7 @@ from pipeline.loader import LoaderError
 
 # The test ends if the loss exceeds this multiple of the lowest loss, as in fastai.
 DIVERGED = 4.0
+LEAST_LOSSES = 10  # fewer do not make a curve
 # The mean over the neighbouring steps is weighted with a Gaussian. It is not an average over the
 # steps before, as in fastai, which lags behind the learning rate.
 SMOOTHING = 0.03  # standard deviation, as a fraction of the steps
@@ -154,6 +155,11 @@ def range_test(
             losses.append(float(world.sum(loss)) / world.size)
             if has_diverged(losses):
                 break
+    if len(losses) < LEAST_LOSSES:
+        raise TrainingError(
+            f"the loss is {losses[-1]:g} at step {len(losses)}, with learning rates from "
+            f"{lowest:g}: give a lower --lowest"
+        )
     lrs = [curve.at(number) for number in range(len(losses))]
     return RangeTest(steps, lrs, losses)
 
@@ -176,7 +182,7 @@ def has_diverged(losses: Sequence[float]) -> bool:
     """
     if not math.isfinite(losses[-1]):
         return True
-    if len(losses) < 10:
+    if len(losses) < LEAST_LOSSES:
         return False
     means = np.convolve(losses, np.ones(5) / 5, "valid")
     return bool(means[-1] > DIVERGED * means.min())
@@ -202,7 +208,7 @@ def suggest(test: RangeTest, smooth: np.ndarray) -> float | str:
     high. The suggestion is FRACTION of the highest learning rate at which FALL of this fall is
     left. Rules that start from the minimum or the steepest descent do not work here: without
     warm-up, a model often stops learning for a while and recovers at a higher learning rate, so
-    both moved by a factor of 10 to 40 between seeds, and this one by 2 (resnet_tiny on the demo and
+    both moved by a factor of up to 40 between seeds, and this one by 2 (resnet_tiny on the demo and
     on 5,000 images of CIFAR-10, with SGD and AdamW).
 
     Args:

@@ -31,7 +31,7 @@ def test_suggestion_and_files(image_root: Path, tmp_path: Path, ranks: Ranks) ->
     content = json.loads((tmp_path / "lr_find.json").read_text())
     lrs = content["lrs"]
     assert len(lrs) == len(content["losses"]) <= 40
-    assert lrs[:2] == pytest.approx([1e-4, 1e-4 * 1e5 ** (1 / 39)])
+    assert lrs[:2] == pytest.approx([3e-4, 3e-4 * 1e5 ** (1 / 39)])
     assert content["diverged"] == (len(lrs) < 40)
     assert content["losses"][0] == pytest.approx(math.log(3), rel=0.5)
     assert "model:" in content["config"]
@@ -49,6 +49,14 @@ def test_two_ranks_write_once(image_root: Path, tmp_path: Path, ranks: Ranks) ->
     assert done.stdout.count("written") == 1
     content = json.loads((tmp_path / "lr_find.json").read_text())
     assert content["lrs"] == pytest.approx(np.geomspace(1e-3, 1e-2, 20))
+
+
+def test_a_test_that_diverges_at_once(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    command = arguments(image_root, "--lowest", "1e30", "--highest", "1e32")
+    done = ranks.run(command, 1, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("lr_find.py: the loss is") and "--lowest" in done.stderr
+    assert done.stderr.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
