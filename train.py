@@ -48,6 +48,7 @@ from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
 from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
 from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
+from engine.suspects import SampleLosses, image_losses
 from engine.validator import Validator
 from models import gpu_layers
 from pipeline.build import Datasets, build_datasets
@@ -176,7 +177,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
 def train_step(
     state: TrainState,
     network: nn.Module,
-    loss: Callable[..., tuple[Tensor, Values]],
+    loss: Callable[..., tuple[Tensor, Values, Tensor]],
     batch: Batch,
     *,
     lr: float | Tensor,
@@ -197,7 +198,9 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    mean_loss, values = loss(network, batch.images, batch.targets, batch.labels, label_smoothing)
+    mean_loss, values, each = loss(
+        network, batch.images, batch.targets, batch.labels, label_smoothing
+    )
     try:
         mean_loss.backward()
         if clip_norm is not None:
@@ -209,12 +212,14 @@ def train_step(
         state.optimizer.zero_grad(set_to_none=True)
     if state.ema is not None:
         state.ema.update_parameters(state.model)
+    if state.losses is not None:
+        state.losses.add(batch.samples, each)
     return {"loss": mean_loss.detach(), **values}
 
 
 def training_loss(
     network: nn.Module, images: Tensor, targets: Tensor, labels: Tensor, label_smoothing: float
-) -> tuple[Tensor, Values]:
+) -> tuple[Tensor, Values, Tensor]:
     """Forward pass and loss: the region that is compiled.
 
     Args:
@@ -223,12 +228,14 @@ def training_loss(
         labels: int64 [B], against which top1 and top5 are counted.
 
     Returns:
-        The mean loss, float32 []; and named values to log, float32 [], means over the batch.
+        The mean loss, float32 []; named values to log, float32 [], means over the batch; and
+        int32 [B, 3], see `image_losses`, from which suspects.csv is made.
     """
     logits = network(images).float()
     loss = nn.functional.cross_entropy(logits, targets, label_smoothing=label_smoothing)
     top1, top5 = hits(logits, labels)
-    return loss, {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
+    values = {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
+    return loss, values, image_losses(logits, targets, labels)
 
 
 def validation_loss(
@@ -353,7 +360,13 @@ def build_state(plan: Plan, world: World) -> TrainState:
         gpu_layers.rewrite(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
-    return TrainState(model, build_optimizer(model, config.optim), ema)
+    losses = SampleLosses(
+        plan.train_images,
+        plan.num_classes,
+        first_epoch=int(config.train.epochs / 2),
+        device=world.device,
+    )
+    return TrainState(model, build_optimizer(model, config.optim), ema, losses)
 
 
 def tune_loader(

@@ -431,7 +431,7 @@ def replace_file(path: Path, text: str) -> None:
 
     A reader finds the old or the new text, also after a power cut.
     """
-    _write(path, lambda file: file.write(text.encode()))
+    _write(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
 def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:

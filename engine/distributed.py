@@ -82,6 +82,12 @@ class World:
             dist.all_reduce(values)
         return values
 
+    def max(self, values: Tensor) -> Tensor:
+        """Take the maximum of each element over all ranks, in place. Collective."""
+        if self.size > 1:
+            dist.all_reduce(values, op=dist.ReduceOp.MAX)
+        return values
+
     def share_buffers(self, model: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks: they validate with the same BatchNorm statistics."""
         if self.size > 1:

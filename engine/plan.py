@@ -17,6 +17,7 @@ from engine.ledger import peak_rate
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, state_bytes
 from engine.state import MovingAverage, TrainState
+from engine.suspects import SampleLosses
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
 from pipeline.sizing import autotune
@@ -232,7 +233,8 @@ def make_plan(
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
-    held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average))
+    losses = SampleLosses(images, len(datasets.classes), first_epoch=0, device=torch.device("meta"))
+    held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average, losses))
     on_gpu = world.device.type == "cuda"
     precision = choose_precision(config.train.precision, world.device)
     channels_last = config.model.channels_last

@@ -238,7 +238,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if self.resumed is None:
             return []
         stored = checkpoint.load(self.resumed)
+        if "data.train" in self.accepted:  # other images
+            stored["state"]["losses"] = None
         state.load_state_dict(stored["state"])
+        if state.losses is not None:
+            state.losses.keep_on_rank_0(self.world)
         if self.is_first_start or self.accepted.keys() & VALIDATED_ON:
             # The best checkpoint is in another folder, or was validated on other images.
             state.best, state.last = {}, {}
@@ -269,6 +273,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 the state.
         """
         self.world.share_buffers(state.model)
+        if state.losses is not None:
+            state.losses.collect(self.world)
         content = {
             "step": state.step,
             "state": state.state_dict(),

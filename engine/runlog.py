@@ -308,6 +308,8 @@ class RunLog:
         if not signal_number:
             self.tracker.hyperparameters(config_values(config), summary, self.state.step)
         self.tracker.outcome(summary, compiles=self.plan.compile != "off")
+        if not signal_number and self.world.leads:
+            self._write_suspects()
         if signal_number and config.checkpoint.resume == "auto":
             self.say(f"resume    run the same command again to resume at step {self.state.step:,}")
         lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
@@ -318,6 +320,18 @@ class RunLog:
             *(f"verdict   {line}" for line in summary["verdict"]),
         )
         return summary
+
+    def _write_suspects(self) -> None:
+        """Write suspects.csv from the sums that the last checkpoint has collected on this rank."""
+        assert self.state.losses is not None
+        loader = self.feed.train.loader
+        table = self.state.losses.csv(loader.pool.sources[loader.source].dataset, self.plan.classes)
+        if table:
+            self.run.write("suspects.csv", table)
+            self.say(
+                f"suspects  {self.run.path / 'suspects.csv'}: the training images with the highest "
+                "mean loss; the label of the first ones may be wrong"
+            )
 
     def _summary(self, signal_number: int) -> dict[str, Any]:
         """Return what summary.json holds. The exit status follows from the signal's number."""

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.suspects import SampleLosses
+
 
 class TrainingError(RuntimeError):
     """Training cannot continue; the message names the step and the remedy."""
@@ -80,6 +82,7 @@ class TrainState:
 
     Attributes:
         step: number of optimiser steps taken.
+        losses: the mean loss of each training image.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
@@ -92,6 +95,7 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     ema: MovingAverage | None = None
+    losses: SampleLosses | None = None
     step: int = 0
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)
@@ -100,8 +104,9 @@ class TrainState:
     history: list[str] = field(default_factory=list)
 
     def tensors(self) -> list[Tensor]:
-        """Return all parameters and buffers of the model and of its average."""
-        return tensors(self.model) if self.ema is None else tensors(self.model, self.ema)
+        """Return all tensors of the model, its average and the losses of the images."""
+        modules = (self.model, self.ema, self.losses)
+        return tensors(*(module for module in modules if module is not None))
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -109,6 +114,7 @@ class TrainState:
             "ema": None if self.ema is None else self.ema.module.state_dict(),
             "ema_steps": None if self.ema is None else self.ema.n_averaged,
             "optimizer": self.optimizer.state_dict(),
+            "losses": None if self.losses is None else self.losses.state_dict(),
             "step": self.step,
             "best": self.best,
             "last": self.last,
@@ -124,6 +130,9 @@ class TrainState:
             self.ema.module.load_state_dict(stored["ema"] or stored["model"])
             if stored["ema_steps"] is not None:
                 self.ema.n_averaged.copy_(stored["ema_steps"])
+        # None in a checkpoint of an earlier version, or if the images have changed.
+        if self.losses is not None and stored.get("losses") is not None:
+            self.losses.load_state_dict(stored["losses"])
         # The optimiser's state, such as momentum, comes from the checkpoint; its options, such as
         # weight decay, come from the current config.
         # Options such as `capturable` also decide on which device the state is kept.

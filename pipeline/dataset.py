@@ -49,6 +49,10 @@ class Dataset(ABC):
     def name(self, index: int) -> str:
         """Return the name of a sample for messages, such as its path."""
 
+    def label(self, index: int) -> int:
+        """Return the label of a sample. Override it if that is possible without decoding."""
+        return self.load(0, index)[1]
+
     @abstractmethod
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
@@ -156,7 +160,7 @@ class FolderDataset(FileDataset):
         with self._naming_file(index):
             picture = decode.open_picture(self.read(index), self.decoder)
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
-        return pixels, int(self.index.labels.array[index])
+        return pixels, self.label(index)
 
     @property
     def operations(self) -> int:
@@ -172,7 +176,7 @@ class FolderDataset(FileDataset):
             picture = decode.open_picture(self.read(index), self.decoder)
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
-        return pixels, int(self.index.labels.array[index]), drawn
+        return pixels, self.label(index), drawn
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
         """Read a sample and record what its transforms do, with the same draws as in `load`.
@@ -190,7 +194,7 @@ class FolderDataset(FileDataset):
             except NeedsPixelsError:
                 return None
             assert isinstance(noted, NotedPicture)
-        return Encoded(data, picture.size, noted, drawn, int(self.index.labels.array[index]))
+        return Encoded(data, picture.size, noted, drawn, self.label(index))
 
     def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         began = time.thread_time()
@@ -237,6 +241,9 @@ class FolderDataset(FileDataset):
     def name(self, index: int) -> str:
         return self.index.path(index)
 
+    def label(self, index: int) -> int:
+        return int(self.index.labels.array[index])
+
 
 class FakeDataset(Dataset):
     """Synthetic samples that cost nearly nothing, to measure everything but reading and decoding.
@@ -259,10 +266,13 @@ class FakeDataset(Dataset):
         return self.num_samples
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        return self._pixels[index % len(self._pixels)], index % self.num_classes
+        return self._pixels[index % len(self._pixels)], self.label(index)
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"
+
+    def label(self, index: int) -> int:
+        return index % self.num_classes
 
     def fingerprint(self) -> str:
         return f"{len(self)} fake images"

@@ -58,6 +58,7 @@ class HostBatch:
     Attributes:
         images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded.
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
+        samples: int64 [B, 2], the (epoch, index) of each row; undefined in rows without a sample.
         step: the sampler's step.
         slot: position in the ring.
         operations: float64 [B, count, 2], the drawn operations that are still to be applied to the
@@ -67,6 +68,7 @@ class HostBatch:
 
     images: torch.Tensor
     labels: torch.Tensor
+    samples: torch.Tensor
     step: int
     slot: int
     operations: np.ndarray | None
@@ -88,6 +90,7 @@ def buffer_layout(
     layout: dict[str, tuple[tuple[int, ...], Any]] = {
         "pixels": ((slots, batch_size, size, size, 3), np.uint8),
         "labels": ((slots, batch_size), np.int64),
+        "samples": ((slots, batch_size, 2), np.int64),
     }
     if file_bytes:
         layout |= {
@@ -123,6 +126,7 @@ def start_source(
         dataset,
         buffers["pixels"],
         buffers["labels"],
+        buffers["samples"],
         encoded,
         buffers.get("operations"),
         skip_unreadable,
@@ -507,6 +511,7 @@ class Loader:
     Attributes:
         images: uint8 [slots, B, 3, S, S].
         labels: int64 [slots, B].
+        rows: int64 [slots, B, 2], the (epoch, index) of each row.
         encoded_share: share of the rows of later batches that may stay encoded.
     """
 
@@ -519,6 +524,7 @@ class Loader:
         self.encoded_share = 0.0
         self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)
         self.labels = torch.from_numpy(pool.sources[source].labels.array)
+        self.rows = torch.from_numpy(pool.sources[source].samples.array)
         self.slots, self.batch_size = self.labels.shape
         self.ahead = self.slots - hold
         assert self.ahead >= 1, "the ring must hold one batch more than its consumer does"
@@ -543,8 +549,8 @@ class Loader:
             release = partial(self._release, slot)
             drawn = self.pool.sources[self.source].operations
             operations = None if drawn is None else drawn.array[slot]
-            images, labels = self.images[slot], self.labels[slot]
-            yield HostBatch(images, labels, step, slot, operations, release)
+            images, labels, rows = self.images[slot], self.labels[slot], self.rows[slot]
+            yield HostBatch(images, labels, rows, step, slot, operations, release)
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""

@@ -34,12 +34,14 @@ class Batch:
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
         targets: `labels`, or float32 [B, classes] when batch transforms mixed them.
         step: the sampler's step.
+        samples: int64 [B, 2], the (epoch, index) of each row.
     """
 
     images: Tensor
     labels: Tensor
     targets: Tensor
     step: int
+    samples: Tensor
 
     def clone(self) -> "Batch":
         """A copy in memory of its own.
@@ -48,12 +50,13 @@ class Batch:
         """
         labels = self.labels.clone()
         targets = labels if self.targets is self.labels else self.targets.clone()
-        return Batch(self.images.clone(), labels, targets, self.step)
+        return Batch(self.images.clone(), labels, targets, self.step, self.samples.clone())
 
     def copy_(self, other: "Batch") -> None:
         """Copy the tensors of a batch of the same shapes into those of this one."""
         self.images.copy_(other.images)
         self.labels.copy_(other.labels)
+        self.samples.copy_(other.samples)
         if self.targets is not self.labels:
             self.targets.copy_(other.targets)
 
@@ -294,10 +297,12 @@ class Prefetcher:
             # Before the labels: the upload may replace an unreadable sample by another.
             images = self.upload(host, memory, self.mixing is not None)
             labels = targets = memory.copy("labels", host.labels, torch.int64)
+            samples = memory.copy("samples", host.samples, torch.int64)
             host.release(self.clock.now() if self.cuda else None)
             if self.mixing is not None:
                 images, targets = self.mixing.apply(images, labels, host.step)
                 targets = memory.copy("targets", targets, torch.float32)
             images = memory.copy("images", images, memory.format.dtype)
             marks.copy_end = self.clock.now()
-        return Batch(images, labels, targets, host.step), marks.copy_end, marks
+        batch = Batch(images, labels, targets, host.step, samples)
+        return batch, marks.copy_end, marks

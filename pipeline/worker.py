@@ -37,6 +37,8 @@ class Source:
     Attributes:
         pixels: uint8 [slots, B, S, S, 3].
         labels: int64 [slots, B].
+        samples: int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from
+            the task's if the sample was unreadable and another one replaced it.
         encoded: buffers for rows that the GPU decodes; None if the workers decode all rows.
         operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
             `augment.as_rows`; None if the workers apply them.
@@ -46,6 +48,7 @@ class Source:
     dataset: Dataset
     pixels: SharedArray
     labels: SharedArray
+    samples: SharedArray
     encoded: EncodedRows | None = None
     operations: SharedArray | None = None
     skip_unreadable: bool = False
@@ -54,7 +57,7 @@ class Source:
     def buffers(self) -> list[SharedArray]:
         encoded = [] if self.encoded is None else [self.encoded.files, self.encoded.geometry]
         operations = [] if self.operations is None else [self.operations]
-        return [self.pixels, self.labels, *encoded, *operations]
+        return [self.pixels, self.labels, self.samples, *encoded, *operations]
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,9 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
             fill = partial(_fill_row, source, task, files, row, epoch)
-            labels[row] = _first_readable(source, index, skipped, fill)  # last: the row is complete
+            found, label = _first_readable(source, index, skipped, fill)
+            source.samples.array[task.slot, row] = epoch, found
+            labels[row] = label  # last: the row is complete
             slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(task.number, error=str(error))
@@ -185,15 +190,16 @@ def _fill_row(
 
 def _first_readable(
     source: Source, index: int, skipped: list[str], fill: Callable[[int], int]
-) -> int:
-    """Fill a row with a sample and return its label.
+) -> tuple[int, int]:
+    """Fill a row with a sample; return the sample's index and its label.
 
     With `source.skip_unreadable`, the next readable sample replaces an unreadable one.
     """
     size = len(source.dataset)
     for step in range(min(size, 100)):
+        found = (index + step) % size
         try:
-            return fill((index + step) % size)
+            return found, fill(found)
         except BadImageError as error:
             if not source.skip_unreadable:
                 raise BadImageError(f"{error}; {REMEDY}") from error

@@ -45,7 +45,8 @@ def batch_of(step: int, mixed: bool) -> Batch:
     images = torch.randn(BATCH, 3, 2, 2, generator=rng)
     labels = torch.randint(0, CLASSES, (BATCH,), generator=rng)
     targets = torch.softmax(torch.randn(BATCH, CLASSES, generator=rng), 1) if mixed else labels
-    return Batch(images, labels, targets, step)
+    samples = torch.tensor([[0, row] for row in range(BATCH)])
+    return Batch(images, labels, targets, step, samples)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +128,7 @@ def test_training_loss() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 5)
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
-    loss, values = train.training_loss(network, images, labels, labels, 0.1)
+    loss, values, _ = train.training_loss(network, images, labels, labels, 0.1)
     logs = network(images).log_softmax(1)
     # A tenth is distributed over all classes.
     expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()
@@ -145,7 +146,7 @@ def test_training_loss_with_mixed_targets() -> None:
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
     onehot = nn.functional.one_hot(labels, 5).float()
     targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
-    loss, values = train.training_loss(network, images, targets, labels, 0.0)
+    loss, values, _ = train.training_loss(network, images, targets, labels, 0.0)
     logs = network(images).log_softmax(1)
     torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
     hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
@@ -156,7 +157,7 @@ def test_training_loss_with_mixed_targets() -> None:
 
 def test_loss_is_computed_in_float32() -> None:
     network = nn.Linear(8, 5).bfloat16()
-    loss, values = train.training_loss(
+    loss, values, _ = train.training_loss(
         network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long(), 0.0
     )
     assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}

@@ -49,7 +49,7 @@ def take_step(state: TrainState) -> None:
     images = torch.randn(8, 3, 16, 16, generator=generator)
     labels = torch.randint(0, 5, (8,), generator=generator)
     network = nn.Sequential(nn.Dropout(0.2), state.model)
-    batch = Batch(images, labels, labels, state.step)
+    batch = Batch(images, labels, labels, state.step, torch.zeros(8, 2, dtype=torch.int64))
     lr = state.optimizer.defaults["lr"]
     train.train_step(
         state, network, train.training_loss, batch, lr=lr, label_smoothing=0.1, clip_norm=5.0
@@ -225,6 +225,7 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
             torch.zeros(16, dtype=torch.int64, device="cuda"),
             torch.full((16, plan.num_classes), 1 / plan.num_classes, device="cuda"),
             0,
+            torch.arange(32, device="cuda").reshape(16, 2),
         )
         meter = Meter(world)
         loss = plan.autocast()(train.training_loss)

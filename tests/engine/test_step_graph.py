@@ -52,7 +52,9 @@ def batch_of(plan: Plan, step: int, *, mixed: bool = False, rows: int = ROWS) ->
     layout = torch.channels_last if plan.channels_last else torch.contiguous_format
     images = images.to(plan.device_type, memory_format=layout)
     labels = labels.to(plan.device_type)
-    return Batch(images, labels, targets.to(plan.device_type) if mixed else labels, step)
+    samples = torch.stack([torch.full((rows,), step), torch.arange(rows)], 1).to(plan.device_type)
+    targets = targets.to(plan.device_type) if mixed else labels
+    return Batch(images, labels, targets, step, samples)
 
 
 def weights(state: TrainState) -> list[str]:
@@ -188,7 +190,8 @@ def test_a_step_that_fails_leaves_no_gradients(where: str) -> None:
         model = torch.nn.Sequential(torch.nn.Flatten(), *layers)
         state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
         labels = torch.arange(3)
-        batch = Batch(torch.ones(3, 3, 2, 2), labels, labels, 0)
+        samples = torch.zeros(3, 2, dtype=torch.int64)
+        batch = Batch(torch.ones(3, 3, 2, 2), labels, labels, 0, samples)
         if fails:
             if where == "backward":  # after the gradients of the second layer
                 hook = layers[0].weight.register_hook(fail)

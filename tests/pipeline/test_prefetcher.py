@@ -483,7 +483,7 @@ NOISE = Noise(num_samples=512, num_classes=CLASSES, size=SIZE)
 
 
 def facts(batch: Batch) -> Tensor:
-    """Checksums of each row's pixels, label and targets, int64 [B, 3], without synchronisation.
+    """Checksums of each row's content, int64 [B, 4], without synchronisation.
 
     All values are integers; those of cutmix's targets are multiples of 1 / SIZE**2. The sum is
     weighted by the position: exact in any order, and different for rows with mixed-up parts.
@@ -491,6 +491,7 @@ def facts(batch: Batch) -> Tensor:
     values = (
         batch.images.flatten(1),
         batch.labels[:, None],
+        batch.samples,
         batch.targets.reshape(len(batch.labels), -1) * SIZE**2,
     )
     rows = [value.to(torch.int64) for value in values]
@@ -507,7 +508,7 @@ def facts_by_hand(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> 
         targets = torch.eye(CLASSES)[labels]
     for transform in build(transforms, BATCH_TRANSFORMS, key="augment.batch"):
         images, targets = transform(images, targets, rng)
-    return facts(Batch(images, labels, targets, step))
+    return facts(Batch(images, labels, targets, step, torch.from_numpy(samples)))
 
 
 def wrong_steps(

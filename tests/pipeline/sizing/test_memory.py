@@ -138,7 +138,7 @@ def test_planned_bytes_of_a_known_case() -> None:
     """Two rings of 256 images of 224 px: 4 batches ready, one in the step, two in progress."""
     planned = plan(cli.load(["data=fake", "loader.prefetch_batches=4"]), workers=0)
     assert planned.slots == 4 + 1 + 2
-    assert planned.buffers == 2 * 7 * 256 * (224 * 224 * 3 + 8)
+    assert planned.buffers == 2 * 7 * 256 * (224 * 224 * 3 + 24)
     assert planned.line().startswith(
         "0.50 GiB of batch buffers (7 slots for each split, not page-locked), "
         "workers about 0.00 GiB; "
