@@ -272,10 +272,15 @@ def report(test: RangeTest, config: Config, out: Path) -> float | str:
     """Write lr_find.json and lr_find.png, print the result and return it.
 
     Raises:
-        OSError: the files cannot be written.
+        UserError: the files cannot be written.
     """
     smooth = smoothed(test)
     found = suggest(test, smooth)
+    best = int(smooth.argmin())
+    end = f"{'diverged' if test.diverged else f'was {smooth[-1]:.3f}'} at {test.lrs[-1]:.2g}"
+    print(f"loss     {smooth[0]:.3f} at first, {smooth[best]:.3f} at {test.lrs[best]:.2g}, {end}")
+    if isinstance(found, float):
+        print(f"try      optim.lr={found:.2g}", flush=True)
     title = f"{config.model.name}, {config.optim.name}, batch {config.loader.batch_size}"
     content = {
         "suggestion": found if isinstance(found, float) else None,
@@ -285,15 +290,15 @@ def report(test: RangeTest, config: Config, out: Path) -> float | str:
         "diverged": test.diverged,
         "config": cli.to_yaml(config),
     }
-    out.mkdir(parents=True, exist_ok=True)
-    checkpoint.write_json(out / "lr_find.json", content)
-    picture(test, smooth, found, title).save(out / "lr_find.png")
-    best = int(smooth.argmin())
-    end = f"{'diverged' if test.diverged else f'was {smooth[-1]:.3f}'} at {test.lrs[-1]:.2g}"
-    print(f"loss     {smooth[0]:.3f} at first, {smooth[best]:.3f} at {test.lrs[best]:.2g}, {end}")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        checkpoint.write_json(out / "lr_find.json", content)
+        picture(test, smooth, found, title).save(out / "lr_find.png")
+    except OSError as error:
+        raise UserError(
+            f"--out {out}: cannot be written: {error.strerror}; give a writable folder"
+        ) from None
     print(f"written  {out / 'lr_find.json'} and lr_find.png")
-    if isinstance(found, float):
-        print(f"try      optim.lr={found:.2g}")
     return found
 
 
@@ -316,9 +321,6 @@ def main() -> int:
         return 2
     except (LoaderError, CheckpointError, TrainingError) as error:
         cli.complain(str(error), "lr_find.py")
-        return 1
-    except OSError as error:
-        cli.complain(f"--out {OPTIONS.out}: cannot be written: {error.strerror}", "lr_find.py")
         return 1
     except KeyboardInterrupt:
         return 130

@@ -254,7 +254,14 @@ def test_another_seed(image_root: Path, tmp_path: Path, short: tuple[Path, dict[
 def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
     folder, summary = short
     names = {p.name for p in folder.iterdir() if not p.name.startswith(".")}
-    texts = {"config.yaml", "overrides.yaml", "metrics.jsonl", "per_class.json", "summary.json"}
+    texts = {
+        "config.yaml",
+        "overrides.yaml",
+        "metrics.jsonl",
+        "per_class.json",
+        "summary.json",
+        "suspects.csv",
+    }
     assert names == texts | {"checkpoints", "tensorboard"}
     assert json.loads((folder / "summary.json").read_text()) == summary
 

@@ -83,6 +83,14 @@ def test_mistakes(
     assert not list(tmp_path.iterdir())
 
 
+def test_unwritable_folder(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """The result is on the console all the same."""
+    command = arguments(image_root, "--steps", "20", "--out", "/proc/lr_find")
+    done = ranks.run(command, 1, cwd=tmp_path)
+    assert done.returncode == 2 and "loss     " in done.stdout
+    assert done.stderr.startswith("lr_find.py: --out /proc/lr_find: cannot be written")
+
+
 def test_the_learning_rate_rises_exponentially() -> None:
     curve = Rise(Schedule("constant"), 10.0, 0, 5, 1.0, 0.001)
     assert [curve.at(step) for step in range(5)] == pytest.approx([1e-3, 1e-2, 0.1, 1, 10])
