@@ -33,11 +33,15 @@ _OVERRIDES = {
     "schedule.step_epochs={}": "lr-step-size decay-epochs",
     "schedule.step_gamma={}": "gamma lr-gamma decay-rate",
     "schedule.warmup_epochs={}": "lr-warmup-epochs warmup",
+    "train.accumulate={}": (
+        "accum-iter grad-accum grad-accum-steps accumulate-grad-batches gradient-accumulation-steps"
+    ),
     "train.device=cpu": "no-cuda no-accel cpu",
     "train.ema_decay={}": "model-ema-decay ema",
     "train.ema_decay=0.9999": "model-ema",
     "train.epochs={}": "max-epochs num-epochs",
     "train.label_smoothing={}": "smoothing",
+    "train.loss=bce": "bce-loss",
     "train.max_steps={}": "steps max-iters",
     "train.precision=bf16": "amp bf16 fp16 mixed-precision",
     "train.seed={}": "random-seed",
@@ -49,9 +53,6 @@ _SENTENCES = {
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "there is no evaluation mode yet: a run always validates at its end": (
         "e eval evaluate test-only validate"
-    ),
-    "there is no gradient accumulation; lower loader.batch_size, and optim.lr in proportion": (
-        "accum-iter grad-accum grad-accum-steps accumulate-grad-batches"
     ),
     "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs": (
         "devices dist dist-backend dist-url distributed gpus local-rank "

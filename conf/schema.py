@@ -434,6 +434,32 @@ class Train:
     device: str = key(
         "auto", SPEED, "auto is cuda if there is a GPU, else cpu", one_of("auto", "cpu", "cuda")
     )
+    accumulate: int = key(
+        1,
+        RESULT | SPEED,
+        "micro-batches per optimiser step, to save GPU memory: each rank splits its share of "
+        "loader.batch_size into this many equal parts. optim.lr, the schedule and the metrics keep "
+        "their meaning: they are those of the whole batch. The gradient is that of the whole "
+        "batch up to rounding, except that BatchNorm normalises with the statistics of a "
+        "micro-batch",
+        COUNT,
+    )
+    loss: str = key(
+        "cross_entropy",
+        RESULT | SPEED,
+        "loss of training: cross_entropy, or bce, the binary cross-entropy of every class (mean "
+        "over classes and images, as timm's --bce-loss); validation always measures the "
+        "cross-entropy",
+        one_of("cross_entropy", "bce"),
+    )
+    bce_threshold: float | None = key(
+        None,
+        RESULT | SPEED,
+        "bce: targets above this, after smoothing and mixing, become 1 and others 0; null keeps "
+        "them",
+        number(0, 1, below=True, optional=True),
+        when={"train.loss": ("bce",)},
+    )
     label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
     ema_decay: float | None = key(
         None,

@@ -164,6 +164,9 @@ class Plan:
         steps = f"{self.stop_step:,} of {self.batch_size} images"
         if self.world_size > 1:
             steps += f" ({self.batch_size // self.world_size} on each of {self.world_size} ranks)"
+        if train.accumulate > 1:
+            part = self.batch_size // self.world_size // train.accumulate
+            steps += f" in {train.accumulate} micro-batches of {part}"
         steps += f", {self.steps_per_epoch:,.1f} per epoch"
         if self.stop_step < self.schedule_steps:
             steps += f"; stops early: {train.epochs:g} epochs are {self.schedule_steps:,} steps"
@@ -207,6 +210,7 @@ def make_plan(
     images = len(datasets.train)
     size = config.loader.batch_size
     check_batch(size, images, world.size)
+    check_accumulate(config.train.accumulate, size, world.size)
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     check_profile(config.profile.steps, stop_step)
@@ -332,6 +336,23 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
         raise UserError(
             f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
             f"{world_size} ranks"
+        )
+
+
+def check_accumulate(accumulate: int, batch_size: int, world_size: int) -> None:
+    """Refuse micro-batches of different sizes.
+
+    Raises:
+        UserError: train.accumulate does not divide the batch of a rank.
+    """
+    share = batch_size // world_size
+    if share % accumulate:
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        nearest = min(divisors, key=lambda n: (abs(n - accumulate), -n))
+        raise UserError(
+            f"train.accumulate={accumulate}: does not divide the batch of a rank into equal "
+            f"parts ({share} images: loader.batch_size={batch_size} on {world_size} rank(s)); "
+            f"give {nearest}"
         )
 
 

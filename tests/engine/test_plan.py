@@ -14,6 +14,7 @@ from engine.distributed import World, join_world
 from engine.optim import Curve
 from engine.plan import (
     Plan,
+    check_accumulate,
     check_batch,
     choose_compile,
     choose_precision,
@@ -326,6 +327,20 @@ def test_invalid_batch_sizes() -> None:
         match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks",
     ):
         check_batch(12, 100, 5)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "batch", "ranks", "nearest"),
+    [(3, 256, 1, 4), (7, 96, 2, 8), (1000, 64, 1, 64), (5, 12, 1, 6), (2, 7, 1, 1)],
+)
+def test_micro_batches_of_different_sizes_are_refused(
+    accumulate: int, batch: int, ranks: int, nearest: int
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"^train\.accumulate={accumulate}: .*batch_size={batch} .*give {nearest}$"
+    ):
+        check_accumulate(accumulate, batch, ranks)
+    check_accumulate(nearest, batch, ranks)
 
 
 def test_lines() -> None:
