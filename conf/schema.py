@@ -349,22 +349,22 @@ class Optim:
         number(0, above=True),
     )
     momentum: float = key(
-        0.9, RESULT | SPEED, "sgd: momentum", number(0, 1), when=all_but("optim", "adamw")
+        0.9, RESULT | SPEED, "sgd: momentum", number(0, 1), when=all_but("optim", "adamw", "lamb")
     )
     nesterov: bool = key(
-        False, RESULT | SPEED, "sgd: Nesterov momentum", when=all_but("optim", "adamw")
+        False, RESULT | SPEED, "sgd: Nesterov momentum", when=all_but("optim", "adamw", "lamb")
     )
     betas: list[float] = key(
         [0.9, 0.999],
         RESULT,
-        "adamw: decay rates of the two moments",
+        "adamw, lamb: decay rates of the two moments",
         each(number(0, 1, below=True), count=2),
         when=all_but("optim", "sgd"),
     )
     eps: float = key(
         1e-8,
         RESULT,
-        "adamw: term added to the denominator",
+        "adamw, lamb: term added to the denominator",
         number(0, above=True),
         when=all_but("optim", "sgd"),
     )

@@ -279,6 +279,7 @@ def test_never_raises_without_a_gpu(tmp_path: Path) -> None:
         ("sgd", 0.0, None, 2),
         ("adamw", 0.9, None, 4),
         ("adamw", 0.9, 0.99, 5),
+        ("lamb", 0.9, None, 4),
     ],
 )
 def test_fixed_bytes(name: str, momentum: float, ema: float | None, copies: int) -> None:

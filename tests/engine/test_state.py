@@ -28,6 +28,7 @@ LOSS = partial(train.training_loss, criterion=partial(cross_entropy, label_smoot
 OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
     "adamw": Optim(name="adamw", lr=1e-3, weight_decay=0.1),
+    "lamb": Optim(name="lamb", lr=1e-2, weight_decay=0.1, decay_norms=False),
 }
 
 

@@ -67,6 +67,7 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny"]),
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         (False, ["model=resnet_tiny", "optim=adamw", "train.ema_decay=0.9"]),
+        (False, ["model=resnet_tiny", "optim=lamb", "train.ema_decay=0.9"]),
         (True, ["model.name=efficientnet_b0", "train.accumulate=4"]),
         (False, ["model=resnet_tiny", "model.compile=default", "train.accumulate=4"]),
         (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
@@ -77,6 +78,7 @@ def weights(state: TrainState) -> list[str]:
         "sgd",
         "mixed, average, clipping",
         "adamw",
+        "lamb",
         "micro-batches",
         "compiled micro-batches",
         "dropout",
