@@ -215,6 +215,14 @@ class Data:
         "standard deviation to divide each channel by",
         each(number(0, above=True), count=3),
     )
+    repeats: int = key(
+        1,
+        RESULT | SPEED,
+        "repeated augmentation: an epoch has as many samples, but uses 1 / repeats of the images, "
+        "each this many times with different augmentations, as timm's --aug-repeats and "
+        "torchvision's --ra-reps",
+        number(1, 100),
+    )
     fake_images: int = key(
         1_281_167,
         RESULT | SPEED,

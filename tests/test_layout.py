@@ -199,6 +199,7 @@ def test_the_keys() -> None:
         "data.on_error",
         "data.mean",
         "data.std",
+        "data.repeats",
         "data.fake_images",
         "data.fake_classes",
         "loader.batch_size",
