@@ -358,9 +358,12 @@ def build_state(plan: Plan, world: World) -> TrainState:
         num_classes=plan.num_classes,
         image_size=plan.image_size,
         pretrained=weights == "pretrained",
+        args=config.model.args,
     )
     if weights not in (None, "pretrained"):
         models.load_weights(model, Path(str(weights)))
+    if config.model.sync_bn and world.size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -19,6 +19,7 @@ _OVERRIDES = {
     "loader.batch_size={}": "b bs batch",
     "loader.workers={}": "j num-workers n-workers",
     "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
+    "model.args={drop_path_rate: {}}": "drop-path",
     "model.compile=default": "torchcompile",
     "model.name={}": "a arch architecture backbone model",
     "model.weights={}": "initial-checkpoint finetune",

@@ -136,6 +136,11 @@ def named(value: Any) -> str | None:
     return None if good else "a name without slashes, or null"
 
 
+def mapping(value: Any) -> str | None:
+    good = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return None if good else "names and values in braces, such as {drop_path_rate: 0.1}"
+
+
 def split_name(path: str) -> str | None:
     """A split's folder in the name of a run: its normalised name, or a hash of an absolute path."""
     return path_hash(path) if os.path.isabs(path) else os.path.normpath(path)
@@ -327,6 +332,19 @@ class Model:
         RESULT,
         "initial weights: a file with a state_dict or a checkpoint, or `pretrained`",
         alike=lambda weights: weights if weights == "pretrained" else path_hash(weights),
+    )
+    args: dict[str, Any] = key(
+        {},
+        RESULT | SPEED,
+        "further arguments of the model by its library's names: {drop_path_rate: 0.1} for timm's "
+        "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's, "
+        "{zero_init_residual: true} for ResNets",
+        mapping,
+    )
+    sync_bn: bool = key(
+        False,
+        RESULT | SPEED,
+        "BatchNorm normalises with the statistics of all ranks (SyncBatchNorm; on GPUs)",
     )
     channels_last: Any = key(
         "auto", SPEED, "memory format NHWC: auto is true for convnets on a GPU", AUTO_BOOL
@@ -648,5 +666,7 @@ def show(value: Any) -> str:
     """Format a value as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {show(inner)}' for name, inner in value.items())}}}"
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     return str(int(value)) if whole else str(value)

@@ -209,6 +209,7 @@ def make_plan(
     """
     images = len(datasets.train)
     size = config.loader.batch_size
+    check_sync_bn(config.model.sync_bn, world)
     check_batch(size, images, world.size)
     check_accumulate(config.train.accumulate, size, world.size)
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
@@ -219,7 +220,10 @@ def make_plan(
     train_size = datasets.train_size
     with torch.device("meta"):
         model = models.build(
-            config.model.name, num_classes=len(datasets.classes), image_size=train_size
+            config.model.name,
+            num_classes=len(datasets.classes),
+            image_size=train_size,
+            args=config.model.args,
         )
     flops = count_flops(model, train_size)
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
@@ -336,6 +340,18 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
         raise UserError(
             f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
             f"{world_size} ranks"
+        )
+
+
+def check_sync_bn(sync_bn: bool, world: World) -> None:
+    """Refuse SyncBatchNorm on CPUs, where torch does not have it.
+
+    Raises:
+        UserError: several ranks train on the CPU.
+    """
+    if sync_bn and world.size > 1 and world.device.type == "cpu":
+        raise UserError(
+            "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
         )
 
 

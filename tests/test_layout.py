@@ -216,6 +216,8 @@ def test_the_keys() -> None:
         "augment.batch",
         "model.name",
         "model.weights",
+        "model.args",
+        "model.sync_bn",
         "model.channels_last",
         "model.compile",
         "optim.name",

@@ -16,6 +16,7 @@ from engine.plan import (
     Plan,
     check_accumulate,
     check_batch,
+    check_sync_bn,
     choose_compile,
     choose_precision,
     count_flops,
@@ -341,6 +342,15 @@ def test_micro_batches_of_different_sizes_are_refused(
     ):
         check_accumulate(accumulate, batch, ranks)
     check_accumulate(nearest, batch, ranks)
+
+
+def test_sync_bn_on_cpus_is_refused() -> None:
+    cpu = World(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
+        check_sync_bn(True, cpu)
+    check_sync_bn(False, cpu)
+    check_sync_bn(True, dataclasses.replace(cpu, size=1))
+    check_sync_bn(True, dataclasses.replace(cpu, device=torch.device("cuda")))
 
 
 def test_lines() -> None:
