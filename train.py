@@ -148,7 +148,8 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     """Return the function that trains on one batch: `train_step` with a compiled loss and DDP."""
     config = plan.config
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
-    criterion = build_criterion(config.train)
+    weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
+    criterion = build_criterion(config.train, weights)
     loss = partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion)
     on_gpu = world.device.type == "cuda"
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.

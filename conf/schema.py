@@ -486,6 +486,14 @@ class Train:
         number(0, 1, below=True, optional=True),
         when={"train.loss": ("bce",)},
     )
+    class_weights: str | None = key(
+        None,
+        RESULT | SPEED,
+        "balanced multiplies the loss of an image by images / (classes * images of its class), for "
+        "classes of different sizes; null: all images count alike",
+        lambda value: None if value in (None, "balanced") else "balanced or null",
+        when={"train.loss": ("cross_entropy",)},
+    )
     label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
     ema_decay: float | None = key(
         None,

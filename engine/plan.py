@@ -14,6 +14,7 @@ import models
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
 from engine.distributed import World
 from engine.ledger import peak_rate
+from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, state_bytes
 from engine.state import MovingAverage, TrainState
@@ -70,6 +71,7 @@ class Plan:
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         activation_bytes: memory that one image takes in the model for the backward pass.
         state_bytes: memory of the training state, and about the size of a checkpoint.
+        class_weights: weight of each class in the loss; empty if all count alike.
         notes: what the user should know about these choices, one line each.
     """
 
@@ -95,6 +97,7 @@ class Plan:
     activation_bytes: int
     state_bytes: int
     compile_reason: str = ""
+    class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -278,6 +281,9 @@ def make_plan(
         flops_per_image=flops,
         activation_bytes=activation_bytes(model, train_size, dtype),
         state_bytes=held,
+        class_weights=balanced(datasets.train.class_counts(len(datasets.classes)))
+        if config.train.class_weights == "balanced"
+        else (),
         notes=(
             *config.notes,
             *precision_note(config.train.precision, world.device),

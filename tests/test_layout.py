@@ -243,6 +243,7 @@ def test_the_keys() -> None:
         "train.accumulate",
         "train.loss",
         "train.bce_threshold",
+        "train.class_weights",
         "train.label_smoothing",
         "train.ema_decay",
         "train.validate_every_epochs",

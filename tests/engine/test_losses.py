@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from conf.schema import Train
-from engine.losses import LOSSES, build_criterion
+from engine.losses import LOSSES, balanced, build_criterion
 from tests.libraries import timm_module
 
 CLASSES, COUNT = 7, 12
@@ -42,6 +42,27 @@ def test_the_loss_of_a_batch_is_the_mean_of_its_halves(name: str) -> None:
             criterion(*pair) for pair in zip(logits().chunk(2), targets.chunk(2), strict=True)
         ]
         torch.testing.assert_close(criterion(logits(), targets), torch.stack(halves).mean())
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    """compute_class_weight("balanced", classes=[0, 1, 2], y=[0] * 6 + [1] * 3 + [2])."""
+    assert balanced([6, 3, 1]) == pytest.approx([10 / 18, 10 / 9, 10 / 3])
+    assert sum(w * n for w, n in zip(balanced([6, 3, 1]), [6, 3, 1], strict=True)) == 10
+    assert balanced([5, 5]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_torchs(smoothing: float) -> None:
+    """But for the divisor: the number of images, so that halves of a batch have their mean."""
+    weights = torch.linspace(0.5, 2, CLASSES)
+    criterion = build_criterion(Train(label_smoothing=smoothing), weights)
+    theirs = torch.nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing, reduction="sum")
+    for targets in (labels(), mixed()):
+        expected = theirs(logits(), targets) / COUNT
+        torch.testing.assert_close(criterion(logits(), targets), expected)
+        pairs = zip(logits().chunk(2), targets.chunk(2), strict=True)
+        halves = torch.stack([criterion(*pair) for pair in pairs])
+        torch.testing.assert_close(criterion(logits(), targets), halves.mean())
 
 
 def test_bce_by_its_formula() -> None:

@@ -344,6 +344,24 @@ def test_micro_batches_of_different_sizes_are_refused(
     check_accumulate(nearest, batch, ranks)
 
 
+def test_class_weights_follow_from_the_images() -> None:
+    options = [
+        "data=fake",
+        "data.fake_images=25",  # three images of the first five classes, two of the others
+        "data.fake_classes=10",
+        "data.image_size=32",
+        "loader.batch_size=5",
+        "model=resnet_tiny",
+    ]
+    with join_world("cpu") as world:
+        plans = []
+        for more in ([], ["train.class_weights=balanced"]):
+            given = cli.load([*options, *more])
+            plans.append(make_plan(given, build_datasets(given), world))
+    assert plans[0].class_weights == ()
+    assert plans[1].class_weights == pytest.approx([25 / 30] * 5 + [25 / 20] * 5)
+
+
 def test_sync_bn_on_cpus_is_refused() -> None:
     cpu = World(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
