@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,8 +40,9 @@ from torch import Tensor, nn
 import models
 from conf.schema import DATA_FOLDERS, Config, UserError, config_values
 from engine.checkpoint import CheckpointError
-from engine.distributed import StopSignal, World, join_world, same_on_all_ranks
+from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
 from engine.evaluate import hits, sums
+from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.out_of_memory import explain_out_of_memory
 from engine.plan import Plan, make_plan, tuning_question
@@ -112,6 +114,7 @@ def train(config: Config) -> dict[str, Any]:
                 world,
                 folder=run.path,
                 batch_size=plan.batch_size,
+                accumulate=config.train.accumulate,
                 image_bytes=plan.activation_bytes,
             )
         )
@@ -146,7 +149,9 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     """Return the function that trains on one batch: `train_step` with a compiled loss and DDP."""
     config = plan.config
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
-    loss = plan.autocast()(compiled(training_loss, plan.compile))
+    weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
+    criterion = build_criterion(config.train, weights)
+    loss = partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion)
     on_gpu = world.device.type == "cuda"
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=world.device)
@@ -162,8 +167,8 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
             loss,
             batch,
             lr=lr,
-            label_smoothing=config.train.label_smoothing,
             clip_norm=config.optim.clip_norm,
+            accumulate=config.train.accumulate,
         )
 
     return StepGraph(
@@ -181,16 +186,18 @@ def train_step(
     batch: Batch,
     *,
     lr: float | Tensor,
-    label_smoothing: float = 0.0,
     clip_norm: float | None = None,
+    accumulate: int = 1,
 ) -> Values:
     """Forward, loss, backward, clip, update, average. Nothing here waits for the device.
 
     Args:
         network: the model, or DDP around it.
         loss: `training_loss`, or its compiled form.
-        lr: learning rate, a number or float [] on the device.
+        lr: learning rate of the optimiser step, a number or float [] on the device.
         clip_norm: maximum global gradient norm; None disables clipping.
+        accumulate: number of micro-batches, whose gradients are averaged. Only the last backward
+            pass exchanges gradients between ranks.
 
     Returns:
         Named values to log, "loss" among them. Return one more, and it appears on the console, in
@@ -198,11 +205,15 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr
-    mean_loss, values, each = loss(
-        network, batch.images, batch.targets, batch.labels, label_smoothing
-    )
+    logged: list[Values] = []
     try:
-        mean_loss.backward()
+        for part in batch.split(accumulate):
+            with without_sync(network, unless=len(logged) == accumulate - 1):
+                mean_loss, values, each = loss(network, part.images, part.targets, part.labels)
+                (mean_loss / accumulate).backward()
+            logged.append({"loss": mean_loss.detach(), **values})
+            if state.losses is not None:
+                state.losses.add(part.samples, each)
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
         state.optimizer.step()
@@ -212,13 +223,15 @@ def train_step(
         state.optimizer.zero_grad(set_to_none=True)
     if state.ema is not None:
         state.ema.update_parameters(state.model)
-    if state.losses is not None:
-        state.losses.add(batch.samples, each)
-    return {"loss": mean_loss.detach(), **values}
+    return {name: torch.stack([part[name] for part in logged]).mean() for name in logged[0]}
 
 
 def training_loss(
-    network: nn.Module, images: Tensor, targets: Tensor, labels: Tensor, label_smoothing: float
+    network: nn.Module,
+    images: Tensor,
+    targets: Tensor,
+    labels: Tensor,
+    criterion: Criterion = nn.functional.cross_entropy,
 ) -> tuple[Tensor, Values, Tensor]:
     """Forward pass and loss: the region that is compiled.
 
@@ -226,13 +239,14 @@ def training_loss(
         images: float [B, 3, S, S].
         targets: int64 [B], or float [B, classes] after mixup or cutmix.
         labels: int64 [B], against which top1 and top5 are counted.
+        criterion: the mean loss of float32 [B, classes] logits; see engine/losses.py.
 
     Returns:
         The mean loss, float32 []; named values to log, float32 [], means over the batch; and
         int32 [B, 3], see `image_losses`, from which suspects.csv is made.
     """
     logits = network(images).float()
-    loss = nn.functional.cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    loss = criterion(logits, targets)
     top1, top5 = hits(logits, labels)
     values = {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
     return loss, values, image_losses(logits, targets, labels)
@@ -350,9 +364,12 @@ def build_state(plan: Plan, world: World) -> TrainState:
         num_classes=plan.num_classes,
         image_size=plan.image_size,
         pretrained=weights == "pretrained",
+        args=config.model.args,
     )
     if weights not in (None, "pretrained"):
         models.load_weights(model, Path(str(weights)))
+    if config.model.sync_bn and world.size > 1:
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -363,7 +380,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
     losses = SampleLosses(
         plan.train_images,
         plan.num_classes,
-        first_epoch=int(config.train.epochs / 2),
+        first_epoch=int(config.train.epochs / 2) * config.data.repeats,  # as the sampler counts
         device=world.device,
     )
     return TrainState(model, build_optimizer(model, config.optim), ema, losses)

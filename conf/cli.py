@@ -8,7 +8,6 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import MISSING
 from typing import NoReturn
 
 from conf import hints
@@ -98,7 +97,7 @@ def help_text(script: str, purpose: str) -> str:
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]
     for name, f, value in walk(Config()):
-        default = show(value) if f.default is not MISSING or value else "[]"
+        default = show(value)
         mark = "*" if f.metadata["affects"] & RESULT else " "
         lines.append(f"{mark} {name + '=' + default:<42} {f.metadata['sentence']}")
     lines += ["", "--cfg job prints the composed config and exits; --help prints this text."]

@@ -52,7 +52,7 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
         for group, choice in groups.items():
             _choose(tree, group, choice)
         for override in keys:
-            OmegaConf.update(tree, override.key_or_group, override.value(), merge=True)
+            OmegaConf.update(tree, override.key_or_group, override.value(), merge=False)
         if tree.run.name is None:
             tree.run.name = run_name(recipe, planned, tree)
         config = OmegaConf.to_object(tree)

@@ -13,10 +13,13 @@ _OVERRIDES = {
     "checkpoint.resume={}": "resume-from resume-path ckpt-path load",
     "data=fake": "dummy",
     "data.image_size={}": "img-size imgsz input-size crop-size train-crop-size resolution",
+    "data.repeats={}": "aug-repeats ra-reps",
+    "data.repeats=3": "ra-sampler",
     "data.root={}": "data data-dir data-path data-root dataset-dir dataset-path",
     "loader.batch_size={}": "b bs batch",
     "loader.workers={}": "j num-workers n-workers",
     "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
+    "model.args={drop_path_rate: {}}": "drop-path",
     "model.compile=default": "torchcompile",
     "model.name={}": "a arch architecture backbone model",
     "model.weights={}": "initial-checkpoint finetune",
@@ -33,11 +36,15 @@ _OVERRIDES = {
     "schedule.step_epochs={}": "lr-step-size decay-epochs",
     "schedule.step_gamma={}": "gamma lr-gamma decay-rate",
     "schedule.warmup_epochs={}": "lr-warmup-epochs warmup",
+    "train.accumulate={}": (
+        "accum-iter grad-accum grad-accum-steps accumulate-grad-batches gradient-accumulation-steps"
+    ),
     "train.device=cpu": "no-cuda no-accel cpu",
     "train.ema_decay={}": "model-ema-decay ema",
     "train.ema_decay=0.9999": "model-ema",
     "train.epochs={}": "max-epochs num-epochs",
     "train.label_smoothing={}": "smoothing",
+    "train.loss=bce": "bce-loss",
     "train.max_steps={}": "steps max-iters",
     "train.precision=bf16": "amp bf16 fp16 mixed-precision",
     "train.seed={}": "random-seed",
@@ -49,9 +56,6 @@ _SENTENCES = {
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end": (
         "e eval evaluate test-only validate"
-    ),
-    "there is no gradient accumulation; lower loader.batch_size, and optim.lr in proportion": (
-        "accum-iter grad-accum grad-accum-steps accumulate-grad-batches"
     ),
     "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs": (
         "devices dist dist-backend dist-url distributed gpus local-rank "

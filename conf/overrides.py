@@ -131,6 +131,9 @@ def _refuse_unknown(override: Override, typed: str) -> None:
         raise UserError(
             f"{typed}: Hydra's own settings are not used here; run.dir= sets the run's folder"
         )
+    parent, _, inner = name.rpartition(".")
+    if parent in KEYS and get_origin(FIELDS[parent].type) is dict:
+        raise UserError(f"{typed}: write {parent}={{{inner}: {show(override.value())}}}")
     section = [key for key in KEYS if key.startswith(f"{name}.")]
     if section:
         raise UserError(f"{typed}: {name} is a group of keys: {', '.join(section)}")

@@ -136,6 +136,11 @@ def named(value: Any) -> str | None:
     return None if good else "a name without slashes, or null"
 
 
+def mapping(value: Any) -> str | None:
+    good = isinstance(value, dict) and all(isinstance(name, str) for name in value)
+    return None if good else "names and values in braces, such as {drop_path_rate: 0.1}"
+
+
 def split_name(path: str) -> str | None:
     """A split's folder in the name of a run: its normalised name, or a hash of an absolute path."""
     return path_hash(path) if os.path.isabs(path) else os.path.normpath(path)
@@ -214,6 +219,14 @@ class Data:
         RESULT,
         "standard deviation to divide each channel by",
         each(number(0, above=True), count=3),
+    )
+    repeats: int = key(
+        1,
+        RESULT | SPEED,
+        "repeated augmentation: an epoch has as many samples, but uses 1 / repeats of the images, "
+        "each this many times with different augmentations, as timm's --aug-repeats and "
+        "torchvision's --ra-reps",
+        number(1, 100),
     )
     fake_images: int = key(
         1_281_167,
@@ -320,6 +333,19 @@ class Model:
         "initial weights: a file with a state_dict or a checkpoint, or `pretrained`",
         alike=lambda weights: weights if weights == "pretrained" else path_hash(weights),
     )
+    args: dict[str, Any] = key(
+        {},
+        RESULT | SPEED,
+        "further arguments of the model by its library's names: {drop_path_rate: 0.1} for timm's "
+        "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's, "
+        "{zero_init_residual: true} for ResNets",
+        mapping,
+    )
+    sync_bn: bool = key(
+        False,
+        RESULT | SPEED,
+        "BatchNorm normalises with the statistics of all ranks (SyncBatchNorm; on GPUs)",
+    )
     channels_last: Any = key(
         "auto", SPEED, "memory format NHWC: auto is true for convnets on a GPU", AUTO_BOOL
     )
@@ -349,22 +375,22 @@ class Optim:
         number(0, above=True),
     )
     momentum: float = key(
-        0.9, RESULT | SPEED, "sgd: momentum", number(0, 1), when=all_but("optim", "adamw")
+        0.9, RESULT | SPEED, "sgd: momentum", number(0, 1), when=all_but("optim", "adamw", "lamb")
     )
     nesterov: bool = key(
-        False, RESULT | SPEED, "sgd: Nesterov momentum", when=all_but("optim", "adamw")
+        False, RESULT | SPEED, "sgd: Nesterov momentum", when=all_but("optim", "adamw", "lamb")
     )
     betas: list[float] = key(
         [0.9, 0.999],
         RESULT,
-        "adamw: decay rates of the two moments",
+        "adamw, lamb: decay rates of the two moments",
         each(number(0, 1, below=True), count=2),
         when=all_but("optim", "sgd"),
     )
     eps: float = key(
         1e-8,
         RESULT,
-        "adamw: term added to the denominator",
+        "adamw, lamb: term added to the denominator",
         number(0, above=True),
         when=all_but("optim", "sgd"),
     )
@@ -433,6 +459,40 @@ class Train:
     deterministic: bool = key(False, SPEED, "make runs on a GPU bitwise reproducible; slower")
     device: str = key(
         "auto", SPEED, "auto is cuda if there is a GPU, else cpu", one_of("auto", "cpu", "cuda")
+    )
+    accumulate: int = key(
+        1,
+        RESULT | SPEED,
+        "micro-batches per optimiser step, to save GPU memory: each rank splits its share of "
+        "loader.batch_size into this many equal parts. optim.lr, the schedule and the metrics keep "
+        "their meaning: they are those of the whole batch. The gradient is that of the whole "
+        "batch up to rounding, except that BatchNorm normalises with the statistics of a "
+        "micro-batch",
+        COUNT,
+    )
+    loss: str = key(
+        "cross_entropy",
+        RESULT | SPEED,
+        "loss of training: cross_entropy, or bce, the binary cross-entropy of every class (mean "
+        "over classes and images, as timm's --bce-loss); validation always measures the "
+        "cross-entropy",
+        one_of("cross_entropy", "bce"),
+    )
+    bce_threshold: float | None = key(
+        None,
+        RESULT | SPEED,
+        "bce: targets above this, after smoothing and mixing, become 1 and others 0; null keeps "
+        "them",
+        number(0, 1, below=True, optional=True),
+        when={"train.loss": ("bce",)},
+    )
+    class_weights: str | None = key(
+        None,
+        RESULT | SPEED,
+        "balanced multiplies the loss of an image by images / (classes * images of its class), for "
+        "classes of different sizes; null: all images count alike",
+        lambda value: None if value in (None, "balanced") else "balanced or null",
+        when={"train.loss": ("cross_entropy",)},
     )
     label_smoothing: float = key(0.0, RESULT | SPEED, "label smoothing", number(0, 1))
     ema_decay: float | None = key(
@@ -614,5 +674,7 @@ def show(value: Any) -> str:
     """Format a value as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{name}: {show(inner)}' for name, inner in value.items())}}}"
     whole = isinstance(value, float) and value.is_integer() and abs(value) < 1e15
     return str(int(value)) if whole else str(value)

@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, TypeVar, cast
@@ -115,6 +115,18 @@ class World:
         network(example.to(self.device)).sum().backward()
         network.zero_grad(set_to_none=True)
         return network.train()
+
+
+def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[None]:
+    """Keep DDP from averaging gradients in the backward passes of the `with` block.
+
+    Args:
+        network: the model, or DDP around it.
+        unless: average as usual.
+    """
+    if unless or not isinstance(network, nn.parallel.DistributedDataParallel):
+        return nullcontext()
+    return network.no_sync()
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import Optim, Schedule
+from engine.lamb import Lamb
 
 Groups = list[dict[str, Any]]
 
@@ -46,9 +47,14 @@ def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
     )
 
 
+def lamb(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
+    return Lamb(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), eps=config.eps)
+
+
 OPTIMIZERS: dict[str, Callable[[Groups, Optim, bool], torch.optim.Optimizer]] = {
     "sgd": sgd,
     "adamw": adamw,
+    "lamb": lamb,
 }
 
 

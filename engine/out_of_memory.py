@@ -1,4 +1,4 @@
-"""The message for a full GPU: a batch size that should fit, and a snapshot of the allocator."""
+"""The message for a full GPU: micro-batches that should fit, and a snapshot of the allocator."""
 
 import os
 import re
@@ -20,13 +20,20 @@ USABLE = 0.9  # share of the memory: blocks leave gaps, and libraries need some 
 
 @contextmanager
 def explain_out_of_memory(
-    state: TrainState, world: World, *, folder: Path, batch_size: int, image_bytes: int
+    state: TrainState,
+    world: World,
+    *,
+    folder: Path,
+    batch_size: int,
+    accumulate: int,
+    image_bytes: int,
 ) -> Iterator[None]:
-    """Replace CUDA's out-of-memory error by one line that names a batch size that should fit.
+    """Replace CUDA's out-of-memory error by one line that names micro-batches that should fit.
 
     Args:
         folder: for the snapshot of the allocator.
         batch_size: the global batch.
+        accumulate: micro-batches per optimiser step.
         image_bytes: memory of one image in the model, see `activation_bytes`.
 
     Raises:
@@ -41,6 +48,7 @@ def explain_out_of_memory(
                 world,
                 folder=folder,
                 batch_size=batch_size,
+                accumulate=accumulate,
                 static_bytes=fixed_bytes(state),
                 image_bytes=image_bytes,
             )
@@ -111,10 +119,11 @@ def explain_oom(
     *,
     folder: Path | None,
     batch_size: int,
+    accumulate: int = 1,
     static_bytes: int = 0,
     image_bytes: int = 0,
 ) -> str:
-    """Explain a torch.cuda.OutOfMemoryError in one line, with a batch size that should fit.
+    """Explain a torch.cuda.OutOfMemoryError in one line, with micro-batches that should fit.
 
     Call it in the `except` block: it allocates no GPU memory, does not synchronise, and never
     raises.
@@ -123,15 +132,16 @@ def explain_oom(
         folder: for `oom-rank<rank>.pickle`, a snapshot for https://pytorch.org/memory_viz; None
             writes no file.
         batch_size: the global batch that did not fit.
+        accumulate: micro-batches per optimiser step.
         static_bytes: memory in use for any batch size, see `fixed_bytes`.
         image_bytes: memory of one image, see `activation_bytes`; 0 if not known.
     """
     try:
-        message = _diagnosis(error, world, batch_size, static_bytes, image_bytes)
+        message = _diagnosis(error, world, batch_size, accumulate, static_bytes, image_bytes)
     except Exception:
         message = (
             f"loader.batch_size={batch_size}: out of memory on {world.device} "
-            f"({_first_line(error)}); try a smaller batch"
+            f"({_first_line(error)}); try a higher train.accumulate or a smaller batch"
         )
     if folder is None:
         return message
@@ -148,7 +158,7 @@ class Fit:
 
     Attributes:
         image: memory of one image, bytes.
-        batch: the largest batch per rank that should fit; 0 if not even 8 images do.
+        batch: the most images that should fit a rank's GPU at a time; 0 if not even 8 do.
         known: False if an image takes more than `image`; `batch` is then a guess.
     """
 
@@ -180,7 +190,7 @@ def estimate(
         available: memory that the allocator can use, bytes.
         static: memory that does not grow with the batch, bytes.
         expected: memory of one image, bytes; 0 if not known.
-        images: batch size per rank of the step that failed.
+        images: images of the batch or micro-batch per rank that failed.
         forward_done: whether the forward pass was complete.
     """
     static = min(static, peak)
@@ -193,7 +203,12 @@ def estimate(
 
 
 def _diagnosis(
-    error: BaseException, world: World, batch_size: int, static_bytes: int, image_bytes: int
+    error: BaseException,
+    world: World,
+    batch_size: int,
+    accumulate: int,
+    static_bytes: int,
+    image_bytes: int,
 ) -> str:
     device = world.device
     stats = torch.cuda.memory_stats(device)
@@ -207,19 +222,9 @@ def _diagnosis(
         available=min(free + reserved, allowed),
         static=static_bytes,
         expected=image_bytes,
-        images=batch_size // world.size,
+        images=batch_size // world.size // accumulate,
         forward_done=_forward_done(error),
     )
-    batch = fit.batch * world.size
-    if not batch:
-        remedy = (
-            f"even a batch of {8 * world.size} may not fit: use a smaller model.name or "
-            "data.image_size"
-        )
-    elif fit.known:
-        remedy = f"loader.batch_size={batch} should fit"
-    else:
-        remedy = f"try loader.batch_size={batch}"
     others = total - free - reserved
     elsewhere = (
         f", {others / GIB:.1f} GiB in use outside this process's allocator"
@@ -230,8 +235,22 @@ def _diagnosis(
         f"loader.batch_size={batch_size}: out of memory on {device} ({wanted / GIB:.2f} GiB "
         f"requested, {free / GIB:.2f} of {total / GIB:.1f} GiB free{elsewhere}); an image takes "
         f"{'about' if fit.known else 'over'} {fit.image / 2**20:.0f} MiB, the model "
-        f"{static_bytes / GIB:.2f} GiB: {remedy}"
+        f"{static_bytes / GIB:.2f} GiB: {_remedy(fit, world.size, batch_size, accumulate)}"
     )
+
+
+def _remedy(fit: Fit, ranks: int, batch_size: int, accumulate: int) -> str:
+    """Advise more micro-batches, which keep the batch and its learning rate, or a smaller batch."""
+    if not fit.batch:
+        return (
+            f"even a batch of {8 * ranks} may not fit: use a smaller model.name or data.image_size"
+        )
+    share = batch_size // ranks
+    part = max(n for n in range(1, fit.batch + 1) if share % n == 0)
+    fits = f"loader.batch_size={fit.batch * accumulate * ranks}"
+    if part >= 8:  # fewer images are too few for batch normalisation
+        fits = f"train.accumulate={share // part} (keeps the batch and its learning rate) or {fits}"
+    return f"{fits} should fit" if fit.known else f"try {fits}"
 
 
 def _requested_bytes(message: str) -> int:

@@ -14,6 +14,7 @@ import models
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
 from engine.distributed import World
 from engine.ledger import peak_rate
+from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, state_bytes
 from engine.state import MovingAverage, TrainState
@@ -71,6 +72,7 @@ class Plan:
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         activation_bytes: memory that one image takes in the model for the backward pass.
         state_bytes: memory of the training state, and about the size of a checkpoint.
+        class_weights: weight of each class in the loss; empty if all count alike.
         notes: what the user should know about these choices, one line each.
     """
 
@@ -96,6 +98,7 @@ class Plan:
     activation_bytes: int
     state_bytes: int
     compile_reason: str = ""
+    class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
     @property
@@ -176,6 +179,9 @@ class Plan:
         steps = f"{self.stop_step:,} of {self.batch_size} images"
         if self.world_size > 1:
             steps += f" ({self.batch_size // self.world_size} on each of {self.world_size} ranks)"
+        if train.accumulate > 1:
+            part = self.batch_size // self.world_size // train.accumulate
+            steps += f" in {train.accumulate} micro-batches of {part}"
         steps += f", {self.steps_per_epoch:,.1f} per epoch"
         if self.stop_step < self.schedule_steps:
             steps += f"; stops early: {train.epochs:g} epochs are {self.schedule_steps:,} steps"
@@ -218,7 +224,9 @@ def make_plan(
     """
     images = len(datasets.train)
     size = config.loader.batch_size
+    check_sync_bn(config.model.sync_bn, world)
     check_batch(size, images, world.size)
+    check_accumulate(config.train.accumulate, size, world.size)
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     check_profile(config.profile.steps, stop_step)
@@ -227,7 +235,10 @@ def make_plan(
     train_size = datasets.train_size
     with torch.device("meta"):
         model = models.build(
-            config.model.name, num_classes=len(datasets.classes), image_size=train_size
+            config.model.name,
+            num_classes=len(datasets.classes),
+            image_size=train_size,
+            args=config.model.args,
         )
     flops = count_flops(model, train_size)
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
@@ -283,6 +294,9 @@ def make_plan(
         flops_per_image=flops,
         activation_bytes=activation_bytes(model, train_size, dtype),
         state_bytes=held,
+        class_weights=balanced(datasets.train.class_counts(len(datasets.classes)))
+        if config.train.class_weights == "balanced"
+        else (),
         notes=(
             *config.notes,
             *precision_note(config.train.precision, world.device),
@@ -345,6 +359,35 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
         raise UserError(
             f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
             f"{world_size} ranks"
+        )
+
+
+def check_sync_bn(sync_bn: bool, world: World) -> None:
+    """Refuse SyncBatchNorm on CPUs, where torch does not have it.
+
+    Raises:
+        UserError: several ranks train on the CPU.
+    """
+    if sync_bn and world.size > 1 and world.device.type == "cpu":
+        raise UserError(
+            "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
+        )
+
+
+def check_accumulate(accumulate: int, batch_size: int, world_size: int) -> None:
+    """Refuse micro-batches of different sizes.
+
+    Raises:
+        UserError: train.accumulate does not divide the batch of a rank.
+    """
+    share = batch_size // world_size
+    if share % accumulate:
+        divisors = [n for n in range(1, share + 1) if share % n == 0]
+        nearest = min(divisors, key=lambda n: (abs(n - accumulate), -n))
+        raise UserError(
+            f"train.accumulate={accumulate}: does not divide the batch of a rank into equal "
+            f"parts ({share} images: loader.batch_size={batch_size} on {world_size} rank(s)); "
+            f"give {nearest}"
         )
 
 

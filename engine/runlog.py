@@ -104,6 +104,7 @@ class RunLog:
                     plan.config.model.name,
                     num_classes=plan.num_classes,
                     image_size=plan.image_size,
+                    args=plan.config.model.args,
                 ),
                 image_size=plan.image_size,
                 parameters=plan.parameters,

@@ -56,7 +56,7 @@ class SampleLosses(nn.Module):
     Args:
         images: number of training images.
         classes: number of classes.
-        first_epoch: the first epoch that counts.
+        first_epoch: the first epoch that counts, as numbered in the samples.
         device: device of the batches.
 
     Attributes:

@@ -81,4 +81,6 @@ class Validator:
         for batch in self.feed.val.batches(0, self.feed.val_batches):
             if self.stop.received and self.world.size == 1:
                 return
-            yield batch.images, batch.labels
+            # In parts as in training, because a whole batch may not fit the GPU.
+            for part in batch.split(self.plan.config.train.accumulate):
+                yield part.images, part.labels

@@ -36,10 +36,18 @@ class SmallResNet(nn.Module):
         widths: channels of each stage. Each stage after the first halves the resolution.
         depths: number of blocks of each stage.
         stem_stride: stride of the first convolution: 1 for 32 px images, 2 for 64 px.
+        zero_init_residual: whether the last norm of each block begins with a scale of 0, so that
+            the block is the identity at first (arXiv 1706.02677).
     """
 
     def __init__(
-        self, *, num_classes: int, widths: Sequence[int], depths: Sequence[int], stem_stride: int
+        self,
+        *,
+        num_classes: int,
+        widths: Sequence[int],
+        depths: Sequence[int],
+        stem_stride: int,
+        zero_init_residual: bool = False,
     ) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(3, widths[0], 3, stem_stride, 1, bias=False)
@@ -58,6 +66,8 @@ class SmallResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, BasicBlock) and zero_init_residual:
+                nn.init.zeros_(module.bn2.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, num_classes]."""
@@ -67,15 +77,27 @@ class SmallResNet(nn.Module):
         return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
 
 
-def resnet_tiny(num_classes: int, image_size: int) -> nn.Module:
+def resnet_tiny(
+    num_classes: int, image_size: int, *, zero_init_residual: bool = False
+) -> nn.Module:
     """A ResNet with 0.3 M parameters, for 64 px images."""
     return SmallResNet(
-        num_classes=num_classes, widths=(32, 64, 128), depths=(1, 1, 1), stem_stride=2
+        num_classes=num_classes,
+        widths=(32, 64, 128),
+        depths=(1, 1, 1),
+        stem_stride=2,
+        zero_init_residual=zero_init_residual,
     )
 
 
-def resnet18_cifar(num_classes: int, image_size: int) -> nn.Module:
+def resnet18_cifar(
+    num_classes: int, image_size: int, *, zero_init_residual: bool = False
+) -> nn.Module:
     """ResNet-18 with a 3x3 stem and 11 M parameters, for 32 px images."""
     return SmallResNet(
-        num_classes=num_classes, widths=(64, 128, 256, 512), depths=(2, 2, 2, 2), stem_stride=1
+        num_classes=num_classes,
+        widths=(64, 128, 256, 512),
+        depths=(2, 2, 2, 2),
+        stem_stride=1,
+        zero_init_residual=zero_init_residual,
     )

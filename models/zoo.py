@@ -6,18 +6,33 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 import importlib.util
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from conf.packages import import_torchvision
-from conf.schema import UserError, did_you_mean
+from conf.schema import Model, UserError, did_you_mean, show
 from models.resnet import resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
 from models.weights import fit_weights
 
+# The trainer decides these arguments, or they would change the outputs or read another file.
+RESERVED = (
+    *("num_classes", "image_size", "img_size", "in_chans", "features_only"),
+    *("weights", "weights_backbone", "progress", "pretrained", "pretrained_cfg"),
+    *("pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable"),
+)
 
-def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = False) -> nn.Module:
+
+def build(
+    name: str,
+    *,
+    num_classes: int,
+    image_size: int,
+    pretrained: bool = False,
+    args: Mapping[str, Any] | None = None,
+) -> nn.Module:
     """Create a classifier: float [B, 3, S, S] -> logits [B, num_classes].
 
     Args:
@@ -26,25 +41,55 @@ def build(name: str, *, num_classes: int, image_size: int, pretrained: bool = Fa
         image_size: S, for models whose parameters depend on it.
         pretrained: download and load the published weights. If the number of classes differs, the
             head keeps its initial weights.
+        args: further arguments of the model's function.
 
     Raises:
-        UserError: the model or its published weights do not exist, or the download fails.
+        UserError: the model or its published weights do not exist, the download fails, or the
+            model does not take `args`.
     """
+    if not args:
+        return _build(name, num_classes, image_size, pretrained, {})
+    _check_args(args)
+    try:
+        return _build(name, num_classes, image_size, pretrained, args)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a constructor raises for a wrong value
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"model.args={show(dict(args))}: {name} does not take these arguments ({reason}); "
+            "give those of its library, or model.args={}"
+        ) from None
+
+
+def _check_args(args: Mapping[str, Any]) -> None:
+    """Refuse what no model may be given, or what would only fail in training."""
+    for key, value in args.items():
+        if key in RESERVED:
+            raise UserError(f"model.args={show(dict(args))}: {key} follows from other keys")
+        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
+        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise UserError(f"model.args={show(dict(args))}: {key}: give a number >= 0 and < 1")
+
+
+def _build(
+    name: str, num_classes: int, image_size: int, pretrained: bool, args: Mapping[str, Any]
+) -> nn.Module:
     if name in OURS:
         if pretrained:
             raise UserError(
                 f"model.weights=pretrained: there are no published weights for {name}; give a file"
             )
-        return OURS[name](num_classes, image_size)
+        return OURS[name](num_classes, image_size, **args)
     if name.startswith("timm/"):
-        return _build_timm(name, num_classes, pretrained)
+        return _build_timm(name, num_classes, pretrained, args)
     if name not in _torchvision_names():
         hint = did_you_mean(name, available(), count=3)
         raise UserError(
             f"model.name={name}: no such model{hint or ';'} timm/<name> works if "
             f"timm is installed; our own are {', '.join(OURS)}"
         )
-    return _build_torchvision(name, num_classes, image_size, pretrained)
+    return _build_torchvision(name, num_classes, image_size, pretrained, args)
 
 
 def available() -> list[str]:
@@ -61,7 +106,7 @@ def parameter_count(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-OURS: dict[str, Callable[[int, int], nn.Module]] = {
+OURS: dict[str, Callable[..., nn.Module]] = {
     "resnet_tiny": resnet_tiny,
     "resnet18_cifar": resnet18_cifar,
     "vit_s16": vit_s16,
@@ -74,9 +119,11 @@ def _torchvision_names() -> list[str]:
     return [n for n in names if n not in ("googlenet", "inception_v3")]  # they have two outputs
 
 
-def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained: bool) -> nn.Module:
+def _build_torchvision(
+    name: str, num_classes: int, image_size: int, pretrained: bool, args: Mapping[str, Any]
+) -> nn.Module:
     vision = import_torchvision()
-    options = {}
+    options = dict(args)
     if name.startswith("vit_"):
         require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
         options["image_size"] = image_size
@@ -93,7 +140,9 @@ def _build_torchvision(name: str, num_classes: int, image_size: int, pretrained:
     return model
 
 
-def _build_timm(name: str, num_classes: int, pretrained: bool) -> nn.Module:
+def _build_timm(
+    name: str, num_classes: int, pretrained: bool, args: Mapping[str, Any]
+) -> nn.Module:
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"model.name={name}: timm is not installed; pip install timm")
     import_torchvision()  # timm imports it too, without this handling of operators
@@ -105,7 +154,9 @@ def _build_timm(name: str, num_classes: int, pretrained: bool) -> nn.Module:
         hint = f"; it has {', '.join(close)}" if close else ""
         raise UserError(f"model.name={name}: timm has no such model{hint}")
     try:
-        model: nn.Module = timm.create_model(short, pretrained=pretrained, num_classes=num_classes)
+        model: nn.Module = timm.create_model(
+            short, pretrained=pretrained, num_classes=num_classes, **args
+        )
     except Exception as error:
         if not pretrained:
             raise
@@ -122,12 +173,13 @@ def _not_loaded(what: str, error: Exception, otherwise: str = "") -> UserError:
 
 
 def num_classes_in(
-    weights: Mapping[str, Tensor], name: str, *, image_size: int, origin: str
+    weights: Mapping[str, Tensor], config: Model, *, image_size: int, origin: str
 ) -> int:
     """Return the number of classes of weights: the first dimension of the tensors of the head.
 
     Args:
-        weights: keys of the model `name`.
+        weights: keys of the model.
+        config: names the model and its arguments.
         origin: the beginning of the message.
 
     Raises:
@@ -136,12 +188,13 @@ def num_classes_in(
     shapes = []
     for classes in (2, 3):
         with torch.device("meta"):
-            model = build(name, num_classes=classes, image_size=image_size)
+            model = build(config.name, num_classes=classes, image_size=image_size, args=config.args)
         shapes.append({key: value.shape for key, value in model.state_dict().items()})
     head = [key for key, shape in shapes[0].items() if shape != shapes[1][key]]
     sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
     if len(sizes) != 1:
         raise UserError(
-            f"{origin}: does not fit model.name={name}: it has no {', '.join(head)}; check the name"
+            f"{origin}: does not fit model.name={config.name}: it has no {', '.join(head)}; "
+            "check the name"
         )
     return int(sizes.pop())

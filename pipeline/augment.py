@@ -117,29 +117,47 @@ class RandomResizedCrop:
 
 
 class Resize:
-    """Scale the image so that its shorter side is `size / crop_ratio` pixels.
+    """Scale the image so that its shorter side is `size / crop_ratio` pixels, or to a fixed size.
 
     Args:
         size: side of the following crop in pixels; with the default ratio, the shorter side itself.
+            [height, width] scales both sides, whatever the image's aspect ratio.
         crop_ratio: 0.875 is usual for ImageNet: 256 px before a crop of 224 px.
         interpolation: bilinear or bicubic, with antialiasing. The GPU's JPEG engines leave files
             with bicubic to the CPU.
     """
 
-    image_size = None
-
     def __init__(
-        self, *, size: int, crop_ratio: float = 1.0, interpolation: str = "bilinear"
+        self,
+        *,
+        size: int | Sequence[int],
+        crop_ratio: float = 1.0,
+        interpolation: str = "bilinear",
     ) -> None:
-        self.size = round(_checked_size(size) / number("crop_ratio", crop_ratio, 0.01, 1))
+        ratio = number("crop_ratio", crop_ratio, 0.01, 1)
+        self.image_size: int | None = None
+        self.fixed: tuple[int, int] | None = None
+        if isinstance(size, list | tuple):
+            if len(size) != 2 or ratio != 1:
+                raise ValueError(
+                    f"size={size}: give one number, or [height, width] without crop_ratio"
+                )
+            height, width = (_checked_size(side) for side in size)
+            self.fixed = width, height
+            self.image_size = width if width == height else None
+        else:
+            self.size = round(_checked_size(size) / ratio)
         if interpolation not in ("bilinear", "bicubic"):
             raise ValueError(f"interpolation={interpolation}: give bilinear or bicubic")
         self.interpolation = interpolation
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        width, height = picture.size
-        short = min(width, height)
-        size = int(self.size * width / short), int(self.size * height / short)
+        if self.fixed is not None:
+            size = self.fixed
+        else:
+            width, height = picture.size
+            short = min(width, height)
+            size = int(self.size * width / short), int(self.size * height / short)
         if self.interpolation == "bicubic":
             return Picture(resize(picture.pixels(), size, "bicubic"))
         return picture.resized(size)
@@ -178,6 +196,23 @@ class RandomCrop:
         left = int(rng.random() * (width + 2 * padding - size + 1)) - padding
         top = int(rng.random() * (height + 2 * padding - size + 1)) - padding
         return picture.cropped((left, top, left + size, top + size))
+
+
+class Rotation:
+    """Rotate around the centre by a random angle, as torchvision's RandomRotation.
+
+    The corners become black.
+
+    Args:
+        degrees: the angle is between -degrees and degrees.
+    """
+
+    def __init__(self, *, degrees: float) -> None:
+        self.degrees = number("degrees", degrees, 0, 180)
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        angle = rng.uniform(-self.degrees, self.degrees)
+        return Picture(np.asarray(picture.pillow().rotate(angle)))
 
 
 class HorizontalFlip:
@@ -324,6 +359,7 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
     "resize": Resize,
     "center_crop": CenterCrop,
     "random_crop": RandomCrop,
+    "rotation": Rotation,
     "horizontal_flip": HorizontalFlip,
     "rand_augment": RandAugment,
     "trivial_augment": TrivialAugment,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.parameters import number, positive, span
+from pipeline.parameters import choice, number, positive, span
 
 BatchTransform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]
 
@@ -53,7 +53,7 @@ class Mixup:
 class Cutmix:
     """Paste a random box of the next image in the batch into each image (arXiv 1905.04899).
 
-    The targets are mixed in proportion to the area.
+    The targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
 
     Args:
         alpha: the box's fraction of the area is 1 - Beta(alpha, alpha).
@@ -67,17 +67,58 @@ class Cutmix:
     def __call__(
         self, images: Tensor, targets: Tensor, rng: np.random.Generator
     ) -> tuple[Tensor, Tensor]:
-        count, size = len(images), images.shape[-1]
+        count = len(images)
         chosen = rng.random(count) < self.p
         share = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
-        half = np.sqrt(share) * size / 2
-        centre = rng.random((2, count)) * size
-        low = np.clip(np.round(centre - half), 0, size)
-        high = np.clip(np.round(centre + half), 0, size)
-        area = (high - low).prod(0) / size**2  # of the part of the box within the image
-        inside = _inside(np.concatenate([low, high]).T, images)
-        images = torch.where(inside, images.roll(1, 0), images)
+        boxes, area = _pasted(share, images.shape[-1], rng)
+        images = torch.where(_inside(boxes, images), images.roll(1, 0), images)
         return images, torch.lerp(targets, targets.roll(1, 0), to_device(area, images)[:, None])
+
+
+class MixupOrCutmix:
+    """Apply mixup or cutmix: one of them to a batch, or to each image.
+
+    With per=batch, p=1 and switch_p=0.5, this is torchvision's RandomChoice([MixUp(), CutMix()]).
+    The parameters are those of timm's Mixup, with mode batch or elem; timm mixes the image i with
+    the last but i, and its boxes may be one pixel larger.
+
+    Args:
+        mixup_alpha: the weight of an image in mixup is drawn from Beta(mixup_alpha, mixup_alpha).
+        cutmix_alpha: the box's fraction of the area is 1 - Beta(cutmix_alpha, cutmix_alpha).
+        p: probability of either.
+        switch_p: probability of cutmix instead of mixup.
+        per: `batch` draws once for all images, `image` for each one.
+    """
+
+    def __init__(
+        self,
+        *,
+        mixup_alpha: float = 0.2,
+        cutmix_alpha: float = 1.0,
+        p: float = 1.0,
+        switch_p: float = 0.5,
+        per: str = "batch",
+    ) -> None:
+        self.mixup_alpha = positive("mixup_alpha", mixup_alpha)
+        self.cutmix_alpha = positive("cutmix_alpha", cutmix_alpha)
+        self.p = number("p", p, 0, 1)
+        self.switch_p = number("switch_p", switch_p, 0, 1)
+        self.per_image = choice("per", per, ("batch", "image")) == "image"
+
+    def __call__(
+        self, images: Tensor, targets: Tensor, rng: np.random.Generator
+    ) -> tuple[Tensor, Tensor]:
+        count = len(images) if self.per_image else 1
+        chosen = rng.random(count) < self.p
+        cut = rng.random(count) < self.switch_p
+        alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
+        keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
+        boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
+        weight = to_device(np.where(cut, 1.0, keep), images)[:, None, None, None]
+        weight = torch.where(_inside(boxes, images), 0.0, weight)  # of each pixel
+        images = torch.lerp(images.roll(1, 0), images, weight)
+        weight = to_device(np.where(cut, 1 - area, keep), images)[:, None]
+        return images, torch.lerp(targets.roll(1, 0), targets, weight)
 
 
 class RandomErasing:
@@ -129,6 +170,7 @@ class RandomErasing:
 BATCH_TRANSFORMS: dict[str, Callable[..., BatchTransform]] = {
     "mixup": Mixup,
     "cutmix": Cutmix,
+    "mixup_or_cutmix": MixupOrCutmix,
     "random_erasing": RandomErasing,
 }
 
@@ -137,6 +179,25 @@ def to_device(values: np.ndarray, like: Tensor) -> Tensor:
     """Copy a few host numbers to the device of `like` as float32, without synchronising."""
     tensor = torch.from_numpy(np.ascontiguousarray(values, np.float32))
     return tensor.pin_memory().to(like.device, non_blocking=True) if like.is_cuda else tensor
+
+
+def _pasted(
+    share: np.ndarray, size: int, rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw the boxes of cutmix.
+
+    Args:
+        share: float [B], area of each box as a fraction of the image's area.
+        size: side of the images in pixels.
+
+    Returns:
+        float [B, 4], left, top, right, bottom; and float [B], the fraction of the image's area that
+        lies in the box, of which a part may be outside.
+    """
+    half = np.floor(np.sqrt(share) * size / 2)
+    centre = np.floor(rng.random((2, len(share))) * size)
+    low, high = np.clip(centre - half, 0, size), np.clip(centre + half, 0, size)
+    return np.concatenate([low, high]).T, (high - low).prod(0) / size**2
 
 
 def _inside(boxes: np.ndarray, images: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from conf.schema import UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
 from pipeline.gpu_decode.encoded import Encoded
@@ -59,6 +60,14 @@ class Dataset(ABC):
 
     def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
+
+    def class_counts(self, num_classes: int) -> list[int]:
+        """Return the number of samples of each class.
+
+        Raises:
+            UserError: they are not known; a dataset overrides this method to tell them.
+        """
+        raise UserError("train.class_weights: this dataset does not tell its labels; leave it out")
 
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""
@@ -150,6 +159,9 @@ class FolderDataset(FileDataset):
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def class_counts(self, num_classes: int) -> list[int]:
+        return np.bincount(self.index.labels.array, minlength=num_classes).tolist()
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """Read, decode and augment a sample.
@@ -267,6 +279,9 @@ class FakeDataset(Dataset):
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return self._pixels[index % len(self._pixels)], self.label(index)
+
+    def class_counts(self, num_classes: int) -> list[int]:
+        return np.bincount(np.arange(len(self)) % num_classes, minlength=num_classes).tolist()
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"

@@ -109,6 +109,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         seed=config.train.seed,
         rank=world.rank,
         world_size=world.size,
+        repeats=config.data.repeats,
     )
     val_sampler = ValSampler(
         num_samples=len(datasets.val),

@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -26,6 +27,13 @@ def positive(name: str, value: Any) -> float:
     if not (isinstance(value, (int, float)) and 0 < value < math.inf):
         raise ValueError(f"{name}={value}: give a number > 0")
     return value
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """Return `value` if it is allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name}={value}: give {' or '.join(allowed)}")
+    return str(value)
 
 
 def span(name: str, values: Any, most: float) -> tuple[float, float]:

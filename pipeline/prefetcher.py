@@ -52,6 +52,16 @@ class Batch:
         targets = labels if self.targets is self.labels else self.targets.clone()
         return Batch(self.images.clone(), labels, targets, self.step, self.samples.clone())
 
+    def split(self, count: int) -> "list[Batch]":
+        """Views of `count` equal parts, in order."""
+        images, labels = self.images.chunk(count), self.labels.chunk(count)
+        # As in `clone`.
+        targets = labels if self.targets is self.labels else self.targets.chunk(count)
+        parts = zip(images, labels, targets, self.samples.chunk(count), strict=True)
+        return [
+            Batch(image, label, target, self.step, rows) for image, label, target, rows in parts
+        ]
+
     def copy_(self, other: "Batch") -> None:
         """Copy the tensors of a batch of the same shapes into those of this one."""
         self.images.copy_(other.images)

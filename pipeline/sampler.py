@@ -6,6 +6,9 @@ The shuffled epochs form one endless stream, and step s takes samples s * batch_
 batch may contain samples of two epochs: no batch is short, none is dropped, and every epoch uses
 each sample exactly once. There is no state between steps: resuming needs only the step, and another
 number of ranks only splits each batch differently.
+
+With repeated augmentation (arXiv 1902.05509), an epoch has as many samples as without, but each of
+its images several times, each time with another augmentation.
 """
 
 import math
@@ -22,10 +25,21 @@ class TrainSampler:
         num_samples: images in the split.
         batch_size: global batch; a multiple of `world_size`.
         seed: of the order.
+        repeats: how often an epoch uses an image: the first num_samples / repeats images of its
+            order, as timm's RepeatAugSampler and torchvision's RASampler. They place repetitions on
+            different ranks; here, the global batch is sorted by repetition, so that mixup, which
+            blends neighbours, does not blend an image with itself.
     """
 
     def __init__(
-        self, *, num_samples: int, batch_size: int, seed: int, rank: int = 0, world_size: int = 1
+        self,
+        *,
+        num_samples: int,
+        batch_size: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        repeats: int = 1,
     ) -> None:
         assert batch_size % world_size == 0
         self.num_samples = num_samples
@@ -33,6 +47,7 @@ class TrainSampler:
         self.seed = seed
         self.rank = rank
         self.world_size = world_size
+        self.repeats = repeats
         # Two orders are needed at a time: a batch may contain the end of an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
@@ -42,15 +57,22 @@ class TrainSampler:
         )
 
     def samples(self, step: int) -> np.ndarray:
-        """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2]."""
+        """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2].
+
+        With `repeats`, each repetition counts as an epoch of its own, because the augmentation
+        depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r.
+        """
         share = self.batch_size // self.world_size
-        first = step * self.batch_size + self.rank * share
-        epochs, places = np.divmod(np.arange(first, first + share), self.num_samples)
+        stream = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        by_repetition = np.argsort(stream % self.num_samples % self.repeats, kind="stable")
+        own = stream[by_repetition[self.rank * share : (self.rank + 1) * share]]
+        epochs, places = np.divmod(own, self.num_samples)
+        positions, repetitions = np.divmod(places, self.repeats)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            indices[chosen] = self._order(int(epoch))[places[chosen]]
-        return np.stack([epochs, indices], axis=1)
+            indices[chosen] = self._order(int(epoch))[positions[chosen]]
+        return np.stack([epochs * self.repeats + repetitions, indices], axis=1)
 
 
 class ValSampler:

@@ -195,7 +195,7 @@ def run(trained: Trained, world: World, *, flip: bool, self_check: bool) -> Eval
     began = time.perf_counter()
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
         measure = model.recording(train.validation_loss)
-        batches = progress(feed, len(datasets.val), world)
+        batches = progress(feed, len(datasets.val), config.train.accumulate, world)
         (metrics,) = evaluate([model], measure, batches, world)
     predictions = model.predictions(world)
     found = Evaluated(
@@ -296,12 +296,15 @@ def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPla
     return replace(plan, workers=workers, processes=workers, measured=False)
 
 
-def progress(feed: Feed, images: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
+def progress(feed: Feed, images: int, parts: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the validation batches of this rank, and count the images on a terminal."""
     live = world.leads and sys.stderr.isatty()
     done = 0
     for batch in feed.val.batches(0, feed.val_batches):
-        yield batch.images, batch.labels
+        for part in batch.split(
+            parts
+        ):  # as the run validated: sums depend on it in the last digits
+            yield part.images, part.labels
         done = min(images, done + len(batch.labels) * world.size)
         if live:
             print(f"\r\033[K  {done:,} of {images:,} images", end="", file=sys.stderr, flush=True)

@@ -145,6 +145,7 @@ def range_test(
                 world,
                 folder=out,
                 batch_size=plan.batch_size,
+                accumulate=config.train.accumulate,
                 image_bytes=plan.activation_bytes,
             )
         )

@@ -109,9 +109,7 @@ class Trained:
         Raises:
             UserError: the weights are of another model.
         """
-        model = models.build(
-            self.config.model.name, num_classes=self.num_classes, image_size=self.image_size
-        )
+        model = self._model()
         models.fit_weights(model, self.weights, origin=self.origin)
         model = model.to(device)
         channels_last = self.channels_last(device)
@@ -124,9 +122,15 @@ class Trained:
 
     def _on_meta(self) -> nn.Module:
         with torch.device("meta"):
-            return models.build(
-                self.config.model.name, num_classes=self.num_classes, image_size=self.image_size
-            )
+            return self._model()
+
+    def _model(self) -> nn.Module:
+        return models.build(
+            self.config.model.name,
+            num_classes=self.num_classes,
+            image_size=self.image_size,
+            args=self.config.model.args,
+        )
 
 
 def open_trained(
@@ -185,9 +189,7 @@ def _open_ours(
             "data.image_size: is the size of the training images, which the checkpoint fixes; "
             "write data.val_size"
         )
-    count = models.num_classes_in(
-        weights, config.model.name, image_size=image_size, origin=str(path)
-    )
+    count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
     classes = tuple(plan.get("classes", ()))
     return Trained(
         path=path,
@@ -226,7 +228,7 @@ def _open_foreign(
             transforms = about.transforms(config.data.val_size)
             config = replace(config, augment=replace(config.augment, val=transforms))
     image_size = config.data.image_size
-    count = models.num_classes_in(weights, name, image_size=image_size, origin=str(path))
+    count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
     classes = about.classes if about is not None and len(about.classes) == count else ()
     return Trained(path, config, weights, False, count, classes, image_size, {})
 

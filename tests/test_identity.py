@@ -518,6 +518,8 @@ def other_value(config: Config, name: str) -> Any:
         return not value
     if isinstance(value, list):
         return [*value, "horizontal_flip"]
+    if isinstance(value, dict):
+        return {**value, "zero_init_residual": True}
     if isinstance(value, str):
         return f"{value}-other"
     return 0.5 if value is None else value / 2 if isinstance(value, float) else value + 1

@@ -578,8 +578,21 @@ def test_validation_uses_the_averaged_weights(image_root: Path, tmp_path: Path) 
             "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]",
         ],
         ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.01", "loader.workers=0"],
+        [
+            "data.repeats=3",
+            "train.accumulate=2",
+            "train.loss=bce",
+            "train.bce_threshold=0.2",
+            "augment.batch=[{mixup_or_cutmix: {per: image}}]",
+            "optim=lamb",
+        ],
     ],
-    ids=["momentum and average", "dropout, AdamW, average, mixup, cutmix", "dropout, no BatchNorm"],
+    ids=[
+        "momentum and average",
+        "dropout, AdamW, average, mixup, cutmix",
+        "dropout, no BatchNorm",
+        "repeated augmentation, micro-batches, LAMB",
+    ],
 )
 def test_resume_after_max_steps(overrides: list[str], image_root: Path, tmp_path: Path) -> None:
     overrides = [*overrides, "schedule.warmup_epochs=0.25"]  # ends within these 9 steps

@@ -1,15 +1,18 @@
 """train_step compared with float64 NumPy, from the formulas of the papers and of torch.optim."""
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import train
 from conf import cli
-from conf.schema import Config
+from conf.schema import Config, Train
+from engine.losses import build_criterion
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState
 from pipeline.prefetcher import Batch
@@ -61,6 +64,8 @@ def test_five_steps_equal_numpy(mixed: bool, config: Config) -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(FEATURES, CLASSES))
     state = TrainState(model, build_optimizer(model, config.optim), MovingAverage(model, EMA_DECAY))
 
+    criterion = build_criterion(config.train)
+
     weights = [
         parameter.detach().double().numpy() for parameter in (model[1].weight, model[1].bias)
     ]
@@ -103,10 +108,9 @@ def test_five_steps_equal_numpy(mixed: bool, config: Config) -> None:
         values = train.train_step(
             state,
             model,
-            train.training_loss,
+            partial(train.training_loss, criterion=criterion),
             batch,
             lr=lr,
-            label_smoothing=SMOOTHING,
             clip_norm=CLIP_NORM,
         )
 
@@ -128,7 +132,9 @@ def test_training_loss() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 5)
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
-    loss, values, _ = train.training_loss(network, images, labels, labels, 0.1)
+    loss, values, _ = train.training_loss(
+        network, images, labels, labels, build_criterion(Train(label_smoothing=0.1))
+    )
     logs = network(images).log_softmax(1)
     # A tenth is distributed over all classes.
     expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()
@@ -146,7 +152,7 @@ def test_training_loss_with_mixed_targets() -> None:
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
     onehot = nn.functional.one_hot(labels, 5).float()
     targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
-    loss, values, _ = train.training_loss(network, images, targets, labels, 0.0)
+    loss, values, _ = train.training_loss(network, images, targets, labels)
     logs = network(images).log_softmax(1)
     torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
     hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
@@ -158,7 +164,7 @@ def test_training_loss_with_mixed_targets() -> None:
 def test_loss_is_computed_in_float32() -> None:
     network = nn.Linear(8, 5).bfloat16()
     loss, values, _ = train.training_loss(
-        network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long(), 0.0
+        network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long()
     )
     assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}
 
@@ -179,3 +185,53 @@ def test_validation_loss_ignores_padding() -> None:
     assert found[1] == (predictions[:9] == labels).sum()
     padding_only = train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))
     assert padding_only[0].tolist() == [0, 0, 0, 0]
+
+
+def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[dict[str, float]]]:
+    """Train without BatchNorm: weights, and what each step logs."""
+    torch.manual_seed(0)
+    layers = nn.Linear(FEATURES, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
+    model = nn.Sequential(nn.Flatten(), *layers).double()
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=1, momentum=MOMENTUM))
+    logged = []
+    for step, lr in enumerate(LEARNING_RATES):
+        batch = batch_of(step, mixed)
+        batch = replace(batch, images=batch.images.double())
+        values = train.train_step(
+            state,
+            model,
+            train.training_loss,
+            batch,
+            lr=lr,
+            clip_norm=CLIP_NORM,
+            accumulate=accumulate,
+        )
+        logged.append({name: value.item() for name, value in values.items()})
+    return [parameter.detach() for parameter in model.parameters()], logged
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_micro_batches_train_as_the_whole_batch(accumulate: int, mixed: bool) -> None:
+    weights, logged = after_five_steps(accumulate, mixed)
+    expected, rows = after_five_steps(1, mixed)
+    torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-7)
+    for found, row in zip(logged, rows, strict=True):
+        assert found == pytest.approx(row, rel=1e-5)
+
+
+def test_micro_batches_are_views_in_order() -> None:
+    batch = batch_of(0, mixed=True)
+    parts = batch.split(2)
+    assert torch.equal(torch.cat([part.images for part in parts]), batch.images)
+    assert torch.equal(torch.cat([part.targets for part in parts]), batch.targets)
+    assert parts[0].images.data_ptr() == batch.images.data_ptr()
+    # One tensor, as in the whole batch: otherwise a compiled step recompiles.
+    assert all(part.targets is part.labels for part in batch_of(0, mixed=False).split(2))
+
+
+def test_batchnorm_sees_micro_batches() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(FEATURES, CLASSES))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train.train_step(state, model, train.training_loss, batch_of(0, False), lr=0.1, accumulate=2)
+    assert model[0].num_batches_tracked == 2

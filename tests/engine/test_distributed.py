@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,15 @@ import pytest
 import torch
 from torch import nn
 
+from conf import cli
 from conf.schema import UserError
 from engine.distributed import StopSignal, World, join_world, resolve_device
 from engine.evaluate import Mistakes, evaluate
+from engine.plan import make_plan
+from engine.state import TrainState, params_sha256
+from pipeline.build import build_datasets
+from pipeline.prefetcher import Batch
+from train import build_state, train_step, training_loss
 from train import validation_loss as measure
 
 ROOT = Path(__file__).parents[2]
@@ -210,6 +217,35 @@ def test_gradients_are_averaged_and_buffers_are_not(
         )
         assert found["gradients"]["statistics_are_own"]
         assert found["gradients"]["keys"] == ["0.weight", "0.bias"]  # without the prefix `module.`
+
+
+def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 3))
+    images, labels = torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    for step in range(3):
+        batch = Batch(images, labels, labels, step)
+        train_step(state, model, training_loss, batch, lr=0.5)
+    for found in ranks:
+        weight = torch.tensor(found["accumulation"]["weight"])
+        torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-5, atol=1e-6)
+        assert found["accumulation"]["exchanged"] == 3  # one bucket
+
+
+def test_sync_bn_keeps_weights_and_keys() -> None:
+    """Only its conversion: torch has SyncBatchNorm for GPUs only."""
+    config = cli.load(
+        ["data=fake", "model=resnet_tiny", "data.image_size=32", "model.sync_bn=true"]
+    )
+    plan = make_plan(config, build_datasets(config), alone())
+    one, two = (build_state(plan, replace(alone(), size=size)).model for size in (1, 2))
+    assert not any(isinstance(module, nn.SyncBatchNorm) for module in one.modules())
+    kinds = (nn.BatchNorm2d, nn.SyncBatchNorm)
+    converted = [type(module) for module in two.modules() if isinstance(module, kinds)]
+    assert converted and set(converted) == {nn.SyncBatchNorm}
+    assert params_sha256(one) == params_sha256(two)
+    assert one.state_dict().keys() == two.state_dict().keys()
 
 
 def test_validation_with_different_numbers_of_batches(ranks: tuple[Found, Found]) -> None:

@@ -91,22 +91,14 @@ def out_in_the_step() -> None:
 @pytest.mark.parametrize(
     ("call", "expected", "takes", "remedy"),
     [
-        (
-            out_in_backward,
-            0,
-            "about 312",
-            "loader.batch_size=224 should fit",
-        ),  # 0.9 * 79 - 2 GiB hold 226; a multiple of 8: 224
-        (out_in_the_step, 900, "about 312", "loader.batch_size=224 should fit"),
-        (
-            out_in_forward,
-            0,
-            "over 312",
-            "try loader.batch_size=128",
-        ),  # in the forward pass, at an unknown place: half
-        (out_in_forward, 200, "over 312", "try loader.batch_size=128"),
-        (out_in_forward, 624, "about 624", "loader.batch_size=112 should fit"),
-        (out_in_forward, 312, "about 312", "loader.batch_size=224 should fit"),
+        # 0.9 * 79 - 2 GiB hold 226; a multiple of 8: 224
+        (out_in_backward, 0, "about 312", "{}=2 {} or loader.batch_size=224 should fit"),
+        (out_in_the_step, 900, "about 312", "{}=2 {} or loader.batch_size=224 should fit"),
+        # in the forward pass, at an unknown place: half
+        (out_in_forward, 0, "over 312", "try {}=2 {} or loader.batch_size=128"),
+        (out_in_forward, 200, "over 312", "try {}=2 {} or loader.batch_size=128"),
+        (out_in_forward, 624, "about 624", "{}=4 {} or loader.batch_size=112 should fit"),
+        (out_in_forward, 312, "about 312", "{}=2 {} or loader.batch_size=224 should fit"),
     ],
 )
 def test_batch_that_fits(
@@ -122,11 +114,12 @@ def test_batch_that_fits(
         static_bytes=2 * GIB,
         image_bytes=expected * 2**20,
     )
+    advice = remedy.format("train.accumulate", "(keeps the batch and its learning rate)")
     assert "\n" not in line
     assert line.startswith(
         "loader.batch_size=256: out of memory on cuda:0 (2.00 GiB requested, 0.50 of 80.0 GiB free)"
     )
-    assert f"an image takes {takes} MiB, the model 2.00 GiB: {remedy}" in line
+    assert f"an image takes {takes} MiB, the model 2.00 GiB: {advice}; " in line
     assert f"{tmp_path / 'oom-rank0.pickle'} (open it at https://pytorch.org/memory_viz)" in line
     assert [p.name for p in tmp_path.iterdir()] == ["oom-rank0.pickle"]
 
@@ -143,6 +136,28 @@ def test_several_ranks(full, tmp_path: Path, ranks: int, batch: int) -> None:
     )
     assert f"loader.batch_size={batch} should fit" in line
     assert (tmp_path / f"oom-rank{ranks - 1}.pickle").exists()
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "remedy"),
+    [
+        (512, 2, "train.accumulate=4 .* or loader.batch_size=448 should fit"),  # 256 at a time
+        (1280, 5, "train.accumulate=8 .* or loader.batch_size=1120 should fit"),  # 160 at a time
+        (257, 1, "GiB: loader.batch_size=224 should fit"),  # a prime number
+    ],
+)
+def test_more_micro_batches(full, batch_size: int, accumulate: int, remedy: str) -> None:
+    """As in test_batch_that_fits, about 224 images fit at a time."""
+    full(peak=78, reserved=78.5, free=0.5)
+    line = explain_oom(
+        raised_in(out_in_backward),
+        ALONE,
+        folder=None,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        static_bytes=2 * GIB,
+    )
+    assert re.search(f"{remedy}$", line)
 
 
 @pytest.mark.parametrize("batch", [8, 24, 100, 256, 1000])
@@ -203,7 +218,7 @@ def test_full_disk(full, tmp_path: Path, file_size_limit, monkeypatch: pytest.Mo
     )
     with file_size_limit(2**16):
         line = explain_oom(out(), ALONE, folder=tmp_path, batch_size=256)
-    assert "try loader.batch_size=128; no memory snapshot could be written (OSError" in line
+    assert "or loader.batch_size=128; no memory snapshot could be written (OSError" in line
     assert "\n" not in line
     assert list(tmp_path.iterdir()) == []
 
@@ -264,6 +279,7 @@ def test_never_raises_without_a_gpu(tmp_path: Path) -> None:
         ("sgd", 0.0, None, 2),
         ("adamw", 0.9, None, 4),
         ("adamw", 0.9, 0.99, 5),
+        ("lamb", 0.9, None, 4),
     ],
 )
 def test_fixed_bytes(name: str, momentum: float, ema: float | None, copies: int) -> None:
@@ -376,7 +392,7 @@ def test_on_a_gpu(small_gpu: int, tmp_path: Path, first: int, expects: bool) -> 
     while (line := attempt(batch)) is not None:
         print(line)
         lines.append(line)
-        found = re.search(r": (?:try )?loader.batch_size=(\d+)(?: should fit)?;", line)
+        found = re.search(r"loader.batch_size=(\d+)(?: should fit)?;", line)
         assert found and int(found[1]) < batch
         batch = int(found[1])
         state.optimizer.zero_grad(set_to_none=True)

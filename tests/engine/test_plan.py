@@ -14,7 +14,9 @@ from engine.distributed import World, join_world
 from engine.optim import Curve
 from engine.plan import (
     Plan,
+    check_accumulate,
     check_batch,
+    check_sync_bn,
     choose_compile,
     choose_precision,
     count_flops,
@@ -326,6 +328,47 @@ def test_invalid_batch_sizes() -> None:
         match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks",
     ):
         check_batch(12, 100, 5)
+
+
+@pytest.mark.parametrize(
+    ("accumulate", "batch", "ranks", "nearest"),
+    [(3, 256, 1, 4), (7, 96, 2, 8), (1000, 64, 1, 64), (5, 12, 1, 6), (2, 7, 1, 1)],
+)
+def test_micro_batches_of_different_sizes_are_refused(
+    accumulate: int, batch: int, ranks: int, nearest: int
+) -> None:
+    with pytest.raises(
+        UserError, match=rf"^train\.accumulate={accumulate}: .*batch_size={batch} .*give {nearest}$"
+    ):
+        check_accumulate(accumulate, batch, ranks)
+    check_accumulate(nearest, batch, ranks)
+
+
+def test_class_weights_follow_from_the_images() -> None:
+    options = [
+        "data=fake",
+        "data.fake_images=25",  # three images of the first five classes, two of the others
+        "data.fake_classes=10",
+        "data.image_size=32",
+        "loader.batch_size=5",
+        "model=resnet_tiny",
+    ]
+    with join_world("cpu") as world:
+        plans = []
+        for more in ([], ["train.class_weights=balanced"]):
+            given = cli.load([*options, *more])
+            plans.append(make_plan(given, build_datasets(given), world))
+    assert plans[0].class_weights == ()
+    assert plans[1].class_weights == pytest.approx([25 / 30] * 5 + [25 / 20] * 5)
+
+
+def test_sync_bn_on_cpus_is_refused() -> None:
+    cpu = World(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
+        check_sync_bn(True, cpu)
+    check_sync_bn(False, cpu)
+    check_sync_bn(True, dataclasses.replace(cpu, size=1))
+    check_sync_bn(True, dataclasses.replace(cpu, device=torch.device("cuda")))
 
 
 def test_lines() -> None:

@@ -3,11 +3,13 @@
 import copy
 import hashlib
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 import train
 from conf import cli
@@ -22,9 +24,11 @@ from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
 
+LOSS = partial(train.training_loss, criterion=partial(cross_entropy, label_smoothing=0.1))
 OPTIMIZERS = {
     "sgd": Optim(name="sgd", lr=0.1, nesterov=True, weight_decay=5e-4, decay_norms=False),
     "adamw": Optim(name="adamw", lr=1e-3, weight_decay=0.1),
+    "lamb": Optim(name="lamb", lr=1e-2, weight_decay=0.1, decay_norms=False),
 }
 
 
@@ -51,9 +55,7 @@ def take_step(state: TrainState) -> None:
     network = nn.Sequential(nn.Dropout(0.2), state.model)
     batch = Batch(images, labels, labels, state.step, torch.zeros(8, 2, dtype=torch.int64))
     lr = state.optimizer.defaults["lr"]
-    train.train_step(
-        state, network, train.training_loss, batch, lr=lr, label_smoothing=0.1, clip_norm=5.0
-    )
+    train.train_step(state, network, LOSS, batch, lr=lr, clip_norm=5.0)
 
 
 def equal(a: object, b: object) -> bool:
@@ -228,12 +230,10 @@ def test_a_step_does_not_wait_for_the_gpu(name: str) -> None:
             torch.arange(32, device="cuda").reshape(16, 2),
         )
         meter = Meter(world)
-        loss = plan.autocast()(train.training_loss)
+        loss = plan.autocast()(LOSS)
         try:
             for _ in range(4):
-                values = train.train_step(
-                    state, state.model, loss, batch, lr=0.1, label_smoothing=0.1, clip_norm=1.0
-                )
+                values = train.train_step(state, state.model, loss, batch, lr=0.1, clip_norm=1.0)
                 meter.add(values)
                 # From the second step on: the first one creates the optimiser's state.
                 torch.cuda.set_sync_debug_mode("error")

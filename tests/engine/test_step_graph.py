@@ -69,11 +69,24 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model=resnet_tiny"]),
         (True, ["model=resnet_tiny", "train.ema_decay=0.9", "optim.clip_norm=0.5"]),
         (False, ["model=resnet_tiny", "optim=adamw", "train.ema_decay=0.9"]),
+        (False, ["model=resnet_tiny", "optim=lamb", "train.ema_decay=0.9"]),
+        (True, ["model.name=efficientnet_b0", "train.accumulate=4"]),
+        (False, ["model=resnet_tiny", "model.compile=default", "train.accumulate=4"]),
         (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
         (False, ["model=resnet_tiny", "model.compile=default"]),
         (False, ["model.name=efficientnet_b0", "model.compile=default"]),
     ],
-    ids=["sgd", "mixed, average, clipping", "adamw", "dropout", "compiled", "compiled dropout"],
+    ids=[
+        "sgd",
+        "mixed, average, clipping",
+        "adamw",
+        "lamb",
+        "micro-batches",
+        "compiled micro-batches",
+        "dropout",
+        "compiled",
+        "compiled dropout",
+    ],
 )
 def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: World) -> None:
     found: list[tuple[list[str], list[dict[str, float]]]] = []

@@ -12,13 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from conf.schema import UserError
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
 from engine.meters import Meter
-from train import validation_loss
+from engine.state import TrainState
+from pipeline.prefetcher import Batch
+from train import train_step, training_loss, validation_loss
 
 
 def agreement(world: World) -> dict[str, Any]:
@@ -106,6 +110,27 @@ def gradients(world: World) -> dict[str, Any]:
         "statistics_are_own": torch.equal(model[1].running_mean, apart[1].running_mean),
         "keys": list(model.state_dict())[:2],
     }
+
+
+def accumulation(world: World) -> dict[str, Any]:
+    """Each rank trains on its half of a batch, in two micro-batches."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 4), nn.GELU(), nn.Linear(4, 3))
+    images, labels = torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))
+    rows = slice(4 * world.rank, 4 * world.rank + 4)
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
+    network = world.wrap(model, images[:1])
+    exchanged = []
+
+    def average(_: object, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        exchanged.append(bucket.index())
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    network.register_comm_hook(None, average)
+    for step in range(3):
+        batch = Batch(images[rows], labels[rows], labels[rows], step)
+        train_step(state, network, training_loss, batch, lr=0.5, accumulate=2)
+    return {"weight": model[3].weight.tolist(), "exchanged": len(exchanged)}
 
 
 def validation(world: World) -> dict[str, Any]:
@@ -206,6 +231,7 @@ def main(folder: Path) -> None:
             "buffers": buffers(world),
             "all_or_none": all_or_none(world),
             "gradients": gradients(world),
+            "accumulation": accumulation(world),
             "validation": validation(world),
             "metering": metering(world),
             "one_signalled": stopping(world, {1: (5, signal.SIGUSR1)}),

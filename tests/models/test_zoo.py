@@ -16,6 +16,7 @@ import models
 from conf.schema import UserError
 from models.weights import fit_weights, load_weights
 from models.zoo import OURS, import_torchvision
+from tests.libraries import timm_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -373,3 +374,66 @@ def test_files_that_cannot_be_read(tmp_path: Path, content: bytes) -> None:
         load_weights(tiny(), tmp_path)
     with pytest.raises(UserError, match=r"gone\.pt: no such file"):
         load_weights(tiny(), tmp_path / "gone.pt")
+
+
+def drop_rates(model: nn.Module) -> list[float]:
+    """Probabilities of stochastic depth in a model of torchvision or timm."""
+    rates = [getattr(module, "p", getattr(module, "drop_prob", None)) for module in model.modules()]
+    kinds = [type(module).__name__ for module in model.modules()]
+    return [
+        rate
+        for rate, kind in zip(rates, kinds, strict=True)
+        if kind in ("StochasticDepth", "DropPath")
+    ]
+
+
+def test_stochastic_depth_of_torchvision_by_its_name() -> None:
+    with torch.device("meta"):
+        model = models.build(
+            "convnext_tiny",
+            num_classes=10,
+            image_size=64,
+            args={"stochastic_depth_prob": 0.4},
+        )
+    assert max(drop_rates(model)) == pytest.approx(0.4)
+
+
+def test_stochastic_depth_of_timm_by_its_name() -> None:
+    timm_module("models")
+    for rate in (0.0, 0.3):
+        model = models.build(
+            "timm/convnext_atto", num_classes=10, image_size=64, args={"drop_path_rate": rate}
+        )
+        assert max(drop_rates(model), default=0.0) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet_tiny", "resnet18_cifar"])
+def test_zero_init_residual_makes_each_block_the_identity(name: str) -> None:
+    """Only the scales of the last norms change, as in torchvision."""
+    built = []
+    for args in ({}, {"zero_init_residual": True}):
+        torch.manual_seed(0)
+        built.append(models.build(name, num_classes=10, image_size=32, args=args).state_dict())
+    changed = {key for key in built[0] if not torch.equal(built[0][key], built[1][key])}
+    assert changed == {key for key in built[0] if re.search(r"layer.*bn2\.weight", key)}
+    assert not any(built[1][key].any() for key in changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("resnet_tiny", {"drop_path_rate": 0.1}, r"resnet_tiny does not take these arguments \("),
+        ("resnet18", {"zero_init": True}, r"resnet18 does not take these arguments \("),
+        ("resnet18", {"norm_layer": "x"}, r"resnet18 does not take these arguments \("),
+        ("resnet18", {"num_classes": 3}, "num_classes follows from other keys"),
+        ("timm/resnet18", {"checkpoint_path": "x"}, "checkpoint_path follows from other keys"),
+        ("convnext_tiny", {"stochastic_depth_prob": 1}, "stochastic_depth_prob: give a number"),
+        ("convnext_tiny", {"stochastic_depth_prob": "x"}, "stochastic_depth_prob: give a number"),
+    ],
+)
+def test_wrong_argument_of_a_model_is_refused(
+    name: str, args: dict[str, object], message: str
+) -> None:
+    with pytest.raises(UserError, match=rf"^model\.args={{.*}}: {message}") as error:
+        models.build(name, num_classes=10, image_size=64, args=args)
+    assert "\n" not in str(error.value)

@@ -191,6 +191,32 @@ def test_resize_and_center_crop_are_torchvisions(
     assert abs(picture.pixels().astype(int) - np.asarray(theirs, int)).max() <= 1
 
 
+@pytest.mark.parametrize("size", [[64, 64], [48, 80]])
+@pytest.mark.parametrize("given", [(300, 260), (64, 64), (500, 65), (40, 200)])
+def test_resize_to_a_fixed_size_is_torchvisions(
+    transforms: ModuleType, photo: Image.Image, given: tuple[int, int], size: list[int]
+) -> None:
+    """Both sides are scaled; the size is [height, width]."""
+    image = photo.resize(given)
+    transform = one({"resize": {"size": size}})
+    pixels = transform(Picture(np.asarray(image)), random.Random(0)).pixels()
+    assert pixels.shape == (*size, 3)
+    theirs = np.asarray(transforms.Resize(size)(image), int)
+    assert abs(pixels.astype(int) - theirs).max() <= 1
+    assert Compose([transform]).image_size == (64 if size == [64, 64] else None)
+
+
+def test_rotation_is_torchvisions(transforms: ModuleType, photo: Image.Image) -> None:
+    rotation, seen = one({"rotation": {"degrees": 15}}), []
+    for seed in range(20):
+        ours = rotation(Picture(np.asarray(photo)), random.Random(seed)).pixels()
+        angle = random.Random(seed).uniform(-15, 15)
+        theirs = transforms.functional.rotate(photo, angle)
+        np.testing.assert_array_equal(ours, np.asarray(theirs))
+        seen.append(angle)
+    assert min(seen) < -10 and max(seen) > 10
+
+
 def test_center_crop_pads_a_small_image_with_black(photo: Image.Image) -> None:
     small = photo.resize((20, 30))
     pixels = CenterCrop(size=40)(Picture(np.asarray(small)), random.Random(0)).pixels()
@@ -256,6 +282,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     "resize": {"size": 40},
     "center_crop": {"size": 40},
     "random_crop": {"size": 40},
+    "rotation": {"degrees": 15},
     "v2.ColorJitter": {"brightness": 0.4, "hue": 0.1},
     "v2.GaussianBlur": {"kernel_size": 5},
     "v2.RandomAdjustSharpness": {"sharpness_factor": 2},
@@ -463,7 +490,9 @@ NAN, INF = math.nan, math.inf
     ("name", "parameters"),
     [
         *(("center_crop", {"size": size}) for size in (0, -1, 4097, 2.5, "8", None, NAN, [8])),
-        *(("resize", {"size": size}) for size in (0, 10**9)),
+        *(("resize", {"size": size}) for size in (0, 10**9, [8], [8, 8, 8], [8, 0], [8, "8"], "8")),
+        ("resize", {"crop_ratio": 0.875, "size": [8, 8]}),
+        *(("rotation", {"degrees": degrees}) for degrees in (-1, 181, NAN, [15], None)),
         *(
             ("random_resized_crop", {"size": 8, "scale": scale})
             for scale in (

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from conf.packages import import_torchvision
 from conf.schema import UserError
-from models.zoo import import_torchvision
 from pipeline.augment import build
 from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
 from tests.distributions import same_distribution
+from tests.libraries import timm_module
 
 COUNT, SIDE = 64, 32
 
@@ -162,6 +164,120 @@ def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
     )  # not Beta(1, 1), from which the box follows
 
 
+Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def drawn(step: int, count: int, size: int) -> Draws:
+    """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
+    rng = batch_rng(0, step, 0)
+    rng.random(count)
+    cut = rng.random(count) < 0.5
+    alpha = np.where(cut, 1.0, 0.2)
+    return cut, rng.beta(alpha, alpha), np.floor(rng.random((2, count)) * size).astype(int)
+
+
+def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One choice, one weight and one box for the batch; 64 steps."""
+    assert import_torchvision()
+    from torchvision.transforms import v2
+
+    transform, images, labels = one("mixup_or_cutmix"), torch.randn(8, 3, 33, 33), torch.arange(8)
+    kinds = []
+    for step in range(64):
+        (cut,), (weight,), centres = drawn(step, 1, 33)
+        theirs: Any = (v2.CutMix if cut else v2.MixUp)(num_classes=8)
+        theirs._dist = SimpleNamespace(sample=lambda _, weight=weight: weight)
+        with monkeypatch.context() as patch:
+            places = iter(torch.from_numpy(centres))  # x, then y
+            patch.setattr(torch, "randint", lambda *_, places=places, **__: next(places))
+            expected = theirs(images, labels)
+        found = transform(images, torch.eye(8), batch_rng(0, step, 0))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        kinds.append(cut)
+    assert 20 < sum(kinds) < 44
+
+
+@pytest.mark.parametrize(("per", "mode"), [("batch", "batch"), ("image", "elem")])
+def test_mixup_or_cutmix_is_timms_for_the_same_draws(
+    per: str, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two images: the next one is the last but i. Boxes of an even size, which timm halves."""
+    theirs = timm_module("data.mixup").Mixup(
+        mixup_alpha=0.2, cutmix_alpha=1.0, label_smoothing=0.0, num_classes=2, mode=mode
+    )
+    transform, images = one("mixup_or_cutmix", per=per), torch.randn(2, 3, 64, 64)
+    count = 2 if per == "image" else 1
+    compared = set()
+    for step in range(100):
+        cut, weights, centres = drawn(step, count, 64)
+        sides = [int(64 * math.sqrt(1 - w)) for c, w in zip(cut, weights, strict=True) if c]
+        if any(side % 2 for side in sides):
+            continue
+        # timm draws whether to mix, then the kind, or the other way round; centres as y, x.
+        uniform = iter([0.0, float(not cut[0])] if count == 1 else [(~cut) * 1.0, np.zeros(2)])
+        places = iter(centres[::-1].T[cut].ravel())
+        with monkeypatch.context() as patch:
+            patch.setattr(np.random, "rand", lambda *_, uniform=uniform: next(uniform))
+            patch.setattr(np.random, "beta", lambda *_, w=weights, **__: w[0] if len(w) == 1 else w)
+            patch.setattr(np.random, "randint", lambda *_, places=places, **__: next(places))
+            expected = theirs(images.clone(), torch.arange(2))
+        found = transform(images, torch.eye(2), batch_rng(0, step, 0))
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        compared.add(tuple(cut))
+    assert len(compared) == 2**count
+
+
+def weights_of(per: str, **parameters: Any) -> np.ndarray:
+    """1,500 drawn weights of the images themselves, of 224 px."""
+    transform = one("mixup_or_cutmix", per=per, **parameters)
+    count, draws = (100, 100) if per == "image" else (2, 1)
+    images, targets = torch.zeros(count, 1, 224, 224), torch.eye(count)
+    rows = [
+        transform(images, targets, batch_rng(0, step, 0))[1].diagonal()[:draws]
+        for step in range(1500 // draws)
+    ]
+    return torch.cat(rows).numpy()
+
+
+@pytest.mark.parametrize("per", ["batch", "image"])
+def test_mixup_or_cutmix_is_distributed_as_torchvisions_choice(per: str) -> None:
+    assert import_torchvision()
+    from torchvision.transforms import v2
+
+    torch.manual_seed(0)
+    image = [torch.empty(3, 224, 224)]
+    mixup, cutmix = v2.MixUp(alpha=0.2, num_classes=2), v2.CutMix(alpha=1.0, num_classes=2)
+    theirs = [mixup.make_params(image)["lam"] for _ in range(1000)]
+    theirs += [cutmix.make_params(image)["lam_adjusted"] for _ in range(1000)]
+    ours = weights_of(per)
+    assert same_distribution(ours, np.array(theirs))
+    assert not same_distribution(ours, np.array(theirs[:1000]))
+    assert not same_distribution(ours, np.array(theirs[1000:]))
+
+
+def test_mixup_or_cutmix_is_distributed_as_timms() -> None:
+    """With the probabilities of either and of cutmix."""
+    mixup = timm_module("data.mixup").Mixup(
+        mixup_alpha=0.1,
+        cutmix_alpha=1.0,
+        prob=0.7,
+        switch_prob=0.2,
+        mode="elem",
+        label_smoothing=0.0,
+        num_classes=2,
+    )
+    np.random.seed(0)
+    # The images have different classes than their partners.
+    labels = torch.tensor([0] * 750 + [1] * 750)
+    _, targets = mixup(torch.zeros(1500, 1, 224, 224), labels)
+    theirs = targets[range(1500), labels].numpy()
+    given = {"mixup_alpha": 0.1, "p": 0.7, "switch_p": 0.2}
+    assert same_distribution(weights_of("image", **given), theirs)
+    assert not same_distribution(weights_of("image", **{**given, "switch_p": 0.5}), theirs)
+
+
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 def test_draws_depend_on_seed_step_and_rank_and_nothing_else(name: str) -> None:
     transform, again = one(name, p=1.0), one(name, p=1.0)
@@ -188,6 +304,25 @@ def test_input_is_not_modified_and_p_0_changes_nothing(name: str) -> None:
         ]
         if p == 0:
             assert torch.equal(mixed[1], targets)
+
+
+@pytest.mark.parametrize("name", ["mixup", "cutmix"])
+def test_one_of_them_is_chosen_always_with_a_probability_of_0_or_1(name: str) -> None:
+    """The weights of the targets are those of the pixels, as of the transform alone."""
+    switch = one("mixup_or_cutmix", switch_p=float(name == "cutmix"), per="image")
+    images, targets = switch(*batch(), batch_rng(0, 0, 0))
+    weights = targets.diagonal()[:, None, None, None]
+    values = torch.arange(1.0, COUNT + 1)
+    own, other = (v[:, None, None, None] for v in (values, values[neighbours()]))
+    if name == "mixup":
+        torch.testing.assert_close(
+            images, (own * weights + other * (1 - weights)).expand_as(images)
+        )
+    else:
+        assert ((images == own) | (images == other)).all()
+        shares = (images[:, :1] == own).float().mean((1, 2, 3))
+        torch.testing.assert_close(shares, targets.diagonal())
+        assert all(is_box((images[i, 0] == other[i, 0]).numpy()) for i in range(COUNT))
 
 
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
@@ -225,6 +360,10 @@ NAN, INF = math.nan, math.inf
     [
         *(("mixup", {"alpha": alpha}) for alpha in (0, -1, NAN, INF, "x", None)),
         *(("cutmix", {"alpha": alpha}) for alpha in (0, NAN, [1])),
+        ("mixup_or_cutmix", {"mixup_alpha": 0}),
+        ("mixup_or_cutmix", {"cutmix_alpha": INF}),
+        ("mixup_or_cutmix", {"switch_p": 1.1}),
+        *(("mixup_or_cutmix", {"per": per}) for per in ("pair", None, 1, ["batch"])),
         *((name, {"p": p}) for name in BATCH_TRANSFORMS for p in (-0.1, 1.1, NAN, "x", None)),
         *(
             ("random_erasing", {"scale": scale})

@@ -285,3 +285,13 @@ def test_fake_dataset() -> None:
     assert pixels.std() > 50
     np.testing.assert_array_equal(dataset[703][0], pixels)
     assert "703" in dataset.name(703)
+
+
+def test_class_counts_are_those_of_the_labels(image_root: Path, tmp_path: Path) -> None:
+    shutil.copytree(image_root, tmp_path / "images")
+    folder = sorted((tmp_path / "images" / "train").iterdir())[1]
+    for path in sorted(folder.iterdir())[4:]:
+        path.unlink()
+    dataset = open_dataset(tmp_path / "images" / "train")
+    assert dataset.class_counts(3) == [12, 4, 12]
+    assert FakeDataset(8, 3, 8).class_counts(3) == [3, 3, 2]

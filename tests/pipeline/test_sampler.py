@@ -1,9 +1,14 @@
 """The order of samples is a function of (seed, step, world size)."""
 
+from collections import Counter
+from itertools import chain
+
 import numpy as np
 import pytest
+import torch
 
 from pipeline.sampler import TrainSampler, ValSampler
+from tests.libraries import timm_module
 
 
 def rows(sampler: TrainSampler | ValSampler, steps: range) -> list[tuple[int, int]]:
@@ -56,10 +61,13 @@ def test_every_sample_once_an_epoch_though_batches_straddle(
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_ranks_together_take_what_one_rank_takes(world_size: int) -> None:
-    alone = TrainSampler(num_samples=37, batch_size=8, seed=5)
+@pytest.mark.parametrize("repeats", [1, 3])
+def test_ranks_together_take_what_one_rank_takes(world_size: int, repeats: int) -> None:
+    alone = TrainSampler(num_samples=37, batch_size=8, seed=5, repeats=repeats)
     ranks = [
-        TrainSampler(num_samples=37, batch_size=8, seed=5, rank=r, world_size=world_size)
+        TrainSampler(
+            num_samples=37, batch_size=8, seed=5, rank=r, world_size=world_size, repeats=repeats
+        )
         for r in range(world_size)
     ]
     for step in range(30):
@@ -88,6 +96,56 @@ def test_resuming_late_in_a_long_run_is_exact() -> None:
     assert epochs.dtype == indices.dtype == np.int64
     assert set(epochs.tolist()) == {450_000 * 256 // 1_281_167}
     assert len(set(indices.tolist())) == 256
+
+
+@pytest.mark.parametrize("repeats", [2, 3])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (36, 12), (5, 16), (7, 7)])
+def test_repeated_augmentation(num_samples: int, batch_size: int, repeats: int) -> None:
+    """Each epoch uses the first images of its order, and no sample has the augmentation of another.
+
+    The last image may have fewer repetitions.
+    """
+    sampler = TrainSampler(num_samples=num_samples, batch_size=batch_size, seed=1, repeats=repeats)
+    once = TrainSampler(num_samples=num_samples, batch_size=num_samples, seed=1)
+    epochs = 6
+    stream = rows(sampler, range(-(-epochs * num_samples // batch_size)))
+    assert len(set(stream)) == len(stream)
+    for epoch in range(epochs):
+        first = epoch * repeats
+        found = Counter(index for e, index in stream if first <= e < first + repeats)
+        order = once.samples(epoch)[:, 1]
+        assert found == Counter(np.repeat(order, repeats)[:num_samples].tolist())
+
+
+def test_repetitions_are_not_neighbours() -> None:
+    """Mixup blends neighbours; the first row is blended with the last."""
+    sampler = TrainSampler(num_samples=1000, batch_size=64, seed=1, repeats=3)
+    for step in range(40):
+        indices = sampler.samples(step)[:, 1]
+        assert (indices != np.roll(indices, 1)).all()
+
+
+def test_repeated_augmentation_is_timms() -> None:
+    """The same images as often, over all ranks, given the same order."""
+    sampling = timm_module("data.distributed_sampler")
+    theirs = [
+        list(
+            sampling.RepeatAugSampler(
+                range(96), num_replicas=4, rank=rank, num_repeats=3, selected_round=0
+            )
+        )
+        for rank in range(4)
+    ]
+    order = torch.randperm(96, generator=torch.Generator().manual_seed(0)).numpy()
+    ours = []
+    for rank in range(4):
+        sampler = TrainSampler(
+            num_samples=96, batch_size=32, seed=0, rank=rank, world_size=4, repeats=3
+        )
+        sampler._order = lambda epoch: order
+        ours.append([index for _, index in rows(sampler, range(3))])
+    assert [len(share) for share in ours] == [len(share) for share in theirs]
+    assert Counter(chain(*ours)) == Counter(chain(*theirs))
 
 
 @pytest.mark.parametrize("num_samples", [1, 2, 5, 16, 17, 50, 64])

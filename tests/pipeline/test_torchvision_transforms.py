@@ -47,15 +47,31 @@ def picture(size: int = 24) -> Picture:
     return Picture(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
-def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws() -> None:
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("AutoAugment", {}),
+        ("ColorJitter", {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}),
+        ("GaussianBlur", {"kernel_size": 5, "sigma": [0.1, 2.0]}),
+        ("RandomAffine", {"degrees": 30}),
+        ("RandomGrayscale", {"p": 0.5}),
+    ],
+)
+def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
+    name: str, parameters: dict[str, Any]
+) -> None:
     import_torchvision()
     from torchvision.transforms import v2
 
-    ours = one("v2.RandomAffine", degrees=30)(picture(), random.Random(3)).pixels()
-    torch.manual_seed(random.Random(3).getrandbits(63))
+    transform, changed = one(f"v2.{name}", **parameters), 0
     image = torch.from_numpy(picture().pixels()).permute(2, 0, 1)
-    theirs = v2.RandomAffine(degrees=30)(image)
-    np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+    for seed in range(8):
+        ours = transform(picture(), random.Random(seed)).pixels()
+        torch.manual_seed(random.Random(seed).getrandbits(63))
+        theirs = getattr(v2, name)(**parameters)(image)
+        np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
+        changed += not torch.equal(theirs, image)
+    assert changed
 
 
 def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> None:

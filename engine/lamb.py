@@ -1,0 +1,83 @@
+"""LAMB (arXiv 1904.00962) with timm's numbers, for a step that is part of a CUDA graph.
+
+torch has no LAMB. timm's counts the steps on the host: a CUDA graph would repeat the first number.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Lamb(torch.optim.Optimizer):
+    """AdamW whose update of each tensor is scaled to the norm of the tensor.
+
+    As timm's Lamb with its default options, except that optim.clip_norm clips the gradients. Groups
+    without weight decay (norms and biases) are not scaled. All of it runs on the device of the
+    parameters, also if `lr` is a tensor.
+
+    Args:
+        groups: parameter groups with their `weight_decay`, which is added to the update.
+        lr: learning rate.
+        betas: decay rates of the two moments.
+        eps: term added to the denominator.
+    """
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+    ) -> None:
+        # With `capturable`, load_state_dict moves the numbers of steps to the device.
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "capturable": True})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params:
+                updates = self._adam(params, betas=group["betas"], eps=group["eps"])
+                scale: Any = -group["lr"]
+                if group["weight_decay"] != 0:
+                    torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+                    scale = list((scale * _trust_ratios(params, updates)).unbind())
+                torch._foreach_mul_(updates, scale)
+                torch._foreach_add_(params, updates)
+
+    def _adam(
+        self, params: list[Tensor], *, betas: tuple[float, float], eps: float
+    ) -> tuple[Tensor, ...]:
+        """Update the moments; return the steps of Adam for a learning rate of -1."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=p.device),
+                    "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                }
+        grads = [p.grad for p in params if p.grad is not None]
+        steps, means, squares = (
+            [self.state[p][name] for p in params] for name in ("step", "exp_avg", "exp_avg_sq")
+        )
+        torch._foreach_add_(steps, 1)
+        torch._foreach_lerp_(means, grads, 1 - betas[0])
+        torch._foreach_mul_(squares, betas[1])
+        torch._foreach_addcmul_(squares, grads, grads, 1 - betas[1])
+        # In float32, 1 - 0.999 would have an error of 6e-5.
+        step = steps[0].double()
+        first, second = ((1 - beta**step).to(params[0].dtype) for beta in betas)
+        denominators = torch._foreach_sqrt(squares)
+        torch._foreach_div_(denominators, second.sqrt())
+        torch._foreach_add_(denominators, eps)
+        updates = torch._foreach_div(means, first)
+        torch._foreach_div_(updates, denominators)
+        return updates
+
+
+def _trust_ratios(params: list[Tensor], updates: tuple[Tensor, ...]) -> Tensor:
+    """Norm of each parameter / norm of its update, float [n]; 1 where one of them is 0."""
+    weights, changes = (torch.stack(torch._foreach_norm(x)) for x in (params, updates))
+    return torch.where((weights > 0) & (changes > 0), weights / changes, 1.0)

@@ -1,0 +1,93 @@
+"""The loss functions of training. Validation always measures the cross-entropy.
+
+To add a loss, add a function to LOSSES and its name to train.loss in conf/schema.py.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor, nn
+
+from conf.schema import Train
+
+Criterion = Callable[[Tensor, Tensor], Tensor]
+"""(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
+
+
+def build_criterion(config: Train, class_weights: Tensor | None = None) -> Criterion:
+    """Return the loss function that train.loss names.
+
+    Args:
+        class_weights: float32 [classes] on the device; None: all alike.
+    """
+    return LOSSES[config.loss](config, class_weights)
+
+
+def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
+    """Weights of the classes in inverse proportion to their images; the mean image has 1.
+
+    They are scikit-learn's `balanced`: images / (classes * images of the class).
+    """
+    return tuple(sum(class_counts) / (len(class_counts) * max(1, n)) for n in class_counts)
+
+
+def cross_entropy(config: Train, class_weights: Tensor | None) -> Criterion:
+    if class_weights is None:
+        return partial(nn.functional.cross_entropy, label_smoothing=config.label_smoothing)
+    return partial(
+        weighted_cross_entropy,
+        class_weights=class_weights,
+        label_smoothing=config.label_smoothing,
+    )
+
+
+def weighted_cross_entropy(
+    logits: Tensor, targets: Tensor, *, class_weights: Tensor, label_smoothing: float
+) -> Tensor:
+    """Cross-entropy with class weights, divided by the number of images.
+
+    For class numbers, torch divides by the sum of their weights: then the loss of a batch would not
+    be the mean of those of its micro-batches or ranks.
+    """
+    if targets.ndim == 1:
+        targets = nn.functional.one_hot(targets, logits.shape[1]).to(logits.dtype)
+    return nn.functional.cross_entropy(
+        logits, targets, weight=class_weights, label_smoothing=label_smoothing
+    )
+
+
+def bce(config: Train, class_weights: Tensor | None) -> Criterion:
+    assert class_weights is None
+    return partial(
+        binary_cross_entropy,
+        label_smoothing=config.label_smoothing,
+        threshold=config.bce_threshold,
+    )
+
+
+def binary_cross_entropy(
+    logits: Tensor, targets: Tensor, *, label_smoothing: float, threshold: float | None
+) -> Tensor:
+    """Binary cross-entropy of every class, as of "ResNet strikes back" (arXiv 2110.00476).
+
+    The mean over classes and images, as timm's --bce-loss. Smoothing, also of mixed targets, comes
+    before the threshold.
+
+    Args:
+        logits: float32 [B, classes].
+        targets: int64 [B], or float32 [B, classes].
+        threshold: targets above it become 1, others 0; None keeps them.
+    """
+    classes = logits.shape[1]
+    if targets.ndim == 1:
+        targets = nn.functional.one_hot(targets, classes).to(logits.dtype)
+    targets = targets * (1 - label_smoothing) + label_smoothing / classes
+    if threshold is not None:
+        targets = (targets > threshold).to(logits.dtype)
+    return nn.functional.binary_cross_entropy_with_logits(logits, targets)
+
+
+LOSSES: dict[str, Callable[[Train, Tensor | None], Criterion]] = {
+    "cross_entropy": cross_entropy,
+    "bce": bce,
+}

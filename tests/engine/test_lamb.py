@@ -1,0 +1,121 @@
+"""Lamb compared with its formula in float64, and with timm's where timm is installed."""
+
+import copy
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conf.schema import Optim
+from engine.lamb import Lamb
+from engine.optim import build_optimizer
+from tests.libraries import timm_module
+
+RATES = (0.01, 0.02, 0.005, 0.0, 0.01, 0.03)
+BETAS, EPS, DECAY = (0.9, 0.99), 1e-6, 0.02
+
+
+def groups_of(model: nn.Module) -> list[dict[str, object]]:
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim == 1]
+    return [
+        {"params": decayed, "weight_decay": DECAY},
+        {"params": others, "weight_decay": 0.0},
+    ]
+
+
+def network() -> nn.Sequential:
+    """With a layer whose weights are 0, so that its trust ratio is 1 at first."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Linear(5, 3))
+    nn.init.zeros_(model[3].weight)
+    return model
+
+
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, lr_of: Callable[[float], float | Tensor]
+) -> list[Tensor]:
+    """Weights after six steps on one batch."""
+    x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1))
+    for rate in RATES:
+        for group in optimizer.param_groups:
+            group["lr"] = lr_of(rate)
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def test_by_its_formula() -> None:
+    model = nn.Linear(3, 2, bias=False)
+    optimizer = Lamb([{"params": [model.weight], "weight_decay": DECAY}], betas=BETAS, eps=EPS)
+    weights = model.weight.detach().double().numpy().copy()
+    mean = square = np.zeros_like(weights)
+    for step, rate in enumerate(RATES, start=1):
+        gradient = np.random.default_rng(step).normal(size=(2, 3))
+        mean = BETAS[0] * mean + (1 - BETAS[0]) * gradient
+        square = BETAS[1] * square + (1 - BETAS[1]) * gradient**2
+        adam = (mean / (1 - BETAS[0] ** step)) / (np.sqrt(square / (1 - BETAS[1] ** step)) + EPS)
+        update = adam + DECAY * weights
+        weights = weights - rate * np.linalg.norm(weights) / np.linalg.norm(update) * update
+
+        model.weight.grad = torch.from_numpy(gradient).float()
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        np.testing.assert_allclose(model.weight.detach().numpy(), weights, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("decay", [DECAY, 0.0])
+def test_it_is_timms(decay: float) -> None:
+    lamb = timm_module("optim").Lamb
+    ours, theirs = network(), network()
+    options = {"betas": BETAS, "eps": EPS}
+    found = [{**group, "weight_decay": decay * (i == 0)} for i, group in enumerate(groups_of(ours))]
+    expected = [
+        {**group, "weight_decay": decay * (i == 0)} for i, group in enumerate(groups_of(theirs))
+    ]
+    torch.testing.assert_close(
+        train(ours, Lamb(found, **options), float),
+        train(theirs, lamb(expected, max_grad_norm=None, **options), float),
+        rtol=1e-6,
+        atol=1e-7,
+    )
+
+
+def test_with_clipping_it_is_timms() -> None:
+    """optim.clip_norm is timm's max_grad_norm."""
+    lamb = timm_module("optim").Lamb
+    ours, theirs = network(), network()
+    optimizer = Lamb(groups_of(ours), betas=BETAS, eps=EPS)
+    optimizer.register_step_pre_hook(
+        lambda *_: nn.utils.clip_grad_norm_(ours.parameters(), 0.1) and None
+    )
+    found = train(ours, optimizer, float)
+    other = lamb(groups_of(theirs), max_grad_norm=0.1, betas=BETAS, eps=EPS)
+    torch.testing.assert_close(found, train(theirs, other, float), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_learning_rate_in_a_tensor(dtype: torch.dtype) -> None:
+    rate = torch.zeros((), dtype=dtype)
+    first, second = network(), network()
+    torch.testing.assert_close(
+        train(first, Lamb(groups_of(first)), rate.fill_),
+        train(second, Lamb(groups_of(second)), float),
+    )
+
+
+def test_the_state_continues_bit_for_bit() -> None:
+    model = network()
+    optimizer = build_optimizer(model, Optim(name="lamb", weight_decay=DECAY, decay_norms=False))
+    train(model, optimizer, float)
+    again = copy.deepcopy(model)
+    other = build_optimizer(again, Optim(name="lamb", weight_decay=DECAY, decay_norms=False))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for found, expected in zip(
+        train(again, other, float), train(model, optimizer, float), strict=True
+    ):
+        assert torch.equal(found, expected)
+    assert all(state["step"] == 12 for state in other.state.values())

@@ -1,0 +1,88 @@
+"""The losses compared with timm's, where timm is installed, and with their formulas."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from conf.schema import Train
+from engine.losses import LOSSES, balanced, build_criterion
+from tests.libraries import timm_module
+
+CLASSES, COUNT = 7, 12
+
+
+def logits() -> Tensor:
+    return 3 * torch.randn(COUNT, CLASSES, generator=torch.Generator().manual_seed(0))
+
+
+def labels() -> Tensor:
+    return torch.arange(COUNT) % CLASSES
+
+
+def mixed() -> Tensor:
+    """Targets as from mixup, cutmix and neither."""
+    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
+    return onehot.lerp(onehot.roll(1, 0), torch.linspace(0, 0.5, COUNT)[:, None])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_labels_are_the_same_as_one_hot_targets(name: str, smoothing: float) -> None:
+    criterion = build_criterion(Train(loss=name, label_smoothing=smoothing))
+    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
+    torch.testing.assert_close(criterion(logits(), labels()), criterion(logits(), onehot))
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_loss_of_a_batch_is_the_mean_of_its_halves(name: str) -> None:
+    """Micro-batches and ranks rely on it."""
+    criterion = build_criterion(Train(loss=name, label_smoothing=0.1))
+    for targets in (labels(), mixed()):
+        halves = [
+            criterion(*pair) for pair in zip(logits().chunk(2), targets.chunk(2), strict=True)
+        ]
+        torch.testing.assert_close(criterion(logits(), targets), torch.stack(halves).mean())
+
+
+def test_balanced_weights_are_scikit_learns() -> None:
+    """compute_class_weight("balanced", classes=[0, 1, 2], y=[0] * 6 + [1] * 3 + [2])."""
+    assert balanced([6, 3, 1]) == pytest.approx([10 / 18, 10 / 9, 10 / 3])
+    assert sum(w * n for w, n in zip(balanced([6, 3, 1]), [6, 3, 1], strict=True)) == 10
+    assert balanced([5, 5]) == (1.0, 1.0)
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_are_torchs(smoothing: float) -> None:
+    """But for the divisor: the number of images, so that halves of a batch have their mean."""
+    weights = torch.linspace(0.5, 2, CLASSES)
+    criterion = build_criterion(Train(label_smoothing=smoothing), weights)
+    theirs = torch.nn.CrossEntropyLoss(weight=weights, label_smoothing=smoothing, reduction="sum")
+    for targets in (labels(), mixed()):
+        expected = theirs(logits(), targets) / COUNT
+        torch.testing.assert_close(criterion(logits(), targets), expected)
+        pairs = zip(logits().chunk(2), targets.chunk(2), strict=True)
+        halves = torch.stack([criterion(*pair) for pair in pairs])
+        torch.testing.assert_close(criterion(logits(), targets), halves.mean())
+
+
+def test_bce_by_its_formula() -> None:
+    criterion = build_criterion(Train(loss="bce", label_smoothing=0.1))
+    p = logits().double().sigmoid()
+    y = 0.9 * mixed().double() + 0.1 / CLASSES
+    expected = -(y * p.log() + (1 - y) * (1 - p).log()).mean()
+    torch.testing.assert_close(criterion(logits(), mixed()).double(), expected)
+
+
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_bce_is_timms(smoothing: float, threshold: float | None) -> None:
+    timm_loss, mixup = timm_module("loss"), timm_module("data.mixup")
+    ours = build_criterion(Train(loss="bce", label_smoothing=smoothing, bce_threshold=threshold))
+    theirs = timm_loss.BinaryCrossEntropy(smoothing=smoothing, target_threshold=threshold)
+    torch.testing.assert_close(ours(logits(), labels()), theirs(logits(), labels()))
+    # timm smooths the targets before it mixes them. Each image is mixed with the last but i.
+    onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
+    for weight in (0.3, 0.9):
+        softened = mixup.mixup_target(labels(), CLASSES, weight, smoothing)
+        targets = onehot.flip(0).lerp(onehot, weight)
+        torch.testing.assert_close(ours(logits(), targets), theirs(logits(), softened))
