@@ -137,6 +137,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -150,7 +151,7 @@ from engine.predictions import Ints
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val
-from pipeline.dataset import BadImageError, Dataset, FileDataset
+from pipeline.dataset import BadImageError, FileDataset
 from pipeline.decode import Picture
 from pipeline.loader import LoaderError, start_forkserver
 from pipeline.prefetcher import ImageFormat
@@ -390,12 +391,12 @@ def open_safetensors(path: Path, trained: Trained) -> tuple[Predict, dict[str, s
 
 
 def images_for(
-    trained: Trained, overrides: Sequence[str], *, needed: bool = False
+    trained: Trained, overrides: Sequence[str], *, labelled: bool = False
 ) -> tuple[list[np.ndarray], int, str]:
     """Return IMAGES transformed images, uint8 [S, S, 3], their side, and where they are from.
 
     Args:
-        needed: only files of the validation split will do.
+        labelled: only files of the validation split that have labels of the model will do.
 
     Raises:
         UserError: a typed folder or a transform is wrong.
@@ -403,14 +404,16 @@ def images_for(
     """
     config = trained.config
     data = config.data
-    if needed and data.source == "fake":
+    if labelled and data.source == "fake":
         raise UserError("--self-check: data.source=fake has no files; give data.root=/path")
-    needed = needed or bool({"data", "data.root", "data.val"} & typed_keys(overrides))
+    needed = labelled or bool({"data", "data.root", "data.val"} & typed_keys(overrides))
     here = Path(data.root or ".").expanduser() / data.val
     if data.source != "fake" and (needed or (data.root and here.is_dir())):
         datasets = build_val(config)
         datasets.prepare()
-        val: Dataset = datasets.val
+        if labelled:
+            evaluate.with_labels_of(trained, datasets)  # find mistakes before the export
+        val = datasets.val
         places = np.linspace(0, len(val) - 1, IMAGES).astype(int).tolist()
         return [val.load(0, i)[0] for i in places], datasets.val_size, f"images of {here}"
     # This dataset checks the transforms and has no files.
@@ -508,7 +511,7 @@ def self_check(
     """Compare the predictions for all validation files with an fp32 evaluation.
 
     Returns:
-        Lines about the files whose predictions differ with a small margin.
+        The number of equal predictions, and the files that differ with a margin below CLOSE.
 
     Raises:
         ExportError: a prediction with a larger margin differs.
@@ -530,8 +533,8 @@ def self_check(
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ExportError(f"--self-check: another prediction for {wrong[0]}{more}")
-    equal = len(found) - len(close)
-    return [f"{equal:,} of {len(found):,} predictions are equal", *close]
+    equal = f"{len(found) - len(close):,} of {len(found):,} predictions are equal"
+    return [f"self-check: {line}" for line in (equal, *close)]
 
 
 # The command.
@@ -548,7 +551,7 @@ def opened(overrides: Sequence[str]) -> Trained:
     trained = open_trained(Path(PATHS[0]), overrides, classes=OPTIONS.classes)
     config = trained.config
     if not trained.classes:
-        cli.complain("the names of the classes are unknown; give --classes FILE", SCRIPT)
+        logging.warning("the names of the classes are unknown; give --classes FILE")
     return replace(
         trained, config=replace(config, model=replace(config.model, channels_last=False))
     )
@@ -568,64 +571,74 @@ def output_file(trained: Trained) -> Path:
     return out
 
 
-def export(trained: Trained, out: Path, world: World) -> None:
+def export(
+    job: Job,
+    out: Path,
+    images: Sequence[np.ndarray],
+    reference: Callable[[], evaluate.Evaluated] | None = None,
+) -> list[str]:
     """Write, check and only then rename the file.
 
+    Args:
+        images: IMAGES images to compare with eager mode, each uint8 [S, S, 3].
+        reference: evaluates the model in fp32, for --self-check.
+
+    Returns:
+        Lines about the checks and the file.
+
     Raises:
-        UserError: the data or the config does not fit the model.
+        UserError: the weights do not fit the model, or are too large for the format.
         ExportError: a check has found a difference, or the model cannot be exported.
         BadImageError, LoaderError: an image cannot be read.
     """
-    if OPTIONS.self_check:
-        trained = evaluate.with_config(trained, OVERRIDES, world)
-    images, size, origin = images_for(trained, OVERRIDES, needed=OPTIONS.self_check)
-    trained.check_size(size)
-    job = Job(trained, OPTIONS.to, OPTIONS.preprocessing, size)
-    model = trained.build(CPU)
-    weights = sum(value.nbytes for value in model.state_dict().values())
-    if job.to == "onnx" and weights > LARGEST_ONNX:
+    model = job.trained.build(CPU)
+    size = sum(value.nbytes for value in model.state_dict().values())
+    if job.to == "onnx" and size > LARGEST_ONNX:
         raise UserError(
-            f"--to onnx: {weights:,} bytes of weights, and a file holds 2 GiB; give pt2"
+            f"--to onnx: the weights have {size:,} bytes, an ONNX file holds 2 GiB; give --to pt2"
         )
     with replacing(out) as temporary:
         save(job, model, temporary)
         predict, texts = open_exported(job, temporary)
         difference, bound = compare(job, predict, model, images)
-        print(
-            f"compared   {IMAGES} {origin}: largest difference {difference:.2g}, bound {bound:.2g}"
-        )
+        found = f"largest difference {difference:.2g}, bound {bound:.2g}"
         if not difference <= bound:  # also if it is NaN
             raise ExportError(
-                f"the largest difference from eager mode, {difference:.2g}, is above the bound "
-                f"{bound:.2g}; nothing is written"
+                f"--to {job.to}: differs from eager mode: {found}; nothing is written"
             )
-        if OPTIONS.self_check:
-            reference = evaluated(job, OVERRIDES, world)
-            for line in self_check(job, predict, texts, reference):
-                print(f"self-check {line}")
-    print(f"written    {out}, {out.stat().st_size / 1e6:,.1f} MB; {signature(job)}")
+        lines = [f"compared with eager mode: {found}"]
+        if reference is not None:
+            lines += self_check(job, predict, texts, reference())
+    return [*lines, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {signature(job)}"]
 
 
 def signature(job: Job) -> str:
     """Describe the graph in a few words."""
     if job.to == "safetensors":
         return f"the weights of {job.trained.config.model.name}"
-    given = job.texts()["preprocessing"]
-    wanted = json.loads(given)["input"]
+    wanted = json.loads(job.texts()["preprocessing"])["input"]
     shape = ", ".join(map(str, wanted["shape"]))
     return f"images {wanted['dtype']} [{shape}] -> logits [batch, {job.trained.num_classes}]"
 
 
 def run_command() -> None:
+    """Find all mistakes in the arguments; then export."""
     trained = opened(OVERRIDES)
     out = output_file(trained)
-    config = trained.config
-    if OPTIONS.self_check and config.loader.start_method == "forkserver":
+    config, check = trained.config, OPTIONS.self_check
+    if check and config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process exports
-    with join_world(config.train.device if OPTIONS.self_check else "cpu") as world:
+    with join_world(config.train.device if check else "cpu") as world:
         if world.size > 1:
             raise UserError("an export needs one process; run it without torchrun")
-        export(trained, out, world)
+        if check:
+            trained = evaluate.with_config(trained, OVERRIDES, world)
+        images, size, origin = images_for(trained, OVERRIDES, labelled=check)
+        trained.check_size(size)
+        job = Job(trained, OPTIONS.to, OPTIONS.preprocessing, size)
+        print(f"exporting {trained.name}; checked with {IMAGES} {origin}", flush=True)
+        reference = partial(evaluated, job, OVERRIDES, world) if check else None
+        print(*export(job, out, images, reference), sep="\n")
 
 
 def main() -> int:
