@@ -128,6 +128,7 @@ if __name__ == "__main__":
     except UserError as mistake:
         cli.fail(str(mistake), SCRIPT)
 
+import io
 import json
 import logging
 import random
@@ -138,6 +139,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -316,7 +318,9 @@ def save_onnx(graph: nn.Module, example: Tensor, texts: dict[str, str], path: Pa
 def save_pt2(graph: nn.Module, example: Tensor, texts: dict[str, str], path: Path) -> None:
     shapes = ({0: torch.export.Dim("batch")},)
     program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
-    torch.export.save(program, path, extra_files=dict(texts))
+    buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
+    torch.export.save(program, buffer, extra_files=dict(texts))
+    path.write_bytes(buffer.getbuffer())
 
 
 @contextmanager
@@ -420,8 +424,8 @@ def images_for(
     size = build_val(replace(config, data=replace(data, source="fake"))).val_size
     transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
     rng = np.random.default_rng(0)
-    labels = [name for name, _ in zip([*TEXTURES] * IMAGES, range(IMAGES), strict=False)]
-    drawn = [Picture(np.asarray(draw_image(name, rng))) for name in labels]
+    labels = islice(cycle(TEXTURES), IMAGES)
+    drawn = [Picture(np.asarray(draw_image(label, rng))) for label in labels]
     return (
         [transform(picture, random.Random(0)).pixels() for picture in drawn],
         size,

@@ -4,6 +4,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,8 +18,9 @@ from PIL import Image
 from torch import Tensor, nn
 
 import models
+import train
 from conf.schema import UserError
-from engine.distributed import World
+from engine.distributed import World, join_world
 from models import gpu_layers
 from models.vit import VisionTransformer
 from scripts import evaluate, export
@@ -200,6 +203,19 @@ def test_rewritten_layers_are_not_in_the_graph(trained: Trained, tmp_path: Path)
     assert not any(isinstance(module, faster) for module in model.modules())
 
 
+@pytest.mark.gpu
+def test_self_check_with_an_evaluation_on_a_gpu(
+    trained: Trained, images: list[np.ndarray], tmp_path: Path
+) -> None:
+    job = job_for(trained, "pt2")
+    with join_world("cuda") as world:
+        lines = export.export(
+            job, tmp_path / "a.pt2", images, lambda: export.evaluated(job, HERE, world)
+        )
+    assert lines[1].startswith("self-check: 15 of 15 ")
+    train.set_up_kernels(deterministic=False, precision="bf16")
+
+
 # Faults.
 
 
@@ -223,7 +239,7 @@ class FixedBatch(nn.Module):
         (FixedBatch(), r"^--to pt2: model\.name=resnet_tiny cannot be exported \("),
     ],
 )
-def test_wrong_export_leaves_no_file(
+def test_wrong_export_keeps_an_earlier_file(
     trained: Trained,
     images: list[np.ndarray],
     tmp_path: Path,
@@ -232,9 +248,32 @@ def test_wrong_export_leaves_no_file(
     message: str,
 ) -> None:
     monkeypatch.setattr(Trained, "build", lambda *_: model)
+    out = tmp_path / "model.pt2"
+    out.write_text("earlier")
     with pytest.raises(ExportError, match=message):
-        export.export(job_for(trained, "pt2"), tmp_path / "new.pt2", images)
+        export.export(job_for(trained, "pt2"), out, images)
+    assert out.read_text() == "earlier" and list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize("to", ["pt2", "safetensors"])
+def test_full_disk(
+    trained: Trained,
+    images: list[np.ndarray],
+    tmp_path: Path,
+    file_size_limit: Callable[[int], AbstractContextManager[None]],
+    to: str,
+) -> None:
+    with file_size_limit(100_000), pytest.raises(OSError, match="File too large"):
+        export.export(job_for(trained, to), tmp_path / f"a.{to}", images)
     assert not list(tmp_path.iterdir())
+
+
+def test_weights_that_an_onnx_file_cannot_hold(
+    trained: Trained, images: list[np.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "LARGEST_ONNX", 1000)
+    with pytest.raises(UserError, match=r"^--to onnx: the weights have .* bytes, .* --to pt2$"):
+        export.export(job_for(trained, "onnx"), tmp_path / "a.onnx", images)
 
 
 def test_nan_is_a_difference(trained: Trained, images: list[np.ndarray]) -> None:
