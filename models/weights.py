@@ -8,10 +8,11 @@ import hashlib
 import json
 import logging
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
@@ -144,6 +145,41 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     model.load_state_dict(own)
 
 
+def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) -> None:
+    """Write a safetensors file.
+
+    Args:
+        texts: its `__metadata__`.
+    """
+    names = {dtype: name for name, dtype in SAFETENSORS.items()}
+    header: dict[str, Any] = {"__metadata__": dict(texts)}
+    end = 0
+    for name, value in weights.items():
+        place = [end, end + value.nbytes]
+        end = place[1]
+        header[name] = {
+            "dtype": names[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": place,
+        }
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # readers may map the tensors, which must be aligned
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for value in weights.values():
+            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+
+
+def safetensors_metadata(path: Path) -> dict[str, str]:
+    """Return the `__metadata__` of a safetensors file.
+
+    Raises:
+        ValueError: the file is damaged.
+    """
+    with open(path, "rb") as file:
+        return dict(_safetensors_header(file).get("__metadata__", {}))
+
+
 def file_fingerprint(path: Path) -> str:
     """Identify the content of a weights file, independent of its name.
 
@@ -202,15 +238,21 @@ def _read_safetensors(path: Path) -> Weights:
         ValueError: the file is damaged, or holds another type of numbers.
     """
     with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if not 2 <= length <= min(path.stat().st_size - 8, LONGEST_HEADER):
-            raise ValueError("not a safetensors file")
-        header = json.loads(file.read(length))
+        header = _safetensors_header(file)
         data = memoryview(file.read())
-    if not isinstance(header, dict):
-        raise ValueError("not a safetensors file")
     header.pop("__metadata__", None)
     return {name: _tensor(name, entry, data) for name, entry in header.items()}
+
+
+def _safetensors_header(file: BinaryIO) -> dict[str, Any]:
+    """Read the header; the tensors follow in the file."""
+    length = int.from_bytes(file.read(8), "little")
+    if not 2 <= length <= min(os.fstat(file.fileno()).st_size - 8, LONGEST_HEADER):
+        raise ValueError("not a safetensors file")
+    header = json.loads(file.read(length))
+    if not isinstance(header, dict):
+        raise ValueError("not a safetensors file")
+    return header
 
 
 def _tensor(name: str, entry: Any, data: memoryview) -> Tensor:
