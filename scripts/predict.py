@@ -123,7 +123,6 @@ from typing import TextIO
 import numpy as np
 import torch
 
-import train
 from engine.checkpoint import CheckpointError
 from engine.distributed import resolve_device
 from pipeline import decode
@@ -277,8 +276,11 @@ class Predictor:
         self.decoder = decode.resolve("auto" if on_gpu else config.loader.decoder)
         self.seed, self.top, self.device = config.train.seed, top, device
         self.precision = trained.precision(device)
-        train.set_up_kernels(deterministic=config.train.deterministic, precision=self.precision)
-        torch.backends.cudnn.benchmark = False  # it measures each size of a batch anew
+        # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
+        # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
+        fp32 = self.precision == "fp32"
+        torch.set_float32_matmul_precision("highest" if fp32 else "high")
+        torch.backends.cudnn.allow_tf32 = not fp32
         self.model = trained.build(device)
         self.format = ImageFormat(device, data.mean, data.std)
         typed = "loader.batch_size" in typed_keys(config.typed)
