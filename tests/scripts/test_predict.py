@@ -16,6 +16,7 @@ import pytest
 import torch
 from PIL import Image
 
+from conf.schema import UserError
 from engine.distributed import World
 from scripts import evaluate, predict
 from scripts.predict import Predicted, Predictor, Result, Unreadable, find_files, read_list
@@ -196,7 +197,7 @@ def test_table() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("words", "message"),
     [
         ("", "CHECKPOINT is missing: give a checkpoint"),
         ("- .", "CHECKPOINT is missing: give a checkpoint"),
@@ -207,31 +208,53 @@ def test_table() -> None:
         (". . --top x", "--top: invalid int value: 'x'"),
         (". . --format xml", "--format: invalid choice: 'xml' (choose from"),
         (". . data.val_siz=32", "data.val_siz=32: there is no key"),
+    ],
+)
+def test_mistakes(words: str, message: str) -> None:
+    with pytest.raises(UserError) as raised:
+        predict.arguments(words.split())
+    assert str(raised.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (". - <&-", "-: standard input is closed"),
         (". . >&-", "standard output is closed"),
     ],
 )
-def test_mistakes_in_the_command_line(tmp_path: Path, arguments: str, message: str) -> None:
-    command = f"exec '{sys.executable}' '{predict.__file__}' {arguments}"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
+def test_closed_streams(words: str, message: str) -> None:
+    command = f"exec '{sys.executable}' '{predict.__file__}' {words}"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.startswith(f"predict.py: {message}")
     assert done.stderr.count("\n") == 1 and done.stdout == ""
 
 
 @pytest.mark.parametrize(
-    ("arguments", "status", "message"),
+    ("words", "status", "message"),
     [
         ("--top 4 .", 2, "--top 4: the model has 3 classes; give 3 or less"),
         (".", 1, ".: holds no images (.jpg, .jpeg, .png, ...)"),
-        ("- < /dev/null", 1, "-: the list on standard input is empty"),
+        ("-", 1, "-: the list on standard input is empty"),
     ],
 )
 def test_nothing_to_predict(
-    folder: Path, tmp_path: Path, arguments: str, status: int, message: str
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    words: str,
+    status: int,
+    message: str,
 ) -> None:
-    command = f"exec '{sys.executable}' '{predict.__file__}' '{folder}' {arguments} {HERE[0]}"
-    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr, done.stdout) == (status, f"predict.py: {message}\n", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", (tmp_path / "empty.txt").open("x+"))
+    options = predict.arguments([str(folder), *words.split(), *HERE])
+    try:
+        assert predict.main(options) == status
+    except SystemExit as ended:
+        assert ended.code == status
+    assert capfd.readouterr() == ("", f"predict.py: {message}\n")
 
 
 def test_output_that_nobody_reads(folder: Path, image_root: Path) -> None:
