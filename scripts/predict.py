@@ -207,12 +207,17 @@ def read_list(descriptor: int, end: bytes = b"\n") -> Iterator[str | None]:
 
     None means that there are no more at the moment: a program may wait for the answer before it
     writes the next path.
+
+    Raises:
+        UserError: the content is no list of lines.
     """
     rest = b""
     while True:
         if not select.select([descriptor], [], [], 0)[0]:
             yield None
         data = os.read(descriptor, 1 << 16)
+        if b"\0" in data and end != b"\0":
+            raise UserError("-: standard input is binary; give paths, one per line or with -0")
         *complete, rest = (rest + data).split(end) if data else (rest, b"")
         yield from (os.fsdecode(path) for path in complete if path)
         if not data:

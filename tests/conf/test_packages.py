@@ -15,7 +15,10 @@ import conf
 ROOT = Path(__file__).parents[2]
 PROGRAMS = [
     "train.py",
-    *(f"scripts/{name}.py" for name in ("bench", "doctor", "evaluate", "report", "shrink")),
+    *(
+        f"scripts/{name}.py"
+        for name in ("bench", "doctor", "evaluate", "predict", "report", "shrink")
+    ),
 ]
 
 

@@ -151,6 +151,12 @@ def test_list() -> None:
     os.close(reader)
 
 
+def test_image_in_place_of_a_list(image_root: Path) -> None:
+    with open(image_root / "val" / "dots" / "00.jpg") as file:
+        with pytest.raises(UserError, match="^-: standard input is binary; give paths"):
+            list(read_list(file.fileno()))
+
+
 def test_answer_to_each_path(folder: Path, image_root: Path) -> None:
     """A program may wait for the answer before it writes the next path; Ctrl-C ends the script."""
     command = [sys.executable, predict.__file__, str(folder), "-", *HERE]
