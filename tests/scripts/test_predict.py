@@ -153,7 +153,7 @@ def test_list() -> None:
 
 def test_image_in_place_of_a_list(image_root: Path) -> None:
     with open(image_root / "val" / "dots" / "00.jpg") as file:
-        with pytest.raises(UserError, match="^-: standard input is binary; give paths"):
+        with pytest.raises(UserError, match=r"^-: standard input is binary; give paths"):
             list(read_list(file.fileno()))
 
 
