@@ -250,7 +250,7 @@ def _images_below(folder: bytes, seen: set[tuple[int, int]]) -> Iterator[Found]:
         seen.add((info.st_dev, info.st_ino))
         with os.scandir(folder) as entries:
             # With its slash, a folder sorts as the paths below it.
-            names = sorted(e.name + b"/" if os.path.isdir(e.path) else e.name for e in entries)
+            names = sorted(e.name + b"/" if _is_folder(e) else e.name for e in entries)
     except OSError as error:
         yield Unreadable(os.fsdecode(folder), _reason(error))
         return
@@ -259,6 +259,13 @@ def _images_below(folder: bytes, seen: set[tuple[int, int]]) -> Iterator[Found]:
             yield from _images_below(os.path.join(folder, name), seen)
         elif name.lower().endswith(EXTENSIONS):
             yield os.fsdecode(os.path.join(folder, name))
+
+
+def _is_folder(entry: os.DirEntry[bytes]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link to itself
+        return False
 
 
 # Prediction
@@ -281,9 +288,9 @@ class Predictor:
 
     def __init__(self, trained: Trained, device: torch.device, *, top: int) -> None:
         config, data = trained.config, trained.config.data
-        self.transform, size = val_transform(config)
-        if size != trained.image_size:
-            trained.check_size(size)
+        self.transform, self.size = val_transform(config)
+        if self.size != trained.image_size:
+            trained.check_size(self.size)
         on_gpu = config.loader.decoder in decode.ON_GPU
         self.decoder = decode.resolve("auto" if on_gpu else config.loader.decoder)
         self.seed, self.top, self.device = config.train.seed, top, device
@@ -294,7 +301,14 @@ class Predictor:
         torch.set_float32_matmul_precision("highest" if fp32 else "high")
         torch.backends.cudnn.allow_tf32 = not fp32
         self.model = trained.build(device)
-        self.format = ImageFormat(device, data.mean, data.std)
+        half = self.precision == "bf16" and device.type == "cuda"
+        self.format = ImageFormat(
+            device,
+            data.mean,
+            data.std,
+            torch.bfloat16 if half else torch.float32,
+            trained.channels_last(device),
+        )
         typed = "loader.batch_size" in typed_keys(config.typed)
         size = config.loader.batch_size
         self.batch_size = size if typed or device.type == "cuda" else min(size, CPU_BATCH)
@@ -327,8 +341,11 @@ class Predictor:
             return item
         try:
             picture = decode.open_picture(_read(item), self.decoder)
-            made = self.transform(picture, sample_rng(self.seed, 0, number))
-            return Decoded(item, made.pixels())
+            pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
+            if pixels.shape != (self.size, self.size, 3):
+                raise ValueError(f"the transforms made {pixels.shape[1]}x{pixels.shape[0]} pixels")
+            # Otherwise a crop keeps the memory of the whole image.
+            return Decoded(item, np.ascontiguousarray(pixels))
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
             return Unreadable(item, _reason(error))
@@ -347,6 +364,7 @@ class Predictor:
         pixels = pixels.to(self.device).permute(0, 3, 1, 2)  # uint8 [B, 3, S, S]
         # The order of operations, and so the rounding, is that of pipeline/prefetcher.py.
         inputs = (pixels * self.format.scale).add_(self.format.shift)
+        inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
             logits = self.model(inputs).float()
         probabilities, classes = logits.softmax(1).topk(self.top)

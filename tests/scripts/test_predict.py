@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ from scripts.trained import open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
 HERE = ["train.device=cpu", "loader.workers=2"]
@@ -46,7 +44,7 @@ def predictor(folder: Path) -> Predictor:
 
 @pytest.fixture
 def damaged(image_root: Path, tmp_path: Path) -> Path:
-    """A folder with two images, two of which have odd names, and four files that are none."""
+    """A folder with two images that have odd names, a hidden one, and files that are no images."""
     image = (image_root / "val" / "dots" / "00.jpg").read_bytes()
     folder = tmp_path / "images"
     (folder / "sub" / ".hidden").mkdir(parents=True)
@@ -65,14 +63,6 @@ def damaged(image_root: Path, tmp_path: Path) -> Path:
 def results(predictor: Predictor, *paths: Path) -> list[Result]:
     batches = predictor.run(find_files(map(str, paths), iter(())))
     return [result for batch in batches for result in batch]
-
-
-def script(*arguments: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "scripts" / "predict.py"), *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=120, **options
-    )
 
 
 def test_same_predictions_as_evaluate(folder: Path, image_root: Path, predictor: Predictor) -> None:
@@ -176,17 +166,31 @@ def test_answer_to_each_path(folder: Path, image_root: Path) -> None:
         assert process.stdout.read() == process.stderr.read() == ""
 
 
-def test_command_line(folder: Path, damaged: Path) -> None:
-    listed = "\0".join(map(str, sorted(damaged.glob("*.jpg"))))
-    done = script(folder, "-", "--format=csv", "--top=1", "-0", *HERE, input=listed)
-    assert done.returncode == 0
-    head, *rows = csv.reader(io.StringIO(done.stdout))
+def test_command_line(
+    folder: Path,
+    damaged: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    listed = damaged / "list"
+    listed.write_text("\0".join(map(str, sorted(damaged.glob("*.jpg")))))
+    options = predict.arguments([str(folder), "-", "--format=csv", "--top=1", "-0", *HERE])
+    with listed.open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert predict.main(options) == 0
+    out, err = capfd.readouterr()
+    head, *rows = csv.reader(io.StringIO(out))
     assert head == ["path", "class_1", "probability_1"]
     assert [row[0] for row in rows] == [f"{damaged}/line\nbreak.jpg"]
     assert rows[0][1] in CLASSES and 1 / 3 <= float(rows[0][2]) <= 1
-    lines = done.stderr.splitlines()
+    lines = err.splitlines()
     assert lines[0] == f"predict.py: {damaged}/fifo.jpg: is not a regular file"
     assert lines[-1] == "predict.py: 3 of 4 files could not be read" and len(lines) == 4
+
+
+def test_link_to_nowhere_is_not_a_mistake(damaged: Path) -> None:
+    link = str(damaged / "link.jpg")
+    assert predict.arguments([".", link, "optim.lr=1"]).paths == [link]
 
 
 def test_table() -> None:
