@@ -147,12 +147,16 @@ def test_image_in_place_of_a_list(image_root: Path) -> None:
             list(read_list(file.fileno()))
 
 
-def test_answer_to_each_path(folder: Path, image_root: Path) -> None:
+def test_answer_to_each_path(folder: Path, image_root: Path, tmp_path: Path) -> None:
     """A program may wait for the answer before it writes the next path; Ctrl-C ends the script."""
-    command = [sys.executable, predict.__file__, str(folder), "-", *HERE]
+    python = [sys.executable, "-X", "importtime"]
+    command = [*python, predict.__file__, str(folder), "-", *HERE]
     pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
-        assert process.stdin and process.stdout and process.stderr
+    with (
+        open(tmp_path / "stderr", "w+") as messages,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=messages, text=True) as process,
+    ):
+        assert process.stdin and process.stdout
         for name in ("00.jpg", "01.jpg"):
             path = str(image_root / "val" / "dots" / name)
             process.stdin.write(f"{path}\n")
@@ -162,8 +166,13 @@ def test_answer_to_each_path(folder: Path, image_root: Path) -> None:
         assert {entry["class"] for entry in row["predictions"]} == set(CLASSES)
         assert all(CLASSES[entry["index"]] == entry["class"] for entry in row["predictions"])
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 130
-        assert process.stdout.read() == process.stderr.read() == ""
+        assert process.wait(60) == 130 and process.stdout.read() == ""
+        messages.seek(0)
+        lines = messages.read().splitlines()
+    assert all(line.startswith("import time:") for line in lines)
+    # The compiler takes as long to import as the rest of torch.
+    imported = {line.rpartition("|")[2].strip() for line in lines}
+    assert "torch" in imported and not imported & {"torch._dynamo", "torch._inductor"}
 
 
 def test_command_line(
