@@ -24,7 +24,7 @@ known, the index is the name.
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 
 Exit status: 0 predicted, also if some files could not be read; 1 failed, or no image could be read;
-2 wrong arguments.
+2 wrong arguments; 128 + signal number, as after Ctrl-C or with `| head`.
 """
 
 import argparse
