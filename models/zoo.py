@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from conf.packages import import_torchvision
 from conf.schema import Model, UserError, did_you_mean, show
@@ -187,7 +188,7 @@ def num_classes_in(
     """
     shapes = []
     for classes in (2, 3):
-        with torch.device("meta"):
+        with torch.device("meta"), _WithoutNormal():
             model = build(config.name, num_classes=classes, image_size=image_size, args=config.args)
         shapes.append({key: value.shape for key, value in model.state_dict().items()})
     head = [key for key, shape in shapes[0].items() if shape != shapes[1][key]]
@@ -198,3 +199,22 @@ def num_classes_in(
             "check the name"
         )
     return int(sizes.pop())
+
+
+class _WithoutNormal(TorchFunctionMode):
+    """Skips normal initialisation: on the meta device, it imports torch._dynamo, which takes 1 s.
+
+    The functions are those of Tensor and of nn.init.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__.endswith("normal_"):
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)

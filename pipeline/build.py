@@ -54,12 +54,10 @@ def build_datasets(config: Config) -> Datasets:
     """
     lists, source, decoder = config.augment, config.data.source, config.loader.decoder
     train = Compose(augment.build(lists.train, augment.TRANSFORMS, key="augment.train"))
-    val = Compose(augment.build(lists.val, augment.TRANSFORMS, key="augment.val"))
     augment.build(lists.batch, BATCH_TRANSFORMS, key="augment.batch")
     train_size = _image_size(train, "augment.train")
-    val_size = _image_size(val, "augment.val")
     _try_on_images(train, train_size, "augment.train")
-    _try_on_images(val, val_size, "augment.val")
+    val, val_size = val_transform(config)
     if source not in DATASETS:
         raise UserError(
             f"data.source={source}: there is no such dataset; choose from {', '.join(DATASETS)}"
@@ -79,15 +77,25 @@ def build_val(config: Config) -> Datasets:
     Raises:
         UserError: a transform, a folder or its content is wrong.
     """
-    transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
-    size = _image_size(transform, "augment.val")
-    _try_on_images(transform, size, "augment.val")
+    transform, size = val_transform(config)
     decoder = config.loader.decoder
     decoder = "auto" if decoder in ON_GPU else decoder
     data = replace(config.data, train=config.data.val)
     _, val, classes = DATASETS[data.source](data, transform, transform, decoder, config.train.seed)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
     return Datasets(nothing, val, classes, 1, size)
+
+
+def val_transform(config: Config) -> tuple[Compose, int]:
+    """Build the transforms of the validation; return them and the side of the images in pixels.
+
+    Raises:
+        UserError: a transform is wrong.
+    """
+    transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
+    size = _image_size(transform, "augment.val")
+    _try_on_images(transform, size, "augment.val")
+    return transform, size
 
 
 # Training split, validation split, names of the classes.

@@ -17,7 +17,16 @@ PROGRAMS = [
     "train.py",
     *(
         f"scripts/{name}.py"
-        for name in ("bench", "doctor", "evaluate", "export", "report", "shrink")
+        for name in (
+            "bench",
+            "doctor",
+            "evaluate",
+            "export",
+            "lr_find",
+            "predict",
+            "report",
+            "shrink",
+        )
     ),
 ]
 
