@@ -13,22 +13,8 @@ import pytest
 import conf
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = [
-    "train.py",
-    *(
-        f"scripts/{name}.py"
-        for name in (
-            "bench",
-            "doctor",
-            "evaluate",
-            "export",
-            "lr_find",
-            "predict",
-            "report",
-            "shrink",
-        )
-    ),
-]
+SCRIPTS = ("bench", "doctor", "evaluate", "export", "lr_find", "predict", "report", "shrink")
+PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in SCRIPTS)]
 
 
 def run(program: str, packages: Path, *, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:

@@ -225,7 +225,7 @@ def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]
     images, labels = torch.randn(8, 3, 2, 2), torch.randint(0, 3, (8,))
     state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9))
     for step in range(3):
-        batch = Batch(images, labels, labels, step)
+        batch = Batch(images, labels, labels, step, torch.zeros(len(labels), 2, dtype=torch.int64))
         train_step(state, model, training_loss, batch, lr=0.5)
     for found in ranks:
         weight = torch.tensor(found["accumulation"]["weight"])

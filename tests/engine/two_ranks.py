@@ -128,7 +128,8 @@ def accumulation(world: World) -> dict[str, Any]:
 
     network.register_comm_hook(None, average)
     for step in range(3):
-        batch = Batch(images[rows], labels[rows], labels[rows], step)
+        samples = torch.zeros(len(labels[rows]), 2, dtype=torch.int64)
+        batch = Batch(images[rows], labels[rows], labels[rows], step, samples)
         train_step(state, network, training_loss, batch, lr=0.5, accumulate=2)
     return {"weight": model[3].weight.tolist(), "exchanged": len(exchanged)}
 
