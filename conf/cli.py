@@ -3,11 +3,13 @@
 A mistake ends the program with status 2 before it has created anything.
 """
 
+import argparse
 import os
 import re
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from conf import hints
@@ -40,6 +42,29 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         print(to_yaml(config), end="")
         sys.exit(0)
     return config
+
+
+def option_parser(
+    description: str | None, *, usage: str | None = None, exit_on_error: bool = True
+) -> argparse.ArgumentParser:
+    """Return a parser for the options of a script; the words that it leaves are overrides or paths.
+
+    The options cannot be abbreviated: an override or a path would be taken for one.
+    """
+    return argparse.ArgumentParser(
+        usage=usage,
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        exit_on_error=exit_on_error,
+    )
+
+
+def add_classes(parser: argparse.ArgumentParser) -> None:
+    """Add --classes, for files with weights that do not name their classes."""
+    parser.add_argument(
+        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
+    )
 
 
 def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:

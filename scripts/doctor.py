@@ -10,7 +10,6 @@ run does; a temporary file near run.dir measures the disk.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -22,11 +21,7 @@ from conf import cli
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = cli.option_parser(__doc__)
     parser.add_argument("--all", action="store_true", help="decode every file instead of a sample")
     parser.add_argument("--sample", type=int, default=2000, help="files to decode per split (2000)")
     parser.add_argument("--ranks", type=int, default=1, help="ranks to run on this machine (1)")

@@ -20,7 +20,6 @@ pictures: worst.jpg, confusion.png, per_class.png, reliability.png. Earlier file
 Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong arguments.
 """
 
-import argparse
 import os
 import signal
 import sys
@@ -41,11 +40,9 @@ WORST = 100  # images to list
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
+    parser = cli.option_parser(
+        __doc__,
         usage="python scripts/evaluate.py CHECKPOINT [CHECKPOINT ...] [options] [key=value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--flip", action="store_true", help="average the logits of each image and its mirror image"
@@ -55,9 +52,7 @@ if __name__ == "__main__":
         action="store_true",
         help="compare top-1, top-5 and loss with the run's own validation, to the last digit",
     )
-    parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
-    )
+    cli.add_classes(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="output folder")
     parser.add_argument(
         "--worst", type=int, default=WORST, metavar="N", help=f"images in worst.csv ({WORST})"

@@ -97,11 +97,8 @@ def check_output(path: Path, to: str) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        usage="python scripts/export.py CHECKPOINT --to FORMAT [options] [key=value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = cli.option_parser(
+        __doc__, usage="python scripts/export.py CHECKPOINT --to FORMAT [options] [key=value ...]"
     )
     parser.add_argument("--to", metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
     parser.add_argument(
@@ -118,9 +115,7 @@ if __name__ == "__main__":
         action="store_true",
         help="compare the prediction for every validation file with an fp32 evaluation",
     )
-    parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
-    )
+    cli.add_classes(parser)
     OPTIONS, WORDS = parser.parse_known_args()
     try:
         PATHS, OVERRIDES = cli.split_paths(WORDS, what=CHECKPOINT)

@@ -10,7 +10,6 @@ suggestion for optim.lr, and writes lr_find.json and lr_find.png to --out. The r
 used. The method is the range test of arXiv 1506.01186.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -29,11 +28,7 @@ LEAST_STEPS = 20
 BELOW, ABOVE = 0.03, 3000.0
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = cli.option_parser(__doc__)
     parser.add_argument("--steps", type=int, default=100, help="optimiser steps (100)")
     parser.add_argument("--lowest", type=float, help=f"first learning rate ({BELOW:g} x optim.lr)")
     parser.add_argument("--highest", type=float, help=f"last one ({ABOVE:g} x optim.lr)")

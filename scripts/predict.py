@@ -58,11 +58,9 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an argument is wrong or missing.
     """
-    parser = argparse.ArgumentParser(
+    parser = cli.option_parser(
+        __doc__,
         usage="python scripts/predict.py CHECKPOINT PATH... [options] [key=value ...]",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
         exit_on_error=False,
     )
     parser.add_argument(
@@ -71,9 +69,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)"
     )
-    parser.add_argument(
-        "--classes", type=Path, metavar="FILE", help="names of the classes, one per line"
-    )
+    cli.add_classes(parser)
     parser.add_argument(
         "-0",
         "--null",

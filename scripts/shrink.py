@@ -34,7 +34,6 @@ interrupted run, run the same command again: existing files are kept as they are
 contains the totals.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -45,11 +44,7 @@ from conf import cli
 SIDE = 352  # pipeline.dataset.SHRUNK_SIDE, which cannot be imported before torch
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = cli.option_parser(__doc__)
     parser.add_argument(
         "--to", type=Path, help="output folder: new, empty, or started by the same command"
     )
