@@ -1089,19 +1089,26 @@ def pretend_cuda(monkeypatch: pytest.MonkeyPatch, runtime: type) -> None:
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
 
 
-def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each once: unlocking twice is an error that a later CUDA call would report."""
-    locked: list[int] = []
+def locking_runtime(locked: list[int], *, room: int) -> type:
+    """CUDA's runtime for page-locking: notes at most `room` addresses, then fails."""
 
     class Runtime:
         def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
+            if len(locked) == room:
+                return 2
             locked.append(pointer)
             return 0
 
         def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
             locked.remove(pointer)
 
-    pretend_cuda(monkeypatch, Runtime)
+    return Runtime
+
+
+def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once: unlocking twice is an error that a later CUDA call would report."""
+    locked: list[int] = []
+    pretend_cuda(monkeypatch, locking_runtime(locked, room=9))
     source = start_source(
         FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
     )
@@ -1115,18 +1122,7 @@ def test_a_failure_unlocks_the_earlier_buffers(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     locked: list[int] = []
-
-    class Runtime:
-        def cudaHostRegister(self, pointer: int, size: int, flags: int) -> int:  # noqa: N802
-            if locked:
-                return 2
-            locked.append(pointer)
-            return 0
-
-        def cudaHostUnregister(self, pointer: int) -> None:  # noqa: N802
-            locked.remove(pointer)
-
-    pretend_cuda(monkeypatch, Runtime)
+    pretend_cuda(monkeypatch, locking_runtime(locked, room=1))
     source = start_source(
         FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
     )
