@@ -14,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from conf.packages import import_torchvision
 from conf.schema import Model, UserError, did_you_mean, show
+from models.pooling_resnet import resnet11_cifar
 from models.resnet import resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
 from models.weights import fit_weights
@@ -109,6 +110,7 @@ def parameter_count(model: nn.Module) -> int:
 
 OURS: dict[str, Callable[..., nn.Module]] = {
     "resnet_tiny": resnet_tiny,
+    "resnet11_cifar": resnet11_cifar,
     "resnet18_cifar": resnet18_cifar,
     "vit_s16": vit_s16,
 }

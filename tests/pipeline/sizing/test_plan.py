@@ -207,6 +207,15 @@ def test_lines(host: Machine) -> None:
 def test_when_it_is_not_measured(
     device: torch.device, decoder: str, batches: float, reason: str | None
 ) -> None:
-    found = why_not_measured(device, decoder, batches, 4)
+    found = why_not_measured(device, decoder, batches, 4, 110e3)
     assert found is None if reason is None else reason in str(found)
-    assert "none can be started" in str(why_not_measured(device, decoder, batches, 0))
+    assert "none can be started" in str(why_not_measured(device, decoder, batches, 0, 110e3))
+
+
+@pytest.mark.parametrize(("workers", "file_bytes"), [(4, 5000), (3, 900), (4, 900)])
+def test_small_files_are_not_measured_if_there_are_some_workers(
+    workers: int, file_bytes: int
+) -> None:
+    found = why_not_measured(CUDA, "region", 5000, workers, file_bytes)
+    expected = "files of 0.9 kB on average are decoded faster than a GPU trains"
+    assert found == (expected if (workers, file_bytes) == (4, 900) else None)
