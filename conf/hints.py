@@ -26,6 +26,7 @@ _OVERRIDES = {
     "model.weights=pretrained": "pretrained",
     "optim={}": "opt optimizer optimiser",
     "optim.clip_norm={}": "clip-grad clip-grad-norm grad-clip gradient-clip-val max-grad-norm",
+    "optim.decay_norms=false": "norm-weight-decay bias-weight-decay",
     "optim.lr={}": "learning-rate",
     "optim.weight_decay={}": "wd",
     "recipe={}": "config config-name",
@@ -39,6 +40,7 @@ _OVERRIDES = {
     "train.accumulate={}": (
         "accum-iter grad-accum grad-accum-steps accumulate-grad-batches gradient-accumulation-steps"
     ),
+    "train.bce_threshold={}": "bce-target-thresh",
     "train.device=cpu": "no-cuda no-accel cpu",
     "train.ema_decay={}": "model-ema-decay ema",
     "train.ema_decay=0.9999": "model-ema",
@@ -51,6 +53,9 @@ _OVERRIDES = {
 }
 # Advice -> names in other programs of options without an equivalent key.
 _SENTENCES = {
+    "write augment=torchvision for TrivialAugment or augment=timm for RandAugment": (
+        "aa auto-augment"
+    ),
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",

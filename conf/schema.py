@@ -337,8 +337,8 @@ class Model:
         {},
         RESULT | SPEED,
         "further arguments of the model by its library's names: {drop_path_rate: 0.1} for timm's "
-        "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's, "
-        "{zero_init_residual: true} for ResNets",
+        "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's models (also its "
+        "ResNets) and those of models/, {zero_init_residual: true} for ResNets",
         mapping,
     )
     sync_bn: bool = key(

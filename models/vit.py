@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.schema import UserError
+from models.stochastic_depth import add_stochastic_depth
 
 
 def positions(rows: int, columns: int, width: int, device: torch.device | None = None) -> Tensor:
@@ -79,7 +80,11 @@ class AddNorm(nn.LayerNorm):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each with a layer norm before it and a residual connection."""
+    """Attention and MLP, each with a layer norm before it and a residual connection.
+
+    Attributes:
+        drop: applied to both outputs; `add_stochastic_depth` replaces it.
+    """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
         super().__init__()
@@ -87,6 +92,7 @@ class Block(nn.Module):
         self.attn = Attention(width, heads)
         self.norm2 = AddNorm(width, eps=1e-6)
         self.mlp = Mlp(width, hidden)
+        self.drop: nn.Module = nn.Identity()
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:
         """Add `branch` to the residual stream; return the stream and the output of the MLP.
@@ -94,8 +100,8 @@ class Block(nn.Module):
         Unlike the paper's block, this one leaves the addition of that output to the next block.
         """
         stream, x = self.norm1(stream, branch)
-        stream, x = self.norm2(stream, self.attn(x))
-        return stream, self.mlp(x)
+        stream, x = self.norm2(stream, self.drop(self.attn(x)))
+        return stream, self.drop(self.mlp(x))
 
 
 class PatchEmbed(nn.Module):
@@ -187,14 +193,18 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(stream + branch).mean(1))
 
 
-def vit_s16(num_classes: int, image_size: int) -> nn.Module:
+def vit_s16(num_classes: int, image_size: int, *, stochastic_depth_prob: float = 0.0) -> nn.Module:
     """ViT-S/16: 22 M parameters.
+
+    Args:
+        stochastic_depth_prob: probability that a sample skips the attention, and the MLP, of the
+            last block, in [0, 1); see `add_stochastic_depth`.
 
     Raises:
         UserError: the image size is not a multiple of 16.
     """
     require_multiple(image_size, 16, "vit_s16")
-    return VisionTransformer(
+    model = VisionTransformer(
         num_classes=num_classes,
         image_size=image_size,
         patch=16,
@@ -203,6 +213,8 @@ def vit_s16(num_classes: int, image_size: int) -> nn.Module:
         heads=6,
         hidden=1536,
     )
+    add_stochastic_depth(list(model.blocks), stochastic_depth_prob)
+    return model
 
 
 def require_multiple(image_size: int, patch: int, name: str) -> None:

@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 from conf.packages import import_torchvision
 from conf.schema import Model, UserError, did_you_mean, show
 from models.pooling_resnet import resnet11_cifar
-from models.resnet import resnet18_cifar, resnet_tiny
+from models.resnet import droppable_blocks, resnet18_cifar, resnet_tiny
+from models.stochastic_depth import add_stochastic_depth
 from models.vit import require_multiple, vit_s16
 from models.weights import fit_weights
 
@@ -130,7 +131,12 @@ def _build_torchvision(
     if name.startswith("vit_"):
         require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
         options["image_size"] = image_size
+    probability = 0.0
+    if vision.models.get_model_builder(name).__module__ == vision.models.resnet.__name__:
+        probability = options.pop("stochastic_depth_prob", 0.0)  # other models take it themselves
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
+    if probability:
+        add_stochastic_depth(droppable_blocks(model), probability)
     if pretrained:
         published = vision.models.get_model_weights(name).DEFAULT
         try:

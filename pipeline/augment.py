@@ -228,23 +228,47 @@ class HorizontalFlip:
 class RandAugment:
     """Apply random operations of a fixed strength (arXiv 1909.13719), as torchvision's RandAugment.
 
-    At the end of the training list, a GPU applies them: pipeline/gpu_augment.py.
+    At the end of the training list, a GPU applies them: pipeline/gpu_augment.py. timm's magnitudes
+    go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5 is {magnitude: 21, magnitude_std: 1.5,
+    p: 0.5}, but its list of operations differs.
 
     Args:
         count: number of operations per image.
         magnitude: strength from 0 to STRENGTHS.
+        magnitude_std: standard deviation of the strength of each operation, which is drawn from a
+            normal distribution, rounded and clipped to [0, STRENGTHS]; 0: all have `magnitude`.
+        p: probability of each operation.
     """
 
-    def __init__(self, *, count: int = 2, magnitude: int = 9) -> None:
+    def __init__(
+        self,
+        *,
+        count: int = 2,
+        magnitude: float = 9,
+        magnitude_std: float = 0.0,
+        p: float = 1.0,
+    ) -> None:
         self.operations = whole("count", count, 1, 100)
-        self.strength = number("magnitude", magnitude, 0, STRENGTHS) / STRENGTHS
+        self.magnitude = number("magnitude", magnitude, 0, STRENGTHS)
+        self.magnitude_std = number("magnitude_std", magnitude_std, 0, STRENGTHS)
+        self.p = number("p", p, 0, 1)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         return operated(picture, self.draw(picture.size, rng))
 
     def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
         """Draw the operations of an image of this (width, height)."""
-        return [_draw(size, rng, self.strength, wide=False) for _ in range(self.operations)]
+        return [self._draw_one(size, rng) for _ in range(self.operations)]
+
+    def _draw_one(self, size: tuple[int, int], rng: random.Random) -> Drawn:
+        if self.p < 1 and rng.random() >= self.p:
+            return "identity", 0.0
+        magnitude = self.magnitude
+        if self.magnitude_std > 0:
+            # Rounded, because gpu_augment.py keeps the numbers of every operation and strength.
+            drawn = round(rng.gauss(magnitude, self.magnitude_std))
+            magnitude = min(max(drawn, 0), STRENGTHS)
+        return _draw(size, rng, magnitude / STRENGTHS, wide=False)
 
 
 class TrivialAugment:

@@ -544,6 +544,7 @@ def test_advice_refers_to_existing_keys() -> None:
         "optim": "adamw",
         "schedule": "step",
         "recipe": "demo",
+        "train.bce_threshold": "0.2",
     }
     values_instead = [
         remedy.removeprefix("write ").partition(";")[0] for remedy in hints.VALUES.values()
@@ -551,6 +552,7 @@ def test_advice_refers_to_existing_keys() -> None:
     for remedy in overrides:
         override = remedy.replace("{}", values.get(remedy.partition("=")[0], "1"))
         needed = ["schedule=linear"] if "final_lr" in override else []  # step does not use it
+        needed += ["train.loss=bce"] if "bce_threshold" in override else []
         cli.load([DATA, *needed, override])
     cli.load([DATA, *values_instead])
     assert len(overrides) > 20 and set(hints.MEANINGS) <= set(cli.KEYS)

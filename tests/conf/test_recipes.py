@@ -5,10 +5,11 @@ import shlex
 
 import pytest
 import torch
+from torch import nn
 
 import models
 from conf import cli
-from conf.schema import FOLDER, Config, group_names
+from conf.schema import FOLDER, Config, Optim, group_names
 from engine.optim import Curve, build_optimizer
 from engine.plan import count_flops, count_steps
 from pipeline import augment
@@ -26,6 +27,20 @@ def transforms(config: Config) -> tuple[augment.Compose, augment.Compose]:
     return augment.Compose(train), augment.Compose(val)
 
 
+def check_weight_decay(model: nn.Module, config: Optim) -> None:
+    """Without optim.decay_norms, no norm, bias or layer scale has weight decay."""
+    groups = build_optimizer(model, config).param_groups
+    decay = {id(p): group["weight_decay"] for group in groups for p in group["params"]}
+    found = {name: decay[id(p)] for name, p in model.named_parameters()}
+    for name, weight_decay in found.items():
+        module, _, last = name.rpartition(".")
+        layer = model.get_submodule(module)
+        is_weight = isinstance(layer, (nn.Linear, nn.Conv2d)) and last == "weight"
+        expected = config.weight_decay if config.decay_norms or is_weight else 0.0
+        assert weight_decay == expected, name
+    assert len(set(found.values())) == (1 if config.decay_norms else 2)
+
+
 def header(recipe: str) -> list[str]:
     """The first comment of a recipe file, after Hydra's own line."""
     first, *lines = (FOLDER / "recipe" / f"{recipe}.yaml").read_text().splitlines()
@@ -41,10 +56,15 @@ def test_recipe_builds(recipe: str) -> None:
     train, val = transforms(config)
     assert train.image_size == config.data.image_size and val.image_size is not None
     with torch.device("meta"):
-        model = models.build(config.model.name, num_classes=10, image_size=train.image_size)
+        model = models.build(
+            config.model.name,
+            num_classes=10,
+            image_size=train.image_size,
+            args=config.model.args,
+        )
     for side in (train.image_size, val.image_size):
         assert count_flops(model, side) > 0
-    build_optimizer(model, config.optim)
+    check_weight_decay(model, config.optim)
     images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
     batch = config.loader.batch_size
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=batch)
@@ -68,6 +88,31 @@ def test_recipe_starts_with_its_command_and_the_expected_accuracy(recipe: str) -
     assert expected, (
         f"{recipe}.yaml: state the expected top-1 in its first comment, such as `76.1 %`"
     )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "crop", "short_side"),
+    [
+        ("imagenet_rn50_modern", 224, 232),
+        ("imagenet_convnext_t", 224, 236),
+        ("imagenet_rn50_a2", 224, 236),
+        ("imagenet_rn50_a3", 224, 236),
+        ("imagenet_vit_s16", 224, 256),
+    ],
+)
+def test_validation_is_that_of_the_source(recipe: str, crop: int, short_side: int) -> None:
+    _, val = transforms(cli.load([f"recipe={recipe}", DATA]))
+    resize, center_crop = val.transforms
+    assert isinstance(resize, augment.Resize) and resize.size == short_side
+    assert isinstance(center_crop, augment.CenterCrop) and center_crop.image_size == crop
+
+
+def test_moving_average_of_torchvisions_recipe() -> None:
+    """torchvision updates it every 32 steps, with a decay that depends on batch and epochs."""
+    for recipe in ("imagenet_rn50_modern", "imagenet_convnext_t"):
+        config = cli.load([f"recipe={recipe}", DATA])
+        weight = (1 - 0.99998) * config.loader.batch_size * 32 / config.train.epochs
+        assert config.train.ema_decay == pytest.approx((1 - weight) ** (1 / 32), abs=1e-6)
 
 
 @pytest.mark.parametrize("choice", group_names("augment"))

@@ -24,6 +24,7 @@ OPTIONS = [
     "model.compile=off",
     "schedule.warmup_epochs=0.1",  # another learning rate at every step
 ]
+DROP = "model.args={stochastic_depth_prob: 0.5}"
 
 
 @pytest.fixture
@@ -75,6 +76,8 @@ def weights(state: TrainState) -> list[str]:
         (False, ["model.name=efficientnet_b0"]),  # dropout and stochastic depth
         (False, ["model=resnet_tiny", "model.compile=default"]),
         (False, ["model.name=efficientnet_b0", "model.compile=default"]),
+        (False, ["model.name=resnet18", DROP]),
+        (False, ["model=vit_s16", "optim=adamw", DROP, "model.compile=default"]),
     ],
     ids=[
         "sgd",
@@ -86,6 +89,8 @@ def weights(state: TrainState) -> list[str]:
         "dropout",
         "compiled",
         "compiled dropout",
+        "stochastic depth",
+        "compiled stochastic depth",
     ],
 )
 def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: World) -> None:

@@ -407,15 +407,18 @@ def test_stochastic_depth_of_timm_by_its_name() -> None:
         assert max(drop_rates(model), default=0.0) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "resnet_tiny", "resnet18_cifar"])
-def test_zero_init_residual_makes_each_block_the_identity(name: str) -> None:
-    """Only the scales of the last norms change, as in torchvision."""
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("resnet18", "bn2"), ("resnet50", "bn3"), ("resnet_tiny", "bn2"), ("resnet18_cifar", "bn2")],
+)
+def test_zero_init_residual_makes_each_block_the_identity(name: str, last: str) -> None:
+    """Only the scales of the last norms change, as in torchvision; also with stochastic depth."""
     built = []
-    for args in ({}, {"zero_init_residual": True}):
+    for args in ({}, {"zero_init_residual": True, "stochastic_depth_prob": 0.1}):
         torch.manual_seed(0)
         built.append(models.build(name, num_classes=10, image_size=32, args=args).state_dict())
     changed = {key for key in built[0] if not torch.equal(built[0][key], built[1][key])}
-    assert changed == {key for key in built[0] if re.search(r"layer.*bn2\.weight", key)}
+    assert changed == {key for key in built[0] if re.search(rf"layer.*{last}\.weight", key)}
     assert not any(built[1][key].any() for key in changed)
 
 
@@ -423,6 +426,8 @@ def test_zero_init_residual_makes_each_block_the_identity(name: str) -> None:
     ("name", "args", "message"),
     [
         ("resnet_tiny", {"drop_path_rate": 0.1}, r"resnet_tiny does not take these arguments \("),
+        ("resnet18", {"stochastic_depth_prob": 1}, "stochastic_depth_prob: give a number"),
+        ("vit_s16", {"zero_init_residual": True}, r"vit_s16 does not take these arguments \("),
         ("resnet18", {"zero_init": True}, r"resnet18 does not take these arguments \("),
         ("resnet18", {"norm_layer": "x"}, r"resnet18 does not take these arguments \("),
         ("resnet18", {"num_classes": 3}, "num_classes follows from other keys"),

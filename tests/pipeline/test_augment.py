@@ -31,6 +31,7 @@ from pipeline.augment import (
 from pipeline.decode import Picture
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture
 from tests.distributions import same_distribution
+from tests.libraries import timm_module
 
 
 def one(entry: Any) -> Callable[[Picture, random.Random], Picture]:
@@ -426,6 +427,52 @@ def test_rand_augment_applies_count_operations(photo: Image.Image) -> None:
         np.testing.assert_array_equal(twice(image, random.Random(seed)).pixels(), expected)
 
 
+def strengths_of(monkeypatch: pytest.MonkeyPatch, parameters: dict[str, float]) -> list[int]:
+    """The strengths of the operations of 4,000 images, without those that are left out."""
+    drawn = []
+
+    def note(name: str, strength: float, size: tuple[int, int], *, wide: bool) -> float:
+        drawn.append(round(abs(strength) * STRENGTHS))
+        assert drawn[-1] == pytest.approx(abs(strength) * STRENGTHS)
+        return 0.0
+
+    monkeypatch.setattr(augment, "signed_strength", note)
+    transform = TRANSFORMS["rand_augment"](**parameters)
+    for seed in range(4000):
+        assert len(transform.draw((8, 8), random.Random(seed))) == 2
+    return drawn
+
+
+def test_rand_augment_leaves_operations_out_with_probability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = strengths_of(monkeypatch, {"magnitude": 21, "p": 0.25})
+    assert len(found) == pytest.approx(2000, abs=4 * math.sqrt(8000 * 0.25 * 0.75))
+    assert set(found) == {21}
+    assert strengths_of(monkeypatch, {"p": 0}) == []
+
+
+@pytest.mark.parametrize(("magnitude", "spread"), [(7, 0.5), (9.8, 0.5), (0.2, 1.0)])
+def test_magnitudes_have_timms_distribution(
+    monkeypatch: pytest.MonkeyPatch, magnitude: float, spread: float
+) -> None:
+    """Also where it is clipped to 0 or to the maximum; timm's scale ends at 10."""
+    ours = {"magnitude": 3 * magnitude, "magnitude_std": 3 * spread, "p": 0.5}
+    found = strengths_of(monkeypatch, ours)
+    timm = timm_module("data.auto_augment")
+    operation = timm.AugmentOp("Rotate", 0.5, magnitude, {"magnitude_std": spread})
+    drawn: list[float] = []
+    operation.level_fn = lambda level, _: drawn.append(level) or (0.0,)
+    random.seed(0)
+    picture = Image.new("RGB", (8, 8))
+    for _ in range(8000):
+        operation(picture)
+    assert len(found) == pytest.approx(len(drawn), abs=4 * math.sqrt(2 * 8000 / 4))
+    theirs = np.array([round(3 * level) for level in drawn])
+    assert same_distribution(np.array(found), theirs)
+    assert len(set(found)) > 3
+
+
 # Bad configs.
 
 
@@ -517,6 +564,8 @@ NAN, INF = math.nan, math.inf
         *(("random_crop", {"size": 8, "padding": padding}) for padding in (-1, 1.5, NAN, None)),
         *(("rand_augment", {"count": count}) for count in (0, -1, 1.5, NAN, INF, None)),
         *(("rand_augment", {"magnitude": magnitude}) for magnitude in (-1, 31, NAN, None)),
+        *(("rand_augment", {"magnitude_std": spread}) for spread in (-1, 31, NAN, None)),
+        *(("rand_augment", {"p": p}) for p in (-0.1, 1.1, NAN, None)),
     ],
 )
 def test_invalid_parameter_is_refused(name: str, parameters: dict[str, Any]) -> None:

@@ -138,7 +138,13 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [48, pytest.param(224, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "transform", [RandAugment(count=3, magnitude=17), TrivialAugment()], ids=["rand", "trivial"]
+    "transform",
+    [
+        RandAugment(count=3, magnitude=17),
+        RandAugment(count=3, magnitude=17, magnitude_std=5, p=0.5),
+        TrivialAugment(),
+    ],
+    ids=["rand", "some", "trivial"],
 )
 def test_operations_of_a_batch_are_applied_in_their_order(
     image_root: Path, transform: RandAugment | TrivialAugment, size: int

@@ -1,0 +1,65 @@
+"""model.sync_bn on several ranks: BatchNorm with the statistics of the whole batch."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.results import rows
+from tests.small_run import command, torchrun
+
+# A low learning rate: rounding does not grow. 23 steps: the last ones are CUDA graphs.
+STEPS = 23
+OPTIONS = [
+    "train.device=cuda",
+    "train.precision=fp32",
+    "train.deterministic=true",
+    "loader.decoder=pillow",
+    "train.epochs=5",
+    "optim.lr=0.01",
+    "model.compile=off",
+]
+
+
+def test_cpu_ranks_are_refused(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    done = ranks.run(command(image_root, tmp_path / "run", "model.sync_bn=true"), 2)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "train.py: model.sync_bn=true: torch has SyncBatchNorm for GPUs only; "
+        "leave it out on the CPU\n"
+    )
+    assert not any(tmp_path.iterdir())
+
+
+def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
+    """Train; return the training loss of every step, and the validation losses."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "not captured" not in done.stderr
+    train = [row["loss"] for row in rows(folder, "train")]
+    assert len(train) == STEPS
+    return torch.tensor(train + [row["loss"] for row in rows(folder, "val")])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("more", [[], ["model.compile=default"]], ids=["eager", "compiled"])
+def test_two_ranks_train_as_one_on_the_whole_batch(
+    image_root: Path, tmp_path: Path, more: list[str]
+) -> None:
+    found = {}
+    for name, number, overrides in (
+        ("one", 1, []),
+        ("synchronised", 2, ["model.sync_bn=true"]),
+        ("apart", 2, []),
+    ):
+        folder = tmp_path / name
+        start = command(image_root, folder, *OPTIONS, *more, *overrides)
+        start = start if number == 1 else torchrun(start, number)
+        found[name] = losses(start, folder, "0" if number == 1 else "0,1")
+    torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-3, atol=1e-4)
+    assert (found["apart"] - found["one"]).abs().max() > 0.02
