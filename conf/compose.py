@@ -23,7 +23,16 @@ from yaml import MarkedYAMLError
 
 from conf import schema
 from conf.overrides import FIELDS, GROUPS, KEYS, allowed_values, read_override
-from conf.schema import RESULT, Config, UserError, config_values, in_effect, path_hash, show
+from conf.schema import (
+    RESULT,
+    Config,
+    UserError,
+    config_values,
+    in_effect,
+    path_hash,
+    show,
+    with_size,
+)
 
 DEFAULT_RECIPE: str = OmegaConf.load(schema.FOLDER / "config.yaml").defaults[-2].recipe
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
@@ -93,7 +102,9 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
             if name in values:
                 OmegaConf.update(tree, name, _literal(name, values[name]), merge=False)
         if "data.val_size" in values:
-            tree.augment.val = _following(tree.augment.val, values["data.val_size"])
+            tree.augment.val = with_size(
+                tree.augment.val, values["data.val_size"], "${data.val_size}"
+            )
         for override in parsed:
             name, value = override.key_or_group, override.value()
             if name == "recipe":
@@ -123,23 +134,6 @@ def _literal(name: str, value: Any) -> Any:
     if "${" in str(value) or "???" in str(value):
         raise UserError(f"{name}={value}: the value in the checkpoint is not allowed; give {name}=")
     return value
-
-
-def _following(transforms: Sequence[Any], size: int) -> list[Any]:
-    """Replace parameters `size` of this value by a reference to data.val_size."""
-
-    def parameter(name: str, value: Any) -> Any:
-        return "${data.val_size}" if name == "size" and value == size else value
-
-    return [
-        {
-            name: {key: parameter(key, value) for key, value in parameters.items()}
-            for name, parameters in entry.items()
-        }
-        if isinstance(entry, Mapping) and all(isinstance(p, Mapping) for p in entry.values())
-        else entry
-        for entry in transforms
-    ]
 
 
 @cache

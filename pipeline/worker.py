@@ -3,13 +3,14 @@
 Journey of a batch, 2-4 happen here. Of torch only the resize is used, in one thread.
 """
 
+import math
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, parent_process
 
@@ -43,6 +44,7 @@ class Source:
         operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
             `augment.as_rows`; None if the workers apply them.
         skip_unreadable: replace an unreadable sample by the next readable one instead of failing.
+        smaller: size in pixels -> the dataset of the same samples as images of this size.
     """
 
     dataset: Dataset
@@ -52,6 +54,25 @@ class Source:
     encoded: EncodedRows | None = None
     operations: SharedArray | None = None
     skip_unreadable: bool = False
+    smaller: Mapping[int, Dataset] = field(default_factory=dict)
+
+    def of_size(self, size: int) -> Dataset:
+        """The dataset whose images have this size: `dataset` if it is none of `smaller`."""
+        return self.smaller.get(size, self.dataset)
+
+    def images(self, slot: int, size: int) -> np.ndarray:
+        """Memory of a batch of this size, uint8 [B, size, size, 3]: the front of a slot."""
+        batch = self.pixels.array[slot]
+        if size not in self.smaller:
+            return batch
+        shape = (len(batch), size, size, 3)
+        return batch.reshape(-1)[: math.prod(shape)].reshape(shape)
+
+    def encoded_rows(self, size: int) -> EncodedRows | None:
+        """`encoded` for a batch of this size."""
+        if self.encoded is None or size not in self.smaller:
+            return self.encoded
+        return replace(self.encoded, size=size)
 
     @property
     def buffers(self) -> list[SharedArray]:
@@ -71,6 +92,7 @@ class Task:
         row: the first row.
         samples: int64 [n, 2] of (epoch, index), one per row.
         encoded: the first `encoded` rows stay encoded if the GPU's JPEG engines support the file.
+        size: side of the images in pixels if it is one of `Source.smaller`.
     """
 
     number: int
@@ -79,6 +101,7 @@ class Task:
     row: int
     samples: np.ndarray
     encoded: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -118,9 +141,9 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
-    if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
-        load = source.dataset.load_encoded
-        files = FileWriter(source.encoded, load, source.operations, task.slot, rows)
+    dataset, encoded = source.of_size(task.size), source.encoded_rows(task.size)
+    if encoded is not None and isinstance(dataset, EncodedDataset):
+        files = FileWriter(encoded, dataset.load_encoded, source.operations, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
@@ -170,21 +193,23 @@ def _fill_row(
         label = files.write(row, epoch, index)
         if label is not None:
             return label
+    dataset = source.of_size(task.size)
     if source.operations is None:
-        image, label = source.dataset.load(epoch, index)
+        image, label = dataset.load(epoch, index)
     else:
-        assert isinstance(source.dataset, DrawingDataset)
-        image, label, drawn = source.dataset.load_and_draw(epoch, index)
+        assert isinstance(dataset, DrawingDataset)
+        image, label, drawn = dataset.load_and_draw(epoch, index)
         source.operations.array[task.slot, row] = as_rows(drawn)
-    batch = source.pixels.array[task.slot]
+    batch = source.images(task.slot, task.size)
     if image.shape != batch.shape[1:]:
         raise BadImageError(
             f"{source.dataset.name(index)}: the transforms made {image.shape[1]}x{image.shape[0]} "
             f"pixels, the batch holds {batch.shape[2]}x{batch.shape[1]}"
         )
     batch[row] = image
-    if source.encoded is not None:
-        source.encoded.mark_as_pixels(task.slot, row)
+    encoded = source.encoded_rows(task.size)
+    if encoded is not None:
+        encoded.mark_as_pixels(task.slot, row)
     return label
 
 
