@@ -360,6 +360,7 @@ class Model:
     args: dict[str, Any] = key(
         {},
         RESULT | SPEED,
+        "{blur_pool: true} blurs the inputs of strided convolutions (arXiv 1904.11486); and "
         "further arguments of the model by its library's names: {drop_path_rate: 0.1} for timm's "
         "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's, "
         "{zero_init_residual: true} for ResNets",

@@ -358,8 +358,9 @@ def tuning_question(
         step: the steps that are measured have images of the size of this one.
     """
     keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
-    keys["data.image_size"] = plan.size(step)
-    del keys["data.sizes"]
+    sizes = keys.pop("data.sizes")
+    if sizes:  # a list, because JSON has no keys that are numbers
+        keys["data.sizes"] = [plan.size(step), *map(list, sizes.items())]
     loader = plan.loader
     return {
         "keys": keys,

@@ -378,10 +378,8 @@ class RunLog:
         draw_only = source.operations is not None
         measure = partial(measure_gains, source.dataset, draw_only=draw_only)
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
-        if self.ledger.tuned is not None and self.plan.sizes.starts:
-            first, last = self._first_step, self.state.step - 1
-            if self.plan.size(first) != self.plan.size(last):  # it was measured with smaller images
-                self.ledger.tuned = replace(self.ledger.tuned, step_alone=0.0, alternatives={})
+        if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
+            self.ledger.images_changed()
         return self.ledger.verdict(
             period, describe_loader(self.feed), self.world.gather, measure, slowdowns
         )
