@@ -508,8 +508,7 @@ class Loader:
         source: position of the source in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
         hold: unreleased batches that the consumer may have when it asks for another.
-        size: step -> side of its images in pixels. A size of `Source.smaller` uses the front of the
-            slot; the others are that of the slot.
+        size: step -> side of its images in pixels, for `Source.of_size`.
 
     Attributes:
         images: uint8 [slots, B, 3, S, S], with the S of the slots.
@@ -563,10 +562,10 @@ class Loader:
             yield HostBatch(images, labels, rows, step, slot, operations, release)
 
     def _images(self, step: int, slot: int) -> torch.Tensor:
-        source, size = self.pool.sources[self.source], self.size(step)
-        if size not in source.smaller:
+        source = self.pool.sources[self.source].of_size(self.size(step))
+        if not source.side:
             return self.images[slot]
-        return torch.from_numpy(source.images(slot, size)).permute(0, 3, 1, 2)
+        return torch.from_numpy(source.images(slot)).permute(0, 3, 1, 2)
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""

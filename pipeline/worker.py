@@ -44,7 +44,8 @@ class Source:
         operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
             `augment.as_rows`; None if the workers apply them.
         skip_unreadable: replace an unreadable sample by the next readable one instead of failing.
-        smaller: size in pixels -> the dataset of the same samples as images of this size.
+        smaller: side in pixels -> the dataset of the same samples as images of this size.
+        side: side of the images if they are smaller than S, as of `of_size`; 0 if they are not.
     """
 
     dataset: Dataset
@@ -55,24 +56,22 @@ class Source:
     operations: SharedArray | None = None
     skip_unreadable: bool = False
     smaller: Mapping[int, Dataset] = field(default_factory=dict)
+    side: int = 0
 
-    def of_size(self, size: int) -> Dataset:
-        """The dataset whose images have this size: `dataset` if it is none of `smaller`."""
-        return self.smaller.get(size, self.dataset)
+    def of_size(self, side: int) -> "Source":
+        """This source with images of one of the sizes of `smaller`; itself for any other size."""
+        if side not in self.smaller:
+            return self
+        encoded = self.encoded and replace(self.encoded, size=side)
+        return replace(self, dataset=self.smaller[side], encoded=encoded, side=side)
 
-    def images(self, slot: int, size: int) -> np.ndarray:
-        """Memory of a batch of this size, uint8 [B, size, size, 3]: the front of a slot."""
+    def images(self, slot: int) -> np.ndarray:
+        """Memory of the images of a batch, uint8 [B, side, side, 3]: the front of a slot."""
         batch = self.pixels.array[slot]
-        if size not in self.smaller:
+        if not self.side:
             return batch
-        shape = (len(batch), size, size, 3)
+        shape = (len(batch), self.side, self.side, 3)
         return batch.reshape(-1)[: math.prod(shape)].reshape(shape)
-
-    def encoded_rows(self, size: int) -> EncodedRows | None:
-        """`encoded` for a batch of this size."""
-        if self.encoded is None or size not in self.smaller:
-            return self.encoded
-        return replace(self.encoded, size=size)
 
     @property
     def buffers(self) -> list[SharedArray]:
@@ -92,7 +91,7 @@ class Task:
         row: the first row.
         samples: int64 [n, 2] of (epoch, index), one per row.
         encoded: the first `encoded` rows stay encoded if the GPU's JPEG engines support the file.
-        size: side of the images in pixels if it is one of `Source.smaller`.
+        size: of the images, for `Source.of_size`.
     """
 
     number: int
@@ -135,15 +134,15 @@ class Reply:
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
     started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
-    source = sources[task.source]
+    source = sources[task.source].of_size(task.size)
     labels = source.labels.array[task.slot]
     skipped: list[str] = []
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
-    dataset, encoded = source.of_size(task.size), source.encoded_rows(task.size)
-    if encoded is not None and isinstance(dataset, EncodedDataset):
-        files = FileWriter(encoded, dataset.load_encoded, source.operations, task.slot, rows)
+    if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
+        load = source.dataset.load_encoded
+        files = FileWriter(source.encoded, load, source.operations, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
@@ -193,23 +192,21 @@ def _fill_row(
         label = files.write(row, epoch, index)
         if label is not None:
             return label
-    dataset = source.of_size(task.size)
     if source.operations is None:
-        image, label = dataset.load(epoch, index)
+        image, label = source.dataset.load(epoch, index)
     else:
-        assert isinstance(dataset, DrawingDataset)
-        image, label, drawn = dataset.load_and_draw(epoch, index)
+        assert isinstance(source.dataset, DrawingDataset)
+        image, label, drawn = source.dataset.load_and_draw(epoch, index)
         source.operations.array[task.slot, row] = as_rows(drawn)
-    batch = source.images(task.slot, task.size)
+    batch = source.images(task.slot)
     if image.shape != batch.shape[1:]:
         raise BadImageError(
             f"{source.dataset.name(index)}: the transforms made {image.shape[1]}x{image.shape[0]} "
             f"pixels, the batch holds {batch.shape[2]}x{batch.shape[1]}"
         )
     batch[row] = image
-    encoded = source.encoded_rows(task.size)
-    if encoded is not None:
-        encoded.mark_as_pixels(task.slot, row)
+    if source.encoded is not None:
+        source.encoded.mark_as_pixels(task.slot, row)
     return label
 
 
