@@ -23,16 +23,7 @@ from yaml import MarkedYAMLError
 
 from conf import schema
 from conf.overrides import FIELDS, GROUPS, KEYS, allowed_values, read_override
-from conf.schema import (
-    RESULT,
-    Config,
-    UserError,
-    config_values,
-    in_effect,
-    path_hash,
-    show,
-    with_size,
-)
+from conf.schema import RESULT, Config, UserError, config_values, in_effect, path_hash, show
 
 DEFAULT_RECIPE: str = OmegaConf.load(schema.FOLDER / "config.yaml").defaults[-2].recipe
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
@@ -102,9 +93,7 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
             if name in values:
                 OmegaConf.update(tree, name, _literal(name, values[name]), merge=False)
         if "data.val_size" in values:
-            tree.augment.val = with_size(
-                tree.augment.val, values["data.val_size"], "${data.val_size}"
-            )
+            tree.augment.val = _following(tree.augment.val, values["data.val_size"])
         for override in parsed:
             name, value = override.key_or_group, override.value()
             if name == "recipe":
@@ -134,6 +123,11 @@ def _literal(name: str, value: Any) -> Any:
     if "${" in str(value) or "???" in str(value):
         raise UserError(f"{name}={value}: the value in the checkpoint is not allowed; give {name}=")
     return value
+
+
+def _following(transforms: Sequence[Any], size: int) -> list[Any]:
+    """Replace parameters `size` of this value by a reference to data.val_size."""
+    return schema.with_size(transforms, size, "${data.val_size}")
 
 
 @cache

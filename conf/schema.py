@@ -663,33 +663,6 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def check(config: Config, *, runnable: bool = True) -> None:
-    """Refuse values that the types accept but the program does not.
-
-    Args:
-        config: composed config.
-        runnable: also refuse a missing data.root.
-
-    Raises:
-        UserError: names the key, the value and the allowed values.
-    """
-    for name, f, value in walk(config):
-        test = f.metadata["check"]
-        allowed = test(value) if test else None
-        if allowed:
-            raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
-    if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
-        raise UserError(
-            "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
-        )
-    _check_sizes(config)
-    if runnable and config.data.source == "folder" and not config.data.root:
-        raise UserError(
-            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
-            "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images"
-        )
-
-
 def _check_sizes(config: Config) -> None:
     """Refuse data.sizes that do not end in data.image_size before the run does.
 
@@ -729,6 +702,33 @@ def with_size(transforms: Iterable[Any], size: int, other: Any) -> list[Any]:
         else entry
         for entry in transforms
     ]
+
+
+def check(config: Config, *, runnable: bool = True) -> None:
+    """Refuse values that the types accept but the program does not.
+
+    Args:
+        config: composed config.
+        runnable: also refuse a missing data.root.
+
+    Raises:
+        UserError: names the key, the value and the allowed values.
+    """
+    for name, f, value in walk(config):
+        test = f.metadata["check"]
+        allowed = test(value) if test else None
+        if allowed:
+            raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
+    _check_sizes(config)
+    if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
+        raise UserError(
+            "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
+        )
+    if runnable and config.data.source == "folder" and not config.data.root:
+        raise UserError(
+            "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
+            "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images"
+        )
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:
