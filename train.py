@@ -394,14 +394,15 @@ def tune_loader(
     run: RunDirectory,
     train_fingerprint: str,
 ) -> tuple[autotune.Answer | None, list[str]]:
-    """Set decoder and workers for loader.workers=auto. The measured steps do not change `state`.
+    """Set decoder and workers for loader.workers=auto, and compile the step for later sizes.
 
-    The decoder is part of the identity of `run`.
+    These steps do not change `state`. The decoder is part of the identity of `run`.
 
     Returns:
         The result, measured now or at an earlier start on this machine, or None if there is none;
         and the lines to print.
     """
+    take_steps_of_later_sizes(step, feed, plan, state)
     config, loader = plan.config, plan.loader
     unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
     if loader.not_measured is not None:
@@ -417,7 +418,7 @@ def tune_loader(
         choices=config.loader,
         ranks=run.world,
     )
-    question = tuning_question(plan, run.world, train_fingerprint)
+    question = tuning_question(plan, run.world, train_fingerprint, step=state.step)
     with untouched(state):
         answer, lines = autotune.settle(
             tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
@@ -425,6 +426,22 @@ def tune_loader(
     step.reset()
     run.set_pixels(pixels_of(feed.decoder))
     return answer, lines
+
+
+def take_steps_of_later_sizes(step: StepGraph, feed: Feed, plan: Plan, state: TrainState) -> None:
+    """Compile the step for the later sizes of data.sizes. The steps do not change `state`.
+
+    Otherwise the first step of a size would compile, or find out that the memory is too small.
+    """
+    firsts = plan.later_sizes(state.step)
+    if not firsts or (plan.device_type == "cpu" and plan.compile == "off"):
+        return
+    with untouched(state):
+        for first in firsts:
+            batch = next(feed.train.batches(first, first + 1))
+            for _ in range(ORDINARY_STEPS):
+                step(batch)
+    step.reset()
 
 
 def main(config: Config) -> int:

@@ -127,19 +127,7 @@ def _literal(name: str, value: Any) -> Any:
 
 def _following(transforms: Sequence[Any], size: int) -> list[Any]:
     """Replace parameters `size` of this value by a reference to data.val_size."""
-
-    def parameter(name: str, value: Any) -> Any:
-        return "${data.val_size}" if name == "size" and value == size else value
-
-    return [
-        {
-            name: {key: parameter(key, value) for key, value in parameters.items()}
-            for name, parameters in entry.items()
-        }
-        if isinstance(entry, Mapping) and all(isinstance(p, Mapping) for p in entry.values())
-        else entry
-        for entry in transforms
-    ]
+    return schema.with_size(transforms, size, "${data.val_size}")
 
 
 @cache

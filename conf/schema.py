@@ -141,6 +141,21 @@ def mapping(value: Any) -> str | None:
     return None if good else "names and values in braces, such as {drop_path_rate: 0.1}"
 
 
+def rising(sizes: Any) -> str | None:
+    """Sizes by epoch, both increasing from epoch 0; or none."""
+    good = isinstance(sizes, dict)
+    if good and sizes:
+        rises = all(list(each) == sorted(set(each)) for each in (sizes, sizes.values()))
+        good = rises and next(iter(sizes)) == 0 and 2 <= len(sizes) <= MOST_SIZES
+        good = good and min(sizes.values()) >= SMALLEST
+    return (
+        None
+        if good
+        else f"{{}}, or 2 to {MOST_SIZES} sizes of at least {SMALLEST} px by their first epoch, "
+        "both increasing, from epoch 0: {0: 160, 12: 192}"
+    )
+
+
 def split_name(path: str) -> str | None:
     """A split's folder in the name of a run: its normalised name, or a hash of an absolute path."""
     return path_hash(path) if os.path.isabs(path) else os.path.normpath(path)
@@ -155,6 +170,8 @@ def path_hash(path: str | None) -> str | None:
 
 
 COUNT = number(1)
+SMALLEST = 8  # side of an image in pixels
+MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
 # A run is identified by the samples in these folders, not by the paths.
@@ -194,6 +211,13 @@ class Data:
         RESULT | SPEED,
         "side of the training images in pixels; the augment lists refer to it",
         number(8, 4096),
+    )
+    sizes: dict[int, int] = key(
+        {},
+        RESULT | SPEED,
+        "progressive resizing: the side of the training images from an epoch on, such as "
+        "{0: 160, 12: 192}; the last is data.image_size, and {} trains at this size throughout",
+        rising,
     )
     val_size: int = key(
         "${data.image_size}",
@@ -336,6 +360,7 @@ class Model:
     args: dict[str, Any] = key(
         {},
         RESULT | SPEED,
+        "{blur_pool: true} blurs the inputs of strided convolutions (arXiv 1904.11486); and "
         "further arguments of the model by its library's names: {drop_path_rate: 0.1} for timm's "
         "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's models (also its "
         "ResNets) and those of models/, {zero_init_residual: true} for ResNets",
@@ -638,6 +663,47 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _check_sizes(config: Config) -> None:
+    """Refuse data.sizes that do not end in data.image_size before the run does.
+
+    Raises:
+        UserError: names the epoch or the size.
+    """
+    sizes, largest = config.data.sizes, config.data.image_size
+    if not sizes:
+        return
+    epoch, size = list(sizes.items())[-1]
+    if size != largest:
+        raise UserError(
+            f"data.sizes={show(sizes)}: the last size must be data.image_size={largest}; give "
+            f"data.image_size={size}, or data.sizes={{}} to train at {largest} px throughout"
+        )
+    if epoch >= config.train.epochs:
+        raise UserError(
+            f"data.sizes={show(sizes)}: the run ends after train.epochs="
+            f"{show(config.train.epochs)}, before epoch {epoch}; give an earlier epoch"
+        )
+
+
+def with_size(transforms: Iterable[Any], size: int, other: Any) -> list[Any]:
+    """Return a list of transforms with `other` in place of every parameter `size` of this value."""
+
+    def replaced(name: str, value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [replaced(name, each) for each in value]
+        return other if name == "size" and value == size else value
+
+    return [
+        {
+            name: {key: replaced(key, value) for key, value in parameters.items()}
+            for name, parameters in entry.items()
+        }
+        if isinstance(entry, Mapping) and all(isinstance(p, Mapping) for p in entry.values())
+        else entry
+        for entry in transforms
+    ]
+
+
 def check(config: Config, *, runnable: bool = True) -> None:
     """Refuse values that the types accept but the program does not.
 
@@ -653,6 +719,7 @@ def check(config: Config, *, runnable: bool = True) -> None:
         allowed = test(value) if test else None
         if allowed:
             raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
+    _check_sizes(config)
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"

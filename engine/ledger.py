@@ -124,6 +124,11 @@ class Ledger:
         self._add(kind, now - self._counted)
         self._counted = now
 
+    def images_changed(self) -> None:
+        """Forget the rates of `tuned`, which were measured with images of another size."""
+        if self.tuned is not None:
+            self.tuned = replace(self.tuned, step_alone=0.0, alternatives={})
+
     def note(self, timing: Timing, step: int) -> dict[str, float]:
         """Add the log interval that ends with step `step`; return the time figures of its row."""
         images = timing.batches * self.setup.batch_size

@@ -3,7 +3,7 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from engine.state import MovingAverage, TrainState
 from engine.suspects import SampleLosses
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
+from pipeline.sampler import SizeSchedule
 from pipeline.sizing import autotune
 from pipeline.sizing.diagnosis import Setup
 from pipeline.sizing.plan import LoaderPlan, plan_loader
@@ -38,6 +39,8 @@ SLOWEST = 1e12  # operations/s that any GPU is assumed to reach
 DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
 # Seconds to compile ResNet-50 with `default`, and how many more `tuned` takes.
 DEFAULT_COSTS, TUNED_COSTS = 60, 165
+
+NO_SIZES = SizeSchedule({}, num_samples=1, batch_size=1)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,8 @@ class Plan:
 
     Attributes:
         config: the user's choices, from which everything here is derived.
+        image_size: side of the training images in pixels; with data.sizes, of the largest.
+        sizes: the side of the training images by step; empty without data.sizes.
         schedule_steps: the length of the learning-rate schedule.
         stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
         loader: how this rank's data loading runs.
@@ -70,6 +75,8 @@ class Plan:
         device: name of the device.
         compile: the resolved model.compile.
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
+        flops_per_image: operations of a forward pass for an image of image_size.
+        smaller_flops: the same by size, for the other sizes of data.sizes.
         activation_bytes: memory that one image takes in the model for the backward pass.
         state_bytes: memory of the training state, and about the size of a checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
@@ -97,6 +104,8 @@ class Plan:
     flops_per_image: int
     activation_bytes: int
     state_bytes: int
+    sizes: SizeSchedule = NO_SIZES
+    smaller_flops: Mapping[int, int] = field(default_factory=dict)
     compile_reason: str = ""
     class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
@@ -122,6 +131,27 @@ class Plan:
     def epochs_ended(self, step: int) -> int:
         """Return the number of whole epochs done after `step` steps."""
         return step * self.batch_size // self.train_images
+
+    def size(self, step: int) -> int:
+        """Return the side of the training images of a step in pixels."""
+        return self.sizes.at(step) or self.image_size
+
+    def flops(self, step: int) -> int:
+        """Return the operations of a forward pass for a training image of a step."""
+        return self.smaller_flops.get(self.size(step), self.flops_per_image)
+
+    def mean_flops(self, stop: int) -> int:
+        """Return the mean of `flops` over the first `stop` steps."""
+        steps = self.sizes.steps(stop) if self.sizes.starts else {self.image_size: stop}
+        total = sum(
+            count * self.smaller_flops.get(size, self.flops_per_image)
+            for size, count in steps.items()
+        )
+        return total // max(1, stop)
+
+    def later_sizes(self, step: int) -> list[int]:
+        """Return the first step of each size of data.sizes that begins after `step`."""
+        return [first for first, _ in self.sizes.starts if step < first < self.stop_step]
 
     def due(self, step: int) -> Due:
         """Return what is due after `step` optimiser steps."""
@@ -202,10 +232,18 @@ class Plan:
                 f"{self.flops_per_image / 1e9:.2f} GFLOP forward per {self.image_size} px image; "
                 f"validated at {self.val_size} px",
             ),
+            *([("sizes", self._size_line())] if self.sizes.starts else []),
             ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}"),
         ]
         lines = [f"{name:<8} {text}" for name, text in rows]
         return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
+
+    def _size_line(self) -> str:
+        epochs = zip(self.config.data.sizes, self.sizes.starts, strict=True)
+        parts = [
+            f"{size} px from epoch {epoch} (step {first:,})" for epoch, (first, size) in epochs
+        ]
+        return f"trained at {', '.join(parts)}"
 
 
 def make_plan(
@@ -241,6 +279,7 @@ def make_plan(
             args=config.model.args,
         )
     flops = count_flops(model, train_size)
+    smaller_flops = {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
@@ -294,6 +333,8 @@ def make_plan(
         flops_per_image=flops,
         activation_bytes=activation_bytes(model, train_size, dtype),
         state_bytes=held,
+        sizes=SizeSchedule(config.data.sizes, num_samples=images, batch_size=size),
+        smaller_flops=smaller_flops,
         class_weights=balanced(datasets.train.class_counts(len(datasets.classes)))
         if config.train.class_weights == "balanced"
         else (),
@@ -306,12 +347,20 @@ def make_plan(
     )
 
 
-def tuning_question(plan: Plan, world: World, train_fingerprint: str) -> dict[str, Any]:
+def tuning_question(
+    plan: Plan, world: World, train_fingerprint: str, *, step: int = 0
+) -> dict[str, Any]:
     """Return everything on which the answer of loader.workers=auto depends.
 
     An answer is remembered for exactly these values.
+
+    Args:
+        step: the steps that are measured have images of the size of this one.
     """
     keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
+    sizes = keys.pop("data.sizes")
+    if sizes:  # a list, because JSON has no keys that are numbers
+        keys["data.sizes"] = [plan.size(step), *map(list, sizes.items())]
     loader = plan.loader
     return {
         "keys": keys,

@@ -57,6 +57,8 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     """
     replaced = (*DATA_FOLDERS, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
+    if not config.data.sizes:
+        del keys["data.sizes"]  # checkpoints of earlier versions do not have it
     weights = config.model.weights
     if weights not in (None, "pretrained"):
         keys["model.weights"] = models.file_fingerprint(Path(str(weights)))

@@ -146,12 +146,7 @@ class RunLog:
             step=self.state.step,
             began=self._started,
             tuned=self._tuned,
-            peak_rate=peak_rate(
-                plan.device,
-                precision=plan.precision,
-                flops_per_image=plan.flops_per_image,
-                ranks=plan.world_size,
-            ),
+            peak_rate=self._peak_rate(plan.flops(self.state.step)),
         )
         with GpuMonitor(self.world.device) as self.monitor:
             try:
@@ -258,6 +253,7 @@ class RunLog:
             raise diverged(f"the loss is {loss} at step {step} (lr {interval.lr:g})")
         timing = self.feed.train.clock.timing(interval.steps)
         assert timing is not None, "every step of an interval has been ended"
+        self.ledger.peak_rate = self._peak_rate(self.plan.flops(step - 1))
         times = self.ledger.note(timing, step)
         images_left = (self.plan.stop_step - step) * self.plan.batch_size
         row = {
@@ -339,6 +335,7 @@ class RunLog:
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
         speed = self.ledger.speed()
+        self.ledger.peak_rate = self._peak_rate(self.plan.mean_flops(state.step))
         return {
             "status": "interrupted" if signal_number else "finished",
             "signal": signal_number,
@@ -367,12 +364,22 @@ class RunLog:
         # At full load, the power limit is normal.
         return ", ".join(line for line in slow if "power limit" not in line)
 
+    def _peak_rate(self, flops_per_image: int) -> float | None:
+        return peak_rate(
+            self.plan.device,
+            precision=self.plan.precision,
+            flops_per_image=flops_per_image,
+            ranks=self.plan.world_size,
+        )
+
     def _verdict(self, period: Period, slowdowns: str) -> list[str]:
         loader = self.feed.train.loader
         source = loader.pool.sources[loader.source]
         draw_only = source.operations is not None
         measure = partial(measure_gains, source.dataset, draw_only=draw_only)
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
+        if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
+            self.ledger.images_changed()
         return self.ledger.verdict(
             period, describe_loader(self.feed), self.world.gather, measure, slowdowns
         )

@@ -34,6 +34,7 @@ VALIDATION_SHARE = 0.25
 class _Captured:
     """A graph with the batch that it reads and the values that it writes at each replay."""
 
+    shape: Hashable
     graph: torch.cuda.CUDAGraph
     batch: Batch
     values: Values
@@ -43,7 +44,8 @@ class StepGraph:
     """Runs a training step: as a CUDA graph on a GPU, as a plain function elsewhere.
 
     The first steps, and all steps after a capture that failed, launch their kernels one by one.
-    One graph is captured for each shape of a batch.
+    A batch of another shape drops the graph, which keeps the memory of a step, and leads to another
+    capture.
 
     Args:
         step: launches the kernels of a step on a batch; it must not wait for the GPU. All
@@ -71,7 +73,7 @@ class StepGraph:
         self.ordinary_steps, self.refused = ordinary_steps, refused
         self._needed = 0  # bytes of a step, beyond what is allocated between steps
         self._taken: Counter[Hashable] = Counter()
-        self._captured: dict[Hashable, _Captured] = {}
+        self._captured: _Captured | None = None
 
     def __call__(self, batch: Batch) -> Values:
         """Take a step. The values are overwritten by the next one."""
@@ -80,9 +82,11 @@ class StepGraph:
             return self.step(batch)
         shape = (batch.images.shape, batch.targets.shape)
         self._taken[shape] += 1
-        if shape not in self._captured and self._taken[shape] > self.ordinary_steps:
+        if self._captured is not None and self._captured.shape != shape:
+            self._captured = None
+        if self._captured is None and self._taken[shape] > self.ordinary_steps:
             self._capture(batch, shape)
-        captured = self._captured.get(shape)
+        captured = self._captured
         if captured is None:
             values = self.step(batch)
             # Now, because telemetry resets the peak at every log row.
@@ -94,8 +98,8 @@ class StepGraph:
         return captured.values
 
     def reset(self) -> None:
-        """Drop the graphs after tensors of the step have moved; later steps capture new ones."""
-        self._captured.clear()
+        """Drop the graph after tensors of the step have moved; later steps capture another one."""
+        self._captured = None
         # One ordinary step creates the optimiser's state; all else is ready.
         self._taken = Counter(dict.fromkeys(self._taken, self.ordinary_steps - 1))
 
@@ -116,7 +120,7 @@ class StepGraph:
             random.graphsafe_set_state(before)  # a failed capture leaves capture mode on
             self._refuse(str(error).splitlines()[0])
         else:
-            self._captured[shape] = _Captured(graph, static, values)
+            self._captured = _Captured(shape, graph, static, values)
 
     def _refuse(self, reason: str) -> None:
         self.refused = reason

@@ -44,7 +44,7 @@ def build(
         image_size: S, for models whose parameters depend on it.
         pretrained: download and load the published weights. If the number of classes differs, the
             head keeps its initial weights.
-        args: further arguments of the model's function.
+        args: further arguments of the model's function, and blur_pool for any model.
 
     Raises:
         UserError: the model or its published weights do not exist, the download fails, or the
@@ -53,8 +53,12 @@ def build(
     if not args:
         return _build(name, num_classes, image_size, pretrained, {})
     _check_args(args)
+    own = {key: value for key, value in args.items() if key != "blur_pool"}
     try:
-        return _build(name, num_classes, image_size, pretrained, args)
+        model = _build(name, num_classes, image_size, pretrained, own)
+        if args.get("blur_pool"):
+            _blur(model, name)
+        return model
     except UserError:
         raise
     except Exception as error:  # whatever a constructor raises for a wrong value
@@ -65,8 +69,20 @@ def build(
         ) from None
 
 
+def _blur(model: nn.Module, name: str) -> None:
+    from models.blur_pool import blur_strided_convolutions
+
+    if not blur_strided_convolutions(model):
+        raise UserError(
+            f"model.args={{blur_pool: true}}: {name} has no strided convolutions after the first; "
+            "leave it out"
+        )
+
+
 def _check_args(args: Mapping[str, Any]) -> None:
     """Refuse what no model may be given, or what would only fail in training."""
+    if not isinstance(args.get("blur_pool", False), bool):
+        raise UserError(f"model.args={show(dict(args))}: blur_pool: give true or false")
     for key, value in args.items():
         if key in RESERVED:
             raise UserError(f"model.args={show(dict(args))}: {key} follows from other keys")

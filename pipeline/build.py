@@ -2,14 +2,15 @@
 
 import os
 import random
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from conf.schema import Config, Data, UserError, did_you_mean
+from conf.schema import Config, Data, UserError, did_you_mean, with_size
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
@@ -28,6 +29,7 @@ class Datasets:
     Attributes:
         classes: names of the classes; a label is a position in it.
         train_size, val_size: side of the images after the transforms in pixels.
+        smaller: side in pixels -> the training split as images of this size, for data.sizes.
     """
 
     train: Dataset
@@ -35,6 +37,7 @@ class Datasets:
     classes: tuple[str, ...]
     train_size: int
     val_size: int
+    smaller: Mapping[int, Dataset] = field(default_factory=dict)
 
     def prepare(self) -> None:
         """Create missing files, such as the images of data=demo.
@@ -52,11 +55,10 @@ def build_datasets(config: Config) -> Datasets:
     Raises:
         UserError: a transform, a folder or its content is wrong.
     """
-    lists, source, decoder = config.augment, config.data.source, config.loader.decoder
-    train = Compose(augment.build(lists.train, augment.TRANSFORMS, key="augment.train"))
-    augment.build(lists.batch, BATCH_TRANSFORMS, key="augment.batch")
-    train_size = _image_size(train, "augment.train")
-    _try_on_images(train, train_size, "augment.train")
+    source, decoder = config.data.source, config.loader.decoder
+    train, train_size = _transform(config.augment.train, "augment.train")
+    augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+    smaller = _smaller_transforms(config)
     val, val_size = val_transform(config)
     if source not in DATASETS:
         raise UserError(
@@ -66,7 +68,26 @@ def build_datasets(config: Config) -> Datasets:
     # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
     decoder = "auto" if decoder in ON_GPU else decoder
     splits = DATASETS[source](config.data, train, val, decoder, config.train.seed)
-    return Datasets(*splits, train_size, val_size)
+    others = {size: splits[0].with_transform(transform) for size, transform in smaller.items()}
+    return Datasets(*splits, train_size, val_size, others)
+
+
+def _smaller_transforms(config: Config) -> dict[int, Compose]:
+    """Build augment.train for each of data.sizes but the last, which is data.image_size.
+
+    Raises:
+        UserError: a transform fails, or ignores data.image_size.
+    """
+    smaller = {}
+    for size in list(config.data.sizes.values())[:-1]:
+        entries = with_size(config.augment.train, config.data.image_size, size)
+        smaller[size], made = _transform(entries, "augment.train")
+        if made != size:
+            raise UserError(
+                f"data.sizes: augment.train makes images of {made} px, not {size} px; write "
+                "size: ${data.image_size} in it"
+            )
+    return smaller
 
 
 def build_val(config: Config) -> Datasets:
@@ -92,9 +113,13 @@ def val_transform(config: Config) -> tuple[Compose, int]:
     Raises:
         UserError: a transform is wrong.
     """
-    transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
-    size = _image_size(transform, "augment.val")
-    _try_on_images(transform, size, "augment.val")
+    return _transform(config.augment.val, "augment.val")
+
+
+def _transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
+    transform = Compose(augment.build(entries, augment.TRANSFORMS, key=key))
+    size = _image_size(transform, key)
+    _try_on_images(transform, size, key)
     return transform, size
 
 

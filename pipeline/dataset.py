@@ -6,6 +6,7 @@ To add a dataset, write a subclass of `Dataset`, a function that builds both spl
 pipeline/build.py, and conf/data/NAME.yaml.
 """
 
+import copy
 import hashlib
 import os
 import re
@@ -68,6 +69,14 @@ class Dataset(ABC):
             UserError: they are not known; a dataset overrides this method to tell them.
         """
         raise UserError("train.class_weights: this dataset does not tell its labels; leave it out")
+
+    def with_transform(self, transform: Compose) -> "Dataset":
+        """Return a dataset of the same samples with other transforms, for data.sizes.
+
+        Raises:
+            UserError: this dataset cannot; override this method.
+        """
+        raise UserError("data.sizes: this dataset makes images of one size only; leave it out")
 
     def mean_bytes(self) -> float:
         """Return the mean file size in bytes; 0 if there are no files."""
@@ -162,6 +171,11 @@ class FolderDataset(FileDataset):
 
     def class_counts(self, num_classes: int) -> list[int]:
         return np.bincount(self.index.labels.array, minlength=num_classes).tolist()
+
+    def with_transform(self, transform: Compose) -> Dataset:
+        other = copy.copy(self)  # shares the sample table
+        other.transform = transform
+        return other
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """Read, decode and augment a sample.
@@ -282,6 +296,11 @@ class FakeDataset(Dataset):
 
     def class_counts(self, num_classes: int) -> list[int]:
         return np.bincount(np.arange(len(self)) % num_classes, minlength=num_classes).tolist()
+
+    def with_transform(self, transform: Compose) -> Dataset:
+        size = transform.image_size
+        assert size is not None, "checked when the transforms were built"
+        return FakeDataset(self.num_samples, self.num_classes, size)
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"

@@ -6,7 +6,7 @@ Reads top to bottom as the journey of a batch.
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from conf.schema import Config
 from pipeline import augment
@@ -16,7 +16,7 @@ from pipeline.decode import ON_GPU
 from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
-from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
 from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks, batches_ready
 
 
@@ -100,6 +100,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         operations=memory.operations,
         skip_unreadable=config.data.on_error == "skip",
     )
+    train_source = replace(train_source, smaller=datasets.smaller)
     val_source = start_source(
         datasets.val, batch_size=share, size=datasets.val_size, slots=memory.slots
     )
@@ -134,7 +135,10 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         if plan.processes:
             pool.activate(plan.start_workers)
         depth = batches_ready(config, memory.slots)
-        train_loader = Loader(pool, 0, train_sampler.samples, hold=depth + 1)
+        sizes = SizeSchedule(
+            config.data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size
+        )
+        train_loader = Loader(pool, 0, train_sampler.samples, hold=depth + 1, size=sizes.at)
         val_loader = Loader(pool, 1, val_sampler.samples, hold=depth + 1)
         data = config.data
         format = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)

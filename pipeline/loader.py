@@ -56,7 +56,8 @@ class HostBatch:
     """One complete slot. Valid until `release` has been called and its event has completed.
 
     Attributes:
-        images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded.
+        images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded. S is
+            that of the step.
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
         samples: int64 [B, 2], the (epoch, index) of each row; undefined in rows without a sample.
         step: the sampler's step.
@@ -275,10 +276,10 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         return [worker.process.pid for worker in self.workers if worker.process.pid is not None]
 
     def submit(
-        self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0
+        self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0, size: int = 0
     ) -> int:
         """Queue a task and return its number. Tasks start in the order of the calls."""
-        task = Task(self._next_number, source, slot, row, samples, encoded)
+        task = Task(self._next_number, source, slot, row, samples, encoded, size)
         self._next_number += 1
         self.open.add(task.number)
         self.waiting.append(task)
@@ -507,20 +508,28 @@ class Loader:
         source: position of the source in the pool.
         samples: step -> int64 [n, 2] of (epoch, index), n <= B.
         hold: unreleased batches that the consumer may have when it asks for another.
+        size: step -> side of its images in pixels, for `Source.of_size`.
 
     Attributes:
-        images: uint8 [slots, B, 3, S, S].
+        images: uint8 [slots, B, 3, S, S], with the S of the slots.
         labels: int64 [slots, B].
         rows: int64 [slots, B, 2], the (epoch, index) of each row.
         encoded_share: share of the rows of later batches that may stay encoded.
     """
 
     def __init__(
-        self, pool: WorkerPool, source: int, samples: Callable[[int], np.ndarray], *, hold: int
+        self,
+        pool: WorkerPool,
+        source: int,
+        samples: Callable[[int], np.ndarray],
+        *,
+        hold: int,
+        size: Callable[[int], int] = lambda step: 0,
     ) -> None:
         self.pool = pool
         self.source = source
         self.samples = samples
+        self.size = size
         self.encoded_share = 0.0
         self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)
         self.labels = torch.from_numpy(pool.sources[source].labels.array)
@@ -549,8 +558,14 @@ class Loader:
             release = partial(self._release, slot)
             drawn = self.pool.sources[self.source].operations
             operations = None if drawn is None else drawn.array[slot]
-            images, labels, rows = self.images[slot], self.labels[slot], self.rows[slot]
+            images, labels, rows = self._images(step, slot), self.labels[slot], self.rows[slot]
             yield HostBatch(images, labels, rows, step, slot, operations, release)
+
+    def _images(self, step: int, slot: int) -> torch.Tensor:
+        source = self.pool.sources[self.source].of_size(self.size(step))
+        if not source.side:
+            return self.images[slot]
+        return torch.from_numpy(source.images(slot)).permute(0, 3, 1, 2)
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""
@@ -569,12 +584,12 @@ class Loader:
         source.labels.array[slot] = EMPTY_ROW
         if source.encoded is not None:
             source.encoded.mark_as_pixels(slot, slice(len(samples), None))  # rows without a sample
-        numbers = []
+        numbers, size = [], self.size(step)
         for row in range(0, len(samples), TASK_ROWS):
             part = samples[row : row + TASK_ROWS]
             # The same share of every task: all workers decode equally many rows.
             encoded = round(self.encoded_share * len(part))
-            numbers.append(self.pool.submit(self.source, slot, row, part, encoded))
+            numbers.append(self.pool.submit(self.source, slot, row, part, encoded, size))
         return step, slot, numbers
 
     def load_in_process(self, batch: HostBatch) -> None:
@@ -583,7 +598,8 @@ class Loader:
         Raises:
             LoaderError: an image cannot be read; names it.
         """
-        task = Task(-1, self.source, batch.slot, 0, self.samples(batch.step))
+        samples, size = self.samples(batch.step), self.size(batch.step)
+        task = Task(-1, self.source, batch.slot, 0, samples, size=size)
         raise_or_warn(run_task(task, self.pool.sources))
 
     def _release(self, slot: int, event: Any) -> None:

@@ -9,6 +9,7 @@ batch, and the side stream waits for the event after the step before it overwrit
 that batch. The memory is owned here and reused, so no allocator is involved.
 """
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -104,12 +105,19 @@ class ImageFormat:
 
 
 class DeviceSlot:
-    """Memory on the device for one batch. On a GPU it is allocated once and reused."""
+    """Memory on the device for one batch. On a GPU it is allocated once and reused.
 
-    def __init__(self, format: ImageFormat) -> None:
+    Args:
+        format: of the images.
+        largest: side of the largest images in pixels. Smaller ones use the front of their memory.
+    """
+
+    def __init__(self, format: ImageFormat, largest: int = 0) -> None:
         self.format = format
+        self.largest = largest
         self.reused = format.device.type == "cuda"
-        self._tensors: dict[str, Tensor] = {}
+        self._memory: dict[str, Tensor] = {}
+        self._tensors: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
         """Copy into this memory, converting dtype and layout; on a CPU into new memory."""
@@ -119,14 +127,26 @@ class DeviceSlot:
         return owned if owned is value else owned.copy_(value, non_blocking=True)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """The tensor of this name; uninitialised when it is first asked for."""
-        if name not in self._tensors:
-            # "raw" has the layout of the host memory
-            layout = torch.channels_last if name == "raw" else self._layout(shape)
-            self._tensors[name] = torch.empty(
-                shape, dtype=dtype, device=self.format.device, memory_format=layout
+        """The tensor of this name and shape; uninitialised when it is first asked for."""
+        key = (name, *shape)
+        if key not in self._tensors:
+            self._tensors[key] = self._front(name, shape, dtype)
+        return self._tensors[key]
+
+    def _front(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        count = math.prod(shape)
+        is_images = len(shape) == 4
+        if name not in self._memory:
+            most = shape[0] * shape[1] * self.largest**2 if is_images else 0
+            self._memory[name] = torch.empty(
+                max(count, most), dtype=dtype, device=self.format.device
             )
-        return self._tensors[name]
+        front = self._memory[name][:count]
+        # "raw" has the layout of the host memory
+        if is_images and (name == "raw" or self.format.memory_format == torch.channels_last):
+            rows, channels, height, width = shape
+            return front.view(rows, height, width, channels).permute(0, 3, 1, 2)
+        return front.view(tuple(shape))
 
     def _layout(self, shape: Sequence[int]) -> torch.memory_format:
         return self.format.memory_format if len(shape) == 4 else torch.contiguous_format
@@ -213,7 +233,8 @@ class Prefetcher:
         self.cuda = format.device.type == "cuda"
         # High priority: its kernels are small, and the step waits for their result.
         self.side = torch.cuda.Stream(format.device, priority=-1) if self.cuda else None
-        self.slots = [DeviceSlot(format) for _ in range(depth + 1)]
+        largest = loader.images.shape[-1]
+        self.slots = [DeviceSlot(format, largest) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
         self._slot = 0  # of the consumer's batch
         self._consumed: dict[int, Any] = {}  # slot -> when its last reader was done

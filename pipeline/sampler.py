@@ -12,7 +12,7 @@ its images several times, each time with another augmentation.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 import numpy as np
@@ -73,6 +73,38 @@ class TrainSampler:
             chosen = epochs == epoch
             indices[chosen] = self._order(int(epoch))[positions[chosen]]
         return np.stack([epochs * self.repeats + repetitions, indices], axis=1)
+
+
+class SizeSchedule:
+    """The side of the training images: a pure function of the step.
+
+    The images of a batch have the size that belongs to the epoch of its first sample.
+
+    Args:
+        sizes: epoch -> side in pixels from then on; both increase, from epoch 0.
+        num_samples: images in the split.
+        batch_size: global batch.
+
+    Attributes:
+        starts: (first step, side), in order.
+    """
+
+    def __init__(self, sizes: Mapping[int, int], *, num_samples: int, batch_size: int) -> None:
+        self.starts = [
+            (-(-epoch * num_samples // batch_size), size) for epoch, size in sizes.items()
+        ]
+
+    def at(self, step: int) -> int:
+        """Return the side of the images of a step in pixels; 0 if there are no sizes."""
+        return max((size for first, size in self.starts if first <= step), default=0)
+
+    def steps(self, stop: int) -> dict[int, int]:
+        """Return how many of the first `stop` steps have images of each size."""
+        ends = [*(first for first, _ in self.starts[1:]), stop]
+        return {
+            size: max(0, min(end, stop) - first)
+            for (first, size), end in zip(self.starts, ends, strict=False)
+        }
 
 
 class ValSampler:

@@ -3,13 +3,14 @@
 Journey of a batch, 2-4 happen here. Of torch only the resize is used, in one thread.
 """
 
+import math
 import os
 import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, parent_process
 
@@ -43,6 +44,8 @@ class Source:
         operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
             `augment.as_rows`; None if the workers apply them.
         skip_unreadable: replace an unreadable sample by the next readable one instead of failing.
+        smaller: side in pixels -> the dataset of the same samples as images of this size.
+        side: side of the images if they are smaller than S, as of `of_size`; 0 if they are not.
     """
 
     dataset: Dataset
@@ -52,6 +55,23 @@ class Source:
     encoded: EncodedRows | None = None
     operations: SharedArray | None = None
     skip_unreadable: bool = False
+    smaller: Mapping[int, Dataset] = field(default_factory=dict)
+    side: int = 0
+
+    def of_size(self, side: int) -> "Source":
+        """This source with images of one of the sizes of `smaller`; itself for any other size."""
+        if side not in self.smaller:
+            return self
+        encoded = self.encoded and replace(self.encoded, size=side)
+        return replace(self, dataset=self.smaller[side], encoded=encoded, side=side)
+
+    def images(self, slot: int) -> np.ndarray:
+        """Memory of the images of a batch, uint8 [B, side, side, 3]: the front of a slot."""
+        batch = self.pixels.array[slot]
+        if not self.side:
+            return batch
+        shape = (len(batch), self.side, self.side, 3)
+        return batch.reshape(-1)[: math.prod(shape)].reshape(shape)
 
     @property
     def buffers(self) -> list[SharedArray]:
@@ -71,6 +91,7 @@ class Task:
         row: the first row.
         samples: int64 [n, 2] of (epoch, index), one per row.
         encoded: the first `encoded` rows stay encoded if the GPU's JPEG engines support the file.
+        size: of the images, for `Source.of_size`.
     """
 
     number: int
@@ -79,6 +100,7 @@ class Task:
     row: int
     samples: np.ndarray
     encoded: int = 0
+    size: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,7 +134,7 @@ class Reply:
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
     started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
-    source = sources[task.source]
+    source = sources[task.source].of_size(task.size)
     labels = source.labels.array[task.slot]
     skipped: list[str] = []
     slowest = (0.0, -1)
@@ -176,7 +198,7 @@ def _fill_row(
         assert isinstance(source.dataset, DrawingDataset)
         image, label, drawn = source.dataset.load_and_draw(epoch, index)
         source.operations.array[task.slot, row] = as_rows(drawn)
-    batch = source.pixels.array[task.slot]
+    batch = source.images(task.slot)
     if image.shape != batch.shape[1:]:
         raise BadImageError(
             f"{source.dataset.name(index)}: the transforms made {image.shape[1]}x{image.shape[0]} "

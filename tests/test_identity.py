@@ -98,6 +98,16 @@ def test_default_name_depends_on_the_result_keys(program: Program) -> None:
     assert len(names) == 2 and sum("optim.lr=0.4" in name for name in names) == 1
 
 
+def test_sizes_are_part_of_the_identity_if_they_are_given(program: Program) -> None:
+    """A checkpoint of a version without the key can be resumed."""
+    assert program("train.max_steps=3")[0] == 0
+    newest = checkpoint.load_newest(Path("runs/one/checkpoints"))
+    assert newest is not None and "data.sizes" not in newest[1]["identity"]
+    status, _, err = program("data.sizes={0: 16, 1: 32}")
+    assert status == 2 and "data.sizes was unused, is {0: 16, 1: 32}; " in err
+    assert program("data.sizes={}")[0] == 0
+
+
 def test_keys_without_effect_on_the_result_can_change(program: Program) -> None:
     assert program("train.max_steps=5")[0] == 0
     changes = [

@@ -195,6 +195,7 @@ def test_the_keys() -> None:
         "data.train",
         "data.val",
         "data.image_size",
+        "data.sizes",
         "data.val_size",
         "data.on_error",
         "data.mean",

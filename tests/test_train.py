@@ -586,12 +586,14 @@ def test_validation_uses_the_averaged_weights(image_root: Path, tmp_path: Path) 
             "augment.batch=[{mixup_or_cutmix: {per: image}}]",
             "optim=lamb",
         ],
+        ["data.sizes={0: 24, 1: 32}", "augment.batch=[mixup]", "train.ema_decay=0.9"],
     ],
     ids=[
         "momentum and average",
         "dropout, AdamW, average, mixup, cutmix",
         "dropout, no BatchNorm",
         "repeated augmentation, micro-batches, LAMB",
+        "sizes, mixup",
     ],
 )
 def test_resume_after_max_steps(overrides: list[str], image_root: Path, tmp_path: Path) -> None:

@@ -278,7 +278,7 @@ class GpuDecoder:
 
         table = geometry.numpy()
         files_here = table[:, LENGTH] > 0
-        if self._raw is None:
+        if self._raw is None or self._raw.shape != pixels.shape:  # data.sizes: a few times in a run
             self._raw = torch.empty_like(pixels, device=self.device)
         for first, last in _runs(np.flatnonzero(~files_here)):
             self._raw[first:last].copy_(pixels[first:last], non_blocking=True)

@@ -301,7 +301,7 @@ class Tuner:
         """The supply of the node's slowest rank; all ranks give up when one cannot read a file."""
         found: Supply | str
         try:
-            found = measure_supply(self.loader, encoded=encoded)
+            found = measure_supply(self.loader, encoded=encoded, step=self.first_step)
         except LoaderError as error:
             self.loader.pool.abandon()
             found = str(error)
@@ -730,11 +730,12 @@ def fewest_of(tried: dict[int, Trial]) -> int:
     )
 
 
-def measure_supply(loader: Loader, *, encoded: float = 0.0) -> Supply:
+def measure_supply(loader: Loader, *, encoded: float = 0.0, step: int = 0) -> Supply:
     """Run the active workers alone, on files from all over the dataset.
 
     Args:
         encoded: share of the images that the workers read and do not decode.
+        step: the images have the size of this step.
 
     Raises:
         LoaderError: an image cannot be read.
@@ -753,7 +754,8 @@ def measure_supply(loader: Loader, *, encoded: float = 0.0) -> Supply:
         slot, row = places[len(numbers) % len(places)]
         # Cleared, so that a sample at which a worker hangs can be named.
         source.labels.array[slot, row : row + rows] = EMPTY_ROW
-        numbers.append(pool.submit(loader.source, slot, row, samples, round(encoded * rows)))
+        task = (loader.source, slot, row, samples, round(encoded * rows), loader.size(step))
+        numbers.append(pool.submit(*task))
 
     in_flight = min(len(places), 2 * max(1, pool.active))
     for _ in range(in_flight):  # warm-up: every worker has begun

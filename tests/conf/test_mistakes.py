@@ -276,6 +276,42 @@ def test_image_size_that_the_patches_do_not_divide(refusal: Refusal, image_root:
     )
 
 
+SIZES = {
+    "data.sizes={0: 32}": "not allowed; give {}, or 2 to 8 sizes of at least 8 px",
+    "data.sizes={1: 16, 2: 32}": "not allowed; ",
+    "data.sizes={0: 16, 3: 24, 2: 32}": "not allowed; ",
+    "data.sizes={0: 32, 2: 16}": "not allowed; ",
+    "data.sizes={0: 4, 2: 32}": "not allowed; ",
+    "data.sizes={0: 16, 1.5: 32}": "not allowed; ",
+    "data.sizes=[16, 32]": "not allowed; ",
+    "data.sizes=null": "not allowed; ",
+    "data.sizes={0: 16, 2: 24}": (
+        "the last size must be data.image_size=32; give data.image_size=24, or data.sizes={}"
+    ),
+    "data.sizes={0: 16, 90: 32}": (
+        "the run ends after train.epochs=90, before epoch 90; give an earlier epoch"
+    ),
+}
+
+
+@pytest.mark.parametrize("override", SIZES)
+def test_sizes_by_epoch(refusal: Refusal, image_root: Path, override: str) -> None:
+    assert refusal(f"data.root={image_root}", override).startswith(f"{override}: {SIZES[override]}")
+
+
+def test_sizes_that_the_transforms_ignore(refusal: Refusal, image_root: Path) -> None:
+    ignores = "augment.train=[{random_resized_crop: {size: 40}}]"
+    assert refusal(f"data.root={image_root}", "data.sizes={0: 16, 2: 32}", ignores) == (
+        "data.sizes: augment.train makes images of 40 px, not 16 px; write "
+        "size: ${data.image_size} in it\n"
+    )
+
+
+def test_sizes_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
+    line = refusal(f"data.root={image_root}", "model=vit_s16", "data.sizes={0: 24, 2: 32}")
+    assert line.startswith("data.sizes: the model does not take images of 24 px")
+
+
 def test_validation_size_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
     """Otherwise it would fail after the first epoch."""
     line = refusal(

@@ -25,18 +25,18 @@ def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
         {"resize": {"size": 288, "crop_ratio": 0.875}},
         {"center_crop": {"size": 288}},
     ]
-    assert config.data.image_size == 176
+    assert config.data.image_size == 192
 
 
 def test_other_entries_are_kept(values: dict[str, Any]) -> None:
-    entries = ["v2.RandomInvert", {"resize": {"size": 300}}, {"center_crop": {"size": 224}}]
-    config = load_stored({**values, "augment.val": entries}, ["data.val_size=256"])
-    assert config.augment.val == [*entries[:2], {"center_crop": {"size": 256}}]
+    entries = ["v2.RandomInvert", {"resize": {"size": 300}}, {"center_crop": {"size": 256}}]
+    config = load_stored({**values, "augment.val": entries}, ["data.val_size=288"])
+    assert config.augment.val == [*entries[:2], {"center_crop": {"size": 288}}]
 
 
 def test_overrides(values: dict[str, Any]) -> None:
     config = load_stored(values, ["augment=demo", "data.root=/other", "data.mean=[0,0,0]"])
-    assert config.augment.val[0] == {"resize": {"size": 224}}
+    assert config.augment.val[0] == {"resize": {"size": 256}}
     assert (config.data.root, config.data.mean) == ("/other", [0, 0, 0])
     for override, message in {
         "optim.lrr=1": "there is no key",

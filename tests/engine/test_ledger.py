@@ -496,6 +496,22 @@ def test_verdict_uses_what_was_measured_before_the_first_step(
     assert (seen.loader.workers, seen.slowdowns) == (3, "board limit")
 
 
+def test_larger_images_are_no_slowdown(image_root: Path, judged: list[Observation]) -> None:
+    """The step was measured with smaller ones."""
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        tuned = Observation(
+            ledger.setup, IDLE, 9.0, 0.1, step_alone=50.0, alternatives={"pillow": 9.0}
+        )
+        again = Ledger(ledger.setup, {}, train_images=36, began=0.0, tuned=tuned)
+        again.images_changed()
+        for step in (4, 8):
+            again.note(replace(WAITED, seconds=32.0, wait_fraction=0.0), step)
+        again.verdict("run", IDLE)
+    (seen,) = judged
+    assert replace(seen, step_alone=50.0).slower
+    assert (seen.step_alone, seen.alternatives, seen.slower) == (0.0, {}, False)
+
+
 def test_the_rate_is_not_above_the_ceiling(image_root: Path, judged: list[Observation]) -> None:
     """Also when one interval is much slower than the others."""
     with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (

@@ -58,6 +58,9 @@ LOADER = LoaderPlan(
 )
 
 
+SMALL_BATCH = ["data.image_size=32", "loader.batch_size=8", "loader.workers=0", "train.epochs=3"]
+
+
 def config(
     batch: int = 30, epochs: float = 4, max_steps: int | None = None, validate_every: int = 1
 ) -> Config:
@@ -389,6 +392,29 @@ def test_lines() -> None:
         in early
     )
     assert "cpu, fp32, channels_last, compile off" in early
+
+
+def test_sizes(image_root: Path) -> None:
+    """36 images in batches of 8: epoch 1 begins with step 5, epoch 2 with step 9."""
+    sizes = "data.sizes={0: 16, 1: 24, 2: 32}"
+    data = f"data.root={image_root}"
+    config = cli.load(["recipe=demo", "data=folder", data, *SMALL_BATCH, sizes])
+    with join_world("cpu") as world:
+        made = make_plan(config, build_datasets(config), world)
+    assert (
+        "sizes    trained at 16 px from epoch 0 (step 0), 24 px from epoch 1 (step 5), 32 px "
+        in ("\n".join(made.lines()))
+    )
+    assert [made.size(step) for step in (0, 4, 5, 8, 9, 13)] == [16, 16, 24, 24, 32, 32]
+    assert [made.later_sizes(step) for step in (0, 4, 5, 9)] == [[5, 9], [5, 9], [9], []]
+    assert made.flops(9) == made.flops_per_image
+    assert 3.9 * made.flops(0) < made.flops(9) < 4.1 * made.flops(0)
+    assert made.mean_flops(1) == made.flops(0)
+    assert made.mean_flops(10) == (5 * made.flops(0) + 4 * made.flops(5) + made.flops(9)) // 10
+
+    plain = plan()
+    assert plain.later_sizes(0) == [] and plain.size(3) == plain.image_size
+    assert plain.flops(3) == plain.mean_flops(7) == plain.flops_per_image
 
 
 def test_published_flops() -> None:

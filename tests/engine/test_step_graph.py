@@ -128,7 +128,8 @@ def test_the_same_bits_after_a_measurement(world: World) -> None:
 
 
 @pytest.mark.gpu
-def test_every_shape_has_its_own_graph(world: World) -> None:
+def test_another_shape_gets_another_graph(world: World) -> None:
+    """Also if the shape changes at every step."""
     found = []
     for refused in (None, "for the comparison"):
         plan, state, step = build(world, "model=resnet_tiny")

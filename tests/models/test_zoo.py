@@ -431,6 +431,8 @@ def test_zero_init_residual_makes_each_block_the_identity(name: str, last: str) 
         ("resnet18", {"zero_init": True}, r"resnet18 does not take these arguments \("),
         ("resnet18", {"norm_layer": "x"}, r"resnet18 does not take these arguments \("),
         ("resnet18", {"num_classes": 3}, "num_classes follows from other keys"),
+        ("resnet18", {"blur_pool": "yes"}, "blur_pool: give true or false"),
+        ("vit_b_16", {"blur_pool": True}, "vit_b_16 has no strided convolutions after the first"),
         ("timm/resnet18", {"checkpoint_path": "x"}, "checkpoint_path follows from other keys"),
         ("convnext_tiny", {"stochastic_depth_prob": 1}, "stochastic_depth_prob: give a number"),
         ("convnext_tiny", {"stochastic_depth_prob": "x"}, "stochastic_depth_prob: give a number"),

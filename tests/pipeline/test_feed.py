@@ -234,6 +234,107 @@ def images_of(feed: Feed) -> list[Tensor]:
     return [batch.images.cpu() for batch in feed.train.batches(0, 9)]
 
 
+# Sizes by epoch: batches of 8 from 36 images; epoch 1 begins with step 5, epoch 2 with step 9.
+
+SIZES = {0: 24, 1: 32, 2: 48}
+SIZE_OF_STEP = [24] * 5 + [32] * 4 + [48] * 5
+
+
+def sized(decoder: str, overrides: tuple[str, ...], size: int | None) -> dict[str, Any]:
+    """Options of `opened`: all images of this size, or sizes by epoch."""
+    sizes = "data.sizes={0: 24, 1: 32, 2: 48}" if size is None else f"data.image_size={size}"
+    side = () if size else ("data.image_size=48",)
+    options = ("augment=demo", *side, sizes, "loader.batch_size=8", "train.epochs=3", *overrides)
+    return {"decoder": decoder, "overrides": options}
+
+
+def check_sizes(
+    image_root: Path,
+    decoder: str,
+    *overrides: str,
+    first: int = 0,
+    share: float | None = None,
+    **options: Any,
+) -> None:
+    """At each step, the batch is that of a run whose images all have the size of the step."""
+    steps = range(first, len(SIZE_OF_STEP))
+    expected = {}
+    for size in SIZES.values():
+        with opened(image_root, **sized(decoder, overrides, size), **options) as feed:
+            if share is not None:
+                feed.train.loader.encoded_share = share
+            expected[size] = [
+                batch.clone() for batch in feed.train.batches(steps.start, steps.stop)
+            ]
+    with opened(image_root, **sized(decoder, overrides, None), **options) as feed:
+        if share is not None:
+            feed.train.loader.encoded_share = share
+        for place, batch in enumerate(feed.train.batches(steps.start, steps.stop)):
+            size = SIZE_OF_STEP[batch.step]
+            other = expected[size][place]
+            assert batch.images.shape == (8, 3, size, size)
+            assert batch.images.stride() == other.images.stride()
+            assert torch.equal(batch.images, other.images)
+            assert torch.equal(batch.targets, other.targets)
+            assert torch.equal(batch.samples, other.samples)
+        assert place == len(steps) - 1
+
+
+@pytest.mark.parametrize("first", [0, 3, 7])
+@pytest.mark.parametrize("workers", [0, 1, 3])
+def test_sizes_by_epoch(image_root: Path, workers: int, first: int) -> None:
+    check_sizes(image_root, "pillow", workers=workers, first=first)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sizes_with_batch_transforms(image_root: Path, workers: int) -> None:
+    batch = "augment.batch=[cutmix, random_erasing]"
+    check_sizes(image_root, "pillow", batch, "data.repeats=3", workers=workers)
+
+
+@pytest.mark.usefixtures("operations_without_gpu")
+def test_sizes_with_drawn_operations(image_root: Path) -> None:
+    """The strength of some operations depends on the size of the image."""
+    entries = RAND.replace("48", "${data.image_size}")
+    check_sizes(image_root, "pillow", entries, workers=2, operations=2)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_sizes_with_engines(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
+) -> None:
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    check_sizes(image_root, "gpu", workers=2, share=share)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", [PLAIN, RAND], ids=["plain", "rand"])
+@pytest.mark.parametrize("decoder", ["pillow", "gpu"])
+def test_sizes_on_a_gpu(image_root: Path, decoder: str, entries: str) -> None:
+    check_sizes(
+        image_root,
+        decoder,
+        entries.replace("48", "${data.image_size}"),
+        device=torch.device("cuda", 0),
+        dtype=torch.bfloat16,
+        workers=2,
+    )
+
+
+@pytest.mark.gpu
+def test_sizes_use_the_memory_of_the_largest(image_root: Path) -> None:
+    options = {"device": torch.device("cuda", 0), "workers": 2}
+    taken = []
+    for size in (None, 48):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated()
+        with opened(image_root, **sized("pillow", (), size), **options) as feed:
+            for _ in feed.train.batches(0, len(SIZE_OF_STEP)):
+                pass
+            taken.append(torch.cuda.memory_allocated() - before)
+    assert taken[0] == taken[1]
+
+
 @pytest.mark.usefixtures("operations_without_gpu")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(

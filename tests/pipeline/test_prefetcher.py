@@ -809,3 +809,23 @@ def test_device_clock_times_the_copies_and_the_steps() -> None:
     assert 0 <= timing.wait_fraction <= 1
     assert timing.copy_ms > 0
     assert timing.step_ms > 0
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_images_of_every_size_share_memory(channels_last: bool) -> None:
+    """The memory of the largest ones; as on a GPU."""
+    format = ImageFormat(torch.device("cpu"), MEAN, STD, torch.float32, channels_last)
+    slot = DeviceSlot(format, largest=8)
+    slot.reused = True
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    addresses = set()
+    for size in (4, 8, 6, 4):
+        pixels = torch.randint(0, 256, (2, size, size, 3), dtype=torch.uint8).permute(0, 3, 1, 2)
+        raw = slot.copy("raw", pixels, torch.uint8)
+        images = slot.copy("images", pixels, torch.float32)
+        assert torch.equal(raw, pixels) and torch.equal(images, pixels.float())
+        assert raw.stride() == pixels.stride()
+        assert images.is_contiguous(memory_format=layout)
+        addresses.add((raw.data_ptr(), images.data_ptr()))
+        assert images.untyped_storage().nbytes() == 2 * 3 * 8 * 8 * 4
+    assert len(addresses) == 1

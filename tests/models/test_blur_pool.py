@@ -1,0 +1,99 @@
+"""Convolutions with blurred inputs, compared with the arithmetic of the source."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import models
+from models import gpu_layers
+from models.blur_pool import BlurredConv
+from models.weights import load_weights
+
+BLUR = {"blur_pool": True}
+
+
+class Published(nn.Module):
+    """The blur of arXiv 1904.11486 as a depthwise convolution, then the convolution."""
+
+    def __init__(self, conv: nn.Conv2d) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = torch.tensor([1, 2, 1], dtype=x.dtype)
+        kernel = (torch.outer(row, row) / 16).expand(x.shape[1], 1, 3, 3)
+        return self.conv(F.conv2d(x, kernel, padding=1, groups=x.shape[1]))
+
+
+def published(name: str, size: int) -> nn.Module:
+    """The plain model, with the convolutions replaced that FFCV replaces."""
+    torch.manual_seed(0)
+    model = models.build(name, num_classes=5, image_size=size)
+    for parent in list(model.modules()):
+        for key, child in list(parent.named_children()):
+            strided = isinstance(child, nn.Conv2d) and max(child.stride) > 1
+            if strided and child.in_channels >= 16:
+                setattr(parent, key, Published(child))
+    return model.double().train()
+
+
+def blurred(name: str, size: int) -> nn.Module:
+    torch.manual_seed(0)
+    return models.build(name, num_classes=5, image_size=size, args=BLUR)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(
+    ("name", "size", "count"),
+    [("resnet18", 64, 6), ("resnet50", 64, 6), ("resnet50", 50, 6), ("resnet_tiny", 32, 4)],
+)
+def test_function_is_the_published_one(
+    name: str, size: int, count: int, channels_last: bool
+) -> None:
+    ours, theirs = blurred(name, size).double(), published(name, size)
+    assert sum(isinstance(module, BlurredConv) for module in ours.modules()) == count
+    assert sum(isinstance(module, Published) for module in theirs.modules()) == count
+    images = torch.randn(3, 3, size, size, dtype=torch.float64)
+    if channels_last:
+        ours = ours.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        images = images.to(memory_format=torch.channels_last)
+    for model in (ours, theirs):
+        F.cross_entropy(model(images), torch.arange(3)).backward()
+    torch.testing.assert_close(ours(images), theirs(images), rtol=1e-9, atol=1e-9)
+    gradients = [[p.grad for p in model.parameters()] for model in (ours, theirs)]
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-6, atol=1e-9)
+
+
+def test_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    plain = models.build("resnet18", num_classes=5, image_size=64)
+    torch.save(plain.state_dict(), tmp_path / "weights.pt")
+    model = blurred("resnet18", 64)
+    load_weights(model, tmp_path / "weights.pt")
+    assert list(model.state_dict()) == list(plain.state_dict())
+    images = torch.randn(2, 3, 64, 64)
+    assert not torch.allclose(model.eval()(images), plain.eval()(images))
+    without = models.build("resnet18", num_classes=5, image_size=64, args={"blur_pool": False})
+    assert not any(isinstance(module, BlurredConv) for module in without.modules())
+
+
+def test_rewritten_layers_keep_the_blur() -> None:
+    model = blurred("resnet18", 64)
+    rewritten = copy.deepcopy(model)
+    gpu_layers.rewrite(rewritten, channels_last=True)
+    assert sum(isinstance(module, BlurredConv) for module in rewritten.modules()) == 6
+    assert any(isinstance(module, gpu_layers.BlockConv) for module in rewritten.modules())
+    images = torch.randn(4, 3, 64, 64)
+    torch.testing.assert_close(rewritten(images), model(images), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+def test_compiled_on_a_gpu() -> None:
+    model = blurred("resnet18", 64).cuda().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    images = torch.randn(8, 3, 64, 64, device="cuda").to(memory_format=torch.channels_last)
+    expected = model(images)
+    torch.testing.assert_close(torch.compile(model)(images), expected, rtol=1e-2, atol=1e-2)

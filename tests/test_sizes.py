@@ -1,0 +1,117 @@
+"""Whole runs whose training images grow: data.sizes. See also tests/pipeline/test_feed.py."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import train
+from conf import cli
+from engine.runlog import RunLog
+from tests.results import rows
+from tests.small_run import compose, run
+
+pytestmark = pytest.mark.usefixtures("whole_runs")
+SIZES = "data.sizes={0: 16, 1: 32}"  # 36 images in batches of 8: epoch 1 begins with step 5
+
+
+def test_later_sizes_are_compiled_before_the_first_step(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No step in the middle waits for the compiler; the steps that compile change nothing."""
+    events: list[Any] = []
+    begin_step = RunLog.begin_step
+
+    def compiled(function: Callable[..., Any], mode: str) -> Callable[..., Any]:
+        def backend(graph: Any, inputs: list[Any]) -> Callable[..., Any]:
+            shapes = [x.shape for x in inputs if isinstance(x, torch.Tensor)]
+            events.extend(shape[-1] for shape in shapes if shape[:2] == (8, 3))
+            return graph.forward  # type: ignore[no-any-return]
+
+        return torch.compile(function, dynamic=False, backend=backend)
+
+    def begin(log: RunLog, batch: Any) -> None:
+        events.append("step")
+        begin_step(log, batch)
+
+    monkeypatch.setattr(train, "compiled", compiled)
+    monkeypatch.setattr(RunLog, "begin_step", begin)
+    found = run(image_root, tmp_path / "compiled", SIZES, "model.compile=default")
+    assert events == [32, "step", 16, *["step"] * 8]
+
+    torch._dynamo.reset()
+    plain = run(image_root, tmp_path / "plain", SIZES)
+    assert found["params_sha256"] == plain["params_sha256"]
+    (tmp_path / "resumed").mkdir()
+    events.clear()
+    options = (SIZES, "model.compile=default")
+    run(image_root, tmp_path / "resumed" / "run", *options, "train.max_steps=3")
+    assert events == ["step", 16, "step", "step"]  # it does not reach the other size
+    torch._dynamo.reset()
+    events.clear()
+    again = run(image_root, tmp_path / "resumed" / "run", *options)
+    assert events == [32, "step", 16, *["step"] * 5]
+    assert again["params_sha256"] == plain["params_sha256"]
+
+
+def test_each_size_matters(image_root: Path, tmp_path: Path) -> None:
+    """The steps before the change are those of the smaller size, the next ones are not."""
+    losses = {}
+    for name, size in (("grows", SIZES), ("small", "data.image_size=16"), ("large", "run.name=x")):
+        config = compose(image_root, tmp_path / name, size, "data.val_size=32")
+        train.train(config)
+        losses[name] = [row["loss"] for row in rows(tmp_path / name, "train")]
+    assert losses["grows"][:5] == losses["small"][:5]
+    assert all(one != other for one, other in zip(losses["grows"], losses["large"], strict=True))
+    assert losses["grows"][5] != losses["small"][5]
+
+
+def test_fast_recipe_trains(
+    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, with small images and few of them."""
+    config = cli.load(
+        [
+            "recipe=imagenet_rn50_fast",
+            f"data.root={image_root}",
+            f"run.dir={tmp_path / 'run'}",
+            "data.image_size=48",
+            "data.sizes={0: 32, 1: 48}",
+            "data.val_size=64",
+            "loader.batch_size=8",
+            "loader.workers=0",
+            "train.accumulate=2",
+            "train.epochs=2",
+            "optim.lr=1e-3",
+            "log.every_steps=1",
+            "log.tensorboard=false",
+            "train.device=cpu",
+        ]
+    )
+    summary = train.train(config)
+    assert (summary["status"], summary["step"]) == ("finished", 9)
+    assert all(0.3 < row["loss"] < 9 for row in rows(tmp_path / "run", "train"))
+    out = capsys.readouterr().out
+    assert "sizes    trained at 32 px from epoch 0 (step 0), 48 px from epoch 1 (step 5)" in out
+
+
+def test_fast_recipe_is_that_of_its_source() -> None:
+    """FFCV's rn50_16_epochs.yaml: resolution by epoch, and 7/8 of the short side at 256 px."""
+    config = cli.load(["recipe=imagenet_rn50_fast", "data.root=/nowhere"])
+    start, end, low, high = 11, 13, 160, 192
+    theirs = {}
+    for epoch in range(16):
+        between = low + (high - low) * (epoch - start) / (end - start)
+        size = low if epoch <= start else high if epoch >= end else round(between / 32) * 32
+        if size not in theirs.values():
+            theirs[epoch] = size
+    assert config.data.sizes == theirs
+    assert (config.data.val_size, config.augment.val[0]["resize"]["crop_ratio"]) == (256, 0.875)
+    assert (config.loader.batch_size, config.optim.lr) == (8 * 512, 1.7)
+    assert config.loader.batch_size // config.train.accumulate == 512
+    assert (config.schedule.name, config.schedule.warmup_epochs) == ("linear", 2)
+    assert (config.optim.momentum, config.optim.weight_decay) == (0.9, 1e-4)
+    assert (config.train.epochs, config.train.label_smoothing) == (16, 0.1)
+    assert config.model.args == {"blur_pool": True} and not config.optim.nesterov
