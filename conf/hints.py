@@ -68,6 +68,9 @@ _SENTENCES = {
     ),
     "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU": "gpu gpu-id",
     "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",
+    "write `interpolation: {}` in random_resized_crop or resize of an augment list": (
+        "interpolation train-interpolation"
+    ),
 }
 REMEDIES = {
     name: remedy

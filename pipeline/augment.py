@@ -19,8 +19,8 @@ import numpy as np
 from PIL import Image, ImageEnhance, ImageOps
 
 from conf.schema import UserError, did_you_mean
-from pipeline.decode import Box, Picture, resize
-from pipeline.parameters import number, span, whole
+from pipeline.decode import INTERPOLATIONS, Box, Picture
+from pipeline.parameters import choice, number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
@@ -81,6 +81,9 @@ class RandomResizedCrop:
         size: side of the result in pixels.
         scale: range of the region's area as a fraction of the image's area.
         ratio: range of the region's width / height.
+        interpolation: bilinear, bicubic, or random to draw one of them for each image, as timm's
+            RandomResizedCropAndInterpolation. With all of them, a JPEG decoder first shrinks a
+            region of at least twice the size by 2, 4 or 8.
     """
 
     def __init__(
@@ -89,14 +92,19 @@ class RandomResizedCrop:
         size: int,
         scale: Sequence[float] = (0.08, 1.0),
         ratio: Sequence[float] = (3 / 4, 4 / 3),
+        interpolation: str = "bilinear",
     ) -> None:
         self.image_size = _checked_size(size)
         self.scale = span("scale", scale, 1)
         self.ratio = span("ratio", ratio, 1000)
+        self.interpolation = choice("interpolation", interpolation, (*INTERPOLATIONS, "random"))
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        size = (self.image_size, self.image_size)
-        return picture.resized(size, self.box(*picture.size, rng), quick=True)
+        size, box = (self.image_size, self.image_size), self.box(*picture.size, rng)
+        drawn = self.interpolation
+        if drawn == "random":
+            drawn = INTERPOLATIONS[rng.random() < 0.5]
+        return picture.resized(size, box, interpolation=drawn, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
         """Draw a region as torchvision does: ten tries, then the largest centred valid region."""
@@ -123,8 +131,7 @@ class Resize:
         size: side of the following crop in pixels; with the default ratio, the shorter side itself.
             [height, width] scales both sides, whatever the image's aspect ratio.
         crop_ratio: 0.875 is usual for ImageNet: 256 px before a crop of 224 px.
-        interpolation: bilinear or bicubic, with antialiasing. The GPU's JPEG engines leave files
-            with bicubic to the CPU.
+        interpolation: bilinear or bicubic, with antialiasing.
     """
 
     def __init__(
@@ -147,9 +154,7 @@ class Resize:
             self.image_size = width if width == height else None
         else:
             self.size = round(_checked_size(size) / ratio)
-        if interpolation not in ("bilinear", "bicubic"):
-            raise ValueError(f"interpolation={interpolation}: give bilinear or bicubic")
-        self.interpolation = interpolation
+        self.interpolation = choice("interpolation", interpolation, INTERPOLATIONS)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         if self.fixed is not None:
@@ -158,9 +163,7 @@ class Resize:
             width, height = picture.size
             short = min(width, height)
             size = int(self.size * width / short), int(self.size * height / short)
-        if self.interpolation == "bicubic":
-            return Picture(resize(picture.pixels(), size, "bicubic"))
-        return picture.resized(size)
+        return picture.resized(size, interpolation=self.interpolation)
 
 
 class CenterCrop:

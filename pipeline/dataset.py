@@ -9,20 +9,22 @@ pipeline/build.py, and conf/data/NAME.yaml.
 import copy
 import hashlib
 import os
+import random
 import re
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from conf.schema import UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
+from pipeline.decode import Picture
 from pipeline.gpu_decode.encoded import Encoded
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
@@ -134,6 +136,8 @@ class FileDataset(Dataset):
         """
 
 
+# Images without pixels to which lists are applied, and their (width, height).
+TRIALS, TRIAL_SIZE = 8, (400, 300)
 # Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
 SHRUNK_SIDE = 352
 # Mean bytes per file. ImageNet's own files have 111,000, those of scripts/shrink.py 62,000.
@@ -222,6 +226,19 @@ class FolderDataset(FileDataset):
             assert isinstance(noted, NotedPicture)
         return Encoded(data, picture.size, noted, drawn, self.label(index))
 
+    def first_on_pixels(self) -> int | None:
+        """Place in the list of the first transform that needs decoded pixels of every image.
+
+        None if `load_encoded` is worth trying: at least some images stay encoded.
+        """
+        transforms = self.transform.transforms
+        for place in range(len(transforms)):
+            chain = Compose(transforms[: place + 1])
+            apply = chain.draw if len(chain.transforms) == len(transforms) else chain
+            if all(_needs_pixels(apply, sample_rng(self.seed, 0, i)) for i in range(TRIALS)):
+                return place
+        return None
+
     def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         began = time.thread_time()
         picture = decode.open_picture(data, decoder)
@@ -269,6 +286,14 @@ class FolderDataset(FileDataset):
 
     def label(self, index: int) -> int:
         return int(self.index.labels.array[index])
+
+
+def _needs_pixels(apply: Callable[[Picture, random.Random], Any], rng: random.Random) -> bool:
+    try:
+        apply(NotedPicture(TRIAL_SIZE, (0, 0, *TRIAL_SIZE)), rng)
+    except NeedsPixelsError:
+        return True
+    return False
 
 
 class FakeDataset(Dataset):

@@ -67,5 +67,6 @@ class PillowEngines:
         offset, length = int(row[geometry.OFFSET]), int(row[geometry.LENGTH])
         picture = decode.open_picture(files[offset : offset + length].tobytes(), "pillow")
         box: Any = tuple(map(int, row[geometry.CLIP_LEFT : geometry.CLIP_BOTTOM + 1]))
-        cropped = picture.resized((size, size), box)
+        interpolation = decode.INTERPOLATIONS[int(row[geometry.BICUBIC])]
+        cropped = picture.resized((size, size), box, interpolation=interpolation)
         return (cropped.mirrored() if row[geometry.MIRRORED] else cropped).pixels()

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.gpu_decode.geometry import ADDRESS, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
+from pipeline.gpu_decode.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 from pipeline.loader import TASK_ROWS, HostBatch, Loader
 from pipeline.prefetcher import DeviceSlot, finish_pixels
 
@@ -299,7 +299,9 @@ class GpuDecoder:
             self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
             self._settled.record()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
-        crop_resize(geometry.to(self.device, non_blocking=True), out, scale, shift)
+        rows = geometry.to(self.device, non_blocking=True)
+        for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
+            crop_resize(rows, out, scale, shift, bicubic=bool(bicubic))
 
     def close(self) -> None:
         """Free the engines' memory. No batch may be in progress."""

@@ -19,6 +19,7 @@ SOURCE_LEFT, SOURCE_TOP, SCALE_X, SCALE_Y = 8, 9, 10, 11
 MIRRORED = 12
 # Source pixels on the device; written by the training process.
 ADDRESS, PITCH = 13, 14
+BICUBIC = 15  # 0: bilinear
 COLUMNS = 16
 
 # Sampling factors that hardware JPEG decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0. The files
@@ -42,6 +43,7 @@ class NotedPicture(Picture):
         size: (width, height).
         clip: the source pixels that may be read.
         source: left and top of the region, source pixels per pixel of this picture in x and y.
+        bicubic: the filter of the resize.
         mirrored: flip left and right after everything else.
     """
 
@@ -51,23 +53,29 @@ class NotedPicture(Picture):
         clip: Box,
         source: tuple[float, float, float, float] = (0.0, 0.0, 1.0, 1.0),
         *,
+        bicubic: bool = False,
         mirrored: bool = False,
     ) -> None:
-        self._size, self._clip, self._source, self._mirrored = size, clip, source, mirrored
+        self._size, self._clip, self._source = size, clip, source
+        self._bicubic, self._mirrored = bicubic, mirrored
 
     @property
     def size(self) -> tuple[int, int]:
         return self._size
 
     def resized(
-        self, size: tuple[int, int], box: Box | None = None, *, quick: bool = False
+        self,
+        size: tuple[int, int],
+        box: Box | None = None,
+        *,
+        interpolation: str = "bilinear",
+        quick: bool = False,
     ) -> "NotedPicture":
         if self._source != (0.0, 0.0, 1.0, 1.0) or self._mirrored:
             raise NeedsPixelsError  # two resizes are not equal to one
         left, top, right, bottom = box = box or (0, 0, *self.size)
-        return NotedPicture(
-            size, box, (left, top, (right - left) / size[0], (bottom - top) / size[1])
-        )
+        source = (left, top, (right - left) / size[0], (bottom - top) / size[1])
+        return NotedPicture(size, box, source, bicubic=interpolation == "bicubic")
 
     def cropped(self, box: Box) -> "NotedPicture":
         left, top, right, bottom = box
@@ -77,21 +85,25 @@ class NotedPicture(Picture):
             left, right = self.size[0] - right, self.size[0] - left
         x, y, scale_x, scale_y = self._source
         source = (x + scale_x * left, y + scale_y * top, scale_x, scale_y)
-        return NotedPicture(
-            (right - left, bottom - top), self._clip, source, mirrored=self._mirrored
-        )
+        return self._with((right - left, bottom - top), source, mirrored=self._mirrored)
 
     def mirrored(self) -> "NotedPicture":
-        return NotedPicture(self._size, self._clip, self._source, mirrored=not self._mirrored)
+        return self._with(self._size, self._source, mirrored=not self._mirrored)
+
+    def _with(
+        self, size: tuple[int, int], source: tuple[float, float, float, float], *, mirrored: bool
+    ) -> "NotedPicture":
+        return NotedPicture(size, self._clip, source, bicubic=self._bicubic, mirrored=mirrored)
 
     def pixels(self) -> np.ndarray:
         raise NeedsPixelsError
 
     def write(self, row: np.ndarray) -> None:
-        """Write CLIP, SOURCE, SCALE and MIRRORED into a row of the geometry, float64 [COLUMNS]."""
+        """Write CLIP, SOURCE, SCALE, MIRRORED and BICUBIC into a row, float64 [COLUMNS]."""
         row[CLIP_LEFT : CLIP_BOTTOM + 1] = self._clip
         row[SOURCE_LEFT : SCALE_Y + 1] = self._source
         row[MIRRORED] = self._mirrored
+        row[BICUBIC] = self._bicubic
 
 
 def open_noted(data: bytes) -> NotedPicture | None:

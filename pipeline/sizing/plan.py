@@ -17,7 +17,7 @@ import torch
 from conf.schema import Config, UserError
 from pipeline import decode
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset, DrawingDataset, FileDataset
+from pipeline.dataset import Dataset, DrawingDataset, FileDataset, FolderDataset
 from pipeline.gpu_augment import has_kernels
 from pipeline.gpu_decode.decoder import why_no_engines
 from pipeline.gpu_decode.encoded import file_bytes_per_row
@@ -146,8 +146,8 @@ class LoaderPlan:
         reason: how `workers` was found.
         decoders: names of the decoders among which the measurement chooses. Until then, and without
             a measurement, the first one is used.
-        engines_unused: why loader.decoder=auto does not consider the GPU's JPEG engines, for the
-            console; empty if it does, or on a CPU.
+        engines_unused: why the GPU's JPEG engines are not used although loader.decoder is auto, gpu
+            or hybrid, for the console; empty if they are, and for auto on a CPU.
         memory: of buffers and workers.
         measured: whether loader.workers=auto is measured before the first step.
         not_measured: why loader.workers=auto is not measured; None if it is, or if the user set
@@ -239,7 +239,7 @@ def plan_loader(
     not_measured = reason if auto else None
     measured = auto and not_measured is None
     decoders, unused = decoders_to_compare(
-        config, world.device, decoder, stored_pixels, measured=measured
+        config, datasets.train, world.device, decoder, stored_pixels, measured=measured
     )
     # Workers that wait for storage leave their core to others.
     most = 2 * budget.workers if measured else budget.workers
@@ -286,17 +286,27 @@ def why_not_measured(
 
 
 def decoders_to_compare(
-    config: Config, device: torch.device, decoder: str, stored_pixels: str | None, *, measured: bool
+    config: Config,
+    dataset: Dataset,
+    device: torch.device,
+    decoder: str,
+    stored_pixels: str | None,
+    *,
+    measured: bool,
 ) -> tuple[tuple[str, ...], str]:
     """`decoder` and those that loader.decoder=auto compares with it.
 
-    Also returns, for the console, why auto does not consider the engines of a GPU; else nothing.
+    Also returns, for the console, why the engines of a GPU are not considered; else nothing.
     """
-    if config.loader.decoder != "auto" or stored_pixels is not None or decoder == "none":
+    name = config.loader.decoder
+    if name in decode.ON_GPU and decoder not in (*decode.ON_GPU, "none"):
+        return (decoder,), f"loader.decoder={name} has no effect: {why_on_cpu(config, dataset)}"
+    if name != "auto" or stored_pixels is not None or decoder == "none":
         return (decoder,), ""
-    missing = why_no_engines(device)
+    missing, on_cpu = why_no_engines(device), why_on_cpu(config, dataset)
     reasons = {
         f"no JPEG engines: {missing}": missing is not None,
+        f"not the GPU's JPEG engines: {on_cpu}": on_cpu is not None,
         "train.deterministic=true excludes the GPU's JPEG engines": config.train.deterministic,
         "the GPU's JPEG engines are only compared if loader.workers=auto is measured": not measured,
     }
@@ -304,6 +314,16 @@ def decoders_to_compare(
     if not unused:
         return (decoder, *decode.ON_GPU), ""
     return (decoder,), unused if device.type == "cuda" else ""
+
+
+def why_on_cpu(config: Config, dataset: Dataset) -> str | None:
+    """Why JPEG engines could decode no image of this training set; None if they could."""
+    place = dataset.first_on_pixels() if isinstance(dataset, FolderDataset) else None
+    if place is None:
+        return None
+    entry = config.augment.train[place]
+    name = entry if isinstance(entry, str) else next(iter(entry))
+    return f"{name} in augment.train needs pixels that the CPU has decoded"
 
 
 def pixels_of(decoder: str) -> str:
@@ -315,6 +335,8 @@ def choose_decoder(
     config: Config, dataset: Dataset, device: torch.device, stored_pixels: str | None = None
 ) -> str:
     """Resolve loader.decoder on this machine, for a start without a measurement.
+
+    It is a CPU decoder if the augmentation leaves nothing to the engines.
 
     Args:
         stored_pixels: `pixels` of the checkpoint to resume, to which auto keeps; None without a
@@ -342,6 +364,9 @@ def choose_decoder(
             f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {missing}; "
             "use auto"
         )
+    # A checkpoint that says gpu or hybrid, with the same list, is resumed as it was written.
+    if stored_pixels not in decode.ON_GPU and why_on_cpu(config, dataset) is not None:
+        return decode.resolve("auto")
     return name
 
 

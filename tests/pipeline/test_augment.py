@@ -28,8 +28,7 @@ from pipeline.augment import (
     sample_rng,
     signed_strength,
 )
-from pipeline.decode import Picture
-from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture
+from pipeline.decode import INTERPOLATIONS, Box, Picture
 from tests.distributions import same_distribution
 from tests.libraries import timm_module
 
@@ -271,11 +270,38 @@ def test_bicubic_resize_is_that_of_pillow(photo: Image.Image) -> None:
     assert difference.max() <= 2 and difference.mean() < 0.05
     plain = one({"resize": {"size": 50}})(Picture(np.asarray(photo)), random.Random(0)).pixels()
     assert np.abs(plain.astype(int) - made.astype(int)).mean() > 0.1
-    noted = NotedPicture(photo.size, (0, 0, *photo.size))
-    with pytest.raises(NeedsPixelsError):  # the GPU's engines leave the file to the CPU
-        transform(noted, random.Random(0))
-    with pytest.raises(UserError, match="interpolation=nearest: give bilinear or bicubic"):
-        one({"resize": {"size": 50, "interpolation": "nearest"}})
+    for name, allowed in (("resize", "bicubic"), ("random_resized_crop", "bicubic or random")):
+        with pytest.raises(UserError, match=f"interpolation=nearest: give bilinear or {allowed}$"):
+            one({name: {"size": 50, "interpolation": "nearest"}})
+
+
+def cropped(photo: Image.Image, interpolation: str, seed: int) -> tuple[np.ndarray, Box]:
+    """Our crop of 64 px, as numbers, and its box."""
+    crop = one({"random_resized_crop": {"size": 64, "interpolation": interpolation}})
+    assert isinstance(crop, RandomResizedCrop)
+    box = crop.box(*photo.size, random.Random(seed))
+    return crop(Picture(np.asarray(photo)), random.Random(seed)).pixels().astype(int), box
+
+
+@pytest.mark.parametrize("interpolation", INTERPOLATIONS)
+def test_crop_is_pillows_crop_and_resize(photo: Image.Image, interpolation: str) -> None:
+    """torch computes with other fixed-point numbers: up to 2 levels, 0.01 on average."""
+    for seed in range(12):
+        made, box = cropped(photo, interpolation, seed)
+        filter = Image.Resampling[interpolation.upper()]
+        difference = abs(made - np.asarray(photo.crop(box).resize((64, 64), filter), int))
+        assert difference.max() <= 2 and difference.mean() < 0.05
+
+
+def test_random_interpolation_draws_one_of_both_after_the_region(photo: Image.Image) -> None:
+    """As timm's RandomResizedCropAndInterpolation; the region is that of any interpolation."""
+    bicubic = 0
+    for seed in range(200):
+        both = [cropped(photo, name, seed)[0] for name in INTERPOLATIONS]
+        drawn = [np.array_equal(cropped(photo, "random", seed)[0], made) for made in both]
+        assert sum(drawn) == 1
+        bicubic += drawn[1]
+    assert 75 < bicubic < 125
 
 
 PARAMETERS: dict[str, dict[str, Any]] = {

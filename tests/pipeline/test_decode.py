@@ -160,11 +160,12 @@ def test_every_decoder_gives_pillows_pixels(decoder: str, kind: str, size: tuple
         np.testing.assert_array_equal(region.pixels(), whole[top:bottom, left:right])
 
 
+@pytest.mark.parametrize("interpolation", decode.INTERPOLATIONS)
 @pytest.mark.parametrize("decoder", decode.installed())
-def test_resize_equals_torchvisions(decoder: str) -> None:
+def test_resize_equals_torchvisions(decoder: str, interpolation: str) -> None:
     """Exactly torchvision's crop and resize of uint8 tensors: no pixel outside the box is used."""
     import_torchvision()
-    from torchvision.transforms.v2 import functional
+    from torchvision.transforms.v2 import InterpolationMode, functional
 
     data = encoded(photo(333, 251), quality=95)
     whole = torch.from_numpy(np.array(Image.open(io.BytesIO(data)))).permute(2, 0, 1)
@@ -177,9 +178,17 @@ def test_resize_equals_torchvisions(decoder: str) -> None:
     ]:
         for size in [(64, 64), (150, 149), (250, 3)]:
             theirs = functional.resized_crop(
-                whole, top, left, bottom - top, right - left, [size[1], size[0]], antialias=True
+                whole,
+                top,
+                left,
+                bottom - top,
+                right - left,
+                [size[1], size[0]],
+                InterpolationMode(interpolation),
+                antialias=True,
             )
-            ours = picture.resized(size, (left, top, right, bottom)).pixels()
+            box = left, top, right, bottom
+            ours = picture.resized(size, box, interpolation=interpolation).pixels()
             np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
 
 
@@ -193,19 +202,22 @@ def test_decoding_at_a_fraction_is_close(
 ) -> None:
     """A reduced decode averages blocks before the resize: slightly softer, but not shifted."""
     image = draw_image("waves", np.random.default_rng(3)).resize(size, Image.Resampling.BICUBIC)
-    picture = opened(encoded(image, quality=95), decoder)
+    data, whole = encoded(image, quality=95), decode.Picture(np.asarray(image))
     assert decode.reduction(box, (224, 224)) == scale
-    ours = picture.resized((224, 224), box, quick=True).pixels().astype(float)
-    exact = decode.Picture(np.asarray(image)).resized((224, 224), box).pixels().astype(float)
-    assert abs(ours - exact).mean() < 2.5
-    moved = (
-        decode.Picture(np.asarray(image))
-        .resized((224, 224), tuple(v + 2 * scale for v in box[:2]) + box[2:])
-        .pixels()
-    )
-    assert (
-        abs(ours - exact).mean() < abs(ours - moved).mean()
-    )  # detects a region that is slightly off
+    shifted: Any = tuple(v + 2 * scale for v in box[:2]) + box[2:]
+    made = []
+    for interpolation in decode.INTERPOLATIONS:
+        how: dict[str, Any] = {"interpolation": interpolation}
+        ours = opened(data, decoder).resized((224, 224), box, quick=True, **how).pixels()
+        pillows = opened(data).resized((224, 224), box, quick=True, **how).pixels()
+        np.testing.assert_array_equal(ours, pillows)
+        exact = whole.resized((224, 224), box, **how).pixels().astype(float)
+        assert abs(ours - exact).mean() < 2.5
+        moved = whole.resized((224, 224), shifted, **how).pixels()
+        # Detects a region that is slightly off.
+        assert abs(ours - exact).mean() < abs(ours - moved.astype(float)).mean()
+        made.append(ours)
+    assert not np.array_equal(*made)
 
 
 @pytest.mark.parametrize(

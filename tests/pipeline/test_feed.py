@@ -156,6 +156,24 @@ def test_decoder_can_be_switched(monkeypatch: pytest.MonkeyPatch, image_root: Pa
             assert (one - other).abs().max() < 40 * level and (one - third).abs().max() < 40 * level
 
 
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_engines_use_the_interpolation_that_the_worker_drew(
+    monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
+) -> None:
+    """The crops are so large that no decoder shrinks the image first."""
+    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    crop = "{random_resized_crop: {size: 160, interpolation: random}}"
+    made = []
+    for decoder in ("pillow", "gpu"):
+        with opened(
+            image_root, decoder, overrides=(f"augment.train=[{crop}, horizontal_flip]",)
+        ) as feed:
+            if decoder == "gpu":
+                feed.train.loader.encoded_share = share
+            made.append(images_of(feed))
+    assert all(map(torch.equal, *made))
+
+
 @pytest.mark.parametrize(
     ("enough", "share"),
     [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],

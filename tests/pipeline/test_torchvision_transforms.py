@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from conf import cli
@@ -17,7 +18,7 @@ from conf.packages import import_torchvision
 from conf.schema import UserError
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
-from pipeline.decode import Picture
+from pipeline.decode import Picture, open_picture
 from pipeline.feed import open_feed
 from pipeline.torchvision_transforms import NAMES
 from tests.loader_plans import loader_plan, world_of
@@ -31,7 +32,7 @@ WORKER = """
 import pickle, random, sys
 import numpy as np
 import pipeline.worker
-from pipeline.decode import Picture
+from pipeline.decode import Picture, open_picture
 transform = pickle.loads(bytes.fromhex(sys.argv[1]))
 print("torchvision" in sys.modules)
 transform(Picture(np.zeros((8, 8, 3), np.uint8)), random.Random(0))
@@ -47,28 +48,36 @@ def picture(size: int = 24) -> Picture:
     return Picture(np.random.default_rng(0).integers(0, 256, (size, size, 3), dtype=np.uint8))
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters"),
-    [
-        ("AutoAugment", {}),
-        ("ColorJitter", {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1}),
-        ("GaussianBlur", {"kernel_size": 5, "sigma": [0.1, 2.0]}),
-        ("RandomAffine", {"degrees": 30}),
-        ("RandomGrayscale", {"p": 0.5}),
-    ],
-)
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "ColorJitter": {"brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+    "GaussianBlur": {"kernel_size": 5, "sigma": [0.1, 2.0]},
+    "RandomAdjustSharpness": {"sharpness_factor": 2},
+    "RandomAffine": {"degrees": 30},
+    "RandomGrayscale": {"p": 0.5},
+    "RandomPosterize": {"bits": 3},
+    "RandomRotation": {"degrees": 30},
+    "RandomSolarize": {"threshold": 128},
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
-    name: str, parameters: dict[str, Any]
+    image_root: Path, name: str
 ) -> None:
+    """As torchvision makes them from the file itself: RGB, uint8."""
     import_torchvision()
     from torchvision.transforms import v2
 
+    parameters = PARAMETERS.get(name, {})
     transform, changed = one(f"v2.{name}", **parameters), 0
-    image = torch.from_numpy(picture().pixels()).permute(2, 0, 1)
-    for seed in range(8):
-        ours = transform(picture(), random.Random(seed)).pixels()
+    path = next((image_root / "train" / "dots").iterdir())
+    image = v2.functional.pil_to_tensor(Image.open(path))
+    for seed in range(12):
+        opened = open_picture(path.read_bytes(), "pillow")
+        ours = transform(opened, random.Random(seed)).pixels()
         torch.manual_seed(random.Random(seed).getrandbits(63))
         theirs = getattr(v2, name)(**parameters)(image)
+        assert (ours.dtype, theirs.shape) == (np.uint8, image.shape)
         np.testing.assert_array_equal(ours, theirs.permute(1, 2, 0).numpy())
         changed += not torch.equal(theirs, image)
     assert changed

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -225,6 +226,19 @@ def test_other_size_keeps_the_crop_ratio(folder: Path) -> None:
         {"center_crop": {"size": 40}},
     ]
     assert measured(folder, "data.val_size=40").datasets.val_size == 40
+
+
+@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
+def test_squashed_images_are_pillows(folder: Path, interpolation: str) -> None:
+    """Pillow rounds differently: by 2 levels at most."""
+    squash = f"[{{resize: {{size: [40, 40], interpolation: {interpolation}}}}}]"
+    found = measured(folder, f"augment.val={squash}", flip=True)
+    assert found.metrics.images == VAL_IMAGES * len(CLASSES)
+    val, filter = found.datasets.val, Image.Resampling[interpolation.upper()]
+    for index in (0, 7, 14):
+        pillows = Image.open(val.name(index)).resize((40, 40), filter)
+        difference = abs(val.load(0, index)[0].astype(int) - np.asarray(pillows))
+        assert difference.max() <= 2 and difference.mean() < 0.05
 
 
 def test_some_of_the_classes_without_a_training_split(

@@ -65,8 +65,19 @@ def results(predictor: Predictor, *paths: Path) -> list[Result]:
     return [result for batch in batches for result in batch]
 
 
-def test_same_predictions_as_evaluate(folder: Path, image_root: Path, predictor: Predictor) -> None:
-    trained = evaluate.with_config(open_trained(folder, HERE), HERE, ALONE)
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        "[{resize: {size: 36}}, {center_crop: {size: 32}}]",
+        "[{resize: {size: [32, 32]}}]",
+        "[{resize: {size: 36, interpolation: bicubic}}, {center_crop: {size: 32}}]",
+        "[{rotation: {degrees: 45}}, {resize: {size: [32, 32], interpolation: bicubic}}]",
+    ],
+)
+def test_same_predictions_as_evaluate(folder: Path, image_root: Path, transforms: str) -> None:
+    here = [*HERE, f"augment.val={transforms}"]
+    predictor = Predictor(open_trained(folder, [*here, "loader.batch_size=4"]), CPU, top=3)
+    trained = evaluate.with_config(open_trained(folder, here), here, ALONE)
     trained.config.loader.workers = 0
     evaluated = evaluate.run(trained, ALONE, flip=False, self_check=False)
     split = evaluated.datasets.val

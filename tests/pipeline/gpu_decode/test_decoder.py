@@ -33,6 +33,16 @@ from pipeline.synthetic.demo import draw_image
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
+RANDOM: list[Any] = [
+    {"random_resized_crop": {"size": 48, "interpolation": "random"}},
+    "horizontal_flip",
+]
+CUBIC: list[Any] = [
+    {"resize": {"size": 56, "interpolation": "bicubic"}},
+    {"center_crop": {"size": 48}},
+]
+SQUASH: list[Any] = [{"resize": {"size": [48, 48]}}]
+LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "bicubic": CUBIC, "squash": SQUASH}
 
 
 def transform(entries: list[Any]) -> Compose:
@@ -45,21 +55,42 @@ def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
     return buffer.getvalue()
 
 
-def weights(start: float, scale: float, count: int, low: int, high: int, size: int) -> np.ndarray:
+def triangle(distance: float) -> float:
+    return max(0.0, 1 - distance)
+
+
+def cubic(distance: float) -> float:
+    """The kernel of Keys (1981), equation 4, with a = -1/2."""
+    if distance < 1:
+        return 1.5 * distance**3 - 2.5 * distance**2 + 1
+    return max(0.0, 2 - distance) ** 2 * (1 - distance) / 2
+
+
+def weights(
+    start: float, scale: float, count: int, low: int, high: int, size: int, *, bicubic: bool
+) -> np.ndarray:
     """float64 [count, size]: weight of each source pixel per target pixel, as in crop_kernel.py."""
     table = np.zeros((count, size))
-    half = max(scale, 1.0)
+    width = max(scale, 1.0)
+    reach = 2 * width if bicubic else width
     for i in range(count):
         centre = start + scale * (i + 0.5)
-        for place in range(max(int(centre - half + 0.5), low), min(int(centre + half + 0.5), high)):
-            table[i, place] = max(0.0, 1 - abs(place + 0.5 - centre) / half)
+        first, last = int(centre - reach + 0.5), int(centre + reach + 0.5)
+        for place in range(max(first, low), min(last, high)):
+            distance = abs(place + 0.5 - centre) / width
+            table[i, place] = cubic(distance) if bicubic else triangle(distance)
         table[i] /= table[i].sum()
     return table
+
+
+def levels(values: np.ndarray) -> np.ndarray:
+    return np.floor(values + 0.5).clip(0, 255)
 
 
 def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
     """The result of the kernel for a row of the geometry, uint8 [side, side, 3]."""
     g, (height, width, _) = geometry, pixels.shape
+    bicubic = bool(row[g.BICUBIC])
     across = weights(
         row[g.SOURCE_LEFT],
         row[g.SCALE_X],
@@ -67,6 +98,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
         int(row[g.CLIP_LEFT]),
         int(row[g.CLIP_RIGHT]),
         width,
+        bicubic=bicubic,
     )
     down = weights(
         row[g.SOURCE_TOP],
@@ -75,12 +107,14 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
         int(row[g.CLIP_TOP]),
         int(row[g.CLIP_BOTTOM]),
         height,
+        bicubic=bicubic,
     )
-    made = np.einsum("yh,hwc,xw->yxc", down, pixels.astype(float), across, optimize=True)
-    return np.floor((made[:, ::-1] if row[g.MIRRORED] else made) + 0.5).astype(np.uint8)
+    lines = np.einsum("hwc,xw->hxc", pixels.astype(float), across)
+    made = np.einsum("yh,hxc->yxc", down, levels(lines) if bicubic else lines)
+    return levels(made[:, ::-1] if row[g.MIRRORED] else made).astype(np.uint8)
 
 
-@pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("seed", range(12))
 def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: int) -> None:
     """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
@@ -97,6 +131,34 @@ def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: in
     )  # not shrunk by its decoder
     expected = chain(exact, sample_rng(1, 2, seed)).pixels().astype(int)
     assert abs(apply(row, exact.pixels(), 48).astype(int) - expected).max() <= 1
+
+
+def black_and_white(seed: int) -> np.ndarray:
+    """Pixels of 0 and 255 only, where a bicubic filter overshoots most: uint8 [90, 130, 3]."""
+    return np.random.default_rng(seed).choice(np.array([0, 255], np.uint8), (90, 130, 3))
+
+
+@pytest.mark.parametrize("side", [30, 48, 170])
+def test_bicubic_is_cut_off_after_each_direction_as_on_the_cpu(side: int) -> None:
+    pixels = black_and_white(0)
+    noted = NotedPicture((130, 90), (0, 0, 130, 90))
+    row = np.zeros(geometry.COLUMNS)
+    noted.resized((side, side), (10, 7, 121, 83), interpolation="bicubic").write(row)
+    expected = decode.resize(pixels[7:83, 10:121], (side, side), "bicubic").astype(int)
+    assert abs(apply(row, pixels, side).astype(int) - expected).max() <= 1
+
+
+def test_random_interpolation_notes_both_filters() -> None:
+    noted = NotedPicture((130, 90), (0, 0, 130, 90))
+    rows = np.zeros((40, geometry.COLUMNS))
+    for index, row in enumerate(rows):
+        picture = transform(RANDOM)(noted, sample_rng(1, 2, index))
+        assert isinstance(picture, NotedPicture)
+        picture.write(row)
+    bicubic = rows[:, geometry.BICUBIC] == 1
+    assert 8 < bicubic.sum() < 32
+    mirrored = rows[:, geometry.MIRRORED] == 1
+    assert 0 < (bicubic & mirrored).sum() < bicubic.sum()  # the draws are independent
 
 
 def test_order_of_crop_and_mirror_is_kept() -> None:
@@ -339,8 +401,41 @@ def test_two_decoders_may_exist_one_after_the_other() -> None:
         GpuDecoder(device, 2).close()
 
 
+def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
+    """The result of the kernel itself, uint8 [B, 48, 48, 3]."""
+    from pipeline.gpu_decode.crop_kernel import crop_resize
+
+    on_device = [torch.from_numpy(image.copy()).to(device) for image in images]
+    rows[:, geometry.ADDRESS] = [image.data_ptr() for image in on_device]
+    rows[:, geometry.PITCH] = [image.stride(0) for image in on_device]
+    out = torch.empty(len(rows), 3, 48, 48, dtype=torch.uint8, device=device)
+    levels = torch.ones(3, device=device), torch.zeros(3, device=device)
+    for bicubic in (False, True):
+        crop_resize(torch.from_numpy(rows).to(device), out, *levels, bicubic=bicubic)
+    return out.permute(0, 2, 3, 1).cpu().numpy()
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("entries", [TRAIN, VAL], ids=["train", "val"])
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
+    """To one level, if both get the same pixels."""
+    chain, count = transform(entries), 12
+    images = [black_and_white(seed) for seed in range(count // 2)]
+    images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
+    rows = np.zeros((count, geometry.COLUMNS))
+    for index, (row, image) in enumerate(zip(rows, images, strict=True)):
+        size = image.shape[1], image.shape[0]
+        noted = chain(NotedPicture(size, (0, 0, *size)), sample_rng(1, 2, index))
+        assert isinstance(noted, NotedPicture)
+        noted.write(row)
+    made = cropped(rows, images, torch.device("cuda", 0))
+    for index, (ours, image) in enumerate(zip(made, images, strict=True)):
+        expected = chain(decode.Picture(image), sample_rng(1, 2, index)).pixels().astype(int)
+        assert abs(ours.astype(int) - expected).max() <= 1, index
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_batches_agree_with_the_cpu_path(
     image_root: Path, tmp_path: Path, entries: list[Any], share: float

@@ -8,8 +8,11 @@ import torch
 
 from conf import cli
 from conf.schema import Config, UserError
+from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
-from pipeline.dataset import FakeDataset, FileDataset
+from pipeline.dataset import FakeDataset, FileDataset, FolderDataset
+from pipeline.decode import resolve
+from pipeline.index import Index
 from pipeline.sizing import machine, plan
 from pipeline.sizing.plan import (
     FEWEST_SLOTS,
@@ -65,9 +68,13 @@ class Files(FakeDataset, FileDataset):
 
 
 def planned(
-    config: Config, *, device: torch.device = CUDA, stored_pixels: str | None = None
+    config: Config,
+    *,
+    device: torch.device = CUDA,
+    stored_pixels: str | None = None,
+    files: FileDataset | None = None,
 ) -> LoaderPlan:
-    files = Files(num_samples=100_000, num_classes=2, size=24)
+    files = files or Files(num_samples=100_000, num_classes=2, size=24)
     datasets = replace(build_datasets(config), train=files)
     world = world_of(device)
     return plan_loader(
@@ -131,6 +138,54 @@ def test_auto_compares_decoders_where_there_are_engines(
     assert alone.decoders == (cpu,)
     assert alone.lines()[0].endswith(f", decoder {cpu} (no JPEG engines: nvJPEG is not installed)")
     assert not planned(auto, device=CPU).engines_unused
+
+
+class NoFiles(FolderDataset):
+    """A training list without its files."""
+
+    def __init__(self, config: Config) -> None:
+        transforms = build(config.augment.train, TRANSFORMS, key="augment.train")
+        super().__init__(Index.of_files("/none", {"a": [b"a/1.jpg"] * 1000}), Compose(transforms))
+
+    def mean_bytes(self) -> float:
+        return 1e5
+
+
+CROP = "{random_resized_crop: {size: 24, interpolation: bicubic}}"
+
+
+@pytest.mark.parametrize(
+    ("transforms", "culprit"),
+    [
+        (f"[{CROP}, horizontal_flip, rand_augment]", None),
+        ("[{resize: {size: [24, 24]}}, horizontal_flip]", None),
+        ("[{random_crop: {size: 24, padding: 2}}]", None),  # only some of the images need pixels
+        (f"[{{rotation: {{degrees: 5}}}}, {CROP}]", "rotation"),
+        (f"[{CROP}, rand_augment, horizontal_flip]", "rand_augment"),
+        (f"[{CROP}, {{v2.ColorJitter: {{hue: 0.1}}}}]", "v2.ColorJitter"),
+    ],
+)
+def test_augmentation_that_leaves_nothing_to_the_engines(
+    host: Machine, transforms: str, culprit: str | None
+) -> None:
+    host()
+    reason = f"{culprit} in augment.train needs pixels that the CPU has decoded"
+    for decoder in ("gpu", "hybrid", "auto"):
+        config = small(
+            f"augment.train={transforms}", f"loader.decoder={decoder}", "loader.workers=auto"
+        )
+        found = planned(config, files=NoFiles(config))
+        assert found.uses_engines == bool(found.memory.file_bytes) == (culprit is None)
+        if culprit is None:
+            assert decoder in (found.decoder, "auto")
+            continue
+        assert found.decoder == resolve("auto") and found.workers == 15
+        start = "not the GPU's JPEG engines"
+        start = start if decoder == "auto" else f"loader.decoder={decoder} has no effect"
+        assert found.lines()[0].endswith(f", decoder {found.decoder} ({start}: {reason})")
+        # A run of an earlier version, whose workers decoded all of its images.
+        earlier = planned(config, files=NoFiles(config), stored_pixels="gpu")
+        assert earlier.decoder == ("gpu" if decoder == "auto" else decoder)
 
 
 def test_one_core_is_probed_with_one_worker(host: Machine) -> None:
