@@ -8,7 +8,7 @@ import difflib
 import hashlib
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Flag, auto
 from operator import attrgetter
@@ -689,7 +689,7 @@ def with_size(transforms: Iterable[Any], size: int, other: Any) -> list[Any]:
     """Return a list of transforms with `other` in place of every parameter `size` of this value."""
 
     def replaced(name: str, value: Any) -> Any:
-        if isinstance(value, list | tuple):
+        if isinstance(value, Sequence) and not isinstance(value, str):  # also OmegaConf's lists
             return [replaced(name, each) for each in value]
         return other if name == "size" and value == size else value
 

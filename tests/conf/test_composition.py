@@ -80,7 +80,7 @@ def test_groups_keep_values_that_they_do_not_set() -> None:
     """Image size, normalisation and batch size are those of the recipe."""
     cifar = cli.load(["recipe=cifar10", "data=fake", "loader=debug"])
     assert (cifar.data.source, cifar.data.image_size, cifar.data.mean[0]) == ("fake", 32, 0.4914)
-    assert (cifar.loader.workers, cifar.loader.batch_size) == (0, 512)
+    assert (cifar.loader.workers, cifar.loader.batch_size) == (0, 256)
 
 
 def test_a_note_lists_the_values_that_a_typed_group_replaces() -> None:

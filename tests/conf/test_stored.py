@@ -28,6 +28,12 @@ def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
     assert config.data.image_size == 192
 
 
+def test_both_sides_of_a_squash_follow_the_key(values: dict[str, Any]) -> None:
+    squash = [{"resize": {"size": [256, 256]}}]
+    config = load_stored({**values, "augment.val": squash}, ["data.val_size=288"])
+    assert config.augment.val == [{"resize": {"size": [288, 288]}}]
+
+
 def test_other_entries_are_kept(values: dict[str, Any]) -> None:
     entries = ["v2.RandomInvert", {"resize": {"size": 300}}, {"center_crop": {"size": 256}}]
     config = load_stored({**values, "augment.val": entries}, ["data.val_size=288"])
