@@ -194,7 +194,8 @@ def train_step(
     Args:
         network: the model, or DDP around it.
         loss: `training_loss`, or its compiled form.
-        lr: learning rate of the optimiser step, a number or float [] on the device.
+        lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
+            group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
         accumulate: number of micro-batches, whose gradients are averaged. Only the last backward
             pass exchanges gradients between ranks.
@@ -204,7 +205,7 @@ def train_step(
         metrics.jsonl, in TensorBoard and in the report.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
     try:
         for part in batch.split(accumulate):
@@ -370,6 +371,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
         models.load_weights(model, Path(str(weights)))
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    models.freeze(model, config.model.freeze)
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
