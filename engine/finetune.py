@@ -107,7 +107,12 @@ def _of_checkpoint(content: dict[str, Any], config: Config, typed: set[str]) -> 
         names += ["model.name", "model.args"]
     values = {name: stored[name] for name in names if name in stored}
     values["data.image_size"] = plan.get("image_size", stored.get("data.image_size", 224))
-    bicubic = "'interpolation': 'bicubic'" in str(values.get("augment.val"))
+    resizes = [
+        entry["resize"]
+        for entry in stored.get("augment.val", [])
+        if isinstance(entry, dict) and isinstance(entry.get("resize"), dict)
+    ]
+    bicubic = any(resize.get("interpolation") == "bicubic" for resize in resizes)
     interpolation = "bicubic" if bicubic else "bilinear"
     return values | _train_transforms(interpolation, values, config, typed)
 

@@ -255,6 +255,18 @@ def test_interpolation_of_the_weights(tmp_path: Path) -> None:
         assert crop["interpolation"] == "bicubic"
 
 
+def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path) -> None:
+    content = checkpoint.load(checkpoint.find(pretrained))
+    bicubic = [{"resize": {"size": 36, "interpolation": "bicubic"}}, {"center_crop": {"size": 32}}]
+    content["config"]["augment.val"] = bicubic
+    torch.save(content, tmp_path / "bicubic.pt")
+    values = decided(36, f"model.weights={tmp_path / 'bicubic.pt'}")
+    assert values["augment.val"] == bicubic
+    if "interpolation" in inspect.signature(RandomResizedCrop).parameters:
+        crop = values["augment.train"][0]["random_resized_crop"]
+        assert (crop["size"], crop["interpolation"]) == (32, "bicubic")
+
+
 def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
     timm_module("models")
     weights = saved(tmp_path / "a.pth", "timm/vit_tiny_patch16_224", lambda weights: weights)
