@@ -15,6 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 from conf import cli
+from conf.compose import complete
 
 # Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine, this
 # makes the demo 6 times as fast. torch reads the variable once, at its import.
@@ -39,9 +40,10 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import DATA_FOLDERS, Config, UserError, config_values
-from engine.checkpoint import CheckpointError
+from engine.checkpoint import CheckpointError, find
 from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
 from engine.evaluate import hits, sums
+from engine.finetune import decide
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.out_of_memory import explain_out_of_memory
@@ -194,7 +196,8 @@ def train_step(
     Args:
         network: the model, or DDP around it.
         loss: `training_loss`, or its compiled form.
-        lr: learning rate of the optimiser step, a number or float [] on the device.
+        lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
+            group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
         accumulate: number of micro-batches, whose gradients are averaged. Only the last backward
             pass exchanges gradients between ranks.
@@ -204,7 +207,7 @@ def train_step(
         metrics.jsonl, in TensorBoard and in the report.
     """
     for group in state.optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
     try:
         for part in batch.split(accumulate):
@@ -303,9 +306,14 @@ def garbage_collection_paused() -> Iterator[None]:
 def agree_on(config: Config, world: World) -> Config:
     """Use rank 0's `run` keys on all ranks: ${now:} gives each rank a different time.
 
+    A recipe such as finetune gets the values that follow from the weights and the images.
+
     Raises:
-        UserError: other keys differ between the ranks.
+        UserError: other keys differ between the ranks; or the weights or images cannot be read.
     """
+    if config.adapt:
+        images = world.all_or_none(lambda: len(build_datasets(config).train))[world.rank]
+        config = world.all_or_none(lambda: complete(config, decide(config, images)))[world.rank]
     config = replace(config, run=world.agree(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
     same_on_all_ranks(world.gather(keys))
@@ -367,9 +375,10 @@ def build_state(plan: Plan, world: World) -> TrainState:
         args=config.model.args,
     )
     if weights not in (None, "pretrained"):
-        models.load_weights(model, Path(str(weights)))
+        models.load_weights(model, find(Path(str(weights))))
     if config.model.sync_bn and world.size > 1:
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+    models.freeze(model, config.model.freeze)
     model = model.to(world.device)
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import copy
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, cast
@@ -29,7 +29,12 @@ DEFAULT_RECIPE: str = OmegaConf.load(schema.FOLDER / "config.yaml").defaults[-2]
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
 
 
-def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
+def load(
+    overrides: Sequence[str] = (),
+    *,
+    runnable: bool = True,
+    decided: Mapping[str, Any] | None = None,
+) -> Config:
     """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
 
     Precedence, from low to high: defaults of the schema, groups, the recipe, typed groups, typed
@@ -38,6 +43,8 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     Args:
         overrides: as typed.
         runnable: refuse a config without data.root, which has no default.
+        decided: dotted key -> value, which replaces the recipe's. They are not trusted, as in
+            `load_stored`.
 
     Raises:
         UserError: a key, group choice or value that is not allowed.
@@ -47,7 +54,10 @@ def load(overrides: Sequence[str] = (), *, runnable: bool = True) -> Config:
     keys = [o for o in parsed if o.key_or_group not in GROUPS]
     recipe = groups.pop("recipe", DEFAULT_RECIPE)
     try:
-        planned = _compose(recipe, schema.FOLDER)
+        planned = copy.deepcopy(_compose(recipe, schema.FOLDER))
+        _put(planned, decided or {})
+        if decided and any(o.key_or_group == "data.image_size" for o in keys):
+            planned.data.val_size = "${data.image_size}"
         tree = copy.deepcopy(planned)
         for group, choice in groups.items():
             _choose(tree, group, choice)
@@ -89,11 +99,7 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
     parsed = [read_override(text) for text in overrides]
     tree = OmegaConf.structured(Config)
     try:
-        for name in KEYS:
-            if name in values:
-                OmegaConf.update(tree, name, _literal(name, values[name]), merge=False)
-        if "data.val_size" in values:
-            tree.augment.val = _following(tree.augment.val, values["data.val_size"])
+        _put(tree, values)
         for override in parsed:
             name, value = override.key_or_group, override.value()
             if name == "recipe":
@@ -112,6 +118,47 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
     schema.check(config, runnable=False)
     config.typed = list(overrides)
     return config
+
+
+def complete(config: Config, decided: Mapping[str, Mapping[str, Any]]) -> Config:
+    """Return the config with values that the program has decided in place of the recipe's.
+
+    Typed groups and keys override them. Other values of the recipe may refer to them. A note states
+    each of them.
+
+    Args:
+        decided: the reason to print -> dotted key -> value.
+
+    Raises:
+        UserError: a value is not allowed.
+    """
+    together = {name: value for values in decided.values() for name, value in values.items()}
+    before = load(config.typed, runnable=False)
+    after = load(config.typed, runnable=False, decided=together)
+    sections: dict[str, Any] = {}
+    for (name, _, old), (_, _, new) in zip(schema.walk(before), schema.walk(after), strict=True):
+        section, _, key = name.partition(".")
+        if new != old and section != "run":
+            whole = sections.get(section, getattr(config, section))
+            sections[section] = replace(whole, **{key: new})
+    used, notes = config_values(after), []
+    for reason, values in decided.items():
+        kept = [f"{name}={show(used[name])}" for name in values if used[name] == values[name]]
+        notes += [f"{reason}: {', '.join(kept)}"] if kept else []
+    return replace(config, **sections, notes=[*after.notes, *notes])
+
+
+def _put(tree: DictConfig, values: Mapping[str, Any]) -> None:
+    """Replace the values of keys. In augment.val, sizes that equal data.val_size follow that key.
+
+    Raises:
+        UserError: OmegaConf would resolve a value.
+    """
+    for name in KEYS:
+        if name in values:
+            OmegaConf.update(tree, name, _literal(name, values[name]), merge=False)
+    if "data.val_size" in values:
+        tree.augment.val = _following(tree.augment.val, values["data.val_size"])
 
 
 def _literal(name: str, value: Any) -> Any:
@@ -216,7 +263,8 @@ def _doubts(config: Config) -> list[str]:
         f"model.name={config.model.name} with optim.name=sgd: transformers train poorly with SGD; "
         "try the optimiser and the schedule of recipe=imagenet_vit_s16"
     )
-    return [note] if transformer and config.optim.name == "sgd" else []
+    scratch = config.optim.name == "sgd" and config.model.weights is None
+    return [note] if transformer and scratch else []
 
 
 def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:

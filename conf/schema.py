@@ -169,6 +169,11 @@ def path_hash(path: str | None) -> str | None:
     return hashlib.sha256(os.fsencode(absolute)).hexdigest()[:6]
 
 
+def stage(value: Any) -> str | None:
+    good = value is None or (value if isinstance(value, str) else type(value) is int and value >= 1)
+    return None if good else "a whole number >= 1, the name of a stage, or null"
+
+
 COUNT = number(1)
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
@@ -354,7 +359,8 @@ class Model:
     weights: str | None = key(
         None,
         RESULT,
-        "initial weights: a file with a state_dict or a checkpoint, or `pretrained`",
+        "initial weights: a file with a state_dict or a checkpoint, the folder of a run, or "
+        "`pretrained`",
         alike=lambda weights: weights if weights == "pretrained" else path_hash(weights),
     )
     args: dict[str, Any] = key(
@@ -365,6 +371,14 @@ class Model:
         "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's models (also its "
         "ResNets) and those of models/, {zero_init_residual: true} for ResNets",
         mapping,
+    )
+    freeze: Any = key(
+        None,
+        RESULT | SPEED,
+        "stages that are not trained: their number, counted from the input, or the name of the "
+        "last one; their BatchNorm keeps its statistics. A ResNet has conv1 (with bn1), layer1, "
+        "..., layer4 and fc; a ViT has the patch embedding, each block and the head",
+        stage,
     )
     sync_bn: bool = key(
         False,
@@ -425,6 +439,14 @@ class Optim:
         RESULT | SPEED,
         "true applies weight decay to every parameter, as pytorch/examples does; false only to the "
         "weights of linear and convolution layers",
+    )
+    layer_decay: float | None = key(
+        None,
+        RESULT | SPEED,
+        "layer-wise decay of the learning rate: that of the last block is multiplied by this, that "
+        "of the block before it by its square, and so on, as timm's --layer-decay; null: the same "
+        "for all",
+        number(0, 1, above=True, optional=True),
     )
     clip_norm: float | None = key(
         None,
@@ -608,6 +630,9 @@ class Config:
     run: Run = field(default_factory=Run)
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
+    # Not a key: whether values that are not typed follow from the weights and the number of images
+    # (engine/finetune.py). Set by a recipe.
+    adapt: bool = False
     # Not keys: the overrides as typed, for overrides.yaml, and notes to print at the start.
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)
@@ -626,6 +651,11 @@ def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
 def config_values(config: Config) -> dict[str, Any]:
     """Dotted key -> value, for every key."""
     return {name: value for name, _, value in walk(config)}
+
+
+def typed_keys(overrides: Iterable[str]) -> set[str]:
+    """Return the keys and groups of overrides as typed."""
+    return {text.partition("=")[0].lstrip("+") for text in overrides}
 
 
 def in_effect(config: Any, f: Any) -> bool:

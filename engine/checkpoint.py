@@ -45,6 +45,8 @@ FIXED = (
     "parameters",
     "optim.name",
     "optim.decay_norms",
+    "optim.layer_decay",
+    "model.freeze",
     "loader.batch_size",
 )
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
@@ -278,6 +280,27 @@ def load(path: Path) -> dict[str, Any]:
             f"{path}: not a checkpoint of this program: it has no {' and no '.join(missing)}"
         )
     return content
+
+
+def is_ours(content: Any) -> bool:
+    """Return whether the content of a file is a checkpoint of this version's format."""
+    return (
+        isinstance(content, dict)
+        and content.get("format") == FORMAT
+        and all(isinstance(content.get(name), kind) for name, kind in CONTENT.items())
+    )
+
+
+def plan_in(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the valid part of what Plan.record stored; earlier versions stored nothing."""
+    plan = content.get("plan")
+    plan = dict(plan) if isinstance(plan, dict) else {}
+    size, classes = plan.get("image_size"), plan.get("classes")
+    if not (type(size) is int and 8 <= size <= 4096):
+        plan.pop("image_size", None)
+    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
+        plan.pop("classes", None)
+    return plan
 
 
 def verify(path: Path) -> None:

@@ -14,20 +14,49 @@ from torch import Tensor, nn
 
 from conf.schema import Optim, Schedule
 from engine.lamb import Lamb
+from models import stages
 
 Groups = list[dict[str, Any]]
 
 
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
-    """Create the optimiser with at most two parameter groups: with and without weight decay."""
+    """Create the optimiser with at most two parameter groups: with and without weight decay.
+
+    With optim.layer_decay, there are as many for each block of the model. `lr_scale` of a group
+    is the factor of its learning rate.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     decayed = set(trained) if config.decay_norms else linear_weights(model)
-    groups: Groups = [
-        {"params": [p for p in trained if p in decayed], "weight_decay": config.weight_decay},
-        {"params": [p for p in trained if p not in decayed], "weight_decay": 0.0},
-    ]
+    groups: Groups = []
+    for params, options in _blocks(model, trained, config.layer_decay):
+        with_decay = [p for p in params if p in decayed]
+        without = [p for p in params if p not in decayed]
+        groups += [
+            {"params": with_decay, "weight_decay": config.weight_decay, **options},
+            {"params": without, "weight_decay": 0.0, **options},
+        ]
     groups = [group for group in groups if group["params"]]
     return OPTIMIZERS[config.name](groups, config, trained[0].device.type == "cuda")
+
+
+def _blocks(
+    model: nn.Module, trained: list[nn.Parameter], decay: float | None
+) -> list[tuple[list[nn.Parameter], dict[str, float]]]:
+    """Return the parameters with each learning rate, and the options of their groups.
+
+    The factor is 1 for the head, `decay` for the last block, its square for the one before, and so
+    on, as in BEiT (arXiv 2106.08254) and timm.
+    """
+    if decay in (None, 1):
+        return [(trained, {})]
+    parameters = dict(model.named_parameters())
+    return [
+        (
+            [parameters[name] for name in block.parameters if parameters[name].requires_grad],
+            {"lr_scale": decay**distance},
+        )
+        for distance, block in enumerate(reversed(stages(model, fine=True)))
+    ]
 
 
 def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:

@@ -278,6 +278,7 @@ def make_plan(
             image_size=train_size,
             args=config.model.args,
         )
+    models.freeze(model, config.model.freeze)
     flops = count_flops(model, train_size)
     smaller_flops = {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
@@ -440,6 +441,11 @@ def check_accumulate(accumulate: int, batch_size: int, world_size: int) -> None:
         )
 
 
+def suited_batch(train_images: int) -> int:
+    """Return a batch size with which an epoch has at least GOOD_STEPS steps: a power of two."""
+    return max(SMALL_BATCH, 2 ** int(math.log2(train_images / GOOD_STEPS)))
+
+
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
     """Return advice for a dataset that is too small for the batch; nothing for other datasets.
 
@@ -447,8 +453,7 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
     and ResNet-50 ended with a validation loss of 168,212. The advised learning rate is scaled with
     the batch (arXiv 1706.02677).
     """
-    power_of_two = 2 ** int(math.log2(train_images / GOOD_STEPS))
-    better = -(-max(SMALL_BATCH, power_of_two) // world_size) * world_size
+    better = -(-suited_batch(train_images) // world_size) * world_size
     steps = train_images / batch_size
     if steps >= FEW_STEPS or better >= batch_size:
         return []

@@ -61,7 +61,7 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
         del keys["data.sizes"]  # checkpoints of earlier versions do not have it
     weights = config.model.weights
     if weights not in (None, "pretrained"):
-        keys["model.weights"] = models.file_fingerprint(Path(str(weights)))
+        keys["model.weights"] = models.file_fingerprint(checkpoint.find(Path(str(weights))))
     if config.train.deterministic:  # eager and compiled steps round differently
         keys["model.compile"] = plan.compile
     return {

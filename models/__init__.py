@@ -1,12 +1,14 @@
 """Models by name: `build(name, num_classes=..., image_size=...)` returns an nn.Module."""
 
-from models.published import Preprocessing, published
+from models.published import Preprocessing, published, published_model
+from models.stages import Stage, freeze, stages
 from models.weights import (
     file_fingerprint,
     fit_weights,
     load_weights,
     read_file,
     safetensors_metadata,
+    stored_name,
     weights_in,
     write_safetensors,
 )
@@ -14,17 +16,22 @@ from models.zoo import available, build, is_convnet, num_classes_in, parameter_c
 
 __all__ = [
     "Preprocessing",
+    "Stage",
     "available",
     "build",
     "file_fingerprint",
     "fit_weights",
+    "freeze",
     "is_convnet",
     "load_weights",
     "num_classes_in",
     "parameter_count",
     "published",
+    "published_model",
     "read_file",
     "safetensors_metadata",
+    "stages",
+    "stored_name",
     "weights_in",
     "write_safetensors",
 ]

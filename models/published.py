@@ -35,6 +35,15 @@ class Preprocessing:
     classes: tuple[str, ...] = ()
     crop_mode: str = "center"
 
+    def values(self) -> dict[str, Any]:
+        """Return the keys of the config that state this, except augment.val."""
+        return {
+            "data.image_size": self.image_size,
+            "data.val_size": self.val_size,
+            "data.mean": list(self.mean),
+            "data.std": list(self.std),
+        }
+
     def transforms(self, val_size: int) -> list[dict[str, Any]]:
         """Return the list augment.val for images of `val_size` px, with the same crop ratio.
 
@@ -61,6 +70,7 @@ def published(name: str, path: Path) -> Preprocessing | None:
 
     Args:
         name: of the model, as in `build`.
+        path: of the file; `pretrained` stands for the weights that `build` downloads.
     """
     if name.startswith("timm/"):
         return _of_timm(name)
@@ -68,8 +78,19 @@ def published(name: str, path: Path) -> Preprocessing | None:
     if name not in vision.models.list_models(module=vision.models):
         return None
     entries = vision.models.get_model_weights(name)
+    if str(path) == "pretrained":
+        return _of_torchvision(entries.DEFAULT)
     entry = next((e for e in entries if Path(e.url).name == path.name), None)
     return None if entry is None else _of_torchvision(entry)
+
+
+def published_model(path: Path) -> str | None:
+    """Return the name of the model of a file that torchvision publishes; None for other files."""
+    vision = import_torchvision()
+    for name in vision.models.list_models(module=vision.models):
+        if any(Path(e.url).name == path.name for e in vision.models.get_model_weights(name)):
+            return str(name)
+    return None
 
 
 def _of_torchvision(entry: Any) -> Preprocessing:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import UserError
+from models.stages import stages
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,12 @@ RENAMED = (
     (r"\.mlp\.linear_2\.", ".mlp.3."),
 )
 NAMED = 3  # keys to name in a message
+# Last part of the name of a position embedding, float [1, tokens, C] -> how its library resizes it:
+# torchvision's interpolate_embeddings, timm's resample_abs_pos_embed.
+POSITIONS: dict[str, dict[str, bool]] = {
+    "pos_embedding": {"align_corners": True},
+    "pos_embed": {"antialias": True},
+}
 LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
 # The types of https://github.com/huggingface/safetensors (section "Format") that weights have.
 SAFETENSORS = {
@@ -52,7 +59,8 @@ SAFETENSORS = {
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load the initial weights of a training from any file that `read_file` reads.
 
-    If the number of classes differs, the head keeps its initial weights.
+    If the number of classes differs, or the file has no head, the head keeps its initial weights.
+    Position embeddings of another image size are interpolated.
 
     Raises:
         UserError: the file is missing, cannot be read, or is of another model.
@@ -109,18 +117,30 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     return _without_prefixes(weights)
 
 
+def stored_name(content: Any) -> str | None:
+    """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
+    name = content.get("arch") if isinstance(content, dict) else None
+    if name is None and isinstance(content, dict):
+        name = getattr(content.get("args"), "model", None)
+    return name if isinstance(name, str) else None
+
+
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
     """Load weights by name. The model does not change if they do not fit.
 
     Args:
         origin: the beginning of messages.
-        new_head: if the number of classes differs, the head keeps its initial weights.
+        new_head: they are the initial weights of a training. If the number of classes differs, or
+            they have no head, the head keeps its own. Position embeddings of another image size are
+            interpolated.
 
     Raises:
         UserError: keys are missing, unknown or of another shape: another model's weights.
     """
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
+    if new_head:
+        weights |= _resized_positions(weights, own)
     # The oldest weights of torchvision have no num_batches_tracked.
     missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
     unknown = [k for k in weights if k not in own]
@@ -128,21 +148,65 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     # The number of classes is the first dimension of the head's tensors.
     first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
     only_head = len(first) <= 1 and all(own[k].shape[1:] == weights[k].shape[1:] for k in other)
-    if missing or unknown or (other and not (new_head and only_head)):
+    if new_head and only_head and not unknown and (not missing or missing == _head(model)):
+        if kept := missing or other:
+            why = "the file has no head"
+            for model_size, file_size in first:
+                why = f"the file has {file_size[0]} classes, the data {model_size[0]}"
+            logger.warning("%s: %s keep their initial weights: %s", origin, ", ".join(kept), why)
+    elif missing or unknown or other:
         kinds = [f"{_named(missing)} missing"] if missing else []
         kinds += [f"{_named(unknown)} unknown"] if unknown else []
         kinds += [f"{_named(other)} of another shape"] if other else []
         names = "model.name and data.image_size" if other else "model.name"
         raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check {names}")
-    if other:
-        logger.warning(
-            "%s: %s keep their initial weights (number of classes differs)",
-            origin,
-            ", ".join(other),
-        )
     # `own` has the versions of the layers, which MNASNet requires.
     own.update({name: value for name, value in weights.items() if name not in other})
     model.load_state_dict(own)
+
+
+def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor | None:
+    """Interpolate the position embeddings of a square grid of patches; other tokens stay.
+
+    Args:
+        positions: float [1, N, C]: tokens such as the class token, then the patches row by row.
+        tokens: N of the result, float [1, N, C].
+        options: of torch's bicubic interpolation.
+
+    Returns:
+        None if both numbers are not the same number of tokens plus a square.
+    """
+    for others in range(min(positions.shape[1], tokens)):
+        sides = [math.isqrt(n - others) for n in (positions.shape[1], tokens)]
+        if [others + side**2 for side in sides] == [positions.shape[1], tokens]:
+            grid = positions[:, others:].float().transpose(1, 2).unflatten(2, (sides[0], sides[0]))
+            size = (sides[1], sides[1])
+            grid = nn.functional.interpolate(grid, size=size, mode="bicubic", **options)
+            patches = grid.flatten(2).transpose(1, 2).to(positions.dtype)
+            return torch.cat([positions[:, :others], patches], dim=1)
+    return None
+
+
+def _resized_positions(weights: Weights, own: Mapping[str, Tensor]) -> Weights:
+    """Return the position embeddings that have another number of tokens, for the model's."""
+    resized: Weights = {}
+    for name, value in weights.items():
+        options = POSITIONS.get(name.rpartition(".")[2])
+        if options is None or name not in own or value.ndim != 3 or own[name].ndim != 3:
+            continue
+        (_, tokens, width), same = own[name].shape, value.shape == own[name].shape
+        if not same and (value.shape[0], value.shape[2]) == (1, width):
+            found = resize_positions(value, tokens, **options)
+            resized |= {} if found is None else {name: found}
+    return resized
+
+
+def _head(model: nn.Module) -> list[str]:
+    """Return the names of the tensors of the last layer."""
+    last = stages(model)[-1].parameters
+    parameters = dict(model.named_parameters())
+    layers = {name.rpartition(".")[0] for name in last if parameters[name].ndim > 1}
+    return [name for name in last if name.rpartition(".")[0] in layers]
 
 
 def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) -> None:

@@ -5,6 +5,7 @@ The state_dict keys are those of the libraries, so that weights can be exchanged
 
 import importlib.util
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _build(
             )
         return OURS[name](num_classes, image_size, **args)
     if name.startswith("timm/"):
-        return _build_timm(name, num_classes, pretrained, args)
+        return _build_timm(name, num_classes, image_size, pretrained, args)
     if name not in _torchvision_names():
         hint = did_you_mean(name, available(), count=3)
         raise UserError(
@@ -166,7 +167,7 @@ def _build_torchvision(
 
 
 def _build_timm(
-    name: str, num_classes: int, pretrained: bool, args: Mapping[str, Any]
+    name: str, num_classes: int, image_size: int, pretrained: bool, args: Mapping[str, Any]
 ) -> nn.Module:
     if importlib.util.find_spec("timm") is None:
         raise UserError(f"model.name={name}: timm is not installed; pip install timm")
@@ -178,10 +179,14 @@ def _build_timm(
         close = timm.list_models(f"*{short.split('.')[0][:6]}*")[:5]
         hint = f"; it has {', '.join(close)}" if close else ""
         raise UserError(f"model.name={name}: timm has no such model{hint}")
+    create = partial(timm.create_model, short, pretrained=pretrained, num_classes=num_classes)
     try:
-        model: nn.Module = timm.create_model(
-            short, pretrained=pretrained, num_classes=num_classes, **args
-        )
+        model: nn.Module = create(**args)
+        # A ViT is built for one image size. Other models take any, and have no such argument.
+        embed = getattr(model, "patch_embed", None)
+        fixed = getattr(embed, "strict_img_size", False) and getattr(embed, "img_size", None)
+        if fixed and fixed != (image_size, image_size):
+            model = create(img_size=image_size, **args)
     except Exception as error:
         if not pretrained:
             raise

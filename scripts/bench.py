@@ -154,6 +154,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         UserError: The config or the data is invalid.
     """
     with join_world(config.train.device) as world:
+        config = train.agree_on(config, world)
         datasets = build_datasets(config)
         datasets.prepare()
         plan = plan_of(config, datasets, world)
@@ -193,6 +194,7 @@ def run_sweep(
         UserError: The config or the data is invalid.
     """
     with join_world(config.train.device) as world:
+        config = train.agree_on(config, world)
         datasets = build_datasets(config)
         datasets.prepare()
         budget = worker_budget(

@@ -65,9 +65,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from conf.compose import complete
 from conf.schema import Config, Data, UserError
 from engine import checkpoint
 from engine.distributed import World, resolve_device
+from engine.finetune import decide
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from pipeline import decode
@@ -457,6 +459,9 @@ def each_gpu(look: Callable[[Ask, int], Finding | None], case: Case) -> Iterator
 
 def plan(case: Case) -> Iterator[Row]:
     config = case.config
+    if config.adapt:
+        files = case.both()[0].files if has_files(config.data) else build_datasets(config).train
+        config = case.config = complete(config, decide(config, len(files)))
     world = World(0, case.ranks, 0, case.ranks, resolve_device(config.train.device, 0, case.ranks))
     if has_files(config.data):  # datasets of the same length, without an index and its cache
         train_split, val_split = case.both()

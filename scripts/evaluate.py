@@ -31,7 +31,7 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
-from conf.schema import UserError
+from conf.schema import UserError, typed_keys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
@@ -100,7 +100,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.sizing.plan import LoaderPlan, plan_loader
-from scripts.trained import Trained, open_trained, typed_keys
+from scripts.trained import Trained, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 SHOWN = 16  # images in worst.jpg

@@ -47,7 +47,7 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
-from conf.schema import UserError, did_you_mean
+from conf.schema import UserError, did_you_mean, typed_keys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
@@ -155,7 +155,7 @@ from pipeline.prefetcher import ImageFormat
 from pipeline.sizing.machine import cores
 from pipeline.synthetic.demo import TEXTURES, draw_image
 from scripts import evaluate
-from scripts.trained import Trained, open_trained, typed_keys
+from scripts.trained import Trained, open_trained
 
 CPU = torch.device("cpu")
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2

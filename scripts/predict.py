@@ -41,7 +41,7 @@ if __name__ == "__main__":
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
-from conf.schema import UserError
+from conf.schema import UserError, typed_keys
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
@@ -133,7 +133,7 @@ from pipeline.dataset import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
 from pipeline.sizing import machine
-from scripts.trained import Trained, open_trained, typed_keys
+from scripts.trained import Trained, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
 # 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.

@@ -14,7 +14,7 @@ from torch import nn
 
 import models
 from conf.compose import load, load_stored
-from conf.schema import Config, UserError
+from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.plan import choose_precision, count_flops
 from models import gpu_layers
@@ -152,20 +152,12 @@ def open_trained(
     path = checkpoint.find(path)
     content = models.read_file(path, origin=str(path))
     weights = models.weights_in(content, origin=str(path))
-    if _is_ours(content):
+    if checkpoint.is_ours(content):
         checkpoint.verify(path)
         found = _open_ours(path, content, weights, overrides)
     else:
         found = _open_foreign(path, content, weights, overrides)
     return found if classes is None else replace(found, classes=_read_names(classes, found))
-
-
-def _is_ours(content: Any) -> bool:
-    return (
-        isinstance(content, dict)
-        and content.get("format") == checkpoint.FORMAT
-        and all(isinstance(content.get(name), kind) for name, kind in checkpoint.CONTENT.items())
-    )
 
 
 def _open_ours(
@@ -174,7 +166,7 @@ def _open_ours(
     stored = {name: value for name, value in content.items() if name != "state"}
     state = content["state"]
     stored["last"] = state.get("last") or {}
-    stored["plan"] = plan = _valid_plan(content.get("plan"))
+    stored["plan"] = plan = checkpoint.plan_in(content)
     values = {k: v for k, v in content["config"].items() if k not in NOT_OF_THE_MODEL}
     if values.get("data.source") == "demo":
         values["data.source"] = "folder"  # only `data=demo` as typed may draw images
@@ -213,17 +205,11 @@ def _open_foreign(
     name = config.model.name
     about = models.published(name, path)
     if about is not None:
-        data = config.data
-        sizes = {"data.image_size": about.image_size, "data.val_size": about.val_size}
+        stated = about.values()
         if "data.image_size" in typed:  # data.val_size follows it
-            sizes = {}
-        stated: dict[str, Any] = {
-            **sizes,
-            "data.mean": list(about.mean),
-            "data.std": list(about.std),
-        }
+            del stated["data.val_size"]
         changed = {k.split(".")[1]: v for k, v in stated.items() if k not in typed}
-        config = replace(config, data=replace(data, **changed))
+        config = replace(config, data=replace(config.data, **changed))
         if not typed & {"augment", "augment.val"}:
             transforms = about.transforms(config.data.val_size)
             config = replace(config, augment=replace(config.augment, val=transforms))
@@ -231,22 +217,6 @@ def _open_foreign(
     count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
     classes = about.classes if about is not None and len(about.classes) == count else ()
     return Trained(path, config, weights, False, count, classes, image_size, {})
-
-
-def typed_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys and groups of overrides."""
-    return {text.partition("=")[0].lstrip("+") for text in overrides}
-
-
-def _valid_plan(plan: Any) -> dict[str, Any]:
-    """Return the valid part of what Plan.record stored; earlier versions stored nothing."""
-    plan = dict(plan) if isinstance(plan, dict) else {}
-    size, classes = plan.get("image_size"), plan.get("classes")
-    if not (type(size) is int and 8 <= size <= 4096):
-        plan.pop("image_size", None)
-    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        plan.pop("classes", None)
-    return plan
 
 
 def _whole(values: dict[str, Any], name: str) -> int:
@@ -262,10 +232,8 @@ def _about(content: Any) -> str:
 
 def _hint(content: Any) -> str:
     """Return the name that pytorch/examples, timm or torchvision stored, as a hint."""
-    name = content.get("arch") if isinstance(content, dict) else None
-    if name is None and isinstance(content, dict):
-        name = getattr(content.get("args"), "model", None)
-    if not isinstance(name, str):
+    name = models.stored_name(content)
+    if name is None:
         return ", of torchvision, of timm as timm/NAME, or of models/"
     return f"; the file says {name}: model.name={name}, or model.name=timm/{name} if timm made it"
 

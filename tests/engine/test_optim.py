@@ -11,10 +11,11 @@ from torch import nn
 
 from conf.schema import Optim, Schedule, group_names
 from engine.optim import OPTIMIZERS, SCHEDULES, Curve, build_optimizer
-from models import build
+from models import build, freeze
 from models.gpu_layers import rewrite
 from models.resnet import resnet_tiny
 from models.vit import vit_s16
+from tests.libraries import timm_module
 
 
 def decays(model: nn.Module, config: Optim) -> dict[str, float]:
@@ -119,6 +120,45 @@ def test_frozen_parameters_are_left_out() -> None:
     assert "conv1.weight" not in decays(model, Optim(decay_norms=False))
     only_norms = nn.BatchNorm1d(3)
     assert len(build_optimizer(only_norms, Optim(decay_norms=False)).param_groups) == 1
+
+
+def scales(model: nn.Module, decay: float | None) -> dict[str, float]:
+    """Parameter name -> factor of its learning rate."""
+    groups = build_optimizer(model, Optim(layer_decay=decay, decay_norms=False)).param_groups
+    of = {id(p): group["lr_scale"] for group in groups for p in group["params"]}
+    return {name: of[id(p)] for name, p in model.named_parameters() if p.requires_grad}
+
+
+def test_layer_decay_by_the_formula() -> None:
+    """decay ** distance from the head."""
+    with torch.device("meta"):
+        found = scales(vit_s16(10, 32), 0.5)
+    assert found["head.weight"] == found["head.bias"] == 1
+    assert found["blocks.11.mlp.fc2.weight"] == found["norm.weight"] == 0.5
+    assert found["blocks.0.norm1.bias"] == 0.5**12
+    assert found["patch_embed.proj.weight"] == 0.5**13
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18", "convnext_atto"])
+def test_layer_decay_equals_that_of_timm(name: str) -> None:
+    groups_of = timm_module("optim").param_groups_layer_decay
+    model = build(f"timm/{name}", num_classes=3, image_size=224)
+    theirs = groups_of(model, layer_decay=0.7)
+    of = {id(p): group["lr_scale"] for group in theirs for p in group["params"]}
+    assert scales(model, 0.7) == {key: of[id(p)] for key, p in model.named_parameters()}
+
+
+def test_layer_decay_with_frozen_stages() -> None:
+    model = resnet_tiny(10, 32)
+    freeze(model, "layer1")
+    assert set(scales(model, 0.5).values()) == {0.25, 0.5, 1.0}
+
+
+@pytest.mark.parametrize("decay", [None, 1])
+def test_no_layer_decay(decay: float | None) -> None:
+    """The groups are those of earlier versions, so their checkpoints can be resumed."""
+    optimizer = build_optimizer(resnet_tiny(10, 32), Optim(layer_decay=decay, decay_norms=False))
+    assert len(optimizer.param_groups) == 2 and "lr_scale" not in optimizer.param_groups[0]
 
 
 def test_each_optimiser_and_schedule_has_a_yaml_file_of_its_name() -> None:

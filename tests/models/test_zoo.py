@@ -14,7 +14,7 @@ from torch import nn
 
 import models
 from conf.schema import UserError
-from models.weights import fit_weights, load_weights
+from models.weights import fit_weights, load_weights, resize_positions
 from models.zoo import OURS, import_torchvision
 from tests.libraries import timm_module
 
@@ -263,6 +263,61 @@ def test_weights_for_another_number_of_classes_where_the_head_is_a_convolution()
     stored = models.build("squeezenet1_1", num_classes=10, image_size=64).state_dict()
     fit_weights(model, stored, origin="test", new_head=True)
     assert torch.equal(model.state_dict()["features.0.weight"], stored["features.0.weight"])
+
+
+def test_weights_without_a_head(caplog: pytest.LogCaptureFixture) -> None:
+    stored = {k: v for k, v in tiny(seed=5).state_dict().items() if not k.startswith("fc.")}
+    model = tiny(num_classes=3)
+    fit_weights(model, stored, origin="test", new_head=True)
+    assert all(torch.equal(model.state_dict()[k], stored[k]) for k in stored)
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "test: fc.weight, fc.bias keep their initial weights: the file has no head"
+    )
+    with pytest.raises(UserError, match=r"fc.weight, fc.bias are missing; check model.name$"):
+        fit_weights(model, stored, origin="test")
+
+
+@pytest.mark.parametrize(("size", "other"), [(64, 96), (96, 64)])
+def test_positions_of_another_image_size(size: int, other: int) -> None:
+    """The result of torchvision's interpolate_embeddings."""
+    import_torchvision()
+    from torchvision.models.vision_transformer import interpolate_embeddings
+
+    stored = models.build("vit_b_32", num_classes=3, image_size=size).state_dict()
+    model = models.build("vit_b_32", num_classes=3, image_size=other)
+    fit_weights(model, dict(stored), origin="test", new_head=True)
+    theirs = interpolate_embeddings(other, 32, stored.copy())
+    assert same(model.state_dict(), theirs)
+
+
+@pytest.mark.parametrize("tokens", [1, 0, 5])
+def test_positions_as_in_timm(tokens: int) -> None:
+    """Also without a class token, or with registers."""
+    resample = timm_module("layers").resample_abs_pos_embed
+    positions = torch.randn(1, tokens + 14 * 14, 8)
+    for side in (7, 10, 24):
+        resized = resize_positions(positions, tokens + side**2, antialias=True)
+        theirs = resample(positions, [side, side], num_prefix_tokens=tokens)
+        assert resized is not None and torch.equal(resized, theirs)
+
+
+def test_positions_that_are_no_square() -> None:
+    assert resize_positions(torch.randn(1, 5, 8), 4) is None
+
+
+def test_timm_model_for_another_image_size() -> None:
+    timm_module("models")
+    model = models.build("timm/vit_tiny_patch16_224", num_classes=3, image_size=64)
+    assert model(torch.zeros(1, 3, 64, 64)).shape == (1, 3)
+
+
+def test_weights_of_vit_s16_for_another_image_size() -> None:
+    """Its positions are computed."""
+    with torch.device("meta"):
+        stored = models.build("vit_s16", num_classes=10, image_size=32).state_dict()
+        model = models.build("vit_s16", num_classes=10, image_size=64)
+    fit_weights(model, stored, origin="test")
 
 
 def test_weights_older_than_the_batch_counters(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,102 @@
+"""The stages of models, and freezing the first ones."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from conf.schema import UserError
+from models.stages import freeze, stages
+from tests.libraries import timm_module
+
+BLOCKS = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
+
+
+def on_meta(name: str) -> nn.Module:
+    with torch.device("meta"):
+        return models.build(name, num_classes=7, image_size=64)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("resnet50", ["conv1", "layer1", "layer2", "layer3", "layer4", "fc"]),
+        ("resnet_tiny", ["conv1", "layer1", "layer2", "layer3", "fc"]),
+        ("vit_s16", ["patch_embed", *(f"blocks.{i}" for i in range(12)), "head"]),
+        ("vit_b_16", ["conv_proj", *BLOCKS, "heads"]),
+        ("convnext_tiny", [*(f"features.{i}" for i in range(8)), "classifier.2"]),
+        ("shufflenet_v2_x1_0", ["conv1", "stage2", "stage3", "stage4", "conv5", "fc"]),
+    ],
+)
+def test_stages(name: str, expected: list[str]) -> None:
+    assert [stage.name for stage in stages(on_meta(name))] == expected
+
+
+@pytest.mark.parametrize("fine", [False, True])
+@pytest.mark.parametrize("name", ["densenet121", "swin_t", "maxvit_t", "mobilenet_v3_small"])
+def test_each_parameter_is_in_one_stage_and_the_head_is_the_last(name: str, fine: bool) -> None:
+    model = on_meta(name)
+    found = stages(model, fine=fine)
+    names = [parameter for stage in found for parameter in stage.parameters]
+    assert sorted(names) == sorted(key for key, _ in model.named_parameters())
+    shapes = {key: value.shape for key, value in model.named_parameters()}
+    assert {shapes[key][0] for key in found[-1].parameters} == {7}
+
+
+def test_norms_and_positions_belong_to_the_stage_before_them() -> None:
+    vit = stages(on_meta("vit_b_16"))
+    assert {"class_token", "encoder.pos_embedding"} < set(vit[0].parameters)
+    assert {"encoder.ln.weight", "encoder.ln.bias"} < set(vit[-2].parameters)
+    assert "bn1.weight" in stages(on_meta("resnet50"))[0].parameters
+
+
+def test_blocks_of_a_resnet() -> None:
+    found = [stage.name for stage in stages(on_meta("resnet18"), fine=True)]
+    assert found == ["conv1", *(f"layer{i}.{j}" for i in (1, 2, 3, 4) for j in (0, 1)), "fc"]
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vit_tiny_patch16_224", "convnext_atto"])
+def test_stages_of_timm(name: str) -> None:
+    from_timm = timm_module("models").group_parameters
+    model = models.build(f"timm/{name}", num_classes=7, image_size=224)
+    for fine in (False, True):
+        theirs = from_timm(model, model.group_matcher(coarse=not fine), reverse=True)
+        ours = {key: i for i, s in enumerate(stages(model, fine=fine)) for key in s.parameters}
+        assert ours == theirs
+    assert stages(model)[-1].name in ("fc", "head")
+
+
+@pytest.mark.parametrize("last", [2, "layer1"])
+def test_frozen_stages(last: int | str) -> None:
+    """No gradients, and BatchNorm keeps its statistics in training, also in a copy."""
+    torch.manual_seed(0)
+    model = models.build("resnet_tiny", num_classes=3, image_size=32)
+    freeze(model, last)
+    for net in (model, copy.deepcopy(model)):
+        net.train()
+        before = {key: value.clone() for key, value in net.state_dict().items()}
+        net(torch.randn(4, 3, 32, 32)).sum().backward()
+        trained = {key.split(".")[0] for key, p in net.named_parameters() if p.grad is not None}
+        changed = {k.split(".")[0] for k, v in net.state_dict().items() if (v != before[k]).any()}
+        assert trained == {"layer2", "layer3", "fc"} and changed == {"layer2", "layer3"}
+        net.eval()
+        net.train()
+        assert not net.bn1.training and net.layer2.training  # type: ignore[union-attr]
+
+
+def test_nothing_is_frozen_by_default() -> None:
+    model = on_meta("resnet_tiny")
+    freeze(model, None)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+@pytest.mark.parametrize("last", [5, 99, "fc", "layer9", "bn1"])
+def test_stage_that_cannot_be_frozen(last: int | str) -> None:
+    with pytest.raises(UserError) as error:
+        freeze(on_meta("resnet_tiny"), last)
+    assert str(error.value) == (
+        f"model.freeze={last}: the stages are conv1, layer1, layer2, layer3, fc; give the last one "
+        "to freeze, or a number from 1 to 4 (the last stage is always trained)"
+    )

@@ -1,0 +1,309 @@
+"""Fine-tuning with train.py, from a checkpoint of this project and from files of torchvision."""
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+import models
+import train
+from conf import cli
+from conf.compose import complete
+from conf.schema import Config, config_values
+from engine import checkpoint
+from engine.finetune import decide
+from pipeline.augment import RandomResizedCrop
+from tests import small_run
+from tests.libraries import timm_module
+from tests.ranks import Ranks
+from tests.results import same, stored
+
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+FAST = [
+    "train.device=cpu",
+    "loader.workers=0",
+    "log.tensorboard=false",
+    "train.validate_every_epochs=1000",
+    "augment.train=[{center_crop: {size: 32}}]",  # a flip would change the angle
+]
+Program = Callable[..., tuple[int, str, str]]
+
+
+def draw_gratings(root: Path, angles: list[int], *, train: int, val: int) -> Path:
+    """Draw noisy gratings of random colours; the angle, in degrees, is the class."""
+    y, x = np.mgrid[:40, :40]
+    for split, count in (("train", train), ("val", val)):
+        for angle in angles:
+            folder = root / split / f"{angle:03d}"
+            folder.mkdir(parents=True)
+            for number in range(count):
+                rng = np.random.default_rng([split == "val", angle, number])
+                across = x * np.cos(np.deg2rad(angle)) + y * np.sin(np.deg2rad(angle))
+                wave = (1 + np.sin(0.8 * across + rng.uniform(0, 6.3)))[..., None] / 2
+                one, other = rng.uniform(0, 255, (2, 3))
+                pixels = one * wave + other * (1 - wave) + rng.normal(0, 25, (40, 40, 3))
+                image = Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
+                image.save(folder / f"{number:02d}.jpg")
+    return root
+
+
+@pytest.fixture(scope="module")
+def pretrained(whole_runs: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that has learned six angles."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    root = draw_gratings(folder / "images", [0, 30, 60, 90, 120, 150], train=40, val=5)
+    options = ["data.image_size=32", "loader.batch_size=16", "train.epochs=8", f"data.root={root}"]
+    data = ["data=folder", "data.mean=[0.5,0.5,0.5]", "data.std=[0.25,0.25,0.25]"]
+    train.train(cli.load(["recipe=demo", *FAST, *data, *options, f"run.dir={folder / 'run'}"]))
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def angles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """18 training images of three other angles."""
+    return draw_gratings(tmp_path_factory.mktemp("angles"), [15, 75, 135], train=6, val=40)
+
+
+def overrides(pretrained: Path, angles: Path, folder: Path, *more: str) -> list[str]:
+    given = ["recipe=finetune", f"model.weights={pretrained}", f"data.root={angles}"]
+    return [*given, *FAST, "train.epochs=20", f"run.dir={folder}", *more]
+
+
+@pytest.fixture
+def program(
+    pretrained: Path, angles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Program:
+    """Run train.py on the three angles; return exit status, stdout and stderr."""
+
+    def program(*more: str) -> tuple[int, str, str]:
+        status = train.main(cli.load(overrides(pretrained, angles, tmp_path / "run", *more)))
+        return status, *capsys.readouterr()
+
+    return program
+
+
+def frozen_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return {key: v for key, v in state.items() if key.startswith(("conv1", "bn1", "layer1"))}
+
+
+def decided(images: int, *typed: str) -> dict[str, Any]:
+    """Dotted key -> value of a config that has been completed."""
+    config = cli.load(["recipe=finetune", "data.root=/nowhere", *typed])
+    return config_values(complete(config, decide(config, images)))
+
+
+def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights: weights) -> str:
+    torch.save(content(models.build(name, num_classes=5, image_size=64).state_dict()), path)
+    return f"model.weights={path}"
+
+
+def test_fine_tuning_is_better_than_training_from_scratch(
+    pretrained: Path, angles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Measured: 94 % and 34 %. All but the weights is equal."""
+    config = cli.load(overrides(pretrained, angles, tmp_path / "tuned"))
+    tuned = train.train(config)
+    found = capsys.readouterr().out
+    assert f"note     from {pretrained}: " in found and "model.name=resnet_tiny" in found
+    assert (
+        "note     for 18 training images: loader.batch_size=8, optim.lr=0.015, "
+        "schedule.warmup_epochs=2\n" in found  # train.epochs is typed
+    )
+    values = yaml.safe_load((tmp_path / "tuned" / "config.yaml").read_text())
+    assert values["data"]["mean"] == [0.5, 0.5, 0.5] and values["data"]["val_size"] == 32
+    config = complete(config, decide(config, 18))
+    config = replace(
+        config,
+        adapt=False,
+        model=replace(config.model, weights=None),
+        run=replace(config.run, dir=str(tmp_path / "scratch")),
+    )
+    scratch = train.train(config)
+    assert tuned["top1"] > 80 and scratch["top1"] < 60
+
+
+def test_frozen_stages_and_resume_bit_by_bit(
+    program: Program, pretrained: Path, tmp_path: Path
+) -> None:
+    """With layer-wise decay and a moving average; frozen parameters have no optimiser state."""
+    options = [
+        "model.freeze=layer1",
+        "optim.layer_decay=0.5",
+        "train.ema_decay=0.9",
+        "train.epochs=4",
+    ]
+    whole = [*options, f"run.dir={tmp_path}/whole"]
+    assert program(*whole)[0] == 0
+    assert program(*options, "train.max_steps=3")[0] == 0
+    assert program(*options)[0] == 0
+    state = stored(tmp_path / "run")
+    assert same({**state, "best": 0}, {**stored(tmp_path / "whole"), "best": 0})
+    before = frozen_tensors(stored(pretrained)["model"])
+    assert same(frozen_tensors(state["model"]), before)
+    assert same(frozen_tensors(state["ema"]), before)
+    trained = [v for k, v in state["model"].items() if k.startswith(("layer2", "layer3", "fc"))]
+    with_gradient = [v for v in trained if v.is_floating_point()]
+    assert 0 < len(state["optimizer"]["state"]) < len(with_gradient)  # not the statistics
+    assert {group["lr_scale"] for group in state["optimizer"]["param_groups"]} == {1, 0.5, 0.25}
+    status, _, err = program("optim.layer_decay=0.5", "train.ema_decay=0.9", "train.epochs=4")
+    assert status == 2 and "model.freeze was layer1, is null; model.freeze cannot change" in err
+
+
+def test_two_ranks(pretrained: Path, angles: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """DDP averages the gradients of the other parameters only."""
+    options = ["model.freeze=2", "train.max_steps=3", "optim.layer_decay=0.5"]
+    arguments = overrides(pretrained, angles, tmp_path / "run", *options)
+    done = ranks.run(["python", train.__file__, *arguments], 2)
+    assert done.returncode == 0, done.stderr
+    state, before = stored(tmp_path / "run")["model"], stored(pretrained)["model"]
+    assert same(frozen_tensors(state), frozen_tensors(before))
+    assert not torch.equal(state["layer2.0.conv1.weight"], before["layer2.0.conv1.weight"])
+
+
+@pytest.mark.gpu
+def test_frozen_stages_on_a_gpu(pretrained: Path, angles: Path, tmp_path: Path) -> None:
+    """The step is a CUDA graph, compiled or not."""
+    for mode in ("off", "default"):
+        folder = tmp_path / mode
+        options = ["train.device=cuda", "model.freeze=layer1", f"model.compile={mode}"]
+        more = ["optim.layer_decay=0.5", "train.ema_decay=0.9"]
+        summary = train.train(cli.load(overrides(pretrained, angles, folder, *options, *more)))
+        before, state = frozen_tensors(stored(pretrained)["model"]), stored(folder)
+        assert same(frozen_tensors(state["model"]), before)
+        assert same(frozen_tensors(state["ema"]), before)
+        assert summary["top1"] > 70
+
+
+def test_a_run_of_an_earlier_version_resumes(image_root: Path, tmp_path: Path) -> None:
+    """Its identity does not have the new keys."""
+    small_run.run(image_root, tmp_path / "run", "train.max_steps=3")
+    path = tmp_path / "run" / "checkpoints" / "step-00000003.pt"
+    content = {name: value for name, value in checkpoint.load(path).items() if name != "format"}
+    for name in ("model.freeze", "optim.layer_decay"):
+        assert content["identity"].pop(name) is None
+    checkpoint.save(path.parent, content, keep=2)
+    assert small_run.run(image_root, tmp_path / "run")["step"] == 9
+
+
+@pytest.mark.parametrize(
+    ("images", "batch", "epochs"),
+    [(5, 5, 100), (36, 8, 100), (2000, 64, 100), (10_000, 256, 26), (1_281_167, 256, 10)],
+)
+def test_values_from_the_number_of_images(
+    pretrained: Path, images: int, batch: int, epochs: int
+) -> None:
+    values = decided(images, f"model.weights={pretrained}")
+    assert values["loader.batch_size"] == batch and values["optim.lr"] == 0.015
+    assert values["train.epochs"] == epochs
+    assert values["schedule.warmup_epochs"] == pytest.approx(epochs / 10)
+
+
+def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
+    weights = f"model.weights={pretrained / 'checkpoints' / 'last.json'}"
+    values = decided(36, weights, "loader.batch_size=512", "train.epochs=5", "data.std=[1,1,1]")
+    assert values["loader.batch_size"] == 512 and values["optim.lr"] == 0.03
+    assert values["schedule.warmup_epochs"] == 0.5
+    assert (values["data.mean"], values["data.std"]) == ([0.5] * 3, [1] * 3)
+    values = decided(36, weights, "data.image_size=48")
+    crop = values["augment.train"][0]["random_resized_crop"]
+    assert crop["size"] == values["data.val_size"] == 48
+    assert values["augment.val"] == [{"resize": {"size": 48}}, {"center_crop": {"size": 48}}]
+    assert decided(36, weights, "optim=adamw")["optim.lr"] == 1e-3
+
+
+def test_name_and_folder_of_a_run_depend_on_what_is_typed(pretrained: Path) -> None:
+    config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
+    after = complete(config, decide(config, 36))
+    assert after.run == config.run and after.model.name == "resnet_tiny"
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "expected"),
+    [
+        # torchvision states that this file has 232 px before the crop.
+        ("wide_resnet50_2-9ba9bcbe.pth", lambda w: w, ("wide_resnet50_2", 232)),
+        ("a.pth", lambda w: {"arch": "resnet18", "state_dict": w}, ("resnet18", None)),
+        ("a.pth", lambda w: w, ("resnet50", None)),
+    ],
+)
+def test_files_of_other_projects(
+    tmp_path: Path, file: str, content: Any, expected: tuple[str, int | None]
+) -> None:
+    weights = saved(tmp_path / file, "resnet18", content)
+    values = decided(36, weights)
+    assert values["model.name"] == expected[0]
+    if expected[1]:
+        assert values["augment.val"][0] == {"resize": {"size": expected[1]}}
+    assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
+
+
+def test_interpolation_of_the_weights(tmp_path: Path) -> None:
+    """torchvision states bicubic for this file."""
+    values = decided(36, saved(tmp_path / "efficientnet_b0_rwightman-7f5810bc.pth", "resnet18"))
+    assert values["augment.val"][0] == {"resize": {"size": 256, "interpolation": "bicubic"}}
+    crop = values["augment.train"][0]["random_resized_crop"]
+    assert crop["size"] == 224 and crop["scale"] == [0.35, 1]
+    if "interpolation" in inspect.signature(RandomResizedCrop).parameters:
+        assert crop["interpolation"] == "bicubic"
+
+
+def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path) -> None:
+    content = checkpoint.load(checkpoint.find(pretrained))
+    bicubic = [{"resize": {"size": 36, "interpolation": "bicubic"}}, {"center_crop": {"size": 32}}]
+    content["config"]["augment.val"] = bicubic
+    torch.save(content, tmp_path / "bicubic.pt")
+    values = decided(36, f"model.weights={tmp_path / 'bicubic.pt'}")
+    assert values["augment.val"] == bicubic
+    if "interpolation" in inspect.signature(RandomResizedCrop).parameters:
+        crop = values["augment.train"][0]["random_resized_crop"]
+        assert (crop["size"], crop["interpolation"]) == (32, "bicubic")
+
+
+def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
+    timm_module("models")
+    weights = saved(tmp_path / "a.pth", "timm/vit_tiny_patch16_224", lambda weights: weights)
+    values = decided(36, weights, "model.name=timm/vit_tiny_patch16_224")
+    assert values["data.mean"] == values["data.std"] == [0.5, 0.5, 0.5]
+    assert values["augment.val"][0] == {"resize": {"size": 248, "interpolation": "bicubic"}}
+
+
+@pytest.mark.parametrize(
+    ("typed", "message"),
+    [
+        ("model.weights=null", "model.weights is missing: fine-tuning starts from trained "),
+        ("model.weights=gone.pth", "model.weights=gone.pth: no such file"),
+        ("model.weights=.", r"\.: holds no checkpoints; give a file or the folder of a run"),
+        ("model.name=resnet18", "model.weights=.*: does not fit the model: .* are missing; .*"),
+        ("model.freeze=layer9", "model.freeze=layer9: the stages are conv1, layer1, .*"),
+        ("model.freeze=5", "model.freeze=5: the stages are conv1, layer1, .*"),
+    ],
+)
+def test_wrong_input_is_answered_in_one_line(
+    program: Program, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, typed: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    status, out, err = program(typed)
+    assert status == 2 and out == ""
+    assert re.match(rf"train\.py: {message}", err) and err.count("\n") == 1, err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("typed", ["model.freeze=0", "model.freeze=1.5", "optim.layer_decay=0"])
+def test_values_that_are_not_allowed(typed: str) -> None:
+    with pytest.raises(train.UserError, match=rf"^{typed}: not allowed; give "):
+        cli.load(["recipe=finetune", "data.root=/nowhere", typed])
+
+
+def test_recipe_without_weights_composes() -> None:
+    config = cli.load(["recipe=finetune", "data.root=/nowhere"])
+    assert isinstance(config, Config) and config.adapt
+    with pytest.raises(train.UserError, match=r"adapt=false: there is no key adapt"):
+        cli.load(["recipe=finetune", "data.root=/nowhere", "adapt=false"])
