@@ -5,7 +5,6 @@ are the same at every start of a run, because they depend only on the file and t
 and they are part of the run's identity.
 """
 
-import inspect
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ import models
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.plan import suited_batch
-from pipeline.augment import RandomResizedCrop
 
 Values = dict[str, Any]
 """Dotted key -> value."""
@@ -121,8 +119,7 @@ def _train_transforms(
     interpolation: str, values: Values, config: Config, typed: set[str]
 ) -> Values:
     """Return augment.train with the interpolation of the weights, if it is not the default."""
-    known = inspect.signature(RandomResizedCrop).parameters
-    if interpolation == "bilinear" or "interpolation" not in known:
+    if interpolation == "bilinear":
         return {}
     size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
     changed = {"size": size, "interpolation": interpolation}

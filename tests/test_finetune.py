@@ -1,6 +1,5 @@
 """Fine-tuning with train.py, from a checkpoint of this project and from files of torchvision."""
 
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +19,6 @@ from conf.compose import complete
 from conf.schema import Config, config_values
 from engine import checkpoint
 from engine.finetune import decide
-from pipeline.augment import RandomResizedCrop
 from tests import small_run
 from tests.libraries import timm_module
 from tests.ranks import Ranks
@@ -251,8 +249,7 @@ def test_interpolation_of_the_weights(tmp_path: Path) -> None:
     assert values["augment.val"][0] == {"resize": {"size": 256, "interpolation": "bicubic"}}
     crop = values["augment.train"][0]["random_resized_crop"]
     assert crop["size"] == 224 and crop["scale"] == [0.35, 1]
-    if "interpolation" in inspect.signature(RandomResizedCrop).parameters:
-        assert crop["interpolation"] == "bicubic"
+    assert crop["interpolation"] == "bicubic"
 
 
 def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path) -> None:
@@ -262,9 +259,8 @@ def test_interpolation_of_a_checkpoint(pretrained: Path, tmp_path: Path) -> None
     torch.save(content, tmp_path / "bicubic.pt")
     values = decided(36, f"model.weights={tmp_path / 'bicubic.pt'}")
     assert values["augment.val"] == bicubic
-    if "interpolation" in inspect.signature(RandomResizedCrop).parameters:
-        crop = values["augment.train"][0]["random_resized_crop"]
-        assert (crop["size"], crop["interpolation"]) == (32, "bicubic")
+    crop = values["augment.train"][0]["random_resized_crop"]
+    assert (crop["size"], crop["interpolation"]) == (32, "bicubic")
 
 
 def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
