@@ -11,7 +11,10 @@ import numpy as np
 
 from conf.schema import Config, Expect, Reference
 
-SIGMAS = 3
+SIGMAS = 3  # of a validation that is far too low
+# Of the validation before it, which confirms that it is not a single dip: with a high learning
+# rate, single validations of good runs are far below the others.
+CONFIRMING_SIGMAS = 2
 # Percentage points. A smaller standard deviation of a few runs may be chance, and the difference
 # may come from another kind of device.
 LEAST_STD = 0.5
@@ -70,12 +73,13 @@ class Expectation:
         self.changed = [f"{key}={value}" for key, value in config.changed.items()]
         self._warned = False
 
-    def band(self, epoch: int | None) -> Band | None:
+    def band(self, epoch: int | None, sigmas: float = SIGMAS) -> Band | None:
         """Return the band after an epoch (1, 2, ...), or None if it is not known."""
         reference = self.reference
         if reference is None or epoch is None or not 1 <= epoch <= len(reference.top1):
             return None
-        return band(reference.top1[epoch - 1], reference.std[epoch - 1], reference.runs)
+        mean, std = reference.top1[epoch - 1], reference.std[epoch - 1]
+        return band(mean, std, reference.runs, sigmas)
 
     def columns(self, epoch: int | None) -> dict[str, float]:
         """Return the band as columns of a validation's row; none if it is not known."""
@@ -91,15 +95,14 @@ class Expectation:
     def warning(
         self, now: tuple[int | None, float], before: tuple[int | None, float]
     ) -> str | None:
-        """Return a warning if two validations in a row lie below the band; only once.
+        """Return a warning if a validation lies below the band, and the one before below 2 sigma.
 
-        One validation may be low by chance: with a high learning rate, single validations of good
-        runs are far below the others.
+        Only the first call for which this is so returns it.
 
         Args:
             now, before: epoch and top-1 (percent) of a validation and of the one before.
         """
-        here, there = self.band(now[0]), self.band(before[0])
+        here, there = self.band(now[0]), self.band(before[0], CONFIRMING_SIGMAS)
         if self._warned or not here or not there or now[1] >= here.low or before[1] >= there.low:
             return None
         self._warned = True
@@ -107,14 +110,14 @@ class Expectation:
         if self.changed:
             check = f"{', '.join(self.changed)}, which differs from the recipe, and the labels"
         return (
-            f"top1 {now[1]:.1f} % after epoch {now[0]}, and {before[1]:.1f} % before, is more than "
-            f"{SIGMAS} sigma below this recipe ({here.mean:.1f} +/- {here.std:.1f} in "
-            f"{here.runs} runs; limit {here.low:.1f}): check {check}; training continues, Ctrl-C "
-            "stops it"
+            f"top1 {now[1]:.1f} % after epoch {now[0]} is more than {SIGMAS} sigma below this "
+            f"recipe ({here.mean:.1f} +/- {here.std:.1f} in {here.runs} runs; limit "
+            f"{here.low:.1f}), and {before[1]:.1f} % before was low, too: check {check}; training "
+            "continues, Ctrl-C stops it"
         )
 
 
-def band(mean: float, std: float, runs: int) -> Band:
+def band(mean: float, std: float, runs: int, sigmas: float = SIGMAS) -> Band:
     """Return the limits within which one more run is expected.
 
     It is the prediction interval of a normal distribution: the mean and the standard deviation of a
@@ -122,7 +125,7 @@ def band(mean: float, std: float, runs: int) -> Band:
     for 10, 3.5 for 20). A good run is below with the probability that a value is 3 sigma below a
     known mean, 0.13 %.
     """
-    width = quantile(NormalDist().cdf(SIGMAS), runs - 1) * math.sqrt(1 + 1 / runs)
+    width = quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
     width *= max(std, LEAST_STD)
     return Band(mean, std, max(0.0, mean - width), min(100.0, mean + width), runs)
 

@@ -8,7 +8,7 @@ import pytest
 
 from conf import cli
 from conf.schema import Config, Expect, Reference, UserError, check_expect, group_names
-from engine.expectation import LEAST_STD, Band, Expectation, band, compare, quantile, sentence
+from engine.expectation import LEAST_STD, Expectation, band, compare, quantile, sentence
 
 PUBLISHED = Expect(
     top1=76.1,
@@ -159,26 +159,26 @@ def test_columns_of_a_validation() -> None:
 # The warning.
 
 
-def limits() -> list[Band]:
-    return [band(*values, CURVE.runs) for values in zip(CURVE.top1, CURVE.std, strict=True)]
+def limit(epoch: int, sigmas: float) -> float:
+    return band(CURVE.top1[epoch - 1], CURVE.std[epoch - 1], CURVE.runs, sigmas).low
 
 
-def test_two_validations_below_the_band_are_a_warning() -> None:
-    one, two, _ = (b.low for b in limits())
-    assert expectation().warning((2, two - 1), (1, one - 1)) == (
-        f"top1 {two - 1:.1f} % after epoch 2, and {one - 1:.1f} % before, is more than 3 sigma "
-        f"below this recipe (40.0 +/- 2.0 in 20 runs; limit {two:.1f}): check the labels, the "
-        "learning rate and changes of the code; training continues, Ctrl-C stops it"
+def test_two_low_validations_in_a_row_are_a_warning() -> None:
+    """The second is more than 3 sigma below, the first more than 2."""
+    now, before = limit(2, 3) - 0.1, limit(1, 2) - 0.1
+    assert expectation().warning((2, now), (1, before)) == (
+        f"top1 {now:.1f} % after epoch 2 is more than 3 sigma below this recipe (40.0 +/- 2.0 in "
+        f"20 runs; limit {now + 0.1:.1f}), and {before:.1f} % before was low, too: check the "
+        "labels, the learning rate and changes of the code; training continues, Ctrl-C stops it"
     )
 
 
 def test_a_single_low_validation_is_not_a_warning() -> None:
-    one, two, three = (b.low for b in limits())
     found = expectation()
     assert found.warning((1, 0.0), (None, 0.0)) is None  # the first one
-    assert found.warning((2, two - 9), (1, one + 1)) is None
-    assert found.warning((3, three + 1), (2, two - 9)) is None
-    assert found.warning((None, 0.0), (2, two - 9)) is None  # the run stops within an epoch
+    assert found.warning((2, 0.0), (1, limit(1, 2) + 0.1)) is None
+    assert found.warning((3, limit(3, 3) + 0.1), (2, 0.0)) is None
+    assert found.warning((None, 0.0), (2, 0.0)) is None  # the run stops within an epoch
 
 
 def test_a_run_is_warned_about_once_and_the_changed_key_is_named() -> None:
