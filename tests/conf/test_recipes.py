@@ -70,31 +70,6 @@ def test_recipe_starts_with_its_command_and_the_expected_accuracy(recipe: str) -
     )
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_the_documents_state_what_the_recipe_states(recipe: str) -> None:
-    """docs/accuracy.md has a row of exactly these facts, README.md the rounded accuracy."""
-    expect = cli.load([f"recipe={recipe}", DATA]).expect
-    if expect is None:
-        pytest.skip("the recipe states no accuracy")
-    (command,) = re.findall(r"^#   (python train\.py .*)$", "\n".join(header(recipe)), re.MULTILINE)
-    spread = "" if expect.spread is None else f" +/- {expect.spread:g}"
-    cells = [
-        f"`{command}`",
-        f"{expect.train_images:,} images, {expect.classes:,} classes",
-        expect.hardware,
-        expect.time,
-        f"{expect.top1:g}{spread}",
-        expect.source,
-        expect.status,
-    ]
-    row = f"| {' | '.join(cells)} |"
-    table = (FOLDER.parent / "docs" / "accuracy.md").read_text().splitlines()
-    assert row in table, f"docs/accuracy.md: replace the row of the recipe by {row}"
-    readme = (FOLDER.parent / "README.md").read_text().splitlines()
-    (line,) = [line for line in readme if line.startswith(f"| `{recipe}`")]
-    assert f" {expect.top1:.1f}" in line, f"README.md: the recipe's row must say {expect.top1:.1f}"
-
-
 @pytest.mark.parametrize("choice", group_names("augment"))
 def test_every_augment_choice_builds(choice: str) -> None:
     """Training uses data.image_size, validation data.val_size (by default the same)."""

@@ -1,5 +1,6 @@
 """How a run is compared with its recipe: words, limits, and the runs that are not compared."""
 
+import re
 from dataclasses import asdict, replace
 from statistics import NormalDist
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from conf import cli
-from conf.schema import Config, Expect, Reference, UserError, check_expect, group_names
+from conf.schema import FOLDER, Config, Expect, Reference, UserError, check_expect, group_names
 from engine.expectation import LEAST_STD, Expectation, band, compare, quantile, sentence
 
 PUBLISHED = Expect(
@@ -205,6 +206,32 @@ def test_the_expectation_of_a_recipe_is_sound(recipe: str) -> None:
         assert len(curve.top1) == len(curve.std) == epochs
         assert abs(curve.top1[-1] - expect.top1) < 0.01
         assert expect.status == "reproduced here"
+
+
+@pytest.mark.parametrize("recipe", group_names("recipe"))
+def test_the_documents_state_what_the_recipe_states(recipe: str) -> None:
+    """docs/accuracy.md has a row of exactly these facts, README.md the rounded accuracy."""
+    expect = cli.load([f"recipe={recipe}", "data.root=/data"]).expect
+    if expect is None:
+        pytest.skip("the recipe states no accuracy")
+    text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
+    (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
+    spread = "" if expect.spread is None else f" +/- {expect.spread:g}"
+    cells = [
+        f"`{command}`",
+        f"{expect.train_images:,} images, {expect.classes:,} classes",
+        expect.hardware,
+        expect.time,
+        f"{expect.top1:g}{spread}",
+        expect.source,
+        expect.status,
+    ]
+    row = f"| {' | '.join(cells)} |"
+    table = (FOLDER.parent / "docs" / "accuracy.md").read_text().splitlines()
+    assert row in table, f"docs/accuracy.md: replace the row of the recipe by {row}"
+    readme = (FOLDER.parent / "README.md").read_text().splitlines()
+    (line,) = [line for line in readme if line.startswith(f"| `{recipe}`")]
+    assert f" {expect.top1:.1f}" in line, f"README.md: the recipe's row must say {expect.top1:.1f}"
 
 
 @pytest.mark.parametrize(
