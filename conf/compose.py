@@ -23,9 +23,19 @@ from yaml import MarkedYAMLError
 
 from conf import schema
 from conf.overrides import FIELDS, GROUPS, KEYS, allowed_values, read_override
-from conf.schema import RESULT, Config, UserError, config_values, in_effect, path_hash, show
+from conf.schema import (
+    NOT_OF_THE_RECIPE,
+    RESULT,
+    Config,
+    UserError,
+    config_values,
+    in_effect,
+    path_hash,
+    show,
+)
 
 DEFAULT_RECIPE: str = OmegaConf.load(schema.FOLDER / "config.yaml").defaults[-2].recipe
+SECTIONS = {name.split(".")[0] for name in KEYS}
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
 
 
@@ -63,8 +73,9 @@ def load(
             _choose(tree, group, choice)
         for override in keys:
             OmegaConf.update(tree, override.key_or_group, override.value(), merge=False)
+        changed = changes(planned, tree)
         if tree.run.name is None:
-            tree.run.name = run_name(recipe, planned, tree)
+            tree.run.name = run_name(recipe, changed, tree.checkpoint.resume)
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise UserError(_explain(error, parsed)) from None
@@ -74,6 +85,7 @@ def load(
         _check_effect(override, config)
     typed_keys = {o.key_or_group for o in keys}
     config.typed = list(overrides)
+    config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     config.notes = [
         *_replaced_values(recipe, planned, tree, groups, typed_keys),
         *_kept_values(planned, tree, groups, typed_keys),
@@ -267,39 +279,47 @@ def _doubts(config: Config) -> list[str]:
     return [note] if transformer and scratch else []
 
 
-def run_name(recipe: str, planned: DictConfig, tree: DictConfig) -> str:
+def changes(planned: DictConfig, tree: DictConfig) -> dict[str, str]:
+    """Return the keys that affect the result and differ from the recipe, key -> normalised value.
+
+    Args:
+        planned: the composed recipe with unresolved interpolations.
+        tree: the same after typed groups and keys.
+    """
+    before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
+    return {
+        name: show(f.metadata["alike"](values[name]))
+        for name, f in FIELDS.items()
+        if f.metadata["affects"] & RESULT
+        and before[name] != now[name]
+        and in_effect(tree, f)
+        and not _same_value(name, before[name], values[name], tree)
+    }
+
+
+def run_name(recipe: str, changed: Mapping[str, str], resume: str) -> str:
     """The default run.name: the recipe, and the keys that affect the result and differ from it.
 
     Two commands with the same recipe get the same name if and only if they train the same thing.
 
     Args:
         recipe: name of the recipe.
-        planned: the composed recipe with unresolved interpolations.
-        tree: the same after typed groups and keys.
+        changed: see `changes`.
+        resume: checkpoint.resume.
 
     Returns:
         A name such as `imagenet_rn50,optim.lr=0.3`. Parts beyond NAME_LENGTH are left out, and
         characters that are unsafe in a file name are replaced; in both cases a hash of the full
         name is appended.
     """
-    before, now, values = _flat(planned), _flat(tree), _flat(tree, resolve=True)
-    parts = [
-        f",{name}={show(f.metadata['alike'](values[name]))}"
-        for name, f in FIELDS.items()
-        if f.metadata["affects"] & RESULT
-        and before[name] != now[name]
-        and in_effect(tree, f)
-        and not _same_value(name, before[name], values[name], tree)
-    ]
-    full = recipe + "".join(parts)
+    full = recipe + "".join(f",{name}={value}" for name, value in changed.items())
     short = recipe
-    for part in parts:
-        name, _, value = part.partition("=")
+    for name, value in changed.items():
         safe = re.sub(r"[^\w.+-]+", "-", value, flags=re.ASCII).strip("-")
-        if len(f"{short}{name}={safe}") <= NAME_LENGTH:
-            short += f"{name}={safe}"
-    if tree.checkpoint.resume not in ("auto", "never"):  # the run starts from another run's weights
-        part = f",checkpoint.resume={path_hash(tree.checkpoint.resume)}"
+        if len(f"{short},{name}={safe}") <= NAME_LENGTH:
+            short += f",{name}={safe}"
+    if resume not in ("auto", "never"):  # the run starts from another run's weights
+        part = f",checkpoint.resume={path_hash(resume)}"
         full += part
         short += part
     return full if full == short else f"{short},{hashlib.sha256(full.encode()).hexdigest()[:8]}"
@@ -347,7 +367,7 @@ def to_yaml(content: Config | list[str]) -> str:
     """YAML of a resolved config (`--cfg job`, config.yaml) or of a list of overrides."""
     if isinstance(content, list):
         return OmegaConf.to_yaml(OmegaConf.create(content))
-    sections = {name: s for name, s in asdict(content).items() if isinstance(s, dict)}
+    sections = {name: s for name, s in asdict(content).items() if name in SECTIONS}
     return OmegaConf.to_yaml(OmegaConf.create(sections))
 
 

@@ -181,6 +181,15 @@ EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose pre
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
 # A run is identified by the samples in these folders, not by the paths.
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
+# Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
+# the recipe.
+NOT_OF_THE_RECIPE = {
+    *DATA_FOLDERS,
+    "data.source",
+    "loader.decoder",
+    "train.precision",
+    "train.seed",
+}
 FAKE = {"data.source": ("fake",)}
 STEP = {"schedule.name": ("step",)}
 
@@ -617,6 +626,52 @@ class Profile:
 
 
 @dataclass
+class Reference:
+    """Top-1 of several runs of a recipe after each epoch, in percent.
+
+    Attributes:
+        runs: number of runs, at least LEAST_RUNS.
+        top1: mean after epoch 1, 2, ...
+        std: standard deviation (of a sample, n - 1) after epoch 1, 2, ...
+    """
+
+    runs: int
+    top1: list[float]
+    std: list[float]
+
+
+@dataclass
+class Expect:
+    """What a recipe is expected to reach: the node `expect` of its file. Not keys of a run.
+
+    Attributes:
+        top1: after the last epoch, percent; with train.ema_decay, of the moving average.
+        spread: a run is expected within top1 +/- spread: two standard deviations between runs, or
+            what the source states; null if it states nothing.
+        status: one of STATUSES.
+        source: where the figure is from.
+        classes, train_images, val_images: of the data that it is for.
+        hardware, time: what a run takes.
+        reference: top-1 after each epoch, if several runs have been done here.
+    """
+
+    top1: float
+    spread: float | None
+    status: str
+    source: str
+    classes: int
+    train_images: int
+    val_images: int
+    hardware: str
+    time: str
+    reference: Reference | None = None
+
+
+STATUSES = ("published", "reproduced here")
+LEAST_RUNS = 5  # for a reference: the standard deviation of fewer runs is too uncertain
+
+
+@dataclass
 class Config:
     data: Data = field(default_factory=Data)
     loader: Loader = field(default_factory=Loader)
@@ -636,6 +691,10 @@ class Config:
     # Not keys: the overrides as typed, for overrides.yaml, and notes to print at the start.
     typed: list[str] = field(default_factory=list, compare=False)
     notes: list[str] = field(default_factory=list, compare=False)
+    # Not keys: what the recipe is expected to reach, and the values that differ from the recipe and
+    # affect the result (key -> value), except NOT_OF_THE_RECIPE.
+    expect: Expect | None = field(default=None, compare=False)
+    changed: dict[str, str] = field(default_factory=dict, compare=False)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -754,11 +813,37 @@ def check(config: Config, *, runnable: bool = True) -> None:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
+    if config.expect is not None:
+        check_expect(config.expect)
     if runnable and config.data.source == "folder" and not config.data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images"
         )
+
+
+def check_expect(expect: Expect) -> None:
+    """Refuse an expectation that a run cannot be compared with.
+
+    Raises:
+        UserError: names the key in the recipe's file and the allowed values.
+    """
+    percent, reference = number(0, 100), expect.reference
+    allowed = {
+        "top1": percent(expect.top1),
+        "spread": number(0, 100, optional=True)(expect.spread),
+        "status": one_of(*STATUSES)(expect.status),
+    }
+    if reference is not None:
+        count = len(reference.top1)
+        allowed |= {
+            "reference.runs": number(LEAST_RUNS)(reference.runs),
+            "reference.top1": each(percent, count=count)(reference.top1),
+            "reference.std": each(percent, count=count)(reference.std),
+        }
+    for name, says in allowed.items():
+        if says:
+            raise UserError(f"expect.{name} of the recipe: not allowed; give {says}")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:

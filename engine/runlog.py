@@ -18,6 +18,7 @@ import models
 from conf.schema import config_values
 from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
+from engine.expectation import Expectation, compare
 from engine.ledger import Ledger, Period, peak_rate
 from engine.meters import Meter
 from engine.pictures import bars
@@ -68,6 +69,13 @@ class RunLog:
         self.meter = Meter(world)
         folder = run.path / "profile" if world.leads else None
         self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
+        self.expectation = Expectation(
+            config,
+            classes=plan.num_classes,
+            train_images=plan.train_images,
+            val_images=plan.val_images,
+            continues=bool(state.history),
+        )
         self._first_step = state.step
         self._wants_images = run.is_first_start or plan.due(state.step).epoch
         self._tuned: Observation | None = None
@@ -226,10 +234,26 @@ class RunLog:
         with self.feed.train.pause():
             yield
 
-    def validated(self, row: dict[str, Any], mistakes: Mistakes, *, best: bool) -> None:
-        """Report a validation."""
+    def validated(
+        self,
+        row: dict[str, Any],
+        mistakes: Mistakes,
+        *,
+        best: bool,
+        previous: Mapping[str, float],
+    ) -> None:
+        """Report a validation, and warn if the run falls behind its recipe.
+
+        Args:
+            previous: the row of the validation before; empty if there was none.
+        """
         val = self.feed.val
-        self.tracker.val_row(row, best=best)
+        after, before = (
+            (self._ended(int(r.get("step", 0))), r.get("top1", 0.0)) for r in (row, previous)
+        )
+        self.tracker.val_row(row | self.expectation.columns(after[0]), best=best)
+        if warning := self.expectation.warning(after, before):
+            self.say(f"warning  {warning}")
         self.tracker.mistakes(
             mistakes,
             self.plan.classes,
@@ -237,6 +261,10 @@ class RunLog:
             shift=val.format.shift,
             step=self.state.step,
         )
+
+    def _ended(self, step: int) -> int | None:
+        """Return the epoch that ended with this step, 1, 2, ..., or None."""
+        return self.plan.epochs_ended(step) if self.plan.due(step).epoch else None
 
     def _report(self) -> None:
         """Write a log row if an interval of steps was sent and not yet reported.
@@ -334,6 +362,7 @@ class RunLog:
         """Return what summary.json holds. The exit status follows from the signal's number."""
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
+        expect = self.expectation.final if state.step == self.plan.schedule_steps else None
         speed = self.ledger.speed()
         self.ledger.peak_rate = self._peak_rate(self.plan.mean_flops(state.step))
         return {
@@ -345,6 +374,7 @@ class RunLog:
             "top1": last.get("top1"),
             "top5": last.get("top5"),
             **{key: value for key, value in last.items() if key.endswith("_raw")},
+            "expectation": compare(expect, last["top1"]) if expect and last else None,
             "best_top1": state.best.get("top1"),
             "best_epoch": round(epoch(best_step), 4) if best_step else None,
             "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,

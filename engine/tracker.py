@@ -27,6 +27,7 @@ from conf.schema import show
 from engine import pictures
 from engine.checkpoint import replace_file, write_json
 from engine.evaluate import Mistakes
+from engine.expectation import sentence
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +57,11 @@ IN_TABLE = {"loss", "top1", "top5"}
 LAYOUT = {
     "learning": {
         "loss": r"(train|val)/loss(_raw)?$",
-        "top-1 and top-5, %": r"(train|val)/top[15](_raw)?$|final/best_top1$",
+        "top-1 and top-5, %": (
+            r"(train|val)/top[15](_raw)?$|val/reference_top1(_min|_max)?$|final/best_top1$"
+        ),
         "learning rate": r"lr$",
-        "other values": r"(train|val)/(?!(loss|top[15])(_raw)?$).*",
+        "other values": r"(train|val)/(?!(loss|top[15])(_raw)?$|reference_top1).*",
     },
     "throughput": {
         "images/s": r"(throughput/(?!mfu)|final/images_per).*",
@@ -384,6 +387,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             "status": f"{summary['status']} after {summary['step']:,} steps, "
             f"{summary['epoch']:.4g} epochs, in {duration(summary['seconds'])}",
             "accuracy": _accuracy(summary),
+            **_recipe(summary),
             "speed": _speed(summary, compiles=compiles),
             "run": f"{self.folder}",
         }
@@ -498,6 +502,11 @@ def _accuracy(summary: Mapping[str, Any]) -> str:
     if "top1_raw" in summary:
         text += f"; raw model: top1 {summary['top1_raw']:.2f} %"
     return text
+
+
+def _recipe(summary: Mapping[str, Any]) -> dict[str, str]:
+    compared = summary.get("expectation")  # earlier versions did not write it
+    return {"recipe": sentence(compared, summary["top1"])} if compared else {}
 
 
 def _speed(summary: Mapping[str, Any], *, compiles: bool) -> str:

@@ -71,11 +71,12 @@ class Validator:
                     row["top1_raw"] = metrics.top1
                     row["top5_raw"] = metrics.top5
                 best = not state.best or found.top1 > state.best["top1"]
+                previous = state.last
                 state.last = row
                 state.best = row if best else state.best
                 seconds = time.perf_counter() - began
                 counts = {"split": "val", "images": found.images, "seconds": seconds}
-                self.log.validated({**row, **counts}, mistakes, best=best)
+                self.log.validated({**row, **counts}, mistakes, best=best, previous=previous)
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in self.feed.val.batches(0, self.feed.val_batches):

@@ -72,8 +72,9 @@ from engine.distributed import World, resolve_device
 from engine.finetune import decide
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
-from pipeline import decode
-from pipeline.build import Datasets, build_datasets
+from pipeline import augment, decode
+from pipeline.augment import Compose
+from pipeline.build import Datasets, build_datasets, val_transform
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
 from pipeline.sizing import machine
@@ -94,6 +95,11 @@ SUSPICIOUS_BYTES = 128  # no image is smaller: such files are always opened
 PROBE_BYTES = 256 << 20
 PROBE_LEAST = 64 << 20
 PROBE_SECONDS = 1.5
+# With data.mean and data.std, the pixels should have a mean near 0 and a deviation near 1. ImageNet
+# has 0.05 and 1.24 with the usual values, which are means over images of the deviation within an
+# image, and 0.19 and 0.56 with 0.5 for both.
+LARGEST_MEAN = 0.5
+DEVIATIONS = (0.4, 1.5)
 # SHA-256 of the 1,000 WordNet IDs, joined by spaces.
 IMAGENET_1K = "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
 # Unusual files: the fraction above which to warn, and the effect on training.
@@ -181,8 +187,8 @@ class Listed(FolderDataset):
 
     operations = 0  # without transforms; in the plan they are some kilobytes
 
-    def __init__(self, files: Files) -> None:
-        self.files = files
+    def __init__(self, files: Files, transform: Compose, seed: int) -> None:
+        self.files, self.transform, self.seed = files, transform, seed
 
     def __len__(self) -> int:
         return len(self.files)
@@ -406,6 +412,36 @@ def sizes(case: Case) -> Iterator[Row]:
             yield ok(text)
 
 
+def colours(case: Case) -> Iterator[Row]:
+    data = case.config.data
+    good = [o for o in case.opened.get("train", []) if not o.problem]
+    if not good:
+        raise NotChecked("needs readable training images, see readable")
+    mean = np.mean([o.mean for o in good], axis=0)
+    std = np.sqrt(np.maximum(0, np.mean([o.square for o in good], axis=0) - mean**2))
+    measured = (
+        f"data.mean=[{','.join(f'{v:.3f}' for v in mean)}] "
+        f"data.std=[{','.join(f'{max(v, 0.001):.3f}' for v in std)}]"
+    )
+    inputs = (mean - data.mean) / data.std, std / data.std
+    text = (
+        f"measured {measured} ({case.how_many('train')} training images); with the configured "
+        f"values, the input has a mean of {', '.join(f'{v:.2f}' for v in inputs[0])} and a "
+        f"deviation of {', '.join(f'{v:.2f}' for v in inputs[1])}"
+    )
+    low, high = DEVIATIONS
+    far = (abs(inputs[0]) > LARGEST_MEAN).any() or ((inputs[1] < low) | (inputs[1] > high)).any()
+    if not far:
+        yield ok(text)
+    elif case.config.model.weights is not None:
+        yield ok(f"{text}: far from 0 and 1, but the values must be those of model.weights")
+    else:
+        yield warn(
+            f"{text}: more than {LARGEST_MEAN:g} from 0, or not within {low:g} to {high:g}",
+            f"unless this is intended, give {measured}",
+        )
+
+
 # GPUs.
 
 
@@ -467,7 +503,15 @@ def plan(case: Case) -> Iterator[Row]:
         train_split, val_split = case.both()
         data = replace(config.data, source="fake", fake_classes=len(train_split.classes))
         datasets = build_datasets(replace(config, data=data))
-        datasets = replace(datasets, train=Listed(train_split.files), val=Listed(val_split.files))
+        chain = Compose(
+            augment.build(config.augment.train, augment.TRANSFORMS, key="augment.train")
+        )
+        seed = config.train.seed
+        datasets = replace(
+            datasets,
+            train=Listed(train_split.files, chain, seed),
+            val=Listed(val_split.files, val_transform(config)[0], seed),
+        )
     else:
         datasets = build_datasets(config)
     try:
@@ -639,6 +683,7 @@ ON_FILES: dict[str, Callable[[Case], Iterator[Row]]] = {
     "odd files": odd_files,
     "duplicates": duplicates,
     "sizes": sizes,
+    "colours": colours,
 }
 ON_MACHINE: dict[str, Callable[[Case], Iterator[Row]]] = {
     "GPU": gpu,

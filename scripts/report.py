@@ -2,12 +2,16 @@
 
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
+    python scripts/report.py runs/seed1 runs/seed2 ... --reference
 
 Reads config.yaml, metrics.jsonl, summary.json, verdict.json and autotune.json of each run
 directory. Files may be missing: a run may be in progress, killed, or of another version. The report
 is one self-contained file. Without --out it is report.html in the run directory, or for several
 runs in the current directory. Every numeric key of metrics.jsonl gets a chart, including metrics
 that a fork adds.
+
+--reference prints what runs of one recipe with different train.seed have reached, as the node
+`expect` of the recipe's file: later runs are compared with it.
 """
 
 import argparse
@@ -27,7 +31,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from glob import escape
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, median, stdev
+from textwrap import fill
 from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -37,7 +42,8 @@ from conf import cli  # first: in one line it says which packages are missing
 # isort: split
 import yaml
 
-from conf.schema import UserError, show
+from conf.overrides import FIELDS
+from conf.schema import LEAST_RUNS, NOT_OF_THE_RECIPE, RESULT, UserError, show
 from scripts import report_page as page
 from scripts.report_page import (
     Axis,
@@ -95,7 +101,7 @@ class Kind:
 SECTIONS = {
     "Learning": [
         Kind("Loss", "", ("loss",), ("train", "val"), zero=False, log_above=200),
-        Kind("Top-1", "%", ("top1",), ("train", "val"), zero=False),
+        Kind("Top-1", "%", ("top1", "reference_top1"), ("train", "val"), zero=False),
         Kind("Top-5", "%", ("top5",), ("train", "val"), zero=False),
         Kind("Learning rate", "", ("lr",)),
     ],
@@ -125,6 +131,7 @@ SECTIONS = {
 LABELS = {
     "train": "training",
     "val": "validation",
+    "reference_top1": "other runs of the recipe",
     "step_ms": "median",
     "step_p95_ms": "95th percentile",
     "step_worst_ms": "maximum",
@@ -834,7 +841,7 @@ def curve(
 
 def curve_label(kind: Kind, key: str, split: str) -> str:
     if len(kind.splits) > 1:
-        return LABELS[split]
+        return LABELS.get(key, LABELS[split])
     return LABELS.get(key) or UNITS.sub("", key).replace("_", " ")
 
 
@@ -961,6 +968,84 @@ def build(runs: Sequence[Run]) -> str:
     )
 
 
+# The curve of a recipe.
+
+
+def reference(runs: Sequence[Run]) -> str:
+    """Return the top-1 of runs of one recipe as YAML, the node `expect` of the recipe's file.
+
+    Raises:
+        UserError: There are too few runs, they differ, or one is not complete.
+    """
+    if len(runs) < LEAST_RUNS:
+        raise UserError(f"--reference: {len(runs)} runs; give {LEAST_RUNS} or more")
+    refuse_different(runs)
+    curves = [top1_by_epoch(run) for run in runs]
+    means = [fmean(values) for values in zip(*curves, strict=True)]
+    deviations = [stdev(values) for values in zip(*curves, strict=True)]
+    return "\n".join(
+        [
+            "expect:  # add classes, train_images and hardware",
+            f"  top1: {means[-1]:.2f}",
+            f"  spread: {2 * deviations[-1]:.2f}  # two standard deviations",
+            "  status: reproduced here",
+            f"  source: {len(runs)} runs with this program",
+            f"  val_images: {runs[0].val[-1].get('images')}",
+            f"  time: {duration(fmean(run.seconds() for run in runs))}",
+            "  reference:",
+            f"    runs: {len(runs)}",
+            percentages("top1", means),
+            percentages("std", deviations),
+        ]
+    )
+
+
+def refuse_different(runs: Sequence[Run]) -> None:
+    """Refuse runs that are not repetitions of one training.
+
+    Raises:
+        UserError: Names the key that differs, or the seed that occurs twice.
+    """
+    for key in dict.fromkeys(key for run in runs for key in run.config):
+        known = FIELDS.get(key)
+        free = key in NOT_OF_THE_RECIPE or (known and not known.metadata["affects"] & RESULT)
+        values = {show(run.config.get(key)) for run in runs}
+        if len(values) > 1 and not free:
+            raise UserError(
+                f"--reference: {key} differs ({', '.join(sorted(values))}); give runs of one recipe"
+            )
+    seeds = [run.config.get("train.seed") for run in runs]
+    for seed in seeds:
+        if seeds.count(seed) > 1:
+            raise UserError(f"--reference: two runs have train.seed={seed}; give different seeds")
+
+
+def top1_by_epoch(run: Run) -> list[float]:
+    """Return the validation top-1 after each epoch.
+
+    Raises:
+        UserError: The run is not finished, or an epoch was not validated.
+    """
+    found: dict[int, float] = {}
+    for row in run.val:  # the last batch of an epoch ends a little after it
+        found.setdefault(math.floor(figure(row.get("epoch"), 0)), figure(row.get("top1")))
+    epochs = math.floor(figure(run.config.get("train.epochs"), 0))
+    curve = [found.get(epoch, math.nan) for epoch in range(1, epochs + 1)]
+    if not curve or not all(map(math.isfinite, curve)):
+        raise UserError(
+            f"--reference: {run.folder} was not validated after each of its {epochs} epochs; give "
+            "finished runs with train.validate_every_epochs=1"
+        )
+    return curve
+
+
+def percentages(name: str, values: Iterable[float]) -> str:
+    """Return a line of YAML, or several if it is long."""
+    start = f"    {name}: ["
+    text = ", ".join(f"{value:.2f}" for value in values)
+    return fill(f"{text}]", 100, initial_indent=start, subsequent_indent=" " * len(start))
+
+
 # The command line.
 
 
@@ -1003,12 +1088,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="FILE",
         help="output file (default: report.html, in the run directory if there is one run)",
     )
+    parser.add_argument(
+        "--reference",
+        action="store_true",
+        help="print the node `expect` of a recipe's file instead of making a page",
+    )
     options = parser.parse_args(arguments)
     try:
         folders: dict[str, Path] = {}  # each folder once
         for folder in options.runs:
             folders.setdefault(os.path.realpath(folder), folder)
         runs = [read_run(folder) for folder in folders.values()]
+        if options.reference:
+            print(reference(runs))
+            return 0
         out = options.out or (options.runs[0] if len(runs) == 1 else Path()) / "report.html"
         write(out, build(runs))
     except UserError as error:

@@ -28,6 +28,8 @@ Tell = Callable[[str], None]
 """Displays progress."""
 Files = list[tuple[str, int]]
 """Paths and sizes in bytes."""
+Channels = tuple[float, float, float]
+"""A value for red, green and blue."""
 
 IMAGE_NAMES = tuple(os.fsdecode(extension) for extension in EXTENSIONS)
 FORMATS = {
@@ -64,6 +66,7 @@ MAX_LOST = 100  # worker processes; if more die, the files are not the cause
 TAIL = 4096  # bytes; different images of equal size differ in their last bytes
 LARGE = 25_000_000  # pixels
 TINY = 32  # pixels, short side
+GRID = 64  # the mean colour is that of about this many pixels along the short side
 ORIENTATION = 0x0112  # EXIF tag
 
 
@@ -102,6 +105,7 @@ class Opened:
         about: Format, mode and size.
         odd: Keys of doctor.ODD.
         problem: Why training cannot read it, or "".
+        mean, square: Mean of each channel and of its square, of pixels in [0, 1].
     """
 
     path: str
@@ -109,6 +113,8 @@ class Opened:
     about: str = ""
     odd: tuple[str, ...] = ()
     problem: str = ""
+    mean: Channels = (0.0, 0.0, 0.0)
+    square: Channels = (0.0, 0.0, 0.0)
 
 
 def list_split(root: str, tell: Tell) -> Split:
@@ -196,12 +202,15 @@ def examine(path: str, decoder: str) -> Opened:
         with decode.open_image(data) as image:
             size, about = image.size, f"{image.format} {image.mode} {image.width}x{image.height}"
             odd = tuple(kind for kind in _oddities(image, Path(path).suffix.lower()) if kind)
-        decode.open_picture(data, decoder).pixels()
+        pixels = decode.open_picture(data, decoder).pixels()
+        step = max(1, min(size) // GRID)
+        grid = pixels[::step, ::step].reshape(-1, 3) / 255
+        mean, square = (tuple(values.mean(0).tolist()) for values in (grid, grid**2))
     except UnidentifiedImageError:
         return Opened(path, problem=f"not an image, begins with {data[:16]!r}")
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
         return Opened(path, problem=describe(error))
-    return Opened(path, size, about, odd)
+    return Opened(path, size, about, odd, mean=mean, square=square)
 
 
 def _oddities(image: Image.Image, suffix: str) -> Iterator[str]:

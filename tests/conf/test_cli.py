@@ -42,7 +42,8 @@ def leaves(config: Config) -> dict[str, object]:
 
 def sections(config: Config) -> dict[str, object]:
     """The keys as nested dictionaries."""
-    return {name: value for name, value in asdict(config).items() if isinstance(value, dict)}
+    names = {key.split(".")[0] for key in leaves(config)}
+    return {name: value for name, value in asdict(config).items() if name in names}
 
 
 def command(

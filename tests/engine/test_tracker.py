@@ -533,6 +533,9 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
         "val/loss_raw",
         "val/top1_raw",
         "val/top5_raw",
+        "val/reference_top1",
+        "val/reference_top1_min",
+        "val/reference_top1_max",
     }
     for tag in {*events.Tags()["scalars"], *ROW_TAGS.values(), *new}:
         (found,) = [where for where, pattern in found_charts.items() if re.match(pattern, tag)]
@@ -541,6 +544,8 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
             group if group in ("throughput", "time", "gpu", "memory", "host") else "learning"
         ), tag
     assert re.match(found_charts["gpu", "clocks, MHz"], "gpu/sm_clock_mhz_max")
+    top1 = found_charts["learning", "top-1 and top-5, %"]  # next to the band of good runs
+    assert all(re.match(top1, tag) for tag in ("val/top1", "val/reference_top1_min"))
 
 
 def test_layout_without_a_start_at_step_0(tmp_path: Path) -> None:
