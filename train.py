@@ -108,7 +108,7 @@ def train(config: Config) -> dict[str, Any]:
         )
 
         feed = use(open_feed(config, datasets, plan.loader, world))
-        step = build_step(plan, state, world)
+        step = use(build_step(plan, state, world))
         stop = use(StopSignal(world, run.failed))
         use(
             explain_out_of_memory(

@@ -75,6 +75,19 @@ class StepGraph:
         self._taken: Counter[Hashable] = Counter()
         self._captured: _Captured | None = None
 
+    def __enter__(self) -> "StepGraph":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Destroy the graph, even if a traceback still refers to it.
+
+        While a graph with collectives exists, NCCL waits for it: the end of the process group would
+        hang (pytorch#115388).
+        """
+        if self._captured is not None:
+            self._captured.graph.reset()
+            self._captured = None
+
     def __call__(self, batch: Batch) -> Values:
         """Take a step. The values are overwritten by the next one."""
         self.before(batch.step)

@@ -133,7 +133,7 @@ def range_test(
         feed = use(open_feed(config, datasets, plan.loader, world))
         if plan.loader.workers:
             feed.train.loader.pool.activate(plan.loader.workers)  # they are not measured here
-        step = train.build_step(replace(plan, curve=curve), state, world)
+        step = use(train.build_step(replace(plan, curve=curve), state, world))
         use(
             explain_out_of_memory(
                 state,

@@ -106,7 +106,22 @@ def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: W
         assert step.refused == refused
         found.append((weights(state), logged))
     assert found[0] == found[1]
-    assert len({row["loss"] for row in found[0][1]}) == STEPS
+    # Each step has another batch. The first losses of a ViT, whose head begins with zeros, may be
+    # equal after rounding.
+    assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
+
+
+@pytest.mark.gpu
+def test_the_end_destroys_the_graph(world: World) -> None:
+    """Also if something still refers to it: a communicator of NCCL waits for its graphs."""
+    plan, _, step = build(world, "model=resnet_tiny")
+    with step:
+        for number in range(STEPS):
+            step(batch_of(plan, number))
+        assert step._captured is not None
+        graph = step._captured.graph
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
 
 
 @pytest.mark.gpu

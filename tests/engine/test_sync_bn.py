@@ -37,7 +37,8 @@ def test_cpu_ranks_are_refused(image_root: Path, tmp_path: Path, ranks: Ranks) -
 def losses(arguments: list[str], folder: Path, gpus: str) -> torch.Tensor:
     """Train; return the training loss of every step, and the validation losses."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": gpus}
-    done = subprocess.run(arguments, env=environment, capture_output=True, text=True)
+    # The limit is for a rank that hangs at its end.
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     assert "not captured" not in done.stderr
     train = [row["loss"] for row in rows(folder, "train")]
