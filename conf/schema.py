@@ -151,8 +151,8 @@ def rising(sizes: Any) -> str | None:
     return (
         None
         if good
-        else f"{{}}, or 2 to {MOST_SIZES} sizes of at least {SMALLEST} px by their first epoch, "
-        "both increasing, from epoch 0: {0: 160, 12: 192}"
+        else f"{{}}, or 2 to {MOST_SIZES} entries `epoch: size` with increasing epochs from 0 and "
+        f"increasing sizes of at least {SMALLEST} px, such as {{0: 160, 12: 192}}"
     )
 
 
@@ -375,17 +375,17 @@ class Model:
     args: dict[str, Any] = key(
         {},
         RESULT | SPEED,
-        "{blur_pool: true} blurs the inputs of strided convolutions (arXiv 1904.11486); and "
-        "further arguments of the model by its library's names: {drop_path_rate: 0.1} for timm's "
-        "stochastic depth, {stochastic_depth_prob: 0.1} for torchvision's models (also its "
-        "ResNets) and those of models/, {zero_init_residual: true} for ResNets",
+        "arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic "
+        "depth in timm, {stochastic_depth_prob: 0.1} in torchvision (also its ResNets) and "
+        "models/; {zero_init_residual: true} is for ResNets. {blur_pool: true}, for any model, "
+        "blurs the inputs of strided convolutions (arXiv 1904.11486)",
         mapping,
     )
     freeze: Any = key(
         None,
         RESULT | SPEED,
-        "stages that are not trained: their number, counted from the input, or the name of the "
-        "last one; their BatchNorm keeps its statistics. A ResNet has conv1 (with bn1), layer1, "
+        "freeze the first stages: how many, counted from the input, or the name of the last one; "
+        "their BatchNorm statistics do not change. A ResNet has conv1 (with bn1), layer1, "
         "..., layer4 and fc; a ViT has the patch embedding, each block and the head",
         stage,
     )

@@ -97,7 +97,7 @@ class Expectation:
     ) -> str | None:
         """Return a warning if a validation lies below the band, and the one before below 2 sigma.
 
-        Only the first call for which this is so returns it.
+        Return it only once.
 
         Args:
             now, before: epoch and top-1 (percent) of a validation and of the one before.
@@ -106,14 +106,14 @@ class Expectation:
         if self._warned or not here or not there or now[1] >= here.low or before[1] >= there.low:
             return None
         self._warned = True
-        check = "the labels, the learning rate and changes of the code"
+        check = "the labels, the learning rate and your code changes"
         if self.changed:
-            check = f"{', '.join(self.changed)}, which differs from the recipe, and the labels"
+            check = f"the labels and what differs from the recipe ({', '.join(self.changed)})"
         return (
-            f"top1 {now[1]:.1f} % after epoch {now[0]} is more than {SIGMAS} sigma below this "
-            f"recipe ({here.mean:.1f} +/- {here.std:.1f} in {here.runs} runs; limit "
-            f"{here.low:.1f}), and {before[1]:.1f} % before was low, too: check {check}; training "
-            "continues, Ctrl-C stops it"
+            f"top1 {now[1]:.1f} % after epoch {now[0]} is below the {SIGMAS} sigma limit of this "
+            f"recipe, {here.low:.1f} ({here.runs} runs reached {here.mean:.1f} +/- "
+            f"{here.std:.1f}), and the previous validation, {before[1]:.1f} %, was also low: check "
+            f"{check}; training continues, Ctrl-C stops it"
         )
 
 

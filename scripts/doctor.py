@@ -437,8 +437,9 @@ def colours(case: Case) -> Iterator[Row]:
         yield ok(f"{text}: far from 0 and 1, but the values must be those of model.weights")
     else:
         yield warn(
-            f"{text}: more than {LARGEST_MEAN:g} from 0, or not within {low:g} to {high:g}",
-            f"unless this is intended, give {measured}",
+            f"{text}; the mean should be within {LARGEST_MEAN:g} of 0 and the deviation between "
+            f"{low:g} and {high:g}",
+            f"set {measured}, unless the configured values are intended",
         )
 
 

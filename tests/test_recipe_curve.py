@@ -158,7 +158,7 @@ def test_a_learning_rate_that_is_too_high(
 ) -> None:
     """It is not the recipe, so nothing is said at the end."""
     out = go(narrow, capsys, tinted, tmp_path / "run", "optim.lr=2")
-    assert "check optim.lr=2, which differs from the recipe, and the labels" in out
+    assert "check the labels and what differs from the recipe (optim.lr=2)" in out
     assert "recipe    accuracy" not in out
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["expectation"] is None

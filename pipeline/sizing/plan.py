@@ -274,7 +274,7 @@ def why_not_measured(
 ) -> str | None:
     """Why loader.workers=auto takes all workers that the cores allow; None if it measures."""
     few = f"an epoch of {batches_per_epoch:.1f} batches is over before it matters"
-    small = f"files of {file_bytes / 1000:.1f} kB on average are decoded faster than a GPU trains"
+    small = f"small files ({file_bytes / 1000:.1f} kB on average) decode faster than the GPU trains"
     reasons = {
         "none can be started": workers == 0,
         "training runs on the CPU and shares it with the workers": device.type != "cuda",
@@ -306,7 +306,7 @@ def decoders_to_compare(
     missing, on_cpu = why_no_engines(device), why_on_cpu(config, dataset)
     reasons = {
         f"no JPEG engines: {missing}": missing is not None,
-        f"not the GPU's JPEG engines: {on_cpu}": on_cpu is not None,
+        f"the GPU's JPEG engines are not used: {on_cpu}": on_cpu is not None,
         "train.deterministic=true excludes the GPU's JPEG engines": config.train.deterministic,
         "the GPU's JPEG engines are only compared if loader.workers=auto is measured": not measured,
     }
@@ -323,7 +323,7 @@ def why_on_cpu(config: Config, dataset: Dataset) -> str | None:
         return None
     entry = config.augment.train[place]
     name = entry if isinstance(entry, str) else next(iter(entry))
-    return f"{name} in augment.train needs pixels that the CPU has decoded"
+    return f"{name} in augment.train needs decoded pixels"
 
 
 def pixels_of(decoder: str) -> str:

@@ -277,7 +277,7 @@ def test_image_size_that_the_patches_do_not_divide(refusal: Refusal, image_root:
 
 
 SIZES = {
-    "data.sizes={0: 32}": "not allowed; give {}, or 2 to 8 sizes of at least 8 px",
+    "data.sizes={0: 32}": "not allowed; give {}, or 2 to 8 entries `epoch: size`",
     "data.sizes={1: 16, 2: 32}": "not allowed; ",
     "data.sizes={0: 16, 3: 24, 2: 32}": "not allowed; ",
     "data.sizes={0: 32, 2: 16}": "not allowed; ",

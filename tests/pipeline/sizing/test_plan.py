@@ -172,7 +172,7 @@ def test_augmentation_that_leaves_nothing_to_the_engines(
     host: Machine, transforms: str, culprit: str | None
 ) -> None:
     host()
-    reason = f"{culprit} in augment.train needs pixels that the CPU has decoded"
+    reason = f"{culprit} in augment.train needs decoded pixels"
     for decoder in ("gpu", "hybrid", "auto"):
         config = small(
             f"augment.train={transforms}", f"loader.decoder={decoder}", "loader.workers=auto"
@@ -275,5 +275,5 @@ def test_small_files_are_not_measured_if_there_are_some_workers(
     workers: int, file_bytes: int
 ) -> None:
     found = why_not_measured(CUDA, "region", 5000, workers, file_bytes)
-    expected = "files of 0.9 kB on average are decoded faster than a GPU trains"
+    expected = "small files (0.9 kB on average) decode faster than the GPU trains"
     assert found == (expected if (workers, file_bytes) == (4, 900) else None)
