@@ -183,7 +183,7 @@ def test_augmentation_that_leaves_nothing_to_the_engines(
             assert decoder in (found.decoder, "auto")
             continue
         assert found.decoder == resolve("auto") and found.workers == 15
-        start = "not the GPU's JPEG engines"
+        start = "the GPU's JPEG engines are not used"
         start = start if decoder == "auto" else f"loader.decoder={decoder} has no effect"
         assert found.lines()[0].endswith(f", decoder {found.decoder} ({start}: {reason})")
         # A run of an earlier version, whose workers decoded all of its images.
