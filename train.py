@@ -313,7 +313,9 @@ def agree_on(config: Config, world: World) -> Config:
     """
     if config.adapt:
         images = world.all_or_none(lambda: len(build_datasets(config).train))[world.rank]
-        config = world.all_or_none(lambda: complete(config, decide(config, images)))[world.rank]
+        config = world.all_or_none(lambda: complete(config, decide(config, images, world.size)))[
+            world.rank
+        ]
     config = replace(config, run=world.agree(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
     same_on_all_ranks(world.gather(keys))
@@ -448,7 +450,7 @@ def take_steps_of_later_sizes(step: StepGraph, feed: Feed, plan: Plan, state: Tr
     with untouched(state):
         for first in firsts:
             batch = next(feed.train.batches(first, first + 1))
-            for _ in range(ORDINARY_STEPS):
+            for _ in range(step.ordinary_steps):
                 step(batch)
     step.reset()
 

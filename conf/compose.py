@@ -65,6 +65,10 @@ def load(
     recipe = groups.pop("recipe", DEFAULT_RECIPE)
     try:
         planned = copy.deepcopy(_compose(recipe, schema.FOLDER))
+        # Not that of a recipe in its defaults, which is for another training.
+        file = OmegaConf.load(schema.FOLDER / "recipe" / f"{recipe}.yaml")
+        own = OmegaConf.select(file, "expect")
+        planned.expect = own and OmegaConf.merge(OmegaConf.structured(schema.Expect), own)
         _put(planned, decided or {})
         if decided and any(o.key_or_group == "data.image_size" for o in keys):
             planned.data.val_size = "${data.image_size}"
@@ -157,7 +161,9 @@ def complete(config: Config, decided: Mapping[str, Mapping[str, Any]]) -> Config
     for reason, values in decided.items():
         kept = [f"{name}={show(used[name])}" for name in values if used[name] == values[name]]
         notes += [f"{reason}: {', '.join(kept)}"] if kept else []
-    return replace(config, **sections, notes=[*after.notes, *notes])
+    completed = replace(config, **sections, notes=[*after.notes, *notes])
+    schema.check_sizes(completed)
+    return completed
 
 
 def _put(tree: DictConfig, values: Mapping[str, Any]) -> None:

@@ -752,7 +752,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_sizes(config: Config) -> None:
+def check_sizes(config: Config) -> None:
     """Refuse data.sizes that do not end in data.image_size before the run does.
 
     Raises:
@@ -808,7 +808,8 @@ def check(config: Config, *, runnable: bool = True) -> None:
         allowed = test(value) if test else None
         if allowed:
             raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
-    _check_sizes(config)
+    if not config.adapt:  # the program decides image size and epochs later, see compose.complete
+        check_sizes(config)
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"

@@ -28,11 +28,12 @@ LARGEST_BATCH = 256
 LR = 0.015
 
 
-def decide(config: Config, images: int) -> dict[str, Values]:
+def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
     """Return the values that the program decides, by the reason to print.
 
     Args:
         images: number of training images.
+        ranks: the batch is a multiple of it.
 
     Raises:
         UserError: the weights are missing or cannot be read.
@@ -46,7 +47,7 @@ def decide(config: Config, images: int) -> dict[str, Values]:
         )
     values = {
         f"from {config.model.weights}": of_weights(config, typed),
-        f"for {images:,} training images": of_images(images, config, typed),
+        f"for {images:,} training images": of_images(images, ranks, config, typed),
     }
     return {
         reason: {key: value for key, value in group.items() if key not in typed}
@@ -54,11 +55,12 @@ def decide(config: Config, images: int) -> dict[str, Values]:
     }
 
 
-def of_images(images: int, config: Config, typed: set[str]) -> Values:
+def of_images(images: int, ranks: int, config: Config, typed: set[str]) -> Values:
     """Return batch size, learning rate and length for a number of training images."""
     batch_size, epochs = config.loader.batch_size, config.train.epochs
     if "loader.batch_size" not in typed:
         batch_size = min(LARGEST_BATCH, suited_batch(images), images)
+        batch_size = max(1, batch_size // ranks) * ranks
     if "train.epochs" not in typed:
         epochs = min(MOST_EPOCHS, max(FEWEST_EPOCHS, round(IMAGES_SEEN / images)))
     return {
@@ -85,7 +87,10 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         return _of_checkpoint(content, config, typed)
     name = config.model.name
     if not typed & {"model", "model.name"}:
-        name = models.published_model(path) or models.stored_name(content) or name
+        stored = models.stored_name(content)
+        if stored is not None and stored not in models.available():
+            stored = f"timm/{stored}"  # timm's checkpoints name the model without the prefix
+        name = models.published_model(path) or stored or name
     about = models.published(name, path)
     if about is None:
         return {"model.name": name}

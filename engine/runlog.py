@@ -362,7 +362,9 @@ class RunLog:
         """Return what summary.json holds. The exit status follows from the signal's number."""
         state, epoch = self.state, self.plan.epoch
         last, best_step = state.last, int(state.best.get("step", 0))
-        expect = self.expectation.final if state.step == self.plan.schedule_steps else None
+        # A signal during the last step leaves the validation of an earlier epoch.
+        validated = last.get("step") == self.plan.schedule_steps
+        expect = self.expectation.final if validated else None
         speed = self.ledger.speed()
         self.ledger.peak_rate = self._peak_rate(self.plan.mean_flops(state.step))
         return {
@@ -374,7 +376,7 @@ class RunLog:
             "top1": last.get("top1"),
             "top5": last.get("top5"),
             **{key: value for key, value in last.items() if key.endswith("_raw")},
-            "expectation": compare(expect, last["top1"]) if expect and last else None,
+            "expectation": compare(expect, last["top1"]) if expect else None,
             "best_top1": state.best.get("top1"),
             "best_epoch": round(epoch(best_step), 4) if best_step else None,
             "best_checkpoint": f"step-{best_step:08d}.pt" if best_step else None,

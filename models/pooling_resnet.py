@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from models.resnet import BasicBlock
+from models.stochastic_depth import add_stochastic_depth
 
 
 class PoolingStage(nn.Module):
@@ -31,7 +32,7 @@ class PoolingResNet(nn.Module):
     of ResNet-18's time.
     """
 
-    def __init__(self, num_classes: int) -> None:
+    def __init__(self, num_classes: int, stochastic_depth_prob: float) -> None:
         super().__init__()
         widths = (32, 128, 384, 512)
         self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
@@ -42,6 +43,8 @@ class PoolingResNet(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+        blocks = [module for module in self.modules() if isinstance(module, BasicBlock)]
+        add_stochastic_depth(blocks, stochastic_depth_prob)
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, num_classes]."""
@@ -49,6 +52,8 @@ class PoolingResNet(nn.Module):
         return self.fc(torch.flatten(nn.functional.adaptive_max_pool2d(x, 1), 1))
 
 
-def resnet11_cifar(num_classes: int, image_size: int) -> nn.Module:
+def resnet11_cifar(
+    num_classes: int, image_size: int, *, stochastic_depth_prob: float = 0.0
+) -> nn.Module:
     """A ResNet with 11 layers that pools early, for 32 px images."""
-    return PoolingResNet(num_classes)
+    return PoolingResNet(num_classes, stochastic_depth_prob)

@@ -80,6 +80,11 @@ def read_file(path: Path, *, origin: str) -> Any:
     Raises:
         UserError: the file is missing, or cannot be read without executing code from it.
     """
+    if path.suffix in (".pt2", ".onnx"):
+        raise UserError(
+            f"{origin}: is an exported program; give the checkpoint or the run that it was "
+            "exported from"
+        )
     try:
         if path.suffix == ".safetensors":
             return _read_safetensors(path)
@@ -87,7 +92,10 @@ def read_file(path: Path, *, origin: str) -> Any:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        raise UserError(f"{origin}: no such file") from None
+        raise UserError(
+            f"{origin}: no such file or folder; give a checkpoint, the folder of a run, or a file "
+            "with weights (.pth, .pt, .safetensors)"
+        ) from None
     except Exception as error:  # torch.load raises many types
         raise UserError(
             f"{origin}: cannot be read ({_reason(path, error)}); give a state_dict or a checkpoint"
@@ -147,7 +155,9 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
     # The number of classes is the first dimension of the head's tensors.
     first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
-    only_head = len(first) <= 1 and all(own[k].shape[1:] == weights[k].shape[1:] for k in other)
+    only_head = set(other) <= set(_head(model)) and all(
+        own[k].shape[1:] == weights[k].shape[1:] for k in other
+    )
     if new_head and only_head and not unknown and (not missing or missing == _head(model)):
         if kept := missing or other:
             why = "the file has no head"
@@ -202,9 +212,13 @@ def _resized_positions(weights: Weights, own: Mapping[str, Tensor]) -> Weights:
 
 
 def _head(model: nn.Module) -> list[str]:
-    """Return the names of the tensors of the last layer."""
-    last = stages(model)[-1].parameters
+    """Return the names of the tensors of the classifier: timm states it, else the last layer."""
     parameters = dict(model.named_parameters())
+    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
+    if stated:
+        layers = {stated} if isinstance(stated, str) else set(stated)
+        return [name for name in parameters if name.rpartition(".")[0] in layers]
+    last = stages(model)[-1].parameters
     layers = {name.rpartition(".")[0] for name in last if parameters[name].ndim > 1}
     return [name for name in last if name.rpartition(".")[0] in layers]
 

@@ -154,6 +154,10 @@ def _build_torchvision(
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
     if probability:
         add_stochastic_depth(droppable_blocks(model), probability)
+    elif args.get("stochastic_depth_prob") and not any(
+        isinstance(module, vision.ops.StochasticDepth) for module in model.modules()
+    ):  # some models ignore arguments that they do not know
+        raise UserError(f"model.args={show(dict(args))}: {name} has no stochastic depth")
     if pretrained:
         published = vision.models.get_model_weights(name).DEFAULT
         try:

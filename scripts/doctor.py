@@ -498,7 +498,7 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config
     if config.adapt:
         files = case.both()[0].files if has_files(config.data) else build_datasets(config).train
-        config = case.config = complete(config, decide(config, len(files)))
+        config = case.config = complete(config, decide(config, len(files), case.ranks))
     world = World(0, case.ranks, 0, case.ranks, resolve_device(config.train.device, 0, case.ranks))
     if has_files(config.data):  # datasets of the same length, without an index and its cache
         train_split, val_split = case.both()

@@ -246,6 +246,7 @@ class Job:
         }
         model = {
             "name": trained.config.model.name,
+            "args": dict(trained.config.model.args),
             "image_size": trained.image_size,
             "num_classes": trained.num_classes,
             "checkpoint": trained.name,

@@ -980,6 +980,9 @@ def reference(runs: Sequence[Run]) -> str:
     if len(runs) < LEAST_RUNS:
         raise UserError(f"--reference: {len(runs)} runs; give {LEAST_RUNS} or more")
     refuse_different(runs)
+    images = {run.val[-1].get("images") for run in runs if run.val}
+    if len(images) != 1:
+        raise UserError("--reference: the runs have different validation images; give runs on one")
     curves = [top1_by_epoch(run) for run in runs]
     means = [fmean(values) for values in zip(*curves, strict=True)]
     deviations = [stdev(values) for values in zip(*curves, strict=True)]
@@ -990,7 +993,7 @@ def reference(runs: Sequence[Run]) -> str:
             f"  spread: {2 * deviations[-1]:.2f}  # two standard deviations",
             "  status: reproduced here",
             f"  source: {len(runs)} runs with this program",
-            f"  val_images: {runs[0].val[-1].get('images')}",
+            f"  val_images: {images.pop()}",
             f"  time: {duration(fmean(run.seconds() for run in runs))}",
             "  reference:",
             f"    runs: {len(runs)}",

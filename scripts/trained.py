@@ -4,6 +4,7 @@ A checkpoint of this project holds the whole config of its run and the names of 
 other files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -155,6 +156,8 @@ def open_trained(
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         found = _open_ours(path, content, weights, overrides)
+    elif stated := _stated_by_export(path):
+        found = _open_exported(path, stated, weights, overrides)
     else:
         found = _open_foreign(path, content, weights, overrides)
     return found if classes is None else replace(found, classes=_read_names(classes, found))
@@ -193,6 +196,39 @@ def _open_ours(
         image_size=image_size,
         stored=stored,
     )
+
+
+def _stated_by_export(path: Path) -> dict[str, Any]:
+    """Return what a safetensors file of scripts/export.py states about itself; {} for others."""
+    if path.suffix != ".safetensors":
+        return {}
+    texts = models.safetensors_metadata(path)
+    try:
+        model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
+        return {
+            "classes": tuple(str(name) for name in json.loads(texts["classes"])),
+            "values": {
+                "model.name": model["name"],
+                "model.args": model.get("args", {}),
+                "data.image_size": model["image_size"],
+                "data.val_size": about["input"]["shape"][-1],
+                "data.mean": about["mean"],
+                "data.std": about["std"],
+                "augment.val": about["transforms"],
+            },
+        }
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return {}
+
+
+def _open_exported(
+    path: Path, stated: dict[str, Any], weights: dict[str, torch.Tensor], overrides: Sequence[str]
+) -> Trained:
+    config = load_stored(stated["values"], overrides)
+    image_size, classes = config.data.image_size, stated["classes"]
+    count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
+    classes = classes if len(classes) == count else ()
+    return Trained(path, config, weights, False, count, classes, image_size, {})
 
 
 def _open_foreign(

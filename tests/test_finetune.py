@@ -16,7 +16,7 @@ import models
 import train
 from conf import cli
 from conf.compose import complete
-from conf.schema import Config, config_values
+from conf.schema import Config, UserError, config_values
 from engine import checkpoint
 from engine.finetune import decide
 from tests import small_run
@@ -241,6 +241,26 @@ def test_files_of_other_projects(
     if expected[1]:
         assert values["augment.val"][0] == {"resize": {"size": expected[1]}}
     assert decided(36, weights, "model=resnet18")["model.name"] == "resnet18"
+
+
+def test_a_name_of_timm_gets_its_prefix(tmp_path: Path) -> None:
+    weights = saved(tmp_path / "a.pth", "resnet18", lambda w: {"arch": "of_timm", "state_dict": w})
+    assert decided(36, weights)["model.name"] == "timm/of_timm"
+
+
+def test_sizes_are_checked_with_the_decided_values(pretrained: Path) -> None:
+    typed = [f"model.weights={pretrained}", "data.sizes={0: 24, 50: 32}"]
+    values = decided(36, *typed)
+    assert (values["data.image_size"], values["train.epochs"]) == (32, 100)
+    with pytest.raises(UserError, match=r"before epoch 50; give an earlier epoch"):
+        decided(36, *typed, "train.epochs=20")
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 6])
+def test_the_ranks_share_the_batch(pretrained: Path, ranks: int) -> None:
+    config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
+    batch = config_values(complete(config, decide(config, 20_000, ranks)))["loader.batch_size"]
+    assert batch % ranks == 0 and 250 < batch <= 256
 
 
 def test_interpolation_of_the_weights(tmp_path: Path) -> None:

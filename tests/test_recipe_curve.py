@@ -3,8 +3,10 @@
 import json
 import random
 import shutil
+import signal
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -118,6 +120,28 @@ def test_the_curve_of_five_runs(references: list[Path], expect: Expect) -> None:
     assert expect.top1 == curve.top1[-1]
     assert expect.spread == pytest.approx(2 * curve.std[-1], abs=0.02)
     assert (expect.status, expect.val_images) == ("reproduced here", 60)
+
+
+def test_a_run_that_a_signal_stops_in_its_last_step_is_not_compared(
+    expect: Expect,
+    tinted: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its last validation is that of an earlier epoch."""
+    training_step, steps = train.train_step, []
+
+    def step(*args: Any, **options: Any) -> Any:
+        steps.append(args)
+        if len(steps) == 36:
+            signal.raise_signal(signal.SIGTERM)
+        return training_step(*args, **options)
+
+    monkeypatch.setattr(train, "train_step", step)
+    out = go(expect, capsys, tinted, tmp_path / "run")
+    assert "interrupted after 36 steps, 4 epochs" in out and "recipe " not in out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["expectation"] is None
 
 
 def test_a_good_run(

@@ -83,6 +83,12 @@ def test_groups_keep_values_that_they_do_not_set() -> None:
     assert (cifar.loader.workers, cifar.loader.batch_size) == (0, 256)
 
 
+def test_a_recipe_does_not_have_the_expectation_of_the_one_it_is_based_on() -> None:
+    own, base = (cli.load([f"recipe={name}", DATA]).expect for name in ("cifar10_96", "cifar10"))
+    assert own is not None and base is not None
+    assert base.reference is not None and own.reference is None
+
+
 def test_a_note_lists_the_values_that_a_typed_group_replaces() -> None:
     (note,) = cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim=adamw"]).notes
     assert note.startswith(

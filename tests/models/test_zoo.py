@@ -490,6 +490,7 @@ def test_zero_init_residual_makes_each_block_the_identity(name: str, last: str) 
         ("vit_b_16", {"blur_pool": True}, "vit_b_16 has no strided convolutions after the first"),
         ("timm/resnet18", {"checkpoint_path": "x"}, "checkpoint_path follows from other keys"),
         ("convnext_tiny", {"stochastic_depth_prob": 1}, "stochastic_depth_prob: give a number"),
+        ("mobilenet_v3_small", {"stochastic_depth_prob": 0.1}, "mobilenet_v3_small has no "),
         ("convnext_tiny", {"stochastic_depth_prob": "x"}, "stochastic_depth_prob: give a number"),
     ],
 )
@@ -499,3 +500,11 @@ def test_wrong_argument_of_a_model_is_refused(
     with pytest.raises(UserError, match=rf"^model\.args={{.*}}: {message}") as error:
         models.build(name, num_classes=10, image_size=64, args=args)
     assert "\n" not in str(error.value)
+
+
+def test_only_a_head_may_have_another_size(tmp_path: Path) -> None:
+    weights = models.build("resnet18", num_classes=5, image_size=64).state_dict()
+    torch.save(weights | {"layer1.0.conv1.weight": torch.zeros(7, 64, 3, 3)}, tmp_path / "a.pth")
+    model = models.build("resnet18", num_classes=5, image_size=64)
+    with pytest.raises(UserError, match=r"layer1\.0\.conv1\.weight is of another shape"):
+        models.load_weights(model, tmp_path / "a.pth")

@@ -145,14 +145,20 @@ def test_another_program_needs_only_the_file(
 
 
 def test_command_line(folder: Path, image_root: Path, tmp_path: Path) -> None:
-    """The data of the run is found again; the result is a file of another project."""
+    """The data of the run is found again; the file states what its weights need."""
     done = script(folder, "--to", "safetensors", *HERE, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert f"checked with 16 images of {image_root / 'val'}\n" in done.stdout
     (out,) = tmp_path.iterdir()
     assert out.name == f"{open_trained(folder).name}.safetensors"
-    again = open_trained(out, ["model.name=resnet_tiny", "data.image_size=32"])
-    own = open_trained(folder)
+    again, own = open_trained(out), open_trained(folder)
+    assert (again.classes, again.image_size) == (own.classes, own.image_size)
+    assert again.config.model == own.config.model
+    assert (again.config.data.mean, again.config.data.std) == (
+        own.config.data.mean,
+        own.config.data.std,
+    )
+    assert [export.explicit(entry) for entry in own.config.augment.val] == again.config.augment.val
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
 
 
