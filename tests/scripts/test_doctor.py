@@ -628,7 +628,7 @@ def test_the_mean_and_the_deviation_of_the_pixels(root: Path) -> None:
         Image.fromarray(np.array(drawn()) // 4 + 5).save(path, quality=100, subsampling=0)
     row = only(look(root)["colours"])
     assert row.status == "warn" and row.do.startswith("set data.mean=[")
-    typed = row.do.partition(", give ")[2].split()
+    typed = row.do.removeprefix("set ").partition(", unless ")[0].split()
     pixels = np.array(Image.open(next(root.glob("train/*/*.jpg")))).reshape(-1, 3) / 255
     for override, values in zip(typed, (pixels.mean(0), pixels.std(0)), strict=True):
         measured = [float(v) for v in override.partition("=")[2].strip("[]").split(",")]
