@@ -15,6 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
 
 from conf import cli
+from conf.compose import complete
 
 # Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine, this
 # makes the demo 6 times as fast. torch reads the variable once, at its import.
@@ -42,7 +43,7 @@ from conf.schema import DATA_FOLDERS, Config, UserError, config_values
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
 from engine.evaluate import hits, sums
-from engine.finetune import adapt
+from engine.finetune import decide
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.out_of_memory import explain_out_of_memory
@@ -311,7 +312,9 @@ def agree_on(config: Config, world: World) -> Config:
         UserError: other keys differ between the ranks; or the weights or images cannot be read.
     """
     if config.adapt:
-        config = world.all_or_none(lambda: adapt(config, ranks=world.size))[world.rank]
+        images = world.all_or_none(lambda: len(build_datasets(config).train))[world.rank]
+        values = world.all_or_none(lambda: decide(config, images, world.size))[world.rank]
+        config = world.all_or_none(lambda: complete(config, values))[world.rank]
     config = replace(config, run=world.agree(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
     same_on_all_ranks(world.gather(keys))

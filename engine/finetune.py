@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import models
-from conf.compose import complete
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.plan import suited_batch
-from pipeline.build import build_datasets
 
 Values = dict[str, Any]
 """Dotted key -> value."""
@@ -28,15 +26,6 @@ LARGEST_BATCH = 256
 # (arXiv 1706.02677), but not lower for smaller ones: with 18 images and a batch of 8, 0.0003
 # reached 46 % and 0.01 94 % in 20 epochs (images of tests/test_finetune.py).
 LR = 0.015
-
-
-def adapt(config: Config, *, ranks: int) -> Config:
-    """Complete the config of a recipe with `adapt: true`, see `decide`.
-
-    Raises:
-        UserError: the weights or the images cannot be read, or a value is not allowed.
-    """
-    return complete(config, decide(config, len(build_datasets(config).train), ranks))
 
 
 def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
