@@ -330,7 +330,7 @@ def commands_of(*pages: str) -> list[str]:
         for block in COMMANDS
         if block.page.name in pages
         for line in block.text.replace("\\\n", " ").splitlines()
-        if re.match(r"python scripts/(evaluate|predict|report|export)\.py runs/", line)
+        if re.match(r"python scripts/(evaluate|predict|report|export)\.py runs/(NAME|A)\b", line)
     ]
     return list(dict.fromkeys(lines))
 
