@@ -11,6 +11,7 @@ import ast
 import os
 import re
 import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from torch.distributed.run import get_args_parser
 
 import train
 from conf import cli
-from conf.overrides import FIELDS, KEYS, NAMES, remedy
+from conf.overrides import FIELDS, KEYS, NAMES, read_override, remedy
 from conf.schema import SPEED
 from scripts import report
 from tests import small_run
@@ -47,7 +48,7 @@ printf '%s\\0' "${0##*/}" "$@" >"$file"
 # Run the rest of the line.
 TASKSET = '#!/bin/bash\nshift 2\nexec "$@"\n'
 IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
-RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1")
+RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,22 @@ def read_blocks(page: Path) -> Iterator[Block]:
 
 BLOCKS = [block for page in PAGES for block in read_blocks(page)]
 COMMANDS = [b for b in BLOCKS if b.language == "sh" and b.page.name != "fork.md"]
+PLACEHOLDERS = re.compile(r"\.\.\.|<|=$|CHECKPOINT|VALUE|=mine$")
+
+
+def read_inline(page: Path) -> list[str]:
+    """Return the `code` of a page outside blocks, without code that has a placeholder."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    code = re.findall(r"`([^`]+)`", text)
+    return [c for c in dict.fromkeys(code) if not PLACEHOLDERS.search(c)]
+
+
+# The commands in the text of a page; without arguments, they are names of programs.
+INLINE = [
+    Block(page, 0, "sh", "\n".join(lines))
+    for page in PAGES
+    if (lines := [c for c in read_inline(page) if re.match(r"(python|torchrun) \S+ \S", c)])
+]
 
 
 @pytest.fixture(scope="module")
@@ -250,7 +267,7 @@ PREPARATIONS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.mark.usefixtures("_undo")
-@pytest.mark.parametrize("block", COMMANDS, ids=str)
+@pytest.mark.parametrize("block", [*COMMANDS, *INLINE], ids=str)
 def test_commands_are_valid(
     block: Block, desk: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,6 +470,16 @@ def test_files_and_keys_exist(page: Path) -> None:
         for key in re.findall(rf"(?<![\w/.])((?:{sections})\.[a-z]\w*)(?![\w.(])", code):
             is_file = key.partition(".")[2] in ("py", "json", "sqlite", "tar", "zip", "csv")
             assert is_file or key in KEYS, f"{page.name}: there is no key {key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_overrides_are_valid(page: Path) -> None:
+    """`key=value` in the text has a value that the key accepts."""
+    for code in read_inline(page):
+        words = shlex.split(code) if "=" in code and page.name != "fork.md" else []
+        if words and all(word.partition("=")[0] in NAMES for word in words):
+            for word in words:
+                read_override(word)
 
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda p: p.name)
