@@ -62,15 +62,6 @@ _SENTENCES = {
         "aa auto-augment"
     ),
     "leave it out: the number of workers changes only at a start": "autotune.online",
-    "leave it out: the same command resumes at the exact sample": "start-epoch no-resume-opt",
-    "leave it out: warm-up is linear and starts at zero": (
-        "lr-warmup-method lr-warmup-decay warmup-lr"
-    ),
-    "leave it out: the average is updated at every step": "model-ema-steps",
-    "leave it out: the list of files is cached": "cache-dataset",
-    "leave it out: batch buffers are page-locked on a GPU": "pin-mem",
-    "write `resize: {size: {}}` in augment.val": "val-resize-size",
-    "write optim.betas=[B1,B2]": "opt-betas",
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end": (
@@ -81,6 +72,15 @@ _SENTENCES = {
         "multiprocessing-distributed ngpus nnodes nodes num-gpus num-nodes rank world-size"
     ),
     "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU": "gpu gpu-id",
+    "leave it out: the same command resumes at the exact sample": "start-epoch no-resume-opt",
+    "leave it out: warm-up is linear and starts at zero": (
+        "lr-warmup-method lr-warmup-decay warmup-lr"
+    ),
+    "leave it out: the average is updated at every step": "model-ema-steps",
+    "leave it out: the list of files is cached": "cache-dataset",
+    "leave it out: batch buffers are page-locked on a GPU": "pin-mem",
+    "write `resize: {size: {}}` in augment.val": "val-resize-size",
+    "write optim.betas=[B1,B2]": "opt-betas",
     "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",
     "write `interpolation: {}` in random_resized_crop or resize of an augment list": (
         "interpolation train-interpolation"
