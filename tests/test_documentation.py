@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -174,13 +175,21 @@ def check_script(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
         assert end.code == 0
 
 
+class Read(Exception):
+    """The arguments have been read."""
+
+
 def check_report(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """report.py reads its arguments in main(); do nothing else there."""
-    for name in ("read_run", "reference", "build", "write"):
-        monkeypatch.setattr(report, name, lambda *_: None)
-    assert report.main(words) == 0
-    runs = [word for word in words if word.startswith("runs/")]
-    assert runs and all(os.path.isdir(run) for run in runs), runs
+    """report.py reads its arguments in main(); stop there."""
+
+    def parse_args(parser: report.Parser, given: list[str]) -> Namespace:
+        raise Read(ArgumentParser.parse_args(parser, given))
+
+    monkeypatch.setattr(report.Parser, "parse_args", parse_args)
+    with pytest.raises(Read) as read:
+        report.main(words)
+    runs = read.value.args[0].runs
+    assert all(os.path.isdir(run) for run in runs), runs
 
 
 def check_make(words: list[str]) -> None:
@@ -194,9 +203,9 @@ def check_pip(words: list[str]) -> None:
     if words[0] == "-r":
         assert (ROOT / words[1]).is_file() and len(words) == 2
         return
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [line for lines in project["optional-dependencies"].values() for line in lines]
-    known = {re.split(r"[ <>=;]", line)[0] for line in extras}
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = {**content["project"].get("optional-dependencies", {}), **content["dependency-groups"]}
+    known = {re.split(r"[ <>=;]", line)[0] for lines in groups.values() for line in lines}
     assert set(words) <= known, words
 
 
