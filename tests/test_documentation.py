@@ -175,7 +175,7 @@ def check_script(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -
         assert end.code == 0
 
 
-class Read(Exception):
+class Read(Exception):  # noqa: N818 - not an error
     """The arguments have been read."""
 
 
