@@ -10,12 +10,14 @@ _OVERRIDES = {
     "augment.batch=[{mixup: {alpha: {}}}]": "mixup mixup-alpha",
     "augment.batch=[{cutmix: {alpha: {}}}]": "cutmix cutmix-alpha",
     "augment.batch=[{random_erasing: {p: {}}}]": "reprob random-erase random-erasing",
+    "checkpoint.keep={}": "checkpoint-hist save-top-k",
     "checkpoint.resume={}": "resume-from resume-path ckpt-path load",
     "data=fake": "dummy",
     "data.image_size={}": "img-size imgsz input-size crop-size train-crop-size resolution",
     "data.repeats={}": "aug-repeats ra-reps",
     "data.repeats=3": "ra-sampler",
     "data.root={}": "data data-dir data-path data-root dataset-dir dataset-path",
+    "data.val_size={}": "val-crop-size",
     "loader.batch_size={}": "b bs batch",
     "loader.workers={}": "j num-workers n-workers",
     "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
@@ -27,6 +29,7 @@ _OVERRIDES = {
     "optim={}": "opt optimizer optimiser",
     "optim.clip_norm={}": "clip-grad clip-grad-norm grad-clip gradient-clip-val max-grad-norm",
     "optim.decay_norms=false": "norm-weight-decay bias-weight-decay",
+    "optim.eps={}": "opt-eps",
     "optim.lr={}": "learning-rate",
     "optim.weight_decay={}": "wd",
     "recipe={}": "config config-name",
@@ -35,12 +38,13 @@ _OVERRIDES = {
     "schedule={}": "sched scheduler lr-scheduler lr-schedule",
     "schedule.final_lr={}": "min-lr lr-min",
     "schedule.step_epochs={}": "lr-step-size decay-epochs",
-    "schedule.step_gamma={}": "gamma lr-gamma decay-rate",
+    "schedule.step_gamma={}": "gamma lr-gamma decay-rate dr",
     "schedule.warmup_epochs={}": "lr-warmup-epochs warmup",
     "train.accumulate={}": (
         "accum-iter grad-accum grad-accum-steps accumulate-grad-batches gradient-accumulation-steps"
     ),
     "train.bce_threshold={}": "bce-target-thresh",
+    "train.deterministic=true": "use-deterministic-algorithms",
     "train.device=cpu": "no-cuda no-accel cpu",
     "train.ema_decay={}": "model-ema-decay ema",
     "train.ema_decay=0.9999": "model-ema",
@@ -50,6 +54,7 @@ _OVERRIDES = {
     "train.max_steps={}": "steps max-iters",
     "train.precision=bf16": "amp bf16 fp16 mixed-precision",
     "train.seed={}": "random-seed",
+    "train.validate_every_epochs={}": "val-interval check-val-every-n-epoch",
 }
 # Advice -> names in other programs of options without an equivalent key.
 _SENTENCES = {
@@ -67,6 +72,15 @@ _SENTENCES = {
         "multiprocessing-distributed ngpus nnodes nodes num-gpus num-nodes rank world-size"
     ),
     "the environment variable CUDA_VISIBLE_DEVICES chooses the GPU": "gpu gpu-id",
+    "leave it out: the same command resumes at the exact sample": "start-epoch no-resume-opt",
+    "leave it out: warm-up is linear and starts at zero": (
+        "lr-warmup-method lr-warmup-decay warmup-lr"
+    ),
+    "leave it out: the average is updated at every step": "model-ema-steps",
+    "leave it out: the list of files is cached": "cache-dataset",
+    "leave it out: batch buffers are page-locked on a GPU": "pin-mem",
+    "write `resize: {size: {}}` in augment.val": "val-resize-size",
+    "write optim.betas=[B1,B2]": "opt-betas",
     "write recipe={} for a recipe or run.name={} for the name of the run": "experiment",
     "write `interpolation: {}` in random_resized_crop or resize of an augment list": (
         "interpolation train-interpolation"

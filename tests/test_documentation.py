@@ -1,0 +1,525 @@
+"""README.md and docs/: commands work, links lead somewhere, and keys and flags exist.
+
+A block of commands (```sh) runs in bash, in a folder with stand-ins for the reader's files.
+`python`, `torchrun` and other programs only note their arguments there; the shell and tools such as
+`find` are real. The arguments are then checked by the parsers of the programs. Blocks of other
+programs are marked with their name, such as ```sh timm. tests/test_fork_guide.py runs those of
+docs/fork.md.
+"""
+
+import ast
+import os
+import re
+import runpy
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+import train
+from conf import cli
+from conf.overrides import FIELDS, KEYS, NAMES, read_override, remedy
+from conf.schema import SPEED
+from scripts import report
+from tests import small_run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+OTHERS = ("sh timm", "sh pytorch/examples")
+NOTED = ("python", "torchrun", "make", "pip", "tensorboard", "unzip")
+REAL = (
+    *("awk", "basename", "bash", "cat", "cp", "find", "grep", "ls", "mkdir", "mktemp", "mv", "seq"),
+    *("shuf", "tail", "wc", "xargs"),
+)
+NOTE = """#!/bin/bash
+file=$(mktemp "$NOTES/XXXXXX")
+printf '%s\\0' "${0##*/}" "$@" >"$file"
+[ "$*" != - ] || cat >>"$file"
+"""
+# Run the rest of the line.
+TASKSET = '#!/bin/bash\nshift 2\nexec "$@"\n'
+IN_A_ROOT = re.compile(r"""(?<=[\s="])/(?=(?:imagenet\w*|cifar10|photos|images)\b)""")
+RUNS = ("NAME", "A", "B", "cifar10,optim.lr=0.1", "demo,train.seed=1", "imagenet_rn50_fast")
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    line: int
+    language: str
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def read_blocks(page: Path) -> Iterator[Block]:
+    """Yield the fenced blocks of a page."""
+    lines = page.read_text().splitlines()
+    start = None
+    for number, line in enumerate(lines, 1):
+        if not line.lstrip().startswith("```"):
+            continue
+        if start is None:
+            start = number
+        else:
+            language = lines[start - 1].strip().removeprefix("```")
+            yield Block(page, start, language, "\n".join(lines[start : number - 1]))
+            start = None
+    assert start is None, f"{page.name}:{start}: the block is not closed"
+
+
+BLOCKS = [block for page in PAGES for block in read_blocks(page)]
+COMMANDS = [b for b in BLOCKS if b.language == "sh" and b.page.name != "fork.md"]
+PLACEHOLDERS = re.compile(r"\.\.\.|<|=$|CHECKPOINT|VALUE|=mine$")
+
+
+def read_inline(page: Path) -> list[str]:
+    """Return the `code` of a page outside blocks, without code that has a placeholder."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    code = re.findall(r"`([^`]+)`", text)
+    return [c for c in dict.fromkeys(code) if not PLACEHOLDERS.search(c)]
+
+
+# The commands in the text of a page; without arguments, they are names of programs.
+INLINE = [
+    Block(page, 0, "sh", "\n".join(lines))
+    for page in PAGES
+    if (lines := [c for c in read_inline(page) if re.match(r"(python|torchrun) \S+ \S", c)])
+]
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PATH: programs that note their arguments, and the real tools."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in (*NOTED, "taskset"):
+        (folder / name).write_text(TASKSET if name == "taskset" else NOTE)
+        (folder / name).chmod(0o755)
+    for name in REAL:
+        tool = shutil.which(name)
+        assert tool, f"{name} is not installed"
+        (folder / name).symlink_to(tool)
+    return folder
+
+
+@pytest.fixture
+def desk(tmp_path: Path, image_root: Path) -> Path:
+    """A folder with stand-ins for the files of a reader."""
+    desk = tmp_path / "desk"
+    for name in ("runs/alarms", "notes", "imagenet", "cifar10", "images", "photos/val"):
+        (desk / name).mkdir(parents=True)
+    for run in RUNS:
+        (desk / "runs" / run / "checkpoints").mkdir(parents=True)
+        (desk / "runs" / run / "checkpoints" / "last.json").touch()
+    for name in ("resnet50-0676ba61.pth", "names.txt", ".venv/bin/activate"):
+        (desk / name).parent.mkdir(parents=True, exist_ok=True)
+        (desk / name).touch()
+    for name in ("photo.jpg", "new_photo.jpg", "photos/a.jpg", "photos/val/b.jpg"):
+        shutil.copy(image_root / "val" / "dots" / "00.jpg", desk / name)
+    return desk
+
+
+def run_block(text: str, desk: Path, programs: Path) -> list[tuple[list[str], str]]:
+    """Run a block in bash. Return the arguments, and standard input, of each noted program."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", IN_A_ROOT.sub(f"{desk}/", text)],
+        cwd=desk,
+        env={"PATH": str(programs), "NOTES": str(desk / "notes"), "HOME": str(desk)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    notes = []
+    for path in sorted((desk / "notes").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        *arguments, given = path.read_text().split("\0")
+        notes.append((arguments, given))
+        path.unlink()
+    return notes
+
+
+# Checks of the arguments of a program.
+
+
+def check_train(words: list[str]) -> None:
+    """Compose the config as train.py does."""
+    try:
+        cli.parse(words, script="train.py", purpose="")
+    except SystemExit as end:
+        assert end.code == 0
+
+
+def check_script(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script up to the end of the block that reads its arguments."""
+    body = ast.parse((ROOT / path).read_text()).body
+    guards = [i for i, node in enumerate(body) if isinstance(node, ast.If)]
+    assert len(guards) > 1, f"{path} reads its arguments elsewhere"
+    part = ast.Module(body[: guards[-2] + 1], type_ignores=[])
+    if find_spec("onnx") is None:  # export.py refuses the format at once
+        words = ["pt2" if word == "onnx" else word for word in words]
+    monkeypatch.setattr(sys, "argv", [path, *words])
+    code = compile(part, str(ROOT / path), "exec")
+    try:
+        exec(code, {"__name__": "__main__", "__file__": str(ROOT / path), "__doc__": path})
+    except SystemExit as end:
+        assert end.code == 0
+
+
+class Read(Exception):  # noqa: N818 - not an error
+    """The arguments have been read."""
+
+
+def check_report(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """report.py reads its arguments in main(); stop there."""
+
+    def parse_args(parser: report.Parser, given: list[str]) -> Namespace:
+        raise Read(ArgumentParser.parse_args(parser, given))
+
+    monkeypatch.setattr(report.Parser, "parse_args", parse_args)
+    with pytest.raises(Read) as read:
+        report.main(words)
+    runs = read.value.args[0].runs
+    assert all(os.path.isdir(run) for run in runs), runs
+
+
+def check_make(words: list[str]) -> None:
+    targets = re.findall(r"^(\w+):.*##", (ROOT / "Makefile").read_text(), re.M)
+    assert set(words) <= set(targets), words
+
+
+def check_pip(words: list[str]) -> None:
+    """Every package is one of requirements.txt or of an extra."""
+    assert words.pop(0) == "install"
+    if words[0] == "-r":
+        assert (ROOT / words[1]).is_file() and len(words) == 2
+        return
+    content = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    groups = {**content["project"].get("optional-dependencies", {}), **content["dependency-groups"]}
+    known = {re.split(r"[ <>=;]", line)[0] for lines in groups.values() for line in lines}
+    assert set(words) <= known, words
+
+
+def check_command(words: list[str], given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    match words:
+        case ["python", "train.py", *rest]:
+            check_train(rest)
+        case ["python", "scripts/report.py", *rest]:
+            check_report(rest, monkeypatch)
+        case ["python", script, *rest] if script.startswith("scripts/"):
+            check_script(script, rest, monkeypatch)
+        case ["python", "-"]:
+            compile(given, "standard input", "exec")
+        case ["torchrun", *rest]:
+            options = get_args_parser().parse_args(rest)
+            assert options.training_script == "train.py"
+            check_train(options.training_script_args)
+        case ["make", *targets]:
+            check_make(targets)
+        case ["pip", *rest]:
+            check_pip(rest)
+        case ["tensorboard", "--logdir", "runs"] | ["unzip", "-q", _, "-d", "kaggle"]:
+            pass
+        case _:
+            pytest.fail(f"no check for the command: {' '.join(words)}")
+
+
+@pytest.fixture
+def _undo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Undo what scripts change at their start."""
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
+    signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGPIPE)}
+    yield
+    for number, handler in signals.items():
+        signal.signal(number, handler)
+
+
+def put_kaggle(desk: Path) -> None:
+    """What Kaggle's archive holds, with one validation image."""
+    images = desk / "kaggle" / "ILSVRC" / "Data" / "CLS-LOC"
+    (images / "train" / "n03995372").mkdir(parents=True)
+    (images / "val").mkdir()
+    (images / "val" / "ILSVRC2012_val_00048981.JPEG").touch()
+    (desk / "kaggle" / "LOC_val_solution.csv").write_text(
+        "ImageId,PredictionString\nILSVRC2012_val_00048981,n03995372 85 1 499 272 \n"
+    )
+
+
+def put_all(desk: Path) -> None:
+    """Ten images of each of two classes, without a split."""
+    for name in ("cat", "big dog"):
+        (desk / "all" / name).mkdir(parents=True)
+        for i in range(10):
+            (desk / "all" / name / f"{i}.jpg").touch()
+
+
+def put_curves(desk: Path) -> None:
+    for number in range(1, 11):
+        (desk / f"runs/alarms/curve{number}").mkdir()
+
+
+PREPARATIONS: dict[str, Callable[[Path], None]] = {
+    "unzip": put_kaggle,
+    "cp -r all": put_all,
+    "runs/alarms": put_curves,
+}
+
+
+@pytest.mark.usefixtures("_undo")
+@pytest.mark.parametrize("block", [*COMMANDS, *INLINE], ids=str)
+def test_commands_are_valid(
+    block: Block, desk: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for word, prepare in PREPARATIONS.items():
+        if word in block.text:
+            prepare(desk)
+    notes = run_block(block.text, desk, programs)
+    monkeypatch.chdir(desk)
+    alike = {re.sub(r"\d+", "1", " ".join(words)): (words, given) for words, given in notes}
+    for words, given in alike.values():  # a loop over seeds is checked once
+        check_command(words, given, monkeypatch)
+    if "unzip" in block.text:
+        assert (desk / "imagenet/train/n03995372").is_dir()
+        assert (desk / "imagenet/val/n03995372/ILSVRC2012_val_00048981.JPEG").is_file()
+    elif "cp -r all" in block.text:
+        for name in ("cat", "big dog"):
+            assert len(list((desk / "photos/train" / name).iterdir())) == 8
+            assert len(list((desk / "photos/val" / name).iterdir())) == 2
+    else:
+        assert notes or set(block.text.split()) <= {"source", ".venv/bin/activate"}
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "python train.py data.rot=/imagenet",
+        "python train.py --lr 0.1 /imagenet",
+        "python scripts/doctor.py data.root=/imagenet --everything",
+        "python scripts/evaluate.py runs/MISSING",
+        "python scripts/missing.py",
+        "python main.py",
+        "torchrun --gpus 8 train.py data.root=/imagenet",
+        "make everything",
+        "pip install tensorflow",
+        "wget data.tar",
+        "python - <<'END'\nimport\nEND",
+    ],
+)
+@pytest.mark.usefixtures("_undo")
+def test_wrong_commands_are_found(
+    command: str, desk: Path, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(desk)
+    found = (AssertionError, SyntaxError, SystemExit, OSError, pytest.fail.Exception)
+
+    def check() -> None:
+        for words, given in run_block(command, desk, programs):
+            check_command(words, given, monkeypatch)
+
+    with pytest.raises(found):
+        check()
+
+
+def test_every_block_has_a_language() -> None:
+    """Commands are not hidden in blocks of output, and other programs are named."""
+    for block in BLOCKS:
+        assert block.language in ("sh", "text", "diff", *OTHERS), block
+        if block.language == "text":
+            assert not re.search(r"^(python|torchrun|make|pip) ", block.text, re.M), block
+
+
+# Commands that run.
+
+
+@pytest.fixture(scope="module")
+def finished(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 9 steps."""
+    folder = tmp_path_factory.mktemp("runs") / "small"
+    small_run.run(image_root, folder)
+    return folder
+
+
+def commands_of(*pages: str) -> list[str]:
+    """Return the lines of the pages that call one of the scripts for a run, and nothing else."""
+    lines = [
+        line
+        for block in COMMANDS
+        if block.page.name in pages
+        for line in block.text.replace("\\\n", " ").splitlines()
+        if re.match(r"python scripts/(evaluate|predict|report|export)\.py runs/(NAME|A)\b", line)
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def run_script(line: str, desk: Path, finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a script in this process, with every run replaced by a small one."""
+    _, script, *words = line.split()
+    for run in RUNS:
+        shutil.rmtree(desk / "runs" / run)
+        (desk / "runs" / run).symlink_to(finished)
+    if not script.endswith("report.py"):
+        words += ["train.device=cpu", "loader.workers=0"]
+    monkeypatch.chdir(desk)
+    monkeypatch.setattr(sys, "argv", [script, *words])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(ROOT / script), run_name="__main__")
+    assert not end.value.code
+
+
+@pytest.mark.usefixtures("_undo")
+@pytest.mark.parametrize("line", [c for c in commands_of("README.md") if "onnx" not in c])
+def test_commands_of_the_readme_run(
+    line: str, desk: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_script(line, desk, finished, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_undo")
+@pytest.mark.parametrize(
+    "line",
+    [c for c in commands_of(*(p.name for p in PAGES)) if c not in commands_of("README.md")],
+)
+def test_commands_of_the_pages_run(
+    line: str, desk: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "--to onnx" in line:
+        pytest.importorskip("onnxruntime")
+    run_script(line, desk, finished, monkeypatch)
+
+
+def trainings() -> list[str]:
+    """Return the commands of the guides that train; accuracy and benchmarks repeat these keys."""
+    return list(
+        dict.fromkeys(
+            line.partition("#")[0].strip()
+            for block in COMMANDS
+            if block.page.name not in ("accuracy.md", "benchmarks.md")
+            for line in block.text.replace("\\\n", " ").splitlines()
+            if line.startswith(("python train.py", "torchrun"))
+            and not {"--help", "--cfg"} & set(line.split())
+        )
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", trainings())
+def test_trainings_run(
+    line: str, image_root: Path, tmp_path: Path, finished: Path, whole_runs: None
+) -> None:
+    """One step on small images, with a small model if the command does not name one."""
+    if "timm/" in line:
+        pytest.importorskip("timm")
+    script = line.split("train.py ", 1)[1]
+    words = subprocess.run(
+        ["bash", "-c", f"printf '%s\\0' {script}"], capture_output=True, text=True, check=True
+    ).stdout.split("\0")[:-1]
+    if "model.weights" in line:
+        words += ["model.name=resnet_tiny", f"model.weights={finished}"]
+    if "checkpoint.resume" in line:
+        pytest.skip("needs a run of the same config")
+    words += [
+        *(
+            f"data.root={image_root}",
+            f"data.val={image_root / 'val'}",
+            f"run.dir={tmp_path / 'run'}",
+        ),
+        *("train.device=cpu", "train.max_steps=1", "loader.batch_size=8", "loader.workers=0"),
+        *(
+            "data.image_size=32",
+            "data.val_size=32",
+            "log.tensorboard=false",
+            "autotune.refresh=false",
+        ),
+    ]
+    assert train.train(cli.load(words))["status"] == "finished"
+
+
+# Links, names of files, keys and flags.
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that a forge makes of the headings."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    headings = re.findall(r"^#+ (.*)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        path = page.parent / name if name else page
+        assert path.is_file(), f"{page.name}: {target}"
+        assert not anchor or anchor in anchors(path), f"{page.name}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_files_and_keys_exist(page: Path) -> None:
+    """Every file and every key that stands in `code`."""
+    text = re.sub(r"^```diff.*?^```$", "", page.read_text(), flags=re.M | re.S)
+    sections = "|".join(dict.fromkeys(key.partition(".")[0] for key in KEYS))
+    folders = "conf|pipeline|models|engine|scripts|tests|docs"
+    for code in re.findall(r"`([^`\n]+)`", text):
+        for name in re.findall(rf"\b(?:{folders})/[\w/]+\.(?:py|md|yaml|c)\b", code):
+            known = (ROOT / name).exists() or name == "conf/recipe/mine.yaml"
+            assert known, f"{page.name}: there is no {name}"
+        for key in re.findall(rf"(?<![\w/.])((?:{sections})\.[a-z]\w*)(?![\w.(])", code):
+            is_file = key.partition(".")[2] in ("py", "json", "sqlite", "tar", "zip", "csv")
+            assert is_file or key in KEYS, f"{page.name}: there is no key {key}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_overrides_are_valid(page: Path) -> None:
+    """`key=value` in the text has a value that the key accepts."""
+    for code in read_inline(page):
+        words = shlex.split(code) if "=" in code and page.name != "fork.md" else []
+        if words and all(word.partition("=")[0] in NAMES for word in words):
+            for word in words:
+                read_override(word)
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda p: p.name)
+def test_every_page_says_what_it_answers_and_is_listed(page: Path) -> None:
+    paragraphs = page.read_text().split("\n\n")
+    assert paragraphs[0].startswith("# ")
+    assert paragraphs[1].startswith("This page answers"), page.name
+    assert f"](docs/{page.name})" in (ROOT / "README.md").read_text()
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) < 200
+
+
+def test_every_key_that_affects_the_speed_has_its_cost() -> None:
+    costs = (ROOT / "docs" / "costs.md").read_text()
+    keys = [key for key in KEYS if FIELDS[key].metadata["affects"] & SPEED]
+    assert [key for key in keys if f"`{key}`" not in costs] == []
+
+
+def test_flags_of_other_trainers() -> None:
+    """The tables say what the error message says, and the message for each kind of key is there."""
+    page = (ROOT / "docs" / "from-other-trainers.md").read_text()
+    rows = re.findall(r"^\| (.*) \| (`-.*) \|$", page, re.M)
+    listed = {}
+    for advice, flags in rows:
+        for flag in re.findall(r"`(-[^`]+)`", flags):
+            said = remedy(flag)
+            assert said is not None, flag
+            said = said.replace("{}", "VALUE")
+            is_override = said.partition("=")[0] in NAMES
+            assert advice == (f"`{said}`" if is_override else said), flag
+            listed[flag] = advice
+    assert len(listed) > 80
