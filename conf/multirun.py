@@ -265,6 +265,8 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
         job.recall()
     with stop.listening():
         for number, job in enumerate(jobs, 1):
+            if stop.number:
+                break
             title = f"job {number} of {len(jobs)}: {job}"
             if job.status == "finished":
                 print(f"{title}: has finished before, see {job.folder}", flush=True)
@@ -275,13 +277,13 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
                 return 2
             job.end(status)
             _store(folder, jobs, typed)
-            if stop.number:
-                break
+            if job.status == "interrupted":
+                stop.number = status - 128
     _store(folder, jobs, typed)
     print("\n".join(_lines(folder, jobs)), flush=True)
-    if stop.number:
-        return 128 + stop.number
-    return int(any(job.status != "finished" for job in jobs))
+    if all(job.status == "finished" for job in jobs):
+        return 0
+    return 128 + stop.number if stop.number else 1
 
 
 def _store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:
