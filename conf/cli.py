@@ -70,7 +70,7 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
         UserError: a job is not allowed, or this program has no sweeps.
     """
     if script != "train.py":
-        raise UserError("-m: only train.py has sweeps; start this script once per value")
+        raise UserError(f"-m: {hints.REMEDIES['m']}")
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise UserError(
             "-m: a sweep does not run under torchrun; run `torchrun ... train.py` once per value"

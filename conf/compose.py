@@ -137,7 +137,7 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
             else:
                 OmegaConf.update(tree, name, value, merge=True)
         config = OmegaConf.to_object(tree)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise UserError(_explain(error, parsed)) from None
     assert isinstance(config, Config)
     schema.check(config, runnable=False)
@@ -217,16 +217,16 @@ def _compose(recipe: str, folder: Path, config_dir: Path | None) -> DictConfig:
     _refuse_missing(recipe, folder)
     if config_dir is not None:
         _refuse_missing(recipe, config_dir)
+        own = config_dir / "recipe" / f"{recipe}.yaml"
+        if own.exists() and "@package _global_" not in own.read_text(encoding="utf-8"):
+            raise UserError(
+                f"{own}: is not a recipe; write `# @package _global_` in its first line"
+            )
         path = re.sub(r"(['\\])", r"\\\1", str(config_dir.absolute()))
         overrides.append(f"hydra.searchpath=['file://{path}']")
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
         composed = compose(config_name="config", overrides=overrides)
-    if "recipe" in composed:
-        raise UserError(
-            f"{_file('recipe', recipe, config_dir)}: the keys would be below `recipe`; write "
-            "`# @package _global_` in its first line"
-        )
     # A YAML file can add keys to the composed tree; this merge refuses keys that the schema lacks.
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
 
@@ -235,13 +235,27 @@ def _refuse_missing(recipe: str, folder: Path) -> None:
     """Refuse `???` in the recipe or in a group, which Hydra would ignore.
 
     Raises:
-        UserError: names the file and the key.
+        UserError: names the file and the key; or a file cannot be read.
     """
-    for path in sorted(folder.rglob("*.yaml")):
-        other_recipe = path.parent.name == "recipe" and path.stem != recipe
-        if not other_recipe and "???" in path.read_text(encoding="utf-8"):
+    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+        if path.parent.name == "recipe" and path.stem != recipe:
+            continue
+        if "???" in _read(path):
             for name in sorted(OmegaConf.missing_keys(OmegaConf.load(path))):
                 raise UserError(f"{path}: {name}=??? is not allowed; give it a value")
+
+
+def _read(path: Path) -> str:
+    """The content of a YAML file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"{path}: cannot be read: {reason}; correct or remove it") from None
 
 
 def _choose(tree: DictConfig, group: str, file: Path) -> None:

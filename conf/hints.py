@@ -57,12 +57,13 @@ _SENTENCES = {
         "aa auto-augment"
     ),
     "leave it out: the number of workers changes only at a start": "autotune.online",
+    "only train.py has sweeps; start this script once per value": "m multirun",
     "--cfg job prints the composed config, --help lists the groups": "i info",
     "--help lists the groups and keys; hydra.* keys are not used": "hydra-help",
     "there is no completion; --help lists all keys": "sc shell-completion",
-    "write --config-dir DIR, a folder with your own recipes and groups": "cp config-path",
+    "write --config-dir {}, a folder with your own recipes and groups": "cp config-path",
     "leave it out: train.py without -m starts one run": "r run",
-    "run the same command again: overrides.yaml in the run's folder lists the overrides": (
+    "to run {} again, run its command: overrides.yaml in the run's folder lists the overrides": (
         "experimental-rerun"
     ),
     "only --cfg job has it, and prints resolved values without it": "resolve",
