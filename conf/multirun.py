@@ -35,7 +35,7 @@ from conf.overrides import GROUPS, KEYS, split_config_dir
 from conf.schema import Config, UserError, group_names
 
 MOST_JOBS = 1000
-NAME_LENGTH = 100  # maximum length of the keys in the name of a sweep
+NAME_LENGTH = 100  # maximum length of `sweep,` and the keys in the name of a sweep
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a run that gets one saves and exits
 RESULTS = ("top1", "best_top1", "total_seconds")  # of summary.json
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -59,7 +59,8 @@ class Job:
     result: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return " ".join(f"{key}={value}" for key, value in self.values.items())
+        varied = " ".join(f"{key}={value}" for key, value in self.values.items())
+        return varied or "no key varies"
 
     @property
     def folder(self) -> Path:
@@ -82,7 +83,9 @@ class Job:
         """Set status and results, after the process of the job has exited with `status`."""
         stopped = "interrupted" if status - 128 in STOPS else "failed"
         self.status = "finished" if status == 0 else stopped
-        self._read_summary()
+        self.result = {}
+        if self.status != "failed":  # else the summary, if there is one, is of an earlier start
+            self._read_summary()
 
     def _read_summary(self) -> dict[str, Any]:
         try:
@@ -168,7 +171,8 @@ def _listed(override: Override, config_dir: Path | None) -> Iterator[str]:
             )
         yield from values.filter(group_names(name, config_dir))
     elif override.is_range_sweep():  # 0.3, where Hydra has 0.30000000000000004
-        yield from (f"{value:.12g}" for value in override.sweep_iterator())
+        for value in override.sweep_iterator():
+            yield f"{value:.12g}" if isinstance(value, float) else str(value)
     else:
         yield from override.sweep_string_iterator()
 
@@ -197,9 +201,8 @@ def _refuse_same_folder(jobs: Sequence[Job]) -> None:
 def folder_of(jobs: Sequence[Job]) -> Path:
     """Return the directory of a sweep: beside its runs, named after its keys and its jobs."""
     runs = "\n".join(sorted(job.config.run.dir for job in jobs))
-    keys = ",".join(jobs[0].values)[:NAME_LENGTH]
-    name = f"sweep,{keys},{hashlib.sha256(runs.encode()).hexdigest()[:8]}".replace("/", "-")
-    return jobs[0].folder.parent / name
+    keys = ",".join(["sweep", *jobs[0].values])[:NAME_LENGTH]
+    return jobs[0].folder.parent / f"{keys},{hashlib.sha256(runs.encode()).hexdigest()[:8]}"
 
 
 class Stop:
@@ -233,7 +236,9 @@ class Stop:
         It gets Ctrl-C from this process only: the terminal would send a second one, which
         interrupts a run before it has saved.
         """
-        self.process = subprocess.Popen(command, process_group=0, preexec_fn=_end_with_parent)
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent
+        )
         if self.number:  # received while the process was started
             self.process.send_signal(self.number)
         status = self.process.wait()

@@ -1128,9 +1128,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        given = {os.path.realpath(folder) for folder in options.runs}
+        given: dict[str, Path] = {}  # each folder once
+        for folder in options.runs:
+            given.setdefault(os.path.realpath(folder), folder)
         found: dict[str, Run] = {}  # each run once, also if its sweep is given too
-        for run in itertools.chain.from_iterable(map(read_runs, options.runs)):
+        for run in itertools.chain.from_iterable(map(read_runs, given.values())):
             found.setdefault(os.path.realpath(run.folder), run)
         runs = list(found.values())
         if options.reference:

@@ -40,6 +40,7 @@ def values(*words: str) -> list[str]:
         ("++optim.lr=1,2", ["1", "2"]),
         ("train.seed=range(3)", ["0", "1", "2"]),
         ("train.seed=range(4,0,-2)", ["4", "2"]),
+        ("train.max_steps=range(1234567890123,1234567890124)", ["1234567890123"]),
         ("schedule=glob([c*,s*],exclude=st*)", ["constant", "cosine"]),
         ("schedule=glob(*)", group_names("schedule")),
         ("augment.batch=[],[mixup]", ["[]", "[mixup]"]),
@@ -275,6 +276,20 @@ def test_a_job_that_is_stopped_stops_the_sweep(sweep: Sweep, outcome: int) -> No
     status, started, _ = sweep.run([outcome, 0])
     assert (status, started) == (outcome if outcome > 0 else 128 - outcome, [0])
     assert sweep.statuses() == ["interrupted", "not started"]
+
+
+def test_no_key_varies(sweep: Sweep) -> None:
+    status, started, out = sweep.run([0])
+    jobs = multirun.expand([DEMO])
+    assert (status, started, str(jobs[0])) == (0, [0], "no key varies")
+    assert multirun.folder_of(jobs).name.startswith("sweep,")
+    assert "job 1 of 1: train.seed=0: runs/demo" in out
+
+
+def test_a_job_that_fails_has_no_result_of_an_earlier_start(sweep: Sweep) -> None:
+    sweep.run([0, 0])
+    _, _, out = sweep.run([0, 1], "log.every_steps=3")
+    assert "1           failed\n" in out
 
 
 def test_another_config_is_not_skipped(sweep: Sweep) -> None:
