@@ -12,36 +12,129 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf import hints
-from conf.compose import load, to_yaml
-from conf.overrides import GROUPS, KEYS, NAMES, WORDS, read_override, remedy
+from conf import hints, multirun
+from conf.compose import SECTIONS, load, to_yaml
+from conf.overrides import (
+    CONFIG_DIR,
+    GROUPS,
+    KEYS,
+    NAMES,
+    WORDS,
+    read_override,
+    remedy,
+    split_config_dir,
+)
 from conf.schema import RESULT, Config, UserError, group_names, show, walk
 
-SHOW_CONFIG = {"-c", "--cfg", "--cfg=job"}
+MULTIRUN = {"-m", "--multirun"}
+OPTIONS = """\
+options:
+  -m, --multirun    train once for each combination of values: optim.lr=0.1,0.2 model=glob(resnet*)
+  --config-dir DIR  also use the recipes and groups in DIR, such as DIR/recipe/mine.yaml
+  --cfg job         print the composed config and exit; -p optim prints one section
+  --help            print this text"""
 
 
 def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     """Turn a command line into a `Config`; print and exit for --help, --cfg and mistakes.
 
+    With --multirun, train.py runs the jobs of a sweep and exits.
+
     Raises:
-        SystemExit: status 0 after --help or --cfg job, 2 after a mistake.
+        SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(help_text(script, purpose))
-        sys.exit(0)
-    show_only = bool(SHOW_CONFIG & set(arguments))
-    words = [a for a in arguments if a not in SHOW_CONFIG]
-    if show_only and "job" in words:
-        words.remove("job")
     try:
+        words = with_config_dir(arguments)
+        if {"-h", "--help"} & set(words):
+            print(help_text(script, purpose, split_config_dir(words)[0]))
+            sys.exit(0)
+        show_only, section, words = _take_cfg(words)
+        if MULTIRUN & set(words):
+            words = [word for word in words if word not in MULTIRUN]
+            _check_spelling(words)
+            _sweep(words, script, show_only=show_only, section=section)
         _check_spelling(words)
         config = load(words, runnable=not show_only)
     except UserError as error:
         fail(str(error), script)
     if show_only:
-        print(to_yaml(config), end="")
+        print(to_yaml(config, section), end="")
         sys.exit(0)
     return config
+
+
+def _sweep(words: list[str], script: str, *, show_only: bool, section: str | None) -> NoReturn:
+    """Run the jobs of a sweep, or print their configs as YAML documents, and exit.
+
+    Raises:
+        UserError: a job is not allowed, or this program has no sweeps.
+    """
+    if script != "train.py":
+        raise UserError(f"-m: {hints.REMEDIES['m']}")
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise UserError(
+            "-m: a sweep does not run under torchrun; run `torchrun ... train.py` once per value"
+        )
+    jobs = multirun.expand(words, runnable=not show_only)
+    if show_only:
+        for number, job in enumerate(jobs, 1):
+            print(
+                f"---\n# job {number} of {len(jobs)}: {job}\n{to_yaml(job.config, section)}", end=""
+            )
+        sys.exit(0)
+    sys.exit(multirun.run(jobs, typed=words))
+
+
+def with_config_dir(arguments: Sequence[str]) -> list[str]:
+    """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path.
+
+    Raises:
+        UserError: DIR is missing.
+    """
+    words = list(arguments)
+    for i in reversed(range(len(words))):
+        flag, equals, folder = words[i].partition("=")
+        if flag in ("-cd", "--config-dir"):
+            if not equals:
+                folder = words.pop(i + 1) if i + 1 < len(words) else ""
+            if not folder:
+                raise UserError(f"{flag}: has no value; write --config-dir DIR")
+            words[i] = CONFIG_DIR + os.path.abspath(folder)
+    return words
+
+
+def _take_cfg(words: Sequence[str]) -> tuple[bool, str | None, list[str]]:
+    """Return whether --cfg is given, the section that -p names, and the other words.
+
+    Raises:
+        UserError: another config than that of the job, or there is no such section.
+    """
+    kinds, rest = _take(words, "-c", "--cfg")
+    if not kinds:
+        return False, None, rest
+    if kinds[-1] not in ("", "job"):
+        raise UserError(f"--cfg={kinds[-1]}: Hydra's own settings are not used; write --cfg job")
+    sections, rest = _take(rest, "-p", "--package")
+    section = sections[-1] if sections else None
+    if section is not None and section not in SECTIONS:
+        raise UserError(f"-p {section}: no such section; give one of {', '.join(sorted(SECTIONS))}")
+    # The printed config is always resolved.
+    return True, section, [word for word in rest if word != "--resolve"]
+
+
+def _take(words: Sequence[str], *flags: str) -> tuple[list[str], list[str]]:
+    """Return the values of an option, empty where one is missing, and the other words."""
+    values, rest, left = [], [], list(words)
+    while left:
+        word = left.pop(0)
+        flag, equals, value = word.partition("=")
+        if flag not in flags:
+            rest.append(word)
+            continue
+        if not equals and left and "=" not in left[0] and left[0][:1] not in ("-", "~"):
+            value = left.pop(0)
+        values.append(value)
+    return values, rest
 
 
 def option_parser(
@@ -70,7 +163,8 @@ def add_classes(parser: argparse.ArgumentParser) -> None:
 def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
-    An existing path is a path even if it contains `=`, as the default names of runs do.
+    --config-dir belongs to the overrides, which `load` and `load_stored` take. An existing path is
+    a path even if it contains `=`, as the default names of runs do.
 
     Args:
         words: the arguments that are no options of the script.
@@ -79,14 +173,16 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
     Raises:
         UserError: a word is neither an existing path nor an override.
     """
+    words = with_config_dir(words)
     overrides = [w for w in words if not os.path.exists(w) and (w[:1] in "-+~" or "=" in w)]
     paths = [word for word in words if word not in overrides]
     _check_spelling(overrides)
-    for override in overrides:
-        read_override(override)
+    config_dir, keys = split_config_dir(overrides)
+    for override in keys:
+        read_override(override, config_dir)
     for path in paths:
         if not os.path.exists(path):
-            if path in NAMES or any(path in group_names(group) for group in GROUPS):
+            if path in NAMES or any(path in group_names(g, config_dir) for g in GROUPS):
                 _refuse_bare_word(path, "")
             raise UserError(f"{path}: no such file or folder; give {what}")
     return paths, overrides
@@ -109,15 +205,15 @@ def fail(message: str, script: str = "train.py") -> NoReturn:
     sys.exit(2)
 
 
-def help_text(script: str, purpose: str) -> str:
+def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
     """List every group with its choices, and every key with its default and help sentence."""
     lines = [
         purpose,
         "",
-        f"usage: python {script} [group=choice ...] [key=value ...] [--cfg job] [--help]",
+        f"usage: python {script} [group=choice ...] [key=value ...] [options]",
         "",
         "groups:",
-        *(f"  {group + '=':<10} {' | '.join(group_names(group))}" for group in GROUPS),
+        *(f"  {group + '=':<10} {' | '.join(group_names(group, config_dir))}" for group in GROUPS),
         "",
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]
@@ -125,8 +221,7 @@ def help_text(script: str, purpose: str) -> str:
         default = show(value)
         mark = "*" if f.metadata["affects"] & RESULT else " "
         lines.append(f"{mark} {name + '=' + default:<42} {f.metadata['sentence']}")
-    lines += ["", "--cfg job prints the composed config and exits; --help prints this text."]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", OPTIONS])
 
 
 def _check_spelling(words: Sequence[str]) -> None:
@@ -135,6 +230,7 @@ def _check_spelling(words: Sequence[str]) -> None:
     Raises:
         UserError: names all flags, or the first other word.
     """
+    words = [word for word in words if not word.startswith(CONFIG_DIR)]
     _refuse_flags(words)
     for i, word in enumerate(words):
         _refuse_spaces(" ".join(words[i:]))
@@ -172,6 +268,8 @@ def _refuse_bare_word(word: str, before: str) -> NoReturn:
     group = next((g for g in ("recipe", *GROUPS) if word in group_names(g)), None)
     if group:
         advice = f"write {group}={word}"
+    elif "=" in before and before.endswith(","):
+        advice = f"a list has no spaces: {shlex.quote(before + word)}"
     elif before.partition("=")[0] in WORDS and not word.startswith("/"):
         advice = f"a value with spaces needs quotes: {shlex.quote(f'{before} {word}')}"
     else:

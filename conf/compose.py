@@ -22,7 +22,14 @@ from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseExceptio
 from yaml import MarkedYAMLError
 
 from conf import schema
-from conf.overrides import FIELDS, GROUPS, KEYS, allowed_values, read_override
+from conf.overrides import (
+    FIELDS,
+    GROUPS,
+    KEYS,
+    allowed_values,
+    read_override,
+    split_config_dir,
+)
 from conf.schema import (
     NOT_OF_THE_RECIPE,
     RESULT,
@@ -51,7 +58,7 @@ def load(
     keys.
 
     Args:
-        overrides: as typed.
+        overrides: as typed, perhaps with `--config-dir=DIR`.
         runnable: refuse a config without data.root, which has no default.
         decided: dotted key -> value, which replaces the recipe's. They are not trusted, as in
             `load_stored`.
@@ -59,14 +66,15 @@ def load(
     Raises:
         UserError: a key, group choice or value that is not allowed.
     """
-    parsed = [read_override(text) for text in overrides]
+    config_dir, words = split_config_dir(overrides)
+    parsed = [read_override(text, config_dir) for text in words]
     groups = {o.key_or_group: str(o.value()) for o in parsed if o.key_or_group in GROUPS}
     keys = [o for o in parsed if o.key_or_group not in GROUPS]
     recipe = groups.pop("recipe", DEFAULT_RECIPE)
     try:
-        planned = copy.deepcopy(_compose(recipe, schema.FOLDER))
+        planned = copy.deepcopy(_compose(recipe, schema.FOLDER, config_dir))
+        file = OmegaConf.load(_file("recipe", recipe, config_dir))
         # Not that of a recipe in its defaults, which is for another training.
-        file = OmegaConf.load(schema.FOLDER / "recipe" / f"{recipe}.yaml")
         own = OmegaConf.select(file, "expect")
         planned.expect = own and OmegaConf.merge(OmegaConf.structured(schema.Expect), own)
         _put(planned, decided or {})
@@ -74,7 +82,7 @@ def load(
             planned.data.val_size = "${data.image_size}"
         tree = copy.deepcopy(planned)
         for group, choice in groups.items():
-            _choose(tree, group, choice)
+            _choose(tree, group, _file(group, choice, config_dir))
         for override in keys:
             OmegaConf.update(tree, override.key_or_group, override.value(), merge=False)
         changed = changes(planned, tree)
@@ -91,7 +99,7 @@ def load(
     config.typed = list(overrides)
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     config.notes = [
-        *_replaced_values(recipe, planned, tree, groups, typed_keys),
+        *_replaced_values(file, planned, tree, groups, typed_keys),
         *_kept_values(planned, tree, groups, typed_keys),
         *_doubts(config),
     ]
@@ -112,7 +120,8 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
     Raises:
         UserError: an override is not allowed, or a stored value is not.
     """
-    parsed = [read_override(text) for text in overrides]
+    config_dir, words = split_config_dir(overrides)
+    parsed = [read_override(text, config_dir) for text in words]
     tree = OmegaConf.structured(Config)
     try:
         _put(tree, values)
@@ -124,11 +133,11 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
                     "the keys that differ"
                 )
             if name in GROUPS:
-                _choose(tree, name, str(value))
+                _choose(tree, name, _file(name, str(value), config_dir))
             else:
                 OmegaConf.update(tree, name, value, merge=True)
         config = OmegaConf.to_object(tree)
-    except (HydraException, OmegaConfBaseException) as error:
+    except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise UserError(_explain(error, parsed)) from None
     assert isinstance(config, Config)
     schema.check(config, runnable=False)
@@ -195,13 +204,29 @@ def _following(transforms: Sequence[Any], size: int) -> list[Any]:
     return schema.with_size(transforms, size, "${data.val_size}")
 
 
+def _file(group: str, choice: str, config_dir: Path | None) -> Path:
+    """The YAML file of a choice, whose name has been checked."""
+    own = schema.FOLDER / group / f"{choice}.yaml"
+    return own if config_dir is None or own.exists() else config_dir / group / own.name
+
+
 @cache
-def _compose(recipe: str, folder: Path) -> DictConfig:
+def _compose(recipe: str, folder: Path, config_dir: Path | None) -> DictConfig:
     """Merge the defaults of the schema, the groups and the recipe. Callers must copy the result."""
+    overrides = [f"recipe={recipe}"]
     _refuse_missing(recipe, folder)
+    if config_dir is not None:
+        _refuse_missing(recipe, config_dir)
+        own = config_dir / "recipe" / f"{recipe}.yaml"
+        if own.exists() and "@package _global_" not in own.read_text(encoding="utf-8"):
+            raise UserError(
+                f"{own}: is not a recipe; write `# @package _global_` in its first line"
+            )
+        path = re.sub(r"(['\\])", r"\\\1", str(config_dir.absolute()))
+        overrides.append(f"hydra.searchpath=['file://{path}']")
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-        composed = compose(config_name="config", overrides=[f"recipe={recipe}"])
+        composed = compose(config_name="config", overrides=overrides)
     # A YAML file can add keys to the composed tree; this merge refuses keys that the schema lacks.
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
 
@@ -210,16 +235,30 @@ def _refuse_missing(recipe: str, folder: Path) -> None:
     """Refuse `???` in the recipe or in a group, which Hydra would ignore.
 
     Raises:
-        UserError: names the file and the key.
+        UserError: names the file and the key; or a file cannot be read.
     """
-    for path in sorted(folder.rglob("*.yaml")):
-        other_recipe = path.parent.name == "recipe" and path.stem != recipe
-        if not other_recipe and "???" in path.read_text(encoding="utf-8"):
+    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+        if path.parent.name == "recipe" and path.stem != recipe:
+            continue
+        if "???" in _read(path):
             for name in sorted(OmegaConf.missing_keys(OmegaConf.load(path))):
                 raise UserError(f"{path}: {name}=??? is not allowed; give it a value")
 
 
-def _choose(tree: DictConfig, group: str, choice: str) -> None:
+def _read(path: Path) -> str:
+    """The content of a YAML file.
+
+    Raises:
+        UserError: it cannot be read.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"{path}: cannot be read: {reason}; correct or remove it") from None
+
+
+def _choose(tree: DictConfig, group: str, file: Path) -> None:
     """Merge a typed group into the tree, above the recipe.
 
     A section with a name (optim, schedule, model) is replaced as a whole, because the values of a
@@ -228,24 +267,23 @@ def _choose(tree: DictConfig, group: str, choice: str) -> None:
     """
     named = f"{group}.name" in FIELDS
     section = OmegaConf.structured(OmegaConf.get_type(tree[group])) if named else tree[group]
-    tree[group] = OmegaConf.merge(section, OmegaConf.load(schema.FOLDER / group / f"{choice}.yaml"))
+    tree[group] = OmegaConf.merge(section, OmegaConf.load(file))
 
 
 def _replaced_values(
-    recipe: str,
+    recipe: Any,
     planned: DictConfig,
     tree: DictConfig,
     groups: Mapping[str, str],
     typed_keys: set[str],
 ) -> list[str]:
-    """One note for each typed group that replaces values of the recipe."""
-    own = OmegaConf.load(schema.FOLDER / "recipe" / f"{recipe}.yaml")
+    """One note for each typed group that replaces values of the recipe, the content of its file."""
     before, now = _flat(planned, resolve=True), _flat(tree, resolve=True)
     notes = []
     for group, choice in groups.items():
         if f"{group}.name" not in FIELDS:
             continue
-        names = [f"{group}.{key}" for key in OmegaConf.select(own, group) or {}]
+        names = [f"{group}.{key}" for key in OmegaConf.select(recipe, group) or {}]
         changed = [
             f"{name} {show(before[name])} -> {show(now[name])}"
             for name in names
@@ -369,12 +407,12 @@ def _check_effect(override: Override, config: Config) -> None:
     )
 
 
-def to_yaml(content: Config | list[str]) -> str:
-    """YAML of a resolved config (`--cfg job`, config.yaml) or of a list of overrides."""
+def to_yaml(content: Config | list[str], section: str | None = None) -> str:
+    """YAML of a resolved config (`--cfg job`, config.yaml), a section, or a list of overrides."""
     if isinstance(content, list):
         return OmegaConf.to_yaml(OmegaConf.create(content))
     sections = {name: s for name, s in asdict(content).items() if name in SECTIONS}
-    return OmegaConf.to_yaml(OmegaConf.create(sections))
+    return OmegaConf.to_yaml(OmegaConf.create(sections[section] if section else sections))
 
 
 def _explain(error: Exception, overrides: Sequence[Override]) -> str:

@@ -32,7 +32,7 @@ _OVERRIDES = {
     "optim.eps={}": "opt-eps",
     "optim.lr={}": "learning-rate",
     "optim.weight_decay={}": "wd",
-    "recipe={}": "config config-name",
+    "recipe={}": "config config-name cn",
     "run.dir={}": "output output-dir out-dir save-dir",
     "run.name={}": "exp-name experiment-name",
     "schedule={}": "sched scheduler lr-scheduler lr-schedule",
@@ -62,7 +62,18 @@ _SENTENCES = {
         "aa auto-augment"
     ),
     "leave it out: the number of workers changes only at a start": "autotune.online",
-    "sweeps are not supported; start one run per value": "m multirun",
+    "only train.py has sweeps; start this script once per value": "m multirun",
+    "--cfg job prints the composed config, --help lists the groups": "i info",
+    "--help lists the groups and keys; hydra.* keys are not used": "hydra-help",
+    "there is no completion; --help lists all keys": "sc shell-completion",
+    "write --config-dir {}, a folder with your own recipes and groups": "cp config-path",
+    "leave it out: train.py without -m starts one run": "r run",
+    "to run {} again, run its command: overrides.yaml in the run's folder lists the overrides": (
+        "experimental-rerun"
+    ),
+    "only --cfg job has it, and prints resolved values without it": "resolve",
+    "write --cfg job --package SECTION": "package",
+    "each checkpoint stores the versions under made_by": "version",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end": (
         "e eval evaluate test-only validate"
@@ -91,6 +102,23 @@ REMEDIES = {
     for table in (_OVERRIDES, _SENTENCES)
     for remedy, names in table.items()
     for name in names.split()
+}
+
+# Start of a Hydra setting, after `hydra.` or `hydra/` -> advice; the first match counts.
+HYDRA = {
+    "run.dir": "write run.dir={}",
+    "sweep.dir": "write 'run.dir={}/${run.name}'",
+    "sweep.subdir": "the default run.name lists the values that differ; run.name= sets another",
+    "job.name": "write run.name={}",
+    "job.chdir": "leave it out: a run does not change the current folder",
+    "launcher": (
+        "-m starts one job after the other on this machine; on a cluster, submit one command per "
+        "value"
+    ),
+    "sweeper": "-m knows lists, range(), choice() and glob(), as Hydra's basic sweeper does",
+    "mode": "write -m for a sweep",
+    "searchpath": "write --config-dir DIR",
+    "": "run.dir= sets the run's folder",
 }
 
 # Start of an override with a value of other programs -> advice.

@@ -1,6 +1,7 @@
 """Read and check one override: `key=value` or `group=choice`, in Hydra's grammar.
 
-Each mistake gets one line that says what to write instead.
+Each mistake gets one line that says what to write instead. `--config-dir=DIR` among the overrides
+names a folder with more choices: it belongs to them, because they may mean nothing without it.
 """
 
 import contextlib
@@ -8,6 +9,7 @@ import difflib
 import math
 import re
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_origin
 
@@ -25,10 +27,43 @@ FIELDS = {name: field for name, field, _ in walk(Config())}
 KEYS = list(FIELDS)
 NAMES = [*KEYS, *GROUPS]
 WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
+CONFIG_DIR = "--config-dir="
 
 
-def read_override(text: str) -> Override:
+def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
+    """Return the folder of `--config-dir=DIR`, None without one, and the overrides.
+
+    Raises:
+        UserError: the folder cannot be used, or has a choice of the same name as this program.
+    """
+    given = [word.removeprefix(CONFIG_DIR) for word in words if word.startswith(CONFIG_DIR)]
+    overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
+    if not given:
+        return None, overrides
+    folder = Path(given[-1])
+    typed = f"{CONFIG_DIR}{folder}"
+    if len(given) > 1:
+        raise UserError(f"{typed}: given {len(given)} times; give one folder")
+    if not given[0] or not folder.is_dir():
+        raise UserError(f"{typed}: no such folder; give a folder that holds, for example, recipe/")
+    if not any((folder / group).is_dir() for group in GROUPS):
+        raise UserError(f"{typed}: has no folder {' or '.join(GROUPS)}; put YAML files there")
+    for group in GROUPS:
+        own = sorted(path.stem for path in (folder / group).glob("*.yaml"))
+        if taken := [name for name in own if name in group_names(group)]:
+            raise UserError(
+                f"{typed}: {group}/{taken[0]}.yaml has the name of a choice of this program; "
+                "rename it"
+            )
+    return folder, overrides
+
+
+def read_override(text: str, config_dir: Path | None = None) -> Override:
     """Parse an override and check its key and the type of its value.
+
+    Args:
+        text: as typed.
+        config_dir: a folder with more choices of groups.
 
     Raises:
         UserError: names the override and what to write instead.
@@ -38,9 +73,9 @@ def read_override(text: str) -> Override:
     if override.is_sweep_override():
         if name in KEYS and get_origin(FIELDS[name].type) is list:
             raise UserError(f"{typed}: not allowed; give {allowed_values(name)}")
-        raise UserError(f"{typed}: sweeps are not supported; start one run per value")
+        raise UserError(f"{typed}: is a sweep; `train.py -m` trains once for each value")
     if name in GROUPS and "@" not in typed.split("=")[0]:
-        _check_choice(override, typed)
+        _check_choice(override, typed, config_dir)
     elif name in KEYS:
         _check_key(override, typed)
     else:
@@ -79,9 +114,9 @@ def _parse(text: str) -> Override:
         raise UserError(f"{text}: cannot be read as key=value; {remedy}") from None
 
 
-def _check_choice(override: Override, typed: str) -> None:
+def _check_choice(override: Override, typed: str, config_dir: Path | None) -> None:
     name, choice = override.key_or_group, override.value()
-    choices = group_names(name)
+    choices = group_names(name, config_dir)
     if not isinstance(choice, str) or choice not in choices:
         more = {
             "model": f"; for any other model write model.name={choice}",
@@ -127,10 +162,10 @@ def _fits(name: str, value: Any) -> bool:
 
 def _refuse_unknown(override: Override, typed: str) -> None:
     name = override.key_or_group
-    if name.split(".")[0] == "hydra":
-        raise UserError(
-            f"{typed}: Hydra's own settings are not used here; run.dir= sets the run's folder"
-        )
+    if re.match(r"hydra([./]|$)", name):
+        own = (s for s in hints.HYDRA if name.replace("/", ".").startswith(f"hydra.{s}"))
+        advice = hints.HYDRA[next(own, "")].replace("{}", show(override.value()))
+        raise UserError(f"{typed}: Hydra's own settings are not used here; {advice}")
     parent, _, inner = name.rpartition(".")
     if parent in KEYS and get_origin(FIELDS[parent].type) is dict:
         raise UserError(f"{typed}: write {parent}={{{inner}: {show(override.value())}}}")

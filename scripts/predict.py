@@ -77,7 +77,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         help="paths on standard input end in NUL, as of find -print0",
     )
     try:
-        options, words = parser.parse_known_args(words)
+        options, words = parser.parse_known_args(cli.with_config_dir(words))
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}; see --help") from None
     # A link to nowhere is a file that cannot be read, like those found in a folder.

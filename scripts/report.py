@@ -3,11 +3,13 @@
     python scripts/report.py runs/imagenet_rn50
     python scripts/report.py runs/first runs/second --out both.html
     python scripts/report.py runs/seed1 runs/seed2 ... --reference
+    python scripts/report.py runs/sweep,optim.lr,1a2b3c4d
 
 Reads config.yaml, metrics.jsonl, summary.json, verdict.json and autotune.json of each run
 directory. Files may be missing: a run may be in progress, killed, or of another version. The report
 is one self-contained file. Without --out it is report.html in the run directory, or for several
-runs in the current directory. Every numeric key of metrics.jsonl gets a chart, including metrics
+runs in the current directory. The directory of a sweep (train.py -m) stands for its runs; the
+report is then in it. Every numeric key of metrics.jsonl gets a chart, including metrics
 that a fork adds.
 
 --reference prints what runs of one recipe with different train.seed have reached, as the node
@@ -300,6 +302,30 @@ def figure(value: Any, default: float = math.nan) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1e300 < value < 1e300:
         return default
     return float(value)
+
+
+def read_runs(folder: Path) -> list[Run]:
+    """Read a run directory, or the runs of a sweep that have been started.
+
+    Each run of a sweep is called by its values, such as `optim.lr=0.1`.
+
+    Raises:
+        UserError: The folder is not a run directory, or no run of the sweep is left.
+    """
+    try:
+        jobs = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"]
+        names = {folder / job["run"]: job["values"].items() for job in jobs}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return [read_run(folder)]
+    runs = []
+    for path, values in names.items():
+        if any(os.path.isfile(path / name) for name in FILES):
+            run = read_run(path)
+            run.name = " ".join(f"{key}={value}" for key, value in values) or run.name
+            runs.append(run)
+    if not runs:
+        raise UserError(f"{folder}: the runs of this sweep do not exist; give a run directory")
+    return runs
 
 
 def read_run(folder: Path) -> Run:
@@ -1083,13 +1109,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run directory, for example runs/demo"
+        "runs",
+        nargs="+",
+        type=Path,
+        metavar="RUN_DIR",
+        help="directory of a run or of a sweep, for example runs/demo",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="FILE",
-        help="output file (default: report.html, in the run directory if there is one run)",
+        help="output file (default: report.html, in the directory if there is only one)",
     )
     parser.add_argument(
         "--reference",
@@ -1098,14 +1128,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        folders: dict[str, Path] = {}  # each folder once
+        given: dict[str, Path] = {}  # each folder once
         for folder in options.runs:
-            folders.setdefault(os.path.realpath(folder), folder)
-        runs = [read_run(folder) for folder in folders.values()]
+            given.setdefault(os.path.realpath(folder), folder)
+        found: dict[str, Run] = {}  # each run once, also if its sweep is given too
+        for run in itertools.chain.from_iterable(map(read_runs, given.values())):
+            found.setdefault(os.path.realpath(run.folder), run)
+        runs = list(found.values())
         if options.reference:
             print(reference(runs))
             return 0
-        out = options.out or (options.runs[0] if len(runs) == 1 else Path()) / "report.html"
+        out = options.out or (options.runs[0] if len(given) == 1 else Path()) / "report.html"
         write(out, build(runs))
     except UserError as error:
         cli.fail(str(error), "report.py")

@@ -230,6 +230,15 @@ def test_cfg_job_needs_no_data(arguments: list[str], capsys: pytest.CaptureFixtu
     assert yaml.safe_load(out)["data"]["root"] is None
 
 
+@pytest.mark.parametrize("options", [["-p", "optim"], ["--resolve", "--package=optim"]])
+def test_cfg_job_prints_one_section(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.parse(["--cfg", "job", *options, "recipe=demo"], script="train.py", purpose="")
+    out, err = capsys.readouterr()
+    assert (stop.value.code, err) == (0, "")
+    assert yaml.safe_load(out) == asdict(cli.load(["recipe=demo"]).optim)
+
+
 def test_a_typo_on_the_real_command_line(tmp_path: Path) -> None:
     done = command("recipe=demo", "optm.lr=0.3", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -253,8 +262,18 @@ MISTAKES = {
     "augment.train.0=resize": "did you mean augment.train?",
     "_target_=os.system": "there is no key _target_",
     "+optim._target_=os.system": "there is no key optim._target_",
-    "hydra.run.dir=/tmp/x": "run.dir=",
-    "hydra/launcher=basic": "there is no key hydra/launcher",
+    # Hydra's own settings
+    "hydra.run.dir=/tmp/x": "write run.dir=/tmp/x",
+    "hydra.sweep.dir=/tmp/x": "write 'run.dir=/tmp/x/${run.name}'",
+    "hydra.sweep.subdir=x": "the default run.name lists the values that differ",
+    "hydra.job.name=x": "write run.name=x",
+    "hydra.job.chdir=true": "a run does not change the current folder",
+    "hydra/launcher=basic": "-m starts one job after the other on this machine",
+    "hydra.launcher.n_jobs=2": "-m starts one job after the other on this machine",
+    "hydra/sweeper=optuna": "-m knows lists, range(), choice() and glob()",
+    "hydra.mode=MULTIRUN": "write -m for a sweep",
+    "hydra.searchpath=[pkg://x]": "write --config-dir DIR",
+    "hydra.verbose=true": "Hydra's own settings are not used here; run.dir= sets",
     "optim={lr: 1}": f"choose one of {OPTIM}",
     "train=3": "is a group of keys: train.epochs, train.max_steps",
     "++train={foo: 3}": "is a group of keys: train.epochs, train.max_steps",
@@ -273,8 +292,8 @@ MISTAKES = {
     "optim=[sgd,adamw]": f"choose one of {OPTIM}",
     "optim=../optim/sgd": f"choose one of {OPTIM}",
     "optim@foo=sgd": "optim.lr",
-    "recipe=demo,cifar10": "sweeps are not supported",
-    "optim.lr=0.1,0.2": "sweeps are not supported",
+    "recipe=demo,cifar10": "is a sweep; `train.py -m` trains once for each value",
+    "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
     # a wrong type
     "optim.lr=abc": "give a number",
     "optim.lr=null": "give a number",
@@ -367,6 +386,7 @@ MISTAKES = {
     "evaluate=true": (
         "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end"
     ),
+    "experiment=x": "write recipe=x for a recipe or run.name=x for the name of the run",
     "+experiment=x": "write recipe=x for a recipe or run.name=x for the name of the run",
     "arch=resnet18": "write model.name=resnet18",
     "trainer.max_epochs=5": "write train.epochs=5",
@@ -485,12 +505,38 @@ FLAGS = {
     ),
     "--local_rank=0 --dist-url tcp://x --world-size 2": "--local_rank, --dist-url, --world-size: "
     "not options; `torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
-    "-m": "-m: not an option; sweeps are not supported; start one run per value",
+    "--config-name mine": "--config-name: not an option; write recipe=mine",
+    "-cn mine": "-cn: not an option; write recipe=mine",
+    "--config-path /x": (
+        "--config-path: not an option; write --config-dir /x, a folder with your own recipes and "
+        "groups"
+    ),
+    "--info": (
+        "--info: not an option; --cfg job prints the composed config, --help lists the groups"
+    ),
+    "--hydra-help": (
+        "--hydra-help: not an option; --help lists the groups and keys; hydra.* keys are not used"
+    ),
+    "--version": "--version: not an option; each checkpoint stores the versions under made_by",
+    "-sc install=bash": "-sc: not an option; there is no completion; --help lists all keys",
+    "--run": "--run: not an option; leave it out: train.py without -m starts one run",
+    "--experimental-rerun x": (
+        "--experimental-rerun: not an option; to run x again, run its command: overrides.yaml in "
+        "the run's folder lists the overrides"
+    ),
+    "--resolve": (
+        "--resolve: not an option; only --cfg job has it, and prints resolved values without it"
+    ),
+    "--package optim": "--package: not an option; write --cfg job --package SECTION",
+    "--cfg job -p optm": "-p optm: no such section; give one of augment, autotune, checkpoint, "
+    "data, loader, log, model, optim, profile, run, schedule, train",
+    "--cfg hydra": "--cfg=hydra: Hydra's own settings are not used; write --cfg job",
+    "optim.lr=0.1, 0.2": "0.2: is not key=value; a list has no spaces: optim.lr=0.1,0.2",
     "--nesterov": "--nesterov: not an option; write optim.nesterov=true",
     "--name x": "--name: not an option; --help lists all keys",
     "--foo": "--foo: not an option; --help lists all keys",
     "-x": "-x: not an option; --help lists all keys",
-    "--cfg=all": "--cfg=all: not an option; --help lists all keys",
+    "--cfg=all": "--cfg=all: Hydra's own settings are not used; write --cfg job",
     "--foo --lr 0.1 data.root=/x": (
         "--foo, --lr: not options; write optim.lr=0.1; --help lists all keys"
     ),

@@ -1,0 +1,351 @@
+"""Sweeps: `python train.py -m optim.lr=0.1,0.2` trains once for each combination of values.
+
+The syntax and the order of the jobs are those of Hydra's basic sweeper. All combinations are
+checked before the first job starts. Each job is a process of its own, in its own run directory, as
+if its overrides had been typed without -m. The directory of the sweep holds only the table of its
+jobs: sweep.json and sweep.csv.
+"""
+
+import csv
+import ctypes
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from types import FrameType
+from typing import Any, cast
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, ValueType
+from hydra.errors import HydraException
+
+from conf.compose import load, to_yaml
+from conf.overrides import GROUPS, KEYS, split_config_dir
+from conf.schema import Config, UserError, group_names
+
+MOST_JOBS = 1000
+NAME_LENGTH = 100  # maximum length of `sweep,` and the keys in the name of a sweep
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a run that gets one saves and exits
+RESULTS = ("top1", "best_top1", "total_seconds")  # of summary.json
+PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass
+class Job:
+    """One combination of values.
+
+    Attributes:
+        values: key that the sweep varies -> value, as on a command line.
+        overrides: the command line of the job.
+        status: "not started", "finished", "failed" or "interrupted".
+        result: see RESULTS, as far as the run has them.
+    """
+
+    values: dict[str, str]
+    overrides: list[str]
+    config: Config
+    status: str = "not started"
+    result: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        varied = " ".join(f"{key}={value}" for key, value in self.values.items())
+        return varied or "no key varies"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.config.run.dir)
+
+    def recall(self) -> None:
+        """Read the status of an earlier run of the same config; "not started" without one.
+
+        A config that is completed from the weights (recipe=finetune) never equals the stored one:
+        train.py itself finds out that such a run has finished.
+        """
+        try:
+            same = (self.folder / "config.yaml").read_text("utf-8") == to_yaml(self.config)
+        except (OSError, ValueError):
+            same = False
+        if same and self.config.checkpoint.resume != "never":
+            self.status = str(self._read_summary().get("status", self.status))
+
+    def end(self, status: int) -> None:
+        """Set status and results, after the process of the job has exited with `status`."""
+        stopped = "interrupted" if status - 128 in STOPS else "failed"
+        self.status = "finished" if status == 0 else stopped
+        self.result = {}
+        if self.status != "failed":  # else the summary, if there is one, is of an earlier start
+            self._read_summary()
+
+    def _read_summary(self) -> dict[str, Any]:
+        try:
+            summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}  # a run that is killed or fails has none
+        if not isinstance(summary, dict):
+            return {}
+        self.result = {key: summary.get(key) for key in RESULTS}
+        return summary
+
+
+def expand(words: Sequence[str], *, runnable: bool = True) -> list[Job]:
+    """Return the jobs of a sweep; the last key varies fastest.
+
+    Args:
+        words: overrides with several values, such as `optim.lr=0.1,0.2`, and others.
+        runnable: refuse a config without data.root.
+
+    Raises:
+        UserError: a combination is not allowed, or two of them have the same run directory.
+    """
+    config_dir, overrides = split_config_dir(words)
+    folder = [word for word in words if word not in overrides]
+    choices: dict[str, list[str]] = {}  # the last override of a key counts
+    swept: dict[str, bool] = {}
+    for text in overrides:
+        name = text.partition("=")[0].lstrip("+")
+        values = _values(text, config_dir)
+        choices[name] = [text] if values is None else [f"{name}={value}" for value in values]
+        swept[name] = values is not None
+    if math.prod(map(len, choices.values())) > MOST_JOBS:
+        raise UserError(f"-m: more than {MOST_JOBS:,} jobs; give fewer values")
+    jobs = []
+    for combination in itertools.product(*choices.values()):
+        pairs = zip(choices, combination, strict=True)
+        varied = {name: text.partition("=")[2] for name, text in pairs if swept[name]}
+        line = [*folder, *combination]
+        jobs.append(Job(varied, line, load(line, runnable=runnable)))
+    _refuse_same_folder(jobs)
+    return jobs
+
+
+def _values(text: str, config_dir: Path | None) -> list[str] | None:
+    """Return the values of a sweep, or None for another override.
+
+    Raises:
+        UserError: the values cannot be listed, or there are none.
+    """
+    try:
+        override = OverridesParser.create().parse_override(text)
+        if not override.is_sweep_override():
+            return None
+        found = list(itertools.islice(_listed(override, config_dir), MOST_JOBS + 1))
+    except UserError:
+        raise
+    except (HydraException, ValueError) as error:
+        if not re.search(r"=\w+\(", text):
+            return None  # `load` says what is wrong
+        reason = str(error).splitlines()[0].rpartition(": ")[2]
+        raise UserError(f"{text}: {reason}; give a list, range(), choice() or glob()") from None
+    if not found:
+        raise UserError(f"{text}: has no value; give at least one")
+    return found
+
+
+def _listed(override: Override, config_dir: Path | None) -> Iterator[str]:
+    """Yield the values of a sweep as they are written on a command line.
+
+    Raises:
+        UserError: the values cannot be listed.
+    """
+    name, values = override.key_or_group, cast(Any, override.value())
+    if override.is_interval_sweep():
+        raise UserError(
+            f"{override.input_line}: an interval has no list of values; give a list or range()"
+        )
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        if name not in GROUPS:
+            raise UserError(
+                f"{override.input_line}: glob() chooses from a group ({', '.join(GROUPS)}); "
+                "give a list"
+            )
+        yield from values.filter(group_names(name, config_dir))
+    elif override.is_range_sweep():  # 0.3, where Hydra has 0.30000000000000004
+        for value in override.sweep_iterator():
+            yield f"{value:.12g}" if isinstance(value, float) else str(value)
+    else:
+        yield from override.sweep_string_iterator()
+
+
+def _refuse_same_folder(jobs: Sequence[Job]) -> None:
+    """Refuse two jobs with one run directory: the second would resume the first.
+
+    Raises:
+        UserError: names them.
+    """
+    found: dict[Path, Job] = {}
+    for job in jobs:
+        other = found.setdefault(job.folder.absolute(), job)
+        if other is not job:
+            differs = [key for key in job.values if job.values[key] != other.values[key]]
+            key = next((key for key in differs if key in KEYS), None)
+            remedy = f", for example 'run.name=NAME-${{{key}}}'" if key else ""
+            raise UserError(
+                f"-m: {other} and {job} have the same run directory, {job.folder}: give each job "
+                f"its own{remedy}"
+                if differs
+                else f"-m: {job} occurs twice; give each value once"
+            )
+
+
+def folder_of(jobs: Sequence[Job]) -> Path:
+    """Return the directory of a sweep: beside its runs, named after its keys and its jobs."""
+    runs = "\n".join(sorted(job.config.run.dir for job in jobs))
+    keys = ",".join(["sweep", *jobs[0].values])[:NAME_LENGTH]
+    return jobs[0].folder.parent / f"{keys},{hashlib.sha256(runs.encode()).hexdigest()[:8]}"
+
+
+class Stop:
+    """Passes SIGINT, SIGTERM and SIGUSR1 on to the job, which saves and exits; then no job starts.
+
+    Attributes:
+        number: of the signal, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._receive) for number in STOPS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        if self.process is not None:
+            self.process.send_signal(number)
+
+    def start(self, command: Sequence[str]) -> int:
+        """Run a process to its end; return its exit status, 128 + signal if a signal ended it.
+
+        It gets Ctrl-C from this process only: the terminal would send a second one, which
+        interrupts a run before it has saved.
+        """
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent
+        )
+        if self.number:  # received while the process was started
+            self.process.send_signal(self.number)
+        status = self.process.wait()
+        self.process = None
+        return status if status >= 0 else 128 - status
+
+
+def _end_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when its parent is killed (Linux only)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
+    """Run the jobs one after the other with this script, except those that have finished.
+
+    A job that fails does not stop the sweep, since a learning rate that diverges is a result. A
+    mistake that the first job finds stops it, since most jobs would share it: nothing is created.
+
+    Args:
+        jobs: see `expand`.
+        typed: the overrides of the sweep, for sweep.json.
+
+    Returns:
+        0 if all jobs have finished, 1 if one has failed, 2 after a mistake, 128 + signal.
+    """
+    folder, stop = folder_of(jobs), Stop()
+    for job in jobs:
+        job.recall()
+    with stop.listening():
+        for number, job in enumerate(jobs, 1):
+            if stop.number:
+                break
+            title = f"job {number} of {len(jobs)}: {job}"
+            if job.status == "finished":
+                print(f"{title}: has finished before, see {job.folder}", flush=True)
+                continue
+            print(f"{title}: {job.folder}", flush=True)
+            status = stop.start([sys.executable, sys.argv[0], *job.overrides])
+            if status == 2 and number == 1:
+                return 2
+            job.end(status)
+            _store(folder, jobs, typed)
+            if job.status == "interrupted":
+                stop.number = status - 128
+    _store(folder, jobs, typed)
+    print("\n".join(_lines(folder, jobs)), flush=True)
+    if all(job.status == "finished" for job in jobs):
+        return 0
+    return 128 + stop.number if stop.number else 1
+
+
+def _store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:
+    """Write sweep.json and sweep.csv. A full disk is one line: it does not stop the sweep."""
+    rows = [
+        {
+            **job.values,
+            "status": job.status,
+            **{key: job.result.get(key) for key in RESULTS},
+            "run": os.path.relpath(job.folder, folder),
+        }
+        for job in jobs
+    ]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, fieldnames=list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    content = {
+        "overrides": list(typed),
+        "jobs": [
+            {"values": job.values, "overrides": job.overrides}
+            | {key: row[key] for key in ("status", *RESULTS, "run")}
+            for job, row in zip(jobs, rows, strict=True)
+        ],
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _replace(folder / "sweep.json", json.dumps(content, indent=2) + "\n")
+        _replace(folder / "sweep.csv", table.getvalue())
+    except OSError as error:
+        print(f"{folder}: cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _lines(folder: Path, jobs: Sequence[Job]) -> list[str]:
+    """The table of a sweep, and what to do next."""
+    rows = [[*jobs[0].values, "status", "top1", "best", "time"]]
+    for job in jobs:
+        top1, best, seconds = (job.result.get(key) for key in RESULTS)
+        figures = [
+            f"{value:.2f}" if isinstance(value, (int, float)) else "" for value in (top1, best)
+        ]
+        time = str(timedelta(seconds=round(seconds))) if isinstance(seconds, (int, float)) else ""
+        rows.append([*job.values.values(), job.status, *figures, time])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+    left = sum(job.status != "finished" for job in jobs)
+    if left:
+        lines.append(
+            f"{left} of {len(jobs)} jobs have not finished; the same command starts or resumes them"
+        )
+    return [*lines, f"written to {folder / 'sweep.json'} and sweep.csv"]
