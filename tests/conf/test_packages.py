@@ -82,3 +82,34 @@ def test_packages_are_the_required_ones() -> None:
     required = re.findall(r"^([\w-]+)[>=]", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert set(conf.PACKAGES.values()) == set(required) - {"tensorboard"}
     assert all(importlib.util.find_spec(name) for name in conf.PACKAGES)
+
+
+WINDOWS = """
+import runpy, signal, sys
+sys.platform = "win32"
+for name in ("SIGPIPE", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):
+    delattr(signal, name)
+sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_windows_is_refused(program: str, tmp_path: Path) -> None:
+    """On Linux, without what Windows lacks."""
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS, str(ROOT / program), "recipe=demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    name = Path(program).name
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"{name}: Windows is not supported; use WSL 2 (`wsl --install`), which "
+        "runs Linux programs\n"
+    )
+    assert list(tmp_path.iterdir()) == []
