@@ -269,6 +269,17 @@ def test_memory_of_this_machine() -> None:
     assert machine.cores() == len(os.sched_getaffinity(0))
 
 
+def test_system_without_affinity_mask_and_meminfo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert machine.cores() == os.cpu_count()
+    assert machine.threads_per_core() == 1
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    gone = tmp_path / "gone"
+    assert machine.free_memory(proc=gone, meminfo=gone) == total // 2
+
+
 # Open files.
 
 COUNT_FILES = """
@@ -290,6 +301,22 @@ def test_spare_files_can_be_opened(limits: tuple[int, int]) -> None:
     spare, opened, soft, hard = elsewhere(COUNT_FILES, open_files=limits)
     assert (soft, hard) == (limits[1], limits[1])
     assert opened - 1 <= spare <= opened
+
+
+def test_infinite_hard_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """setrlimit(2) of macOS refuses an infinite soft limit."""
+    infinite = 2**63 - 1
+    limits = [256, infinite]
+
+    def setrlimit(_: int, new: tuple[int, int]) -> None:
+        if new[0] > machine.OPEN_MAX:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[:] = new
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert 0 < machine.spare_files() < machine.OPEN_MAX
+    assert limits == [machine.OPEN_MAX, infinite]
 
 
 # Real control groups.
