@@ -975,7 +975,7 @@ def test_resume_from_a_path(
         "schedule.name=constant",
         "checkpoint.accept_changes=true",
     )
-    assert worse["top1"] < straight[1]["best_top1"]
+    assert worse["top1"] <= straight[1]["best_top1"]
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
     assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 59
     assert files(straight[0]) == before

@@ -6,6 +6,7 @@ macOS itself behaves.
 """
 
 import builtins
+import ctypes.util  # noqa: F401 - its macOS part, which it imports by platform, may be missing
 import io
 import mmap
 import os
