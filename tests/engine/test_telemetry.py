@@ -21,6 +21,7 @@ import torch
 
 from engine import telemetry
 from engine.telemetry import GIB, QUERIES, GpuMonitor, allocator_figures, host_figures, spread
+from tests.processes import needs_linux
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -538,6 +539,7 @@ def test_host_figures_of_real_processes() -> None:
 
 def test_buffers_that_workers_share_count_once() -> None:
     """In this process's value, not in theirs."""
+    needs_linux()
     context = multiprocessing.get_context("fork")
     ready, end = context.Semaphore(0), context.Event()
     before = host_figures([], 0)["host/trainer_rss_gib"]
@@ -580,6 +582,7 @@ sys.stdin.read()
 
 
 def test_pages_shared_with_a_forkserver_count_once() -> None:
+    needs_linux()
     with subprocess.Popen(
         [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -591,6 +594,7 @@ def test_pages_shared_with_a_forkserver_count_once() -> None:
 
 
 def test_workers_that_have_died() -> None:
+    needs_linux()
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass  # it has been reaped
     with (
