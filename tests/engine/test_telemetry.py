@@ -514,6 +514,7 @@ def map_and_wait(region: mmap.mmap, ready: Any, end: Any) -> None:
 
 
 def test_host_figures_of_real_processes() -> None:
+    needs_linux()
     with holding(0) as small, holding(100) as large, holding(100) as other:
         base = host_figures([small], 0)["host/workers_rss_gib"]
         assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx(

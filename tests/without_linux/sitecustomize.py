@@ -21,8 +21,7 @@ from typing import Any
 
 ABSENT: dict[ModuleType, str] = {
     os: "sched_getaffinity sched_setaffinity memfd_create MFD_CLOEXEC pidfd_open posix_fadvise "
-    "posix_fallocate fdatasync pipe2 eventfd splice copy_file_range getrandom getxattr listxattr "
-    "setxattr O_DIRECT O_PATH O_TMPFILE",
+    "posix_fallocate fdatasync pipe2 eventfd splice copy_file_range getrandom O_DIRECT O_PATH",
     mmap: "MAP_POPULATE",
     resource: "prlimit",
     select: "epoll",
