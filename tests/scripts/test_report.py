@@ -361,7 +361,7 @@ def test_a_system_that_does_not_show_locks(
 ) -> None:
     (copied / "summary.json").unlink()
     monkeypatch.setattr(report, "LOCKS", tmp_path / "gone")
-    said = made(copied).said
+    said = " ".join(made(copied).said)
     assert "this system does not show whether a process trains in this run directory" in said
     assert "no process on this machine" not in said
 
