@@ -16,11 +16,21 @@ PACKAGES = {
 }
 
 
-def _refuse_missing_packages() -> None:
-    """Exit with status 2 and one line if a package is missing, usually outside the environment.
+def _fail(message: str) -> None:
+    """Exit with status 2. Of the processes of a node, the first one prints the message."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
 
-    This runs before any other import of the project, so that no script needs its own check.
-    """
+
+def _refuse_windows() -> None:
+    """Exit if this is Windows: it has no fork, no file locks of fcntl and no SIGUSR1."""
+    if sys.platform == "win32":
+        _fail("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
+
+
+def _refuse_missing_packages() -> None:
+    """Exit if a package is missing, usually outside the environment."""
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if not missing:
         return
@@ -31,10 +41,9 @@ def _refuse_missing_packages() -> None:
         remedy = (
             "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
         )
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        message = f"{', '.join(missing)}: not installed for {sys.executable}; {remedy}"
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(2)
+    _fail(f"{', '.join(missing)}: not installed for {sys.executable}; {remedy}")
 
 
+# Before any other import of the project, so that no script needs checks of its own.
+_refuse_windows()
 _refuse_missing_packages()

@@ -8,6 +8,7 @@ import difflib
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Flag, auto
@@ -16,6 +17,9 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
+# On macOS, the import of a library may start threads, and a process with threads must not fork.
+# Elsewhere, a worker that forks from a server with the imports done starts faster.
+START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
 # Takes a value. Returns None if it is allowed, else a description of the allowed values.
 Check = Callable[[Any], str | None]
 
@@ -345,7 +349,7 @@ class Loader:
         number(0, above=True),
     )
     start_method: str = key(
-        "forkserver",
+        START_METHOD,
         SPEED,
         "multiprocessing start method of the workers",
         one_of("forkserver", "spawn", "fork"),

@@ -92,7 +92,8 @@ class Writer:
         size = max(size, 1)
         try:
             # Shared: a worker process that is forked later does not get a copy of its own.
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux only; saves page faults
+            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | populate)
         except OSError as error:
             raise CheckpointError(
                 f"{size / 2**20:.0f} MiB of host memory for a copy of the weights cannot be "

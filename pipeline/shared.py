@@ -2,12 +2,14 @@
 
 The shared memory is anonymous: the kernel frees it with the last process that maps it.
 `memfd_create` uses no name in /dev/shm: a killed run leaves nothing behind, and the size of a
-container's /dev/shm mount (64 MiB in Docker) does not limit it; ordinary memory does.
+container's /dev/shm mount (64 MiB in Docker) does not limit it; ordinary memory does. macOS has no
+`memfd_create`: there, the memory is a temporary file whose name is removed at once.
 """
 
 import logging
 import mmap
 import os
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import reduction
@@ -36,7 +38,7 @@ class SharedArray:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         size = max(1, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
-        fd = os.memfd_create("batches", os.MFD_CLOEXEC)
+        fd = _nameless_file()
         try:
             os.ftruncate(fd, size)
             self._map(fd, shape, np.dtype(dtype))
@@ -71,6 +73,15 @@ class SharedArray:
         # The mapping ends with the last array that uses it; the descriptor does not.
         if hasattr(self, "_fd"):
             os.close(self._fd)
+
+
+def _nameless_file() -> int:
+    """Return the descriptor of an empty file that ends with the last process that maps it."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("batches", os.MFD_CLOEXEC)
+    fd, path = tempfile.mkstemp(prefix="batches-")
+    os.unlink(path)
+    return fd
 
 
 def page_lock(arrays: Sequence[np.ndarray], *, purpose: str, effect: str) -> list[int]:

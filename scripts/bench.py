@@ -113,6 +113,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
+from pipeline.sizing.machine import cores
 from pipeline.sizing.plan import choose_decoder, worker_budget
 from scripts import copies
 from scripts.heat_map import heat_map
@@ -542,7 +543,7 @@ def main() -> int:
     print(lines)
     record = {
         "machine": machine,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores(),
         "made_by": checkpoint.provenance(),
         "config": cli.to_yaml(CONFIG),
     }

@@ -581,10 +581,12 @@ def memory(case: Case) -> Iterator[Row]:
 
 
 def shared_memory(case: Case) -> Iterator[Row]:
-    usage = shutil.disk_usage("/dev/shm")
-    yield ok(
-        f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free; the loader does not use it"
-    )
+    try:
+        usage = shutil.disk_usage("/dev/shm")
+        found = f"{usage.free / GIB:.2f} of {usage.total / GIB:.2f} GiB free"
+    except FileNotFoundError:
+        found = "this system has none"
+    yield ok(f"{found}; the loader does not use it")
 
 
 def run_directory(case: Case) -> Iterator[Row]:

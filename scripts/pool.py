@@ -16,11 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import connection, resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from typing import Any, TypeVar
 
 import torch
+
+from conf.schema import START_METHOD
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -64,8 +65,9 @@ def run(
         OSError: The function raised it.
         RuntimeError: Worker processes cannot be started.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(preload)
+    context: Any = multiprocessing.get_context(START_METHOD)
+    if START_METHOD == "forkserver":
+        context.set_forkserver_preload(preload)
     todo = deque(items[i : i + chunk] for i in range(0, len(items), chunk))
     started: list[_Worker] = []
     busy: dict[Connection, _Worker] = {}
@@ -130,7 +132,7 @@ class _Worker:
         return answer
 
 
-def _start(context: ForkServerContext, function: Callable[[Any], Any]) -> _Worker:
+def _start(context: Any, function: Callable[[Any], Any]) -> _Worker:
     """Start a worker that blocks SIGINT: after Ctrl-C the parent closes the pipe."""
     resource_tracker.ensure_running()  # if process.start() starts it, it unblocks SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})

@@ -36,12 +36,14 @@ from pathlib import Path
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a message
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli
+from conf import cli  # first: it refuses Windows, which has no SIGPIPE
 from conf.schema import UserError, typed_keys
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a message
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 

@@ -60,6 +60,7 @@ from scripts.report_page import (
 )
 
 FILES = ("config.yaml", "metrics.jsonl", "summary.json")  # a run directory has at least one of them
+LOCKS = Path("/proc/locks")  # of all processes; Linux only
 UNKNOWN = "–"
 
 # Parts of the time of training steps: key of metrics.jsonl -> name, CSS class.
@@ -430,30 +431,37 @@ def status_of(run: Run) -> tuple[str, str]:
         return "interrupted", f"interrupted by {name}" if name else "interrupted"
     if stored:
         return "finished" if stored == "finished" else "ended", str(stored)
-    if is_locked(run.folder / ".lock"):
+    locked = is_locked(run.folder / ".lock")
+    if locked:
         return "running", "running"
+    known = (
+        "this system does not show whether a process trains in this run directory"
+        if locked is None
+        else "no process on this machine trains in this run directory: the run failed, was "
+        "killed, or is on another machine"
+    )
     try:
         written = (run.folder / "metrics.jsonl").stat().st_mtime
         age = duration(max(0.0, time.time() - written))
-        run.notes.append(
-            f"the last row was written {age} before this report, and no process on this machine "
-            "trains in this run directory: the run failed, was killed, or is on another machine"
-        )
+        run.notes.append(f"the last row was written {age} before this report, and {known}")
     except OSError:
         pass  # read_text has noted it
     return "ended", "not finished"
 
 
-def is_locked(path: Path) -> bool:
-    """Return whether a process on this machine holds the lock.
+def is_locked(path: Path) -> bool | None:
+    """Return whether a process on this machine holds the lock; None if the system does not show it.
 
     Does not try to take the lock: a run that starts at this moment would fail.
     """
     try:
         stat = path.stat()
-        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
     except OSError:
         return False
+    try:
+        locks = [line.split() for line in LOCKS.read_text().splitlines()]
+    except OSError:
+        return None
     place = f"{os.major(stat.st_dev):02x}:{os.minor(stat.st_dev):02x}:{stat.st_ino}"
     return any("FLOCK" in words and place in words for words in locks)
 

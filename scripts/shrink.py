@@ -83,6 +83,7 @@ from conf.schema import Data, UserError
 from pipeline import decode
 from pipeline.dataset import describe
 from pipeline.index import Index, check_splits, load_index
+from pipeline.sizing import machine
 from scripts import pool
 from scripts.report_page import duration
 
@@ -440,7 +441,7 @@ def run() -> Tally:
         ShrinkError: A file cannot be written or a worker died.
         OSError: The report cannot be written.
     """
-    workers = OPTIONS.workers or len(os.sched_getaffinity(0))
+    workers = OPTIONS.workers or machine.cores()
     decoder = CONFIG.loader.decoder
     job = plan(CONFIG.data, decoder, OPTIONS.to, side=OPTIONS.side, quality=OPTIONS.quality)
     try:

@@ -1,21 +1,54 @@
-"""Functions to observe processes, for tests that kill them."""
+"""Functions to observe processes, for tests that kill them; with `ps` where there is no /proc."""
 
 import contextlib
 import subprocess
+import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import pytest
 
 HANGS_SECONDS = 120  # a test that takes longer hangs
 
 
+def needs_linux() -> None:
+    """Skip the test elsewhere: it uses a function or a file that only Linux has."""
+    if sys.platform != "linux":
+        pytest.skip("needs Linux")
+
+
+class Process(NamedTuple):
+    """A state as in proc(5): R running, S sleeping, T stopped, Z zombie; and relatives."""
+
+    state: str
+    parent: int
+    session: int
+
+
+def processes() -> dict[int, Process]:
+    """Return all processes by number."""
+    found: dict[int, Process] = {}
+    if sys.platform != "linux":  # the leader of a session also leads a group
+        command = ["ps", "-axo", "pid=,stat=,ppid=,pgid="]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as ps:
+            for number, state, parent, group in map(str.split, ps.stdout or ()):
+                found[int(number)] = Process(state[0], int(parent), int(group))
+        del found[ps.pid]
+        return found
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # the process ended in the meantime
+            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
+            found[int(stat.parent.name)] = Process(state, int(parent), int(session))
+    return found
+
+
 def process_state(pid: int) -> str:
-    """Return a state as in proc(5): R running, S sleeping, T stopped, Z zombie; X: no process."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "X"
+    """Return the state of a process; X: there is none."""
+    found = processes().get(pid)
+    return found.state if found else "X"
 
 
 def is_running(pid: int) -> bool:
@@ -23,26 +56,25 @@ def is_running(pid: int) -> bool:
 
 
 def descendants(pid: int) -> set[int]:
-    """Return the children that any thread has started, and their descendants."""
-    try:
-        own = {
-            int(c)
-            for path in Path(f"/proc/{pid}/task").glob("*/children")
-            for c in path.read_text().split()
-        }
-    except (FileNotFoundError, ProcessLookupError):
-        return set()
-    return {*own, *(d for child in own for d in descendants(child))}
+    """Return the children of a process and their descendants."""
+    children = defaultdict(set)
+    for child, process in processes().items():
+        children[process.parent].add(child)
+    found: set[int] = set()
+    new = children[pid]
+    while new:
+        found |= new
+        new = {child for parent in new for child in children[parent]}
+    return found
 
 
 def family(pid: int) -> set[int]:
     """Return the running ones of a process, the members of its session, and their descendants."""
-    relatives = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # the process ended in the meantime
-            state, parent, _, session = stat.read_text().rpartition(")")[2].split()[:4]
-            if state not in "ZX":
-                relatives[int(stat.parent.name)] = {int(parent), int(session)}
+    relatives = {
+        number: {process.parent, process.session}
+        for number, process in processes().items()
+        if process.state not in "ZX"
+    }
     found = {pid}
     while more := {one for one in relatives if one not in found and relatives[one] & found}:
         found |= more

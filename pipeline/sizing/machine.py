@@ -2,7 +2,8 @@
 
 `os.cpu_count()` and the size of the RAM are upper bounds: an affinity mask, the limits of a
 container and the other ranks of the node leave less. Control groups are read in versions 1 and 2,
-with all their parents, whose limits also apply.
+with all their parents, whose limits also apply. macOS has no affinity mask, no control groups and
+no /proc: there, the functions use what the system does report, as their docstrings say.
 """
 
 import contextlib
@@ -21,16 +22,23 @@ MEMORY_FILES = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
 )
 CPUS = Path("/sys/devices/system/cpu")
+# setrlimit(2) of macOS: the hard limit may be infinite, but the soft limit is at most OPEN_MAX.
+OPEN_MAX = 10240
 
 
 def cores() -> int:
-    """Hardware threads in the affinity mask of this process."""
-    return len(os.sched_getaffinity(0))
+    """Hardware threads in the affinity mask of this process; without one, of the machine."""
+    return len(_affinity()) or os.cpu_count() or 1
+
+
+def _affinity() -> set[int]:
+    """Numbers of the hardware threads in the affinity mask; empty on a system without one."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
 
 
 def threads_per_core(cpus: Path = CPUS) -> int:
     """2 if two hardware threads share a core, else 1."""
-    allowed = os.sched_getaffinity(0)
+    allowed = _affinity()
     try:
         listed = (cpus / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
         siblings = {cpu for part in listed.strip().split(",") for cpu in _span(part)}
@@ -58,9 +66,12 @@ def free_memory(
 ) -> int:
     """Bytes that can be allocated without swapping, in the machine and in the control groups.
 
-    The page cache counts as free.
+    The page cache counts as free. Without /proc, half of the RAM counts as free.
     """
-    free = _table(meminfo)["MemAvailable"] * 1024
+    try:
+        free = _table(meminfo)["MemAvailable"] * 1024
+    except OSError:
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     for folder in _groups("memory", proc, mount):
         for limit, used, total in MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
@@ -81,12 +92,14 @@ def largest_buffer() -> float:
 
 
 def spare_files() -> int:
-    """Files that this process can still open. Raises the soft limit to the hard limit."""
+    """Files that this process can still open. Raises the soft limit as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd"))
+    for limit in (hard, OPEN_MAX):
+        if soft < limit:
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+                break
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
 
 
 def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:

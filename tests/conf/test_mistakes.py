@@ -21,6 +21,7 @@ import torch
 import train
 from conf import cli
 from pipeline.sizing import machine
+from tests.processes import descendants
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -455,8 +456,7 @@ def test_missing_resources_of_the_machine(image_root: Path, workplace: Path) -> 
 
 
 def test_no_thread_or_child_is_left(refusal: Refusal, image_root: Path) -> None:
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
-    before = children.read_text()
+    before = descendants(os.getpid())
     refusal(f"data.root={image_root}", "checkpoint.resume=gone.pt", "loader.workers=2")
-    assert children.read_text() == before
+    assert descendants(os.getpid()) == before
     assert not torch.distributed.is_initialized()

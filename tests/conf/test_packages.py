@@ -15,12 +15,14 @@ import conf
 ROOT = Path(__file__).parents[2]
 SCRIPTS = ("bench", "doctor", "evaluate", "export", "lr_find", "predict", "report", "shrink")
 PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in SCRIPTS)]
+# Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.
+PYTHON = sys._base_executable
 
 
 def run(program: str, packages: Path, *, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     """Run a script with only the standard library and `packages`."""
     environment = {**os.environ, "PYTHONPATH": str(packages)}
-    line = [sys.executable, "-S", str(folder / program), "--help"]
+    line = [PYTHON, "-S", str(folder / program), "--help"]
     return subprocess.run(
         line, env=environment, cwd=packages, capture_output=True, text=True, check=False
     )
@@ -54,7 +56,7 @@ def test_one_package_is_missing(tmp_path: Path) -> None:
             (tmp_path / name).mkdir()
     done = run("train.py", tmp_path)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"train.py: torch: not installed for {sys.executable}; run ")
+    assert done.stderr.startswith(f"train.py: torch: not installed for {PYTHON}; run ")
 
 
 def test_only_local_rank_0_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,3 +84,34 @@ def test_packages_are_the_required_ones() -> None:
     required = re.findall(r"^([\w-]+)[>=]", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
     assert set(conf.PACKAGES.values()) == set(required) - {"tensorboard"}
     assert all(importlib.util.find_spec(name) for name in conf.PACKAGES)
+
+
+WINDOWS = """
+import runpy, signal, sys
+sys.platform = "win32"
+for name in ("SIGPIPE", "SIGHUP", "SIGKILL", "SIGUSR1", "SIGUSR2", "pthread_sigmask"):
+    delattr(signal, name)
+sys.modules["fcntl"] = sys.modules["resource"] = None  # their import fails
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_windows_is_refused(program: str, tmp_path: Path) -> None:
+    """On Linux, without what Windows lacks."""
+    done = subprocess.run(
+        [sys.executable, "-c", WINDOWS, str(ROOT / program), "recipe=demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    name = Path(program).name
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        done.stderr == f"{name}: Windows is not supported; use WSL 2 (`wsl --install`), which "
+        "runs Linux programs\n"
+    )
+    assert list(tmp_path.iterdir()) == []

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from engine import checkpoint
+from tests.processes import needs_linux
 
 Calls = list[tuple[str, ...]]
 
@@ -23,6 +24,7 @@ Calls = list[tuple[str, ...]]
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """The calls in order: (fsync, name, bytes), (replace, source, target), (unlink, name)."""
+    needs_linux()
     recorded: Calls = []
     fsync, replace, unlink = os.fsync, os.replace, os.unlink
 

@@ -21,6 +21,7 @@ import torch
 
 from engine import telemetry
 from engine.telemetry import GIB, QUERIES, GpuMonitor, allocator_figures, host_figures, spread
+from tests.processes import needs_linux
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -513,6 +514,7 @@ def map_and_wait(region: mmap.mmap, ready: Any, end: Any) -> None:
 
 
 def test_host_figures_of_real_processes() -> None:
+    needs_linux()
     with holding(0) as small, holding(100) as large, holding(100) as other:
         base = host_figures([small], 0)["host/workers_rss_gib"]
         assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx(
@@ -538,6 +540,7 @@ def test_host_figures_of_real_processes() -> None:
 
 def test_buffers_that_workers_share_count_once() -> None:
     """In this process's value, not in theirs."""
+    needs_linux()
     context = multiprocessing.get_context("fork")
     ready, end = context.Semaphore(0), context.Event()
     before = host_figures([], 0)["host/trainer_rss_gib"]
@@ -580,6 +583,7 @@ sys.stdin.read()
 
 
 def test_pages_shared_with_a_forkserver_count_once() -> None:
+    needs_linux()
     with subprocess.Popen(
         [sys.executable, "-c", FORKS], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
@@ -591,6 +595,7 @@ def test_pages_shared_with_a_forkserver_count_once() -> None:
 
 
 def test_workers_that_have_died() -> None:
+    needs_linux()
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass  # it has been reaped
     with (

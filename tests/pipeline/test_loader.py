@@ -34,7 +34,7 @@ from pipeline.loader import (
 )
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.worker import EMPTY_ROW, Reply
-from tests.processes import descendants, is_running, process_state
+from tests.processes import descendants, is_running, needs_linux, process_state, processes
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
@@ -50,10 +50,6 @@ def until(condition: Callable[[], Any]) -> Any:
         assert time.monotonic() < give_up, "timed out"
         time.sleep(0.005)
     return value
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def open_dataset(root: Path, *, side: int = SIZE) -> FolderDataset:
@@ -150,6 +146,7 @@ class Trap:
     """A FIFO in place of an image: the worker that reads it blocks."""
 
     def __init__(self, path: str) -> None:
+        needs_linux()
         self.path = Path(path)
         self.image_bytes = self.path.read_bytes()
         self.image = self.path.rename(f"{path}.kept")
@@ -408,6 +405,7 @@ def test_ring_has_room_for_the_workers_and_the_prefetcher(
 @pytest.mark.parametrize("start_method", START_METHODS)
 def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) -> None:
     """Docker gives /dev/shm 64 MiB, and files of a killed run stay there."""
+    needs_linux()
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, workers=1, start_method=start_method) as loader:
         check_all(loader, dataset, 0, 3)
@@ -431,7 +429,7 @@ def test_closing_leaves_no_process_and_no_descriptor(image_root: Path, start_met
             next(loader.batches(0, 1)).release(None)
             pids |= {w.process.pid for w in loader.pool.workers}
         del loader
-        descriptors.append(len(os.listdir("/proc/self/fd")))
+        descriptors.append(len(os.listdir("/dev/fd")))
     assert len(pids) == 3
     assert not any(is_running(pid) for pid in pids)
     assert descriptors[1] == descriptors[2]  # the first start may open a pipe to the forkserver
@@ -530,7 +528,7 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
     dataset = open_dataset(image_root / "train")
     with open_loader(dataset, start_method="forkserver", batch_size=80) as loader:
         orphans = [w.process.pid for w in loader.pool.workers]
-        server = parent(orphans[0])
+        server = processes()[orphans[0]].parent
         assert server != os.getpid()
         taken = []
         for batch in loader.batches(0, 12):
@@ -557,7 +555,7 @@ def test_worker_without_its_forkserver_is_killed(changeable: Path) -> None:
         next(batches).release(None)
         orphan = trap.catch(loader.pool)
         trap.remove()
-        os.kill(parent(orphan), signal.SIGKILL)
+        os.kill(processes()[orphan].parent, signal.SIGKILL)
         check(next(batches), dataset, loader.samples(1))
         assert not is_running(orphan)
         os.close(trap.writer)
@@ -611,6 +609,7 @@ def test_workers_ignore_signals_to_the_process_group(start_method: str) -> None:
 
     Signals come by the hundred from before the first worker is started.
     """
+    needs_linux()
     command = [sys.executable, "-c", GROUP, start_method]
     done = subprocess.run(
         command,
@@ -1071,7 +1070,7 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
     before = descendants(os.getpid())
     limits, used = (
         resource.getrlimit(resource.RLIMIT_NOFILE),
-        set(map(int, os.listdir("/proc/self/fd"))),
+        set(map(int, os.listdir("/dev/fd"))),
     )
     free = [number for number in range(1000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more

@@ -12,6 +12,7 @@ import pytest
 from conf.schema import UserError
 from pipeline.index import load_index
 from pipeline.shared import SharedArray
+from tests.processes import needs_linux
 
 
 def run_in_child(start_method: str, code: str, **names: Any) -> None:
@@ -23,7 +24,7 @@ def run_in_child(start_method: str, code: str, **names: Any) -> None:
 
 
 def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
+    return len(os.listdir("/dev/fd"))
 
 
 def covers(mapping: str, address: int) -> bool:
@@ -55,6 +56,7 @@ def test_sample_table_reaches_a_child_without_being_copied(
 
 
 def test_memory_has_no_name_and_ends_with_the_last_array() -> None:
+    needs_linux()
     before = descriptors()
     shared = SharedArray((1000, 1000), np.uint8)
     values = shared.array[10:20]

@@ -41,7 +41,7 @@ from pipeline.sizing.plan import FILES_KEPT
 from pipeline.synthetic.demo import draw_image
 from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
-from tests.processes import descendants, is_running
+from tests.processes import descendants, is_running, needs_linux
 from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]
@@ -185,6 +185,7 @@ def without_privileges() -> None:
 
 
 def test_many_faults_at_once(root: Path, tmp_path: Path) -> None:
+    needs_linux()
     folder = root / "train"
     (folder / "dots" / "00.jpg").chmod(0)
     (folder / "dots" / "01.jpg").write_bytes(JPEG[: len(JPEG) // 2])

@@ -356,6 +356,16 @@ def test_a_run_in_progress(copied: Path) -> None:
     assert "not finished" in made(copied).said
 
 
+def test_a_system_that_does_not_show_locks(
+    copied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (copied / "summary.json").unlink()
+    monkeypatch.setattr(report, "LOCKS", tmp_path / "gone")
+    said = " ".join(made(copied).said)
+    assert "this system does not show whether a process trains in this run directory" in said
+    assert "no process on this machine" not in said
+
+
 # Any file content.
 
 

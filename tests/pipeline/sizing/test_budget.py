@@ -20,6 +20,7 @@ from pipeline.sizing.plan import (
     chosen_workers,
     worker_budget,
 )
+from tests.processes import needs_linux
 
 ROOT = Path(__file__).parents[3]
 
@@ -27,6 +28,7 @@ ROOT = Path(__file__).parents[3]
 @pytest.fixture
 def one_core() -> Iterator[None]:
     """Run on one core only."""
+    needs_linux()
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     yield
@@ -179,11 +181,11 @@ from pipeline.loader import WorkerPool, start_source
 from pipeline.sampler import TrainSampler
 dataset = FakeDataset(num_samples=100, num_classes=10, size=8)
 source = start_source(dataset, batch_size=64, size=8, slots=2)
-workers, before = worker_limit(), len(os.listdir("/proc/self/fd"))
+workers, before = worker_limit(), len(os.listdir("/dev/fd"))
 with WorkerPool([source], workers=workers, start_method=sys.argv[1]) as pool:
     samples = TrainSampler(num_samples=100, batch_size=64, seed=0).samples(0)
     pool.wait([pool.submit(0, 0, row, samples[row : row + 1]) for row in range(64)])
-    print(workers, len(os.listdir("/proc/self/fd")) - before)
+    print(workers, len(os.listdir("/dev/fd")) - before)
 """
 
 

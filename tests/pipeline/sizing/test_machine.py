@@ -145,7 +145,7 @@ def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
 def test_threads_per_core(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
     if siblings is not None:
         topology = tmp_path / "cpu0" / "topology"
         topology.mkdir(parents=True)
@@ -156,7 +156,7 @@ def test_threads_per_core(
 def test_threads_of_a_core_that_the_affinity_mask_leaves_out_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     (tmp_path / "cpu0" / "topology").mkdir(parents=True)
     (tmp_path / "cpu0" / "topology" / "thread_siblings_list").write_text("0,4\n")
     assert machine.threads_per_core(tmp_path) == 1
@@ -266,7 +266,19 @@ def test_memory_of_this_machine() -> None:
     assert 64 * MIB < machine.free_memory() <= total
     assert machine.cpu_quota() > 0
     assert 1 <= machine.threads_per_core() <= 8
-    assert machine.cores() == len(os.sched_getaffinity(0))
+    if sys.platform == "linux":
+        assert machine.cores() == len(os.sched_getaffinity(0))
+
+
+def test_system_without_affinity_mask_and_meminfo(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)
+    assert machine.cores() == os.cpu_count()
+    assert machine.threads_per_core() == 1
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    gone = tmp_path / "gone"
+    assert machine.free_memory(proc=gone, meminfo=gone) == total // 2
 
 
 # Open files.
@@ -290,6 +302,22 @@ def test_spare_files_can_be_opened(limits: tuple[int, int]) -> None:
     spare, opened, soft, hard = elsewhere(COUNT_FILES, open_files=limits)
     assert (soft, hard) == (limits[1], limits[1])
     assert opened - 1 <= spare <= opened
+
+
+def test_infinite_hard_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """setrlimit(2) of macOS refuses an infinite soft limit."""
+    infinite = 2**63 - 1
+    limits = [256, infinite]
+
+    def setrlimit(_: int, new: tuple[int, int]) -> None:
+        if new[0] > machine.OPEN_MAX:
+            raise ValueError("current limit exceeds maximum limit")
+        limits[:] = new
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: tuple(limits))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert 0 < machine.spare_files() < machine.OPEN_MAX
+    assert limits == [machine.OPEN_MAX, infinite]
 
 
 # Real control groups.

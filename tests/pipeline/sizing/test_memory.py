@@ -11,7 +11,7 @@ import torch
 
 import train
 from conf import cli
-from conf.schema import Config, UserError
+from conf.schema import START_METHOD, Config, UserError
 from engine.distributed import World
 from pipeline import feed as feed_module
 from pipeline.build import Datasets, build_datasets
@@ -252,7 +252,7 @@ def test_the_plan_shrinks_until_it_fits(free: Callable[[int], None], ranks: int)
     less = plan(config, ranks_here=ranks)
     assert (less.ceiling, less.slots, less.slots_wanted) == (2, full.slots - 1, full.slots)
     each_slot = full.buffers // full.slots
-    least = FEWEST_SLOTS * each_slot + WORKER_BYTES["forkserver"]
+    least = FEWEST_SLOTS * each_slot + WORKER_BYTES[START_METHOD]
     free(ranks * least)
     smallest = plan(config, ranks_here=ranks)
     assert (smallest.ceiling, smallest.slots, smallest.host) == (1, FEWEST_SLOTS, least)
@@ -307,6 +307,7 @@ def test_run_prints_its_memory(tmp_path: Path, capsys: pytest.CaptureFixture[str
             "data.fake_classes=2",
             "model=resnet_tiny",
             "loader.workers=1",
+            "loader.start_method=forkserver",
             "train.device=cpu",
             "train.max_steps=1",
             f"run.dir={tmp_path / 'run'}",

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from conf import cli
-from conf.schema import Config, UserError
+from conf.schema import START_METHOD, Config, UserError
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
 from pipeline.dataset import FakeDataset, FileDataset, FolderDataset
@@ -224,7 +224,7 @@ def test_fixed_workers_give_up_slots_first(host: Machine) -> None:
     assert found.workers < 8 and found.memory.slots == FEWEST_SLOTS
     assert found.reason == "free memory allows no more"
     assert found.memory.host <= full.host // 2
-    host(free=WORKER_BYTES["forkserver"])
+    host(free=WORKER_BYTES[START_METHOD])
     with pytest.raises(UserError, match=r"^loader.batch_size=8: the loader needs at least"):
         planned(config)
 

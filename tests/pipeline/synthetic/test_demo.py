@@ -26,6 +26,7 @@ from pipeline.synthetic.demo import (
     draw_image,
     ensure_demo_dataset,
 )
+from tests.processes import descendants
 
 SCRIPT = """
 import signal
@@ -92,7 +93,7 @@ def await_first_image(process: Process, root: Path) -> None:
         assert process.poll() is None
         time.sleep(0.01)
     assert not root.exists()
-    assert Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text() == ""
+    assert descendants(process.pid) == set()
 
 
 def test_images_are_jpeg_files_of_many_sizes_in_class_folders(drawn: Path) -> None:

@@ -1,0 +1,129 @@
+"""What surrounds the program: make, the container, the hooks and the workflow."""
+
+import fnmatch
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+PYTHONS = ["3.11", "3.12", "3.13", "3.14"]
+
+
+def read_yaml(name: str) -> dict[Any, Any]:
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def tracked() -> list[str]:
+    """Return the files that git tracks or would add; skip the test outside a clone."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a clone")
+    return done.stdout.splitlines()
+
+
+def test_installing_the_program_is_refused_in_one_line() -> None:
+    before = sorted(ROOT.iterdir())
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", str(ROOT)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    (line,) = [line for line in done.stderr.splitlines() if "imagenet-trainer" in line]
+    assert "cloned and changed, not installed: run `make env`" in line
+    assert "Traceback" not in done.stderr
+    assert sorted(ROOT.iterdir()) == before
+
+
+def test_makefile_uses_only_what_make_3_81_has() -> None:
+    """macOS has this version; later ones brought .ONESHELL, .SHELLFLAGS, != and $(file)."""
+    text = (ROOT / "Makefile").read_text()
+    assert not re.search(r"^\.(ONESHELL|SHELLFLAGS)|!=|\$\(file", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("script", ["env", "lock"])
+def test_scripts_of_make_are_valid_posix_shell(script: str) -> None:
+    subprocess.run(["sh", "-n", ROOT / ".ci" / script], check=True)
+
+
+def test_make_env_tries_every_version_that_the_workflow_tests() -> None:
+    jobs = read_yaml(".github/workflows/checks.yml")["jobs"]
+    assert jobs["checks"]["strategy"]["matrix"]["python"] == PYTHONS
+    makefile = (ROOT / "Makefile").read_text()
+    assert all(f" python{version}" in makefile for version in PYTHONS)
+
+
+def test_workflow_runs_the_checks_and_builds_the_image() -> None:
+    workflow = read_yaml(".github/workflows/checks.yml")
+    assert set(workflow[True]) == {"push", "pull_request"}  # YAML reads `on` as a boolean
+    assert workflow["permissions"] == {"contents": "read"}
+    commands = {
+        name: [step["run"] for step in job["steps"] if "run" in step]
+        for name, job in workflow["jobs"].items()
+    }
+    assert commands["checks"] == [".ci/run"]
+    assert commands["docker"][0].startswith("docker build ")
+    systems = {
+        entry["system"] for entry in workflow["jobs"]["checks"]["strategy"]["matrix"]["include"]
+    }
+    assert systems == {"macos-latest"}
+
+
+def test_hooks_run_the_tools_of_make_lint() -> None:
+    (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
+    assert repository["repo"] == "local"  # nothing is downloaded
+    hooks = [shlex.split(hook["entry"])[:4] for hook in repository["hooks"]]
+    recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
+    tools = re.findall(r"-m (\w+)( \w+)?", recipe)
+    assert len(tools) == len(hooks)
+    for (tool, verb), hook in zip(tools, hooks, strict=True):
+        assert hook[:3] == [".venv/bin/python", "-m", tool]
+        assert not verb or hook[3] == verb.strip()
+
+
+def in_context(name: str) -> bool:
+    """Return whether a file reaches `docker build`: the last pattern of .dockerignore decides."""
+    kept = True
+    for line in (ROOT / ".dockerignore").read_text().splitlines():
+        if line and not line.startswith("#"):
+            pattern = line.removeprefix("!").removeprefix("**/")
+            parts = [name, *map(str, Path(name).parents[:-1])]
+            parts += Path(name).parts if line.startswith("**/") else []
+            if any(fnmatch.fnmatch(part, pattern) for part in parts):
+                kept = line.startswith("!")
+    return kept
+
+
+def test_build_context_contains_the_program_and_no_data() -> None:
+    kept = {name for name in tracked() if in_context(name)}
+    program = {"train.py", "conf/config.yaml", "pipeline/region.c", "scripts/doctor.py", ".ci/env"}
+    assert program <= kept
+    left = (".git/config", ".venv/bin/python", "data/demo/a.jpg", "runs/a/config.yaml")
+    assert not any(map(in_context, (*left, "conf/__pycache__/schema.cpython-311.pyc")))
+    assert sum((ROOT / name).stat().st_size for name in kept) < 2 << 20
+
+
+def test_image_contains_what_it_copies_and_does_not_run_as_root() -> None:
+    lines = DOCKERFILE.replace("\\\n", " ").splitlines()
+    steps = [line.split() for line in lines if line and not line.startswith("#")]
+    assert re.fullmatch(r"nvidia/cuda:13\.\d+\.\d+-base-ubuntu24\.04", steps[0][1])
+    users = [words[1] for words in steps if words[0] == "USER"]
+    assert users == ["1000"]
+    kept = [name for name in tracked() if in_context(name)]
+    for words in steps:
+        if words[0] == "COPY":
+            assert "--chown=1000" in words
+            for source in (word for word in words[1:-1] if not word.startswith("--")):
+                pattern = f"{source}*" if source.endswith("/") else source
+                assert source == "." or fnmatch.filter(kept, pattern), source
+    assert steps[-1][0] == "CMD"
