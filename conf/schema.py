@@ -254,6 +254,7 @@ class Data:
         "with one name per line",
         classes,
         when=FILES,
+        alike=lambda names: sorted(map(str, names)) if isinstance(names, list) else names,
     )
     val_fraction: float = key(
         0.0,

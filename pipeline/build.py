@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from conf.schema import Config, Data, UserError, did_you_mean, with_size
+from conf.schema import Config, Data, UserError, did_you_mean, show, with_size
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
@@ -146,6 +146,8 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
 
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
+    if isinstance(data.root, list):
+        raise UserError(f"data.root={show(data.root)}: data=demo draws one folder; give one")
     root = Path(roots_of(data)[0])
     if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
         return folder(data, train, val, decoder, seed)

@@ -13,6 +13,7 @@ import struct
 import tarfile
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from operator import attrgetter
 from typing import Any
 
@@ -83,7 +84,8 @@ def _open(path: str) -> int:
             raise
     # There may be more shards than the usual soft limit of 1,024 open files.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return os.open(path, flags)
 
 

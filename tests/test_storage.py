@@ -9,6 +9,7 @@ import pytest
 
 import train
 from conf import cli
+from conf.schema import UserError
 from tests.small_run import SMALL_RUN, run
 from tests.stored import as_list, as_shards, as_tar, as_zip
 
@@ -17,8 +18,7 @@ Pack = Callable[[Path, Path], None]
 PACKS: dict[str, tuple[Pack, Pack]] = {
     "tar": (as_tar, as_tar),
     "shards": (as_shards, as_shards),
-    "zip": (as_zip, as_zip),
-    "tar and zip": (as_tar, as_zip),
+    "zip and tar": (as_zip, as_tar),
 }
 
 
@@ -41,7 +41,7 @@ def test_same_weights_and_same_resume_within_an_epoch(
     storage: str, image_root: Path, tmp_path: Path, whole: str
 ) -> None:
     packed = pack(image_root, tmp_path / "packed", storage)
-    first, second = (image_root, packed) if storage != "zip" else (packed, image_root)
+    first, second = (image_root, packed) if storage != "zip and tar" else (packed, image_root)
     part = run(first, tmp_path / "run", "train.max_steps=3", "loader.workers=0")
     assert part["step"] == 3 and part["params_sha256"] != whole
     assert run(second, tmp_path / "run", "loader.workers=1")["params_sha256"] == whole
@@ -58,6 +58,19 @@ def test_a_list_trains_as_its_folder(image_root: Path, tmp_path: Path, whole: st
         "loader.workers=0",
     )
     assert summary["params_sha256"] == whole
+
+
+def test_a_run_is_identified_by_its_samples(image_root: Path, tmp_path: Path) -> None:
+    some = ["data.classes=[dots,checks]", "loader.workers=0", "train.max_steps=1"]
+    run(image_root, tmp_path / "run", *some)
+    with pytest.raises(UserError, match=r"data\.train was 24 images.*data\.val was 10 "):
+        run(image_root, tmp_path / "run", "loader.workers=0", "train.max_steps=2")
+    (tmp_path / "some.txt").write_text("checks\ndots\n")
+    same = [f"data.classes={tmp_path / 'some.txt'}", "loader.workers=0", "train.max_steps=2"]
+    assert run(image_root, tmp_path / "run", *same)["step"] == 2
+    for classes in ("[dots,checks]", "[checks,dots]"):
+        config = cli.load([f"data.root={image_root}", f"data.classes={classes}"])
+        assert ",data.classes=checks-dots," in config.run.name
 
 
 def test_a_damaged_image_is_named(

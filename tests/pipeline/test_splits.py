@@ -191,6 +191,11 @@ def test_a_root_may_hold_one_split(image_root: Path, tmp_path: Path) -> None:
     assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
 
 
+def test_demo_has_one_root() -> None:
+    with pytest.raises(UserError, match=r"data\.root=\[.*: data=demo draws one folder"):
+        build_datasets(cli.load(["recipe=demo", "data.root=[a,b]"]))
+
+
 def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(image_root, tmp_path / "one, two"))
     (tmp_path / "again").symlink_to(image_root)

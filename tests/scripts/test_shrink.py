@@ -606,8 +606,12 @@ def test_containers_are_shrunk_to_the_same_folders(image_root: Path, tmp_path: P
     as_tar(image_root / "train", tmp_path / "root" / "train.tar")
     as_zip(image_root / "val", tmp_path / "root" / "val.zip")
     for root, to in ((tmp_path / "root", "to"), (image_root, "expected")):
-        done = run(root, tmp_path / to, "--side", "96")
-        assert done.returncode == 0, done.stderr
+        config = cli.load([f"data.root={root}"])
+        job = shrink.plan(config.data, "pillow", tmp_path / to, side=96, quality=90)
+        with shrink.open_destination(job):
+            for i in range(job.images()):
+                shrink.shrink_image(job, i)
+    assert len(images(tmp_path / "to")) == 51
     assert images(tmp_path / "to") == images(tmp_path / "expected")
 
 
