@@ -78,7 +78,7 @@ from pipeline.augment import Compose
 from pipeline.build import Datasets, build_datasets, train_transform, val_transform
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
-from pipeline.index import stored_as
+from pipeline.index import KINDS, stored_as
 from pipeline.sizing import machine
 from pipeline.sizing.plan import worker_limit
 from pipeline.splits import load_splits, roots_of
@@ -212,7 +212,7 @@ def layout(case: Case) -> Iterator[Row]:
     places = {"train": os.path.join(roots[0], data.train), "val": os.path.join(roots[0], data.val)}
     stored = [name for place in places.values() for name in stored_as(os.path.abspath(place))]
     chosen = len(roots) > 1 or data.classes is not None or data.val_fraction
-    if chosen or not all(name.endswith("/") for name in stored):
+    if chosen or any(name.endswith(KINDS) for name in stored):
         yield from indexed_layout(case)
     else:
         yield from folder_layout(case, places)
