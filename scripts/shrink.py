@@ -22,10 +22,11 @@ Use --side 256 only if reading or decoding limits training and a lower accuracy 
 data.image_size, scale --side in proportion. A run with data.root=/imagenet352
 data.val=/imagenet/val validates on the original files.
 
-Accepts train.py's key=value overrides. Folder and file names do not change, nor do the labels. A
-larger image is decoded in full, resized with antialiasing like validation images, and saved as a
-baseline RGB JPEG, 4:2:0. An image of this size or smaller is copied byte for byte. Re-encoded files
-have no EXIF data and no ICC profile; the trainer ignores both.
+Accepts train.py's key=value overrides. Folder and file names do not change, nor do the labels; the
+images of tar and zip files are written to folders. data.classes has no effect. A larger image is
+decoded in full, resized with antialiasing like validation images, and saved as a baseline RGB JPEG,
+4:2:0. An image of this size or smaller is copied byte for byte. Re-encoded files have no EXIF data
+and no ICC profile; the trainer ignores both.
 
 odd.txt lists unusual files: a file named .jpg or .jpeg that is not an RGB or grey JPEG (CMYK, or a
 PNG with a wrong name) becomes an RGB JPEG; files with other names (.png, .webp, ...) are copied.
