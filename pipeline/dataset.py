@@ -149,7 +149,7 @@ class BadImageError(RuntimeError):
 
 
 class FolderDataset(FileDataset):
-    """JPEG and other image files in class folders.
+    """JPEG and other image files in class folders, containers or lists.
 
     Args:
         index: the sample table.
