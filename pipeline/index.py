@@ -196,7 +196,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
     link to a file is a separate sample, like a copy: the same file may have two labels.
 
     Args:
-        folder: holds one folder per class; or its name without .tar, .zip or .csv, see stored_as.
+        folder: holds one folder per class; or what `stored_as` finds under this name. A path that
+            ends in a slash is only a folder.
         key: the config key of the folder, for messages.
         cache_dir: folder of the cached scans; None is the user's cache directory.
 
@@ -206,13 +207,13 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
     """
     root = os.path.abspath(os.fspath(folder))
     stored = stored_as(root)
+    if os.fspath(folder).endswith("/") and os.path.isdir(root):
+        stored = {"/": [root]}
     if len(stored) > 1:
-        names = " and ".join(stored)
-        last = list(stored)[-1]
-        advice = "" if "*" in last else f", or name one of them, such as {key}={last}"
+        one = next(name for name in stored if "*" not in name)
         raise UserError(
-            f"{key}={folder}: there are {names}, which may hold different images; move all but one "
-            f"away{advice}"
+            f"{key}={folder}: there are {' and '.join(stored)}, which may hold different images; "
+            f"move all but one away, or write {key}={one} to use this one"
         )
     if not stored:
         raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
