@@ -178,7 +178,9 @@ def _is_words(value: Any) -> bool:
 
 def root_hash(value: Any) -> Any:
     """`path_hash` of one folder or of each of a list."""
-    return [path_hash(path) for path in value] if isinstance(value, list) else path_hash(value)
+    if isinstance(value, list):
+        return [path_hash(str(path)) for path in value]
+    return path_hash(value and str(value))
 
 
 def path_hash(path: str | None) -> str | None:

@@ -79,10 +79,11 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import IO
 
-from conf.schema import Data, UserError
+from conf.schema import Data, UserError, show
 from pipeline import decode
 from pipeline.dataset import describe
-from pipeline.index import Index, check_splits, load_index
+from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
+from pipeline.splits import has_split
 from scripts import pool
 from scripts.report_page import duration
 
@@ -118,11 +119,15 @@ class Job:
     def images(self) -> int:
         return sum(map(len, self.indexes))
 
-    def name(self, i: int) -> str:
-        """Return the path below `root` of an image, counted over all splits."""
-        for index in self.indexes:
+    def place(self, i: int) -> tuple[str, Index, int]:
+        """Find an image, counted over all splits.
+
+        Returns:
+            Its path below `to`, the table of its split, and its number in this table.
+        """
+        for folder, index in zip(self.folders, self.indexes, strict=True):
             if i < len(index):
-                return os.path.relpath(index.path(i), self.root)
+                return os.path.join(folder, index.name(i)), index, i
             i -= len(index)
         raise IndexError(i)
 
@@ -173,19 +178,19 @@ def shrink(data: bytes, name: str, *, side: int, quality: int, decoder: str) -> 
     return buffer.getvalue(), "" if plain else converted
 
 
-def shrink_file(job: Job, name: str) -> Tally:
-    """Write the file `name`, a path below the root, unless it exists.
+def shrink_image(job: Job, i: int) -> Tally:
+    """Write an image, counted over all splits, unless its file exists.
 
     Raises:
         OSError: It cannot be written.
     """
-    source, target = os.path.join(job.root, name), os.path.join(job.to, name)
-    before, after = size_of(source), size_of(target)
+    name, index, row = job.place(i)
+    target = os.path.join(job.to, name)
+    before, after = index.size(row), size_of(target)
     earlier = after > 0  # a power failure can leave a file of 0 bytes
     if not earlier:
         try:
-            with open(source, "rb") as file:
-                data = file.read()
+            data = index.read(row)
             made, odd = shrink(data, name, side=job.side, quality=job.quality, decoder=job.decoder)
         except Exception as error:
             return Tally(unreadable=[(name, describe(error))])
@@ -196,10 +201,6 @@ def shrink_file(job: Job, name: str) -> Tally:
         before, after = len(data), len(made)
     copied = before == after
     return Tally(int(copied), int(not copied), int(earlier), before, after)
-
-
-def shrink_image(job: Job, i: int) -> Tally:
-    return shrink_file(job, job.name(i))
 
 
 def write_whole(target: str, data: bytes) -> None:
@@ -282,15 +283,24 @@ def plan(data: Data, decoder: str, to: Path, *, side: int, quality: int) -> Job:
     if data.source != "folder":
         message = "has no folder to shrink; pass data.root=/path/to/imagenet"
         raise UserError(f"data={data.source}: {message}")
-    root = os.path.abspath(str(data.root))
+    if isinstance(data.root, list):
+        raise UserError(f"data.root={show(data.root)}: shrink one folder at a time")
+    root = os.path.abspath(os.path.expanduser(str(data.root)))
+    keys = {"data.train": data.train, "data.val": data.val}
+    if data.val_fraction:  # all images are in one split, or in class folders in the root
+        keys = {"data.train": data.train} if has_split(data, data.train) else {"data.root": "."}
     indexes, folders = [], []
-    for key, value in (("data.train", data.train), ("data.val", data.val)):
+    for key, value in keys.items():
         folder = os.path.relpath(os.path.join(root, value), root)
         if folder.split(os.sep)[0] == os.pardir:
             raise UserError(f"{key}={value}: not under data.root={root}; give a folder under it")
+        if next(iter(stored_as(os.path.join(root, folder))), "").endswith(".csv"):
+            raise UserError(f"{key}={value}: is a list; give a folder, a tar file or a zip file")
         indexes.append(load_index(os.path.join(root, folder), key=key))
-        folders.append(folder)
-    check_splits(*indexes)
+        is_file = folder.endswith(KINDS) and os.path.isfile(os.path.join(root, folder))
+        folders.append(os.path.splitext(folder)[0] if is_file else folder)
+    if len(indexes) > 1:
+        check_splits(*indexes)
     for source in map(os.path.realpath, (root, *(index.root for index in indexes))):
         if os.path.commonpath([source, os.path.realpath(to)]) == source:
             raise UserError(f"--to {to}: inside the dataset ({source}); give another folder")
