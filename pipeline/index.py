@@ -17,7 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from pathlib import Path
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
 KINDS = (".tar", ".zip", ".csv")
+SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?(\.tar|\.zip)")
 CACHE_FORMAT = 3  # 1 counted images below links to a parent folder, 2 did not know containers
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
@@ -124,7 +126,9 @@ class Index:
             classes: names of its classes.
             labels: int64 [n]: its labels.
         """
-        return joined(self.root, [self], classes, rows, labels)
+        new = joined(self.root, [self], classes, rows, labels)
+        # Of the same class, which may override `read`.
+        return replace(self, **{f.name: getattr(new, f.name) for f in fields(new)})
 
     def fingerprint(self) -> str:
         """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
@@ -170,23 +174,21 @@ def stored_as(place: str) -> dict[str, list[str]]:
     """Find what holds a split: its name for messages -> the folder or the files.
 
     `/data/train` is a folder, train.tar, train.zip, train.csv, or shards train-00000.tar,
-    train-00001.tar, ...; a path with one of these suffixes is only this file. More than one entry
-    is a mistake of the user.
+    train-00001.tar, ...; the path of a file is only this file. More than one entry is a mistake of
+    the user.
     """
     folder, name = os.path.split(place)
-    if name.lower().endswith(KINDS) and os.path.isfile(place):
+    if os.path.isfile(place):
         return {name: [place]}
     found = {f"{name}/": [place]} if os.path.isdir(place) else {}
     found |= {name + kind: [place + kind] for kind in KINDS if os.path.isfile(place + kind)}
-    shards: dict[str, list[str]] = {}
-    shard = re.compile(rf"{re.escape(name)}-\d+(-of-\d+)?(\.tar|\.zip)")
-    try:
+    with suppress(OSError):  # the caller finds nothing, and says so
         for each in sorted(os.listdir(folder)):
-            if match := shard.fullmatch(each):
-                shards.setdefault(f"{name}-*{match[2]}", []).append(os.path.join(folder, each))
-    except OSError:
-        pass  # the caller finds nothing, and says so
-    return found | shards
+            match = SHARD.fullmatch(each)
+            if match and match[1] == name:
+                shards = found.setdefault(f"{name}-*{match[5]}", [])
+                shards.append(os.path.join(folder, each))
+    return found
 
 
 def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
@@ -206,18 +208,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
             images, or two classes share a folder; a container is damaged.
     """
     root = os.path.abspath(os.fspath(folder))
-    stored = stored_as(root)
-    if os.fspath(folder).endswith("/") and os.path.isdir(root):
-        stored = {"/": [root]}
-    if len(stored) > 1:
-        one = next(name for name in stored if "*" not in name)
-        raise UserError(
-            f"{key}={folder}: there are {' and '.join(stored)}, which may hold different images; "
-            f"move all but one away, or write {key}={one} to use this one"
-        )
-    if not stored:
-        raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
-    ((name, files),) = stored.items()
+    name, files = _storage(os.fspath(folder), key)
     if name.endswith(".csv"):
         return Index.of_files(*read_list(files[0], key))
     is_folder = name.endswith("/")
@@ -236,6 +227,37 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
         if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
     return _of_scan(root, scan)
+
+
+def _storage(place: str, key: str) -> tuple[str, list[str]]:
+    """Return the only entry of `stored_as`.
+
+    Raises:
+        UserError: there is none or more than one, or shards are missing.
+    """
+    path = os.path.abspath(place)
+    stored = stored_as(path)
+    if place.endswith("/") and os.path.isdir(path):
+        stored = {"/": [path]}
+    if len(stored) > 1:
+        one = next((f", or write {key}={name}" for name in stored if "*" not in name), "")
+        raise UserError(
+            f"{key}={place}: there are {' and '.join(stored)}, which may hold different images; "
+            f"move all but one away{one}"
+        )
+    name, files = next(iter(stored.items()), ("", []))
+    if not name.endswith(("/", *KINDS)):
+        raise UserError(f"{key}={place}: no such folder; it must hold one folder per class")
+    if "*" in name:
+        found = [SHARD.fullmatch(file) for file in files]
+        numbers = sorted(int(match[2]) for match in found if match)
+        count = max((int(match[4]) for match in found if match and match[4]), default=len(files))
+        if numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + count)):
+            raise UserError(
+                f"{key}={place}: some of the shards {name} are missing: there are {len(files)}, "
+                f"numbered {numbers[0]} to {numbers[-1]}; copy the missing ones"
+            )
+    return name, files
 
 
 def _of_scan(root: str, scan: Mapping[str, np.ndarray]) -> Index:

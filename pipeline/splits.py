@@ -39,7 +39,7 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     """
     roots = roots_of(data)
     for root in roots:
-        if not os.path.isdir(root) and not (data.val_fraction and root.lower().endswith(KINDS)):
+        if not os.path.isdir(root) and not (data.val_fraction and root.endswith(KINDS)):
             raise UserError(_missing_root(root))
     if data.val_fraction:
         whole = _united([_whole(root, data) for root in roots], "data.root")
@@ -184,7 +184,7 @@ def _whole(root: str, data: Data) -> str:
 
 
 def _missing_root(root: str) -> str:
-    if os.path.isfile(root) and root.lower().endswith(KINDS):
+    if os.path.isfile(root) and root.endswith(KINDS):
         return (
             f"data.root={root}: is one file; write data.val_fraction=0.1 to hold out a tenth of "
             "its images, or give the folder that holds the files of both splits"

@@ -267,12 +267,28 @@ def test_the_same_name_in_two_shards(tmp_path: Path) -> None:
     assert "a/1.jpg is in train-0.tar and in train-1.tar; remove" in refusal(tmp_path / "train")
 
 
+@pytest.mark.parametrize(
+    ("missing", "pattern"),
+    [(1, "train-{:05d}.tar"), (0, "train-{:d}.tar"), (3, "train-{:05d}-of-00004.tar")],
+)
+def test_missing_shards(tmp_path: Path, missing: int, pattern: str) -> None:
+    numbers = range(1 - (missing > 0), 4)
+    for number in numbers:
+        write_tar(tmp_path / pattern.format(number), f"a/{number}.jpg")
+    assert len(names(tmp_path / "train")) == len(numbers)
+    (tmp_path / pattern.format(missing or 1)).unlink()
+    assert "some of the shards train-*.tar are missing" in refusal(tmp_path / "train")
+
+
 def test_two_kinds_of_one_split(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", "a/1.jpg")
     (tmp_path / "train" / "a").mkdir(parents=True)
     assert "there are train/ and train.tar, which" in refusal(tmp_path / "train")
-    assert "such as data.train=train.tar" in refusal(tmp_path / "train")
+    assert refusal(tmp_path / "train").endswith("away, or write data.train=train/")
     assert names(tmp_path / "train.tar") == ["a/1.jpg"]
+    (tmp_path / "train" / "a" / "2.jpg").write_bytes(JPEG)
+    folder = load_index(f"{tmp_path}/train/", key="data.train")
+    assert content(folder) == [("a/2.jpg", JPEG)]
     shutil.rmtree(tmp_path / "train")
     (tmp_path / "train.tar").rename(tmp_path / "train-00.tar")
     (tmp_path / "train.csv").write_text("train-00.tar,a")
