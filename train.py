@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import models
-from conf.schema import DATA_FOLDERS, Config, UserError, config_values
+from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
 from engine.evaluate import hits, sums
@@ -66,7 +66,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 # Nodes may differ in these keys; all other keys must be equal on every rank.
 MAY_DIFFER = (
-    *DATA_FOLDERS,
+    *CHOOSE_SAMPLES,
     "loader.workers",
     "loader.prefetch_factor",
     "loader.pin_memory",

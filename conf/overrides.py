@@ -24,7 +24,10 @@ GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.st
 FIELDS = {name: field for name, field, _ in walk(Config())}
 KEYS = list(FIELDS)
 NAMES = [*KEYS, *GROUPS]
-WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)}
+WORDS = {name for name, field in FIELDS.items() if field.type in (str, str | None)} | {
+    "data.root",  # or a list of such words
+    "data.classes",
+}
 
 
 def read_override(text: str) -> Override:

@@ -161,6 +161,28 @@ def split_name(path: str) -> str | None:
     return path_hash(path) if os.path.isabs(path) else os.path.normpath(path)
 
 
+def roots(value: Any) -> str | None:
+    good = value is None or isinstance(value, str) or _is_words(value)
+    return None if good else "a folder, or a list of folders in brackets"
+
+
+def classes(value: Any) -> str | None:
+    good = value is None or (value and isinstance(value, str)) or _is_words(value)
+    says = "the names of classes in brackets, a pattern such as n015*, or a file with one per line"
+    return None if good else says
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, list) and value != [] and all(v and type(v) is str for v in value)
+
+
+def root_hash(value: Any) -> Any:
+    """`path_hash` of one folder or of each of a list."""
+    if isinstance(value, list):
+        return [path_hash(str(path)) for path in value]
+    return path_hash(value and str(value))
+
+
 def path_hash(path: str | None) -> str | None:
     """Six hexadecimal digits that represent a path in the name of a run."""
     if not path:
@@ -179,8 +201,9 @@ SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
-# A run is identified by the samples in these folders, not by the paths.
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
+# A run is identified by the samples that these keys choose, not by their values.
+CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction")
 # Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
 # the recipe.
 NOT_OF_THE_RECIPE = {
@@ -191,6 +214,7 @@ NOT_OF_THE_RECIPE = {
     "train.seed",
 }
 FAKE = {"data.source": ("fake",)}
+FILES = {"data.source": ("folder",)}
 STEP = {"schedule.name": ("step",)}
 
 
@@ -202,23 +226,42 @@ class Data:
         "source of the images; set by data=NAME",
         one_of(*group_names("data")),
     )
-    root: str | None = key(
+    root: Any = key(
         None,
         RESULT | SPEED,
-        "folder that holds train/<class>/* and val/<class>/*",
-        alike=path_hash,
+        "folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards "
+        "train-00000.tar, ..., train.zip (stored) or train.csv (path,label); a list of folders "
+        "unites their images",
+        roots,
+        alike=root_hash,
     )
     train: str = key(
         "train",
         RESULT | SPEED,
-        "training split: a folder in data.root, or an absolute path",
+        "training split: a folder or file in data.root, or an absolute path",
         alike=split_name,
     )
     val: str = key(
         "val",
         RESULT,
-        "validation split: a folder in data.root, or an absolute path",
+        "validation split: a folder or file in data.root, or an absolute path",
         alike=split_name,
+    )
+    classes: Any = key(
+        None,
+        RESULT | SPEED,
+        "train on some classes only: their names in brackets, a pattern such as n015*, or a file "
+        "with one name per line",
+        classes,
+        when=FILES,
+    )
+    val_fraction: float = key(
+        0.0,
+        RESULT | SPEED,
+        "fraction of the images of each class to validate on, if there is no validation split; "
+        "data.root may then hold the class folders themselves",
+        number(0, 1, below=True),
+        when=FILES,
     )
     image_size: int = key(
         224,
@@ -739,7 +782,7 @@ def affecting(config: Config, what: Affects) -> dict[str, Any]:
 def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Describe the changed values of keys that may change when a run resumes, except run.*.
 
-    These are the keys that do not affect the result, and the data folders: the samples may move.
+    These are the keys that do not affect the result, and those of the samples, which may move.
     """
     kept = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT}
     return [
@@ -747,7 +790,7 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         for name, value in now.items()
         if name in stored
         and stored[name] != value
-        and (name not in kept or name in DATA_FOLDERS)
+        and (name not in kept or name in CHOOSE_SAMPLES)
         and not name.startswith("run.")
     ]
 

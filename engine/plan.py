@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import models
-from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, affecting
+from conf.schema import CHOOSE_SAMPLES, SPEED, Config, UserError, affecting
 from engine.distributed import World
 from engine.ledger import peak_rate
 from engine.losses import balanced
@@ -358,7 +358,7 @@ def tuning_question(
     Args:
         step: the steps that are measured have images of the size of this one.
     """
-    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in DATA_FOLDERS}
+    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in CHOOSE_SAMPLES}
     sizes = keys.pop("data.sizes")
     if sizes:  # a list, because JSON has no keys that are numbers
         keys["data.sizes"] = [plan.size(step), *map(list, sizes.items())]

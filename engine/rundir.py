@@ -12,7 +12,7 @@ from typing import Any
 
 import models
 from conf.schema import (
-    DATA_FOLDERS,
+    CHOOSE_SAMPLES,
     RESULT,
     Config,
     UserError,
@@ -55,7 +55,7 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     A checkpoint with another identity belongs to another run. Derived values replace their keys:
     a fingerprint of the samples stands for their folders, which may move.
     """
-    replaced = (*DATA_FOLDERS, "loader.decoder")
+    replaced = (*CHOOSE_SAMPLES, "loader.decoder")
     keys = {name: v for name, v in affecting(config, RESULT).items() if name not in replaced}
     if not config.data.sizes:
         del keys["data.sizes"]  # checkpoints of earlier versions do not have it

@@ -1,10 +1,8 @@
 """Config in, datasets out: the table of datasets, and the transforms of both splits."""
 
-import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset, describe
 from pipeline.decode import ON_GPU, Picture
-from pipeline.index import check_splits, load_index
+from pipeline.splits import load_splits, roots_of
 from pipeline.synthetic.demo import CLASSES, SPLITS, UndrawnDataset, is_drawn
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
@@ -93,7 +91,7 @@ def _smaller_transforms(config: Config) -> dict[int, Compose]:
 def build_val(config: Config) -> Datasets:
     """Build the validation split alone: synthetic images of 1 px stand for the training images.
 
-    data.root need not hold a training split.
+    data.root need not hold a training split, unless data.val_fraction takes images from it.
 
     Raises:
         UserError: a transform, a folder or its content is wrong.
@@ -101,7 +99,9 @@ def build_val(config: Config) -> Datasets:
     transform, size = val_transform(config)
     decoder = config.loader.decoder
     decoder = "auto" if decoder in ON_GPU else decoder
-    data = replace(config.data, train=config.data.val)
+    data = config.data
+    if not data.val_fraction:
+        data = replace(data, train=data.val)
     _, val, classes = DATASETS[data.source](data, transform, transform, decoder, config.train.seed)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
     return Datasets(nothing, val, classes, 1, size)
@@ -128,16 +128,7 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    root = _root(data)
-    if not root.is_dir():
-        raise UserError(
-            f"data.root={data.root}: no such folder; it must hold train/<class>/* and val/<class>/*"
-        )
-    _check_layout(root, data)
-    alone = data.train == data.val  # `build_val` needs one split only
-    train_index = load_index(root / data.train, key="data.val" if alone else "data.train")
-    val_index = load_index(root / data.val, key="data.val")
-    check_splits(train_index, val_index)
+    train_index, val_index = load_splits(data)
     return (
         FolderDataset(train_index, train, decoder=decoder, seed=seed),
         FolderDataset(val_index, val, decoder=decoder, seed=seed),
@@ -146,7 +137,7 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
 
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    root = _root(data)
+    root = Path(roots_of(data)[0])
     if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
         return folder(data, train, val, decoder, seed)
     return (
@@ -171,61 +162,6 @@ DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "demo": demo,
     "fake": fake,
 }
-
-
-def _root(data: Data) -> Path:
-    return Path(data.root or "").expanduser()
-
-
-def _check_layout(root: Path, data: Data) -> None:
-    """Refuse a folder that does not hold both splits; suggest a folder nearby that does.
-
-    Raises:
-        UserError: names the content of the folder.
-    """
-    splits = tuple(dict.fromkeys((data.train, data.val)))  # equal if only one split is needed
-    here = f"data.root={data.root}"
-    parent = Path(os.path.abspath(root)).parent
-
-    def holds_splits(folder: Path) -> bool:
-        return all(os.path.exists(folder / split) for split in splits)
-
-    if holds_splits(root):
-        return
-    if holds_splits(parent) and any((parent / split).samefile(root) for split in splits):
-        raise UserError(
-            f"{here}: is one split; write data.root={parent}, "
-            f"the folder that holds {' and '.join(splits)}"
-        )
-    try:
-        folders = sorted(
-            p.name for p in root.iterdir() if p.is_dir() and not p.name.startswith(".")
-        )
-    except OSError as error:
-        raise UserError(
-            f"{here}: cannot be read ({error}); check its permissions and the file system"
-        ) from None
-    if any(os.path.isdir(root / split) for split in splits):
-        raise UserError(_missing_split(root, data, folders))
-    if not folders:
-        raise UserError(f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*")
-    for pattern in ("*", "*/*", "*/*/*"):  # Kaggle's archive has them in ILSVRC/Data/CLS-LOC
-        if inner := next(filter(holds_splits, islice(root.glob(pattern), 1000)), None):
-            raise UserError(f"{here}: holds no {' and no '.join(splits)}; write data.root={inner}")
-    raise UserError(
-        f"{here}: holds no {' and no '.join(splits)}, but folders such as {folders[0]}; "
-        f"put the class folders into {' and '.join(splits)} inside it"
-    )
-
-
-def _missing_split(root: Path, data: Data, folders: list[str]) -> str:
-    others = [name for name in folders if name not in (data.train, data.val)]
-    has_train = os.path.isdir(root / data.train)
-    key, split = ("data.val", data.val) if has_train else ("data.train", data.train)
-    hint = f"give {key}=FOLDER with one folder per class"
-    if len(others) == 1:
-        hint = f"did you mean {key}={others[0]}?"
-    return f"{key}={root / split}: no such folder; {hint}"
 
 
 def _image_size(transform: Compose, key: str) -> int:

@@ -1,6 +1,6 @@
-"""The sample table of a split: a scan of <split>/<class>/**, packed into arrays and cached on disk.
+"""The sample table of a split: the images of a folder, a tar, a zip or a list, packed into arrays.
 
-Journey of a batch: a sample's number is a row of this table.
+Journey of a batch: a sample's number is a row of this table. A scan is cached on disk.
 
 A list of 1.28 million Python strings would be copied page by page into every worker, because
 reading a Python object writes its reference count (pytorch#13246). Here all paths are one bytes
@@ -11,25 +11,32 @@ import errno
 import hashlib
 import logging
 import os
+import re
+import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
+from contextlib import suppress
+from dataclasses import dataclass, fields, replace
+from functools import cached_property, partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from conf.schema import UserError
+from pipeline.containers import Container, list_members
+from pipeline.lists import read_list
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
 
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
-CACHE_FORMAT = 2  # 1 counted images below links to a parent folder
+KINDS = (".tar", ".zip", ".csv")
+SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?(\.tar|\.zip)")
+CACHE_FORMAT = 3  # 1 counted images below links to a parent folder, 2 did not know containers
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
@@ -39,12 +46,17 @@ SETTLED_SECONDS = 2.0
 class Index:
     """The sample table of one split.
 
+    The order is by class, then by path, wherever the images are stored.
+
     Attributes:
-        root: the split's folder.
+        root: the split's folder or file, for messages.
         classes: class names, sorted; a label is a position in it.
         paths: uint8 [bytes]: every path below `root`, end to end.
         offsets: int64 [samples + 1]: where each path starts.
         labels: int64 [samples].
+        sources: folders and containers that hold the images; none stands for the folder `root`.
+        places: int64 [samples, 3]: number of the source, and offset and length in bytes in a
+            container. None if the only source is a folder.
     """
 
     root: str
@@ -52,6 +64,8 @@ class Index:
     paths: SharedArray
     offsets: SharedArray
     labels: SharedArray
+    sources: tuple[str | Container, ...] = ()
+    places: SharedArray | None = None
 
     @classmethod
     def of_files(cls, root: str, files: Mapping[str, Sequence[bytes]]) -> "Index":
@@ -61,29 +75,63 @@ class Index:
             root: the split's folder.
             files: class name -> sorted paths below `root`; the classes are sorted too.
         """
-        return cls(root, tuple(files), *map(SharedArray.copy_of, _packed(list(files.values()))))
+        paths, offsets, labels = map(SharedArray.copy_of, _packed(list(files.values())))
+        return cls(root, tuple(files), paths, offsets, labels)
 
     def __len__(self) -> int:
         return len(self.labels.array)
 
-    def path(self, i: int) -> str:
+    def name(self, i: int) -> str:
+        """Return the path of an image below its source, `class/name.jpg`."""
         start, stop = self.offsets.array[i : i + 2]
-        return os.path.join(self.root, os.fsdecode(self.paths.array[start:stop].tobytes()))
+        return os.fsdecode(self.paths.array[start:stop].tobytes())
+
+    def path(self, i: int) -> str:
+        """Return the path of a file; of an image in a container, for messages, `tar: name`."""
+        source, _, _ = self.place(i)
+        if isinstance(source, Container):
+            return f"{source.path}: {self.name(i)}"
+        return os.path.join(source, self.name(i))
+
+    def place(self, i: int) -> tuple[str | Container, int, int]:
+        """Return what holds an image, and offset and length in bytes if it is a container."""
+        if self.places is None:
+            return self.root, 0, 0
+        source, start, length = self.places.array[i].tolist()
+        return self.sources[source], start, length
 
     def read(self, i: int) -> bytes:
-        """Return the content of a file. Override it for images that are not in a file system."""
+        """Return the content of a file. Override it for images that are stored elsewhere."""
+        source, start, length = self.place(i)
+        if isinstance(source, Container):
+            return source.read(start, length)
         with open(self.path(i), "rb") as file:
             return file.read()
 
     def size(self, i: int) -> int:
         """Return the size of a file in bytes; 0 if there is no such file."""
+        source, _, length = self.place(i)
+        if isinstance(source, Container):
+            return length
         try:
             return os.stat(self.path(i)).st_size
         except (FileNotFoundError, NotADirectoryError):
             return 0
 
+    def take(self, rows: np.ndarray, classes: tuple[str, ...], labels: np.ndarray) -> "Index":
+        """Make the table of some samples.
+
+        Args:
+            rows: int64 [n]: numbers of the samples, in the order of the new table.
+            classes: names of its classes.
+            labels: int64 [n]: its labels.
+        """
+        new = joined(self.root, [self], classes, rows, labels)
+        # Of the same class, which may override `read`.
+        return replace(self, **{f.name: getattr(new, f.name) for f in fields(new)})
+
     def fingerprint(self) -> str:
-        """Return the SHA-256 of class names, relative paths and labels, but not of the root."""
+        """Return the SHA-256 of class names, relative paths and labels, but not of the storage."""
         return self._digest
 
     @cached_property
@@ -94,39 +142,139 @@ class Index:
         return digest.hexdigest()
 
 
+def joined(
+    root: str,
+    indexes: Sequence[Index],
+    classes: tuple[str, ...],
+    rows: np.ndarray,
+    labels: np.ndarray,
+) -> Index:
+    """Make the table of some samples of several tables.
+
+    Args:
+        root: of the new table, for messages.
+        rows: int64 [n]: numbers of the samples, counted over all tables.
+        labels: int64 [n]: their labels, positions in `classes`.
+    """
+    names, places = [], []
+    sources: list[str | Container] = []
+    for index in indexes:
+        content, ends = index.paths.array.tobytes(), index.offsets.array.tolist()
+        names += [content[a:b] for a, b in pairwise(ends)]
+        inner = np.zeros((len(index), 3), np.int64) if index.places is None else index.places.array
+        places.append(inner + [len(sources), 0, 0])
+        sources += index.sources or [index.root]
+    paths, offsets, _ = map(SharedArray.copy_of, _packed([[names[row] for row in rows]]))
+    whole = SharedArray.copy_of(np.concatenate(places)[rows])
+    new = SharedArray.copy_of(labels.astype(np.int64))
+    return Index(root, classes, paths, offsets, new, tuple(sources), whole)
+
+
+def stored_as(place: str) -> dict[str, list[str]]:
+    """Find what holds a split: its name for messages -> the folder or the files.
+
+    `/data/train` is a folder, train.tar, train.zip, train.csv, or shards train-00000.tar,
+    train-00001.tar, ...; the path of a file is only this file. More than one entry is a mistake of
+    the user.
+    """
+    folder, name = os.path.split(place)
+    if os.path.isfile(place):
+        return {name: [place]}
+    found = {f"{name}/": [place]} if os.path.isdir(place) else {}
+    found |= {name + kind: [place + kind] for kind in KINDS if os.path.isfile(place + kind)}
+    with suppress(OSError):  # the caller finds nothing, and says so
+        for each in sorted(os.listdir(folder)):
+            match = SHARD.fullmatch(each)
+            if match and match[1] == name:
+                shards = found.setdefault(f"{name}-*{match[5]}", [])
+                shards.append(os.path.join(folder, each))
+    return found
+
+
 def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
-    """Scan a split, or read its cached scan if no folder below it has changed since.
+    """Scan a split, or read its cached scan if nothing in it has changed since.
 
     Links to folders are followed, except to a parent folder; a class counts each folder once. A
     link to a file is a separate sample, like a copy: the same file may have two labels.
 
     Args:
-        folder: holds one folder per class.
+        folder: holds one folder per class; or what `stored_as` finds under this name. A path that
+            ends in a slash is only a folder.
         key: the config key of the folder, for messages.
         cache_dir: folder of the cached scans; None is the user's cache directory.
 
     Raises:
         UserError: the folder is missing, cannot be read or holds no class folders, a class holds no
-            images, or two classes share a folder.
+            images, or two classes share a folder; a container is damaged.
     """
     root = os.path.abspath(os.fspath(folder))
-    if not os.path.isdir(root):
-        raise UserError(f"{key}={folder}: no such folder; it must hold one folder per class")
-    digest = hashlib.sha256(os.fsencode(root)).hexdigest()
+    name, files = _storage(os.fspath(folder), key)
+    if name.endswith(".csv"):
+        return Index.of_files(*read_list(files[0], key))
+    is_folder = name.endswith("/")
+    root = root if is_folder else os.path.join(os.path.dirname(files[0]), name)
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     cache = (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
     scan = _read_cache(cache, root)
     if scan is None:
         started = time.time()
         try:
-            scan = _scan(root, key)
+            scan = _scan(root, key) if is_folder else _scan_containers(root, files, key)
         except OSError as error:
             raise UserError(
                 f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
             ) from None
-        if scan["mtimes"].max() < (started - SETTLED_SECONDS) * 1e9:
+        if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    table = (SharedArray.copy_of(scan[name]) for name in ("paths", "offsets", "labels"))
-    return Index(root, tuple(map(os.fsdecode, _names(scan["classes"]))), *table)
+    return _of_scan(root, scan)
+
+
+def _storage(place: str, key: str) -> tuple[str, list[str]]:
+    """Return the only entry of `stored_as`.
+
+    Raises:
+        UserError: there is none or more than one, or shards are missing.
+    """
+    path = os.path.abspath(place)
+    stored = stored_as(path)
+    if place.endswith("/") and os.path.isdir(path):
+        stored = {"/": [path]}
+    if len(stored) > 1:
+        one = next((f", or write {key}={name}" for name in stored if "*" not in name), "")
+        raise UserError(
+            f"{key}={place}: there are {' and '.join(stored)}, which may hold different images; "
+            f"move all but one away{one}"
+        )
+    name, files = next(iter(stored.items()), ("", []))
+    if not name.endswith(("/", *KINDS)):
+        raise UserError(f"{key}={place}: no such folder; it must hold one folder per class")
+    if "*" in name:
+        found = [SHARD.fullmatch(file) for file in files]
+        numbers = sorted(int(match[2]) for match in found if match)
+        count = max((int(match[4]) for match in found if match and match[4]), default=len(files))
+        if numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + count)):
+            raise UserError(
+                f"{key}={place}: some of the shards {name} are missing: there are {len(files)}, "
+                f"numbered {numbers[0]} to {numbers[-1]}; copy the missing ones"
+            )
+    return name, files
+
+
+def _of_scan(root: str, scan: Mapping[str, np.ndarray]) -> Index:
+    classes = tuple(map(os.fsdecode, _names(scan["classes"])))
+    paths, offsets, labels = (
+        SharedArray.copy_of(scan[name]) for name in ("paths", "offsets", "labels")
+    )
+    if "places" not in scan:
+        return Index(root, classes, paths, offsets, labels)
+    files, stamps = map(os.fsdecode, _names(scan["folders"])), scan["stamps"].tolist()
+    folder = os.path.dirname(root)
+    containers = tuple(
+        Container(os.path.join(folder, file), (mtime, size))
+        for file, (mtime, size) in zip(files, stamps, strict=True)
+    )
+    places = SharedArray.copy_of(scan["places"])
+    return Index(root, classes, paths, offsets, labels, containers, places)
 
 
 def default_cache_dir() -> Path:
@@ -152,8 +300,8 @@ def check_splits(train: Index, val: Index) -> None:
 def _scan(root: str, key: str) -> dict[str, np.ndarray]:
     """Scan a split. Returns the arrays of its cache file.
 
-    Among them are paths, offsets and labels as in Index, the scanned folders relative to the root,
-    and their mtimes, int64 nanoseconds. Names are uint8 bytes, separated by NUL.
+    Among them are paths, offsets and labels as in Index, and the scanned folders relative to the
+    root with their stamps. Names are uint8 bytes, separated by NUL.
     """
     base = os.fsencode(root)
     with os.scandir(base) as entries:
@@ -173,16 +321,99 @@ def _scan(root: str, key: str) -> dict[str, np.ndarray]:
             f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
         )
     folders = [b"."] + [folder for _, looked in found for folder in looked.values()]
-    mtimes = _mtimes(base, folders)
-    if mtimes is None:
+    images = (files for files, _ in found)
+    return _arrays(base, key, folders, dict(zip(names, images, strict=True)))
+
+
+def _scan_containers(root: str, files: Sequence[str], key: str) -> dict[str, np.ndarray]:
+    """List the images in tar or zip files. Returns the arrays of their cache file.
+
+    In addition to those of `_scan`, there are the places, as in Index.
+    """
+    size = sum(map(os.path.getsize, files))
+    logger.info("listing the images in %s (%.1f GB); the list is cached", root, size / 1e9)
+    base = os.fsencode(os.path.dirname(root))
+    names = [os.fsencode(os.path.basename(file)) for file in files]
+    before = _stamps(base, names)
+    with ThreadPoolExecutor(16) as pool:
+        tables = list(pool.map(partial(list_members, key=key, wanted=_is_image), files))
+    found: dict[bytes, tuple[int, int, int]] = {}
+    for number, members in enumerate(tables):
+        for member, place in members.items():
+            name = b"/".join(_parts(member))
+            if name in found and found[name][0] != number:
+                here, there = files[found[name][0]], files[number]
+                raise UserError(
+                    f"{key}={root}: {os.fsdecode(name)} is in {os.path.basename(here)} and in "
+                    f"{os.path.basename(there)}; remove one of them"
+                )
+            found[name] = number, *place
+    classes = _by_class(found)
+    if not classes:
+        loose = f", but {os.fsdecode(min(found))}" if found else ""
+        raise UserError(
+            f"{key}={root}: holds no images in class folders{loose}; each image must be "
+            "<class>/<name>"
+        )
+    arrays = _arrays(base, key, names, {c: sorted(paths) for c, paths in classes.items()})
+    if before is None or not np.array_equal(before, arrays["stamps"]):
         raise UserError(f"{key}={root}: changed during the scan; start again when it is complete")
-    paths, offsets, labels = _packed([files for files, _ in found])
+    rows = [found[paths[path]] for paths in classes.values() for path in sorted(paths)]
+    return {**arrays, "root": np.frombuffer(os.fsencode(root), np.uint8), "places": np.array(rows)}
+
+
+def _parts(member: bytes) -> list[bytes]:
+    return [part for part in member.split(b"/") if part not in (b"", b".")]
+
+
+def _is_image(member: bytes) -> bool:
+    """Whether a member of a container is one that `_scan` would find in the same folder.
+
+    `._name` is not an image: tar on macOS adds it with the attributes of `name`.
+    """
+    if not member.lower().endswith(EXTENSIONS):
+        return False
+    *folders, name = _parts(member)
+    return not name.startswith(b"._") and not any(part.startswith(b".") for part in folders)
+
+
+def _by_class(members: Iterable[bytes]) -> dict[bytes, dict[bytes, bytes]]:
+    """Group members of containers by class: class -> path, which begins with the class -> member.
+
+    The classes are sorted. Folders around all class folders, such as train/, are left out.
+    """
+    images = [parts for parts in (name.split(b"/") for name in members) if len(parts) > 1]
+    depth = 0
+    while (
+        images
+        and all(len(parts) > depth + 2 for parts in images)
+        and len({parts[depth] for parts in images}) == 1
+    ):
+        depth += 1
+    classes: dict[bytes, dict[bytes, bytes]] = {
+        name: {} for name in sorted({p[depth] for p in images})
+    }
+    for parts in images:
+        classes[parts[depth]][b"/".join(parts[depth:])] = b"/".join(parts)
+    return classes
+
+
+def _arrays(
+    base: bytes, key: str, folders: Sequence[bytes], classes: Mapping[bytes, Sequence[bytes]]
+) -> dict[str, np.ndarray]:
+    """Return the arrays of a cache file: `classes` has the paths below the split's folder."""
+    stamps = _stamps(base, folders)
+    if stamps is None:
+        raise UserError(
+            f"{key}={os.fsdecode(base)}: changed during the scan; start again when it is complete"
+        )
+    paths, offsets, labels = _packed(list(classes.values()))
     return {
         "format": np.array(CACHE_FORMAT),
         "root": np.frombuffer(base, np.uint8),
-        "classes": np.frombuffer(b"\0".join(names), np.uint8),
+        "classes": np.frombuffer(b"\0".join(classes), np.uint8),
         "folders": np.frombuffer(b"\0".join(folders), np.uint8),
-        "mtimes": mtimes,
+        "stamps": stamps,
         "paths": paths,
         "offsets": offsets,
         "labels": labels,
@@ -292,24 +523,30 @@ def _leads_to(kind: Callable[[], bool]) -> bool:
         return False
 
 
-def _mtimes(base: bytes, folders: Sequence[bytes]) -> np.ndarray | None:
+def _stamps(base: bytes, names: Sequence[bytes]) -> np.ndarray | None:
+    """Return what changes with a folder or a file, int64 [n, 2]: mtime in ns, size of a file.
+
+    None if one of them is missing.
+    """
     try:
         with ThreadPoolExecutor(16) as pool:
-            stats = list(pool.map(lambda folder: os.stat(os.path.join(base, folder)), folders))
+            infos = list(pool.map(lambda name: os.stat(os.path.join(base, name)), names))
     except OSError:
         return None
-    return np.array([stat.st_mtime_ns for stat in stats], np.int64)
+    sizes = (0 if stat.S_ISDIR(info.st_mode) else info.st_size for info in infos)
+    times = (info.st_mtime_ns for info in infos)
+    return np.array(list(zip(times, sizes, strict=True)), np.int64)
 
 
 def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
-    base = os.fsencode(root)
     try:
         with np.load(cache, allow_pickle=False) as stored:
-            if stored["format"] != CACHE_FORMAT or stored["root"].tobytes() != base:
+            if stored["format"] != CACHE_FORMAT or stored["root"].tobytes() != os.fsencode(root):
                 return None
             scan = dict(stored)
-        mtimes = _mtimes(base, _names(scan["folders"]))
-        return scan if mtimes is not None and np.array_equal(mtimes, scan["mtimes"]) else None
+        base = os.fsencode(os.path.dirname(root) if "places" in scan else root)
+        stamps = _stamps(base, _names(scan["folders"]))
+        return scan if stamps is not None and np.array_equal(stamps, scan["stamps"]) else None
     except FileNotFoundError:
         return None
     except Exception as error:  # zipfile and numpy raise almost anything on a damaged file

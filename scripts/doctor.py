@@ -41,7 +41,8 @@ if __name__ == "__main__":
         ),
         (
             CONFIG.data.source == "folder"
-            and not os.path.isdir(os.path.expanduser(str(CONFIG.data.root))),
+            and isinstance(CONFIG.data.root, str)
+            and not os.path.exists(os.path.expanduser(CONFIG.data.root)),
             f"data.root={CONFIG.data.root}: no such folder; needs train/<class>/*, val/<class>/*",
         ),
     ):
@@ -77,8 +78,10 @@ from pipeline.augment import Compose
 from pipeline.build import Datasets, build_datasets, val_transform
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
+from pipeline.index import stored_as
 from pipeline.sizing import machine
 from pipeline.sizing.plan import worker_limit
+from pipeline.splits import load_splits, roots_of
 from pipeline.synthetic.demo import MARKER
 from scripts import gpus, survey
 from scripts.gpus import Ask, Finding
@@ -205,8 +208,18 @@ class Listed(FolderDataset):
 
 def layout(case: Case) -> Iterator[Row]:
     data = case.config.data
-    for name, place in (("train", data.train), ("val", data.val)):
-        root = os.path.join(os.path.expanduser(data.root or ""), place)
+    roots = roots_of(data)
+    places = {"train": os.path.join(roots[0], data.train), "val": os.path.join(roots[0], data.val)}
+    stored = [name for place in places.values() for name in stored_as(os.path.abspath(place))]
+    chosen = len(roots) > 1 or data.classes is not None or data.val_fraction
+    if chosen or not all(name.endswith("/") for name in stored):
+        yield from indexed_layout(case)
+    else:
+        yield from folder_layout(case, places)
+
+
+def folder_layout(case: Case, places: dict[str, str]) -> Iterator[Row]:
+    for name, root in places.items():
         try:
             split = case.splits[name] = survey.list_split(root, case.tell)
         except OSError as error:
@@ -253,6 +266,16 @@ def layout(case: Case) -> Iterator[Row]:
             )
         elif not empty and not denied:
             yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
+
+
+def indexed_layout(case: Case) -> Iterator[Row]:
+    """List what training would use, if it is not all that two folders hold."""
+    case.tell("listing the images")
+    indexes = load_splits(case.config.data)
+    for name, index in zip(("train", "val"), indexes, strict=True):
+        case.splits[name] = survey.list_index(index)
+        text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
+        yield ok(text)
 
 
 def any_within(folder: str, paths: Iterable[str]) -> bool:
@@ -366,7 +389,7 @@ def duplicates(case: Case) -> Iterator[Row]:
         f"training images (compared with all {len(train_split.files):,})"
     )
     details = tuple(f"{a} = {b}" for a, b in pairs)
-    elsewhere = sum(val_split.class_of(a) != train_split.class_of(b) for a, b in pairs)
+    elsewhere = sum(val_split.class_of[a] != train_split.class_of[b] for a, b in pairs)
     cure = "remove them from one split: they distort the accuracy by up to their fraction"
     if elsewhere:
         text += f"; {elsewhere:,} of them in another class"
@@ -729,7 +752,7 @@ def check(case: Case) -> Iterator[Row]:
 
 def has_files(data: Data) -> bool:
     """Return whether there are files: never with data=fake, with data=demo once it is drawn."""
-    marker = os.path.join(os.path.expanduser(data.root or ""), MARKER)
+    marker = os.path.join(roots_of(data)[0], MARKER)
     return data.source == "folder" or (data.source == "demo" and os.path.exists(marker))
 
 

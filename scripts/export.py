@@ -148,11 +148,12 @@ from engine.predictions import Ints
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val
-from pipeline.dataset import BadImageError, FileDataset
+from pipeline.dataset import BadImageError, FileDataset, FolderDataset
 from pipeline.decode import Picture
 from pipeline.loader import LoaderError, start_forkserver
 from pipeline.prefetcher import ImageFormat
 from pipeline.sizing.machine import cores
+from pipeline.splits import has_split
 from pipeline.synthetic.demo import TEXTURES, draw_image
 from scripts import evaluate
 from scripts.trained import Trained, open_trained
@@ -407,15 +408,16 @@ def images_for(
     if labelled and data.source == "fake":
         raise UserError("--self-check: data.source=fake has no files; give data.root=/path")
     needed = labelled or bool({"data", "data.root", "data.val"} & typed_keys(overrides))
-    here = Path(data.root or ".").expanduser() / data.val
-    if data.source != "fake" and (needed or (data.root and here.is_dir())):
+    present = data.root and has_split(data, data.train if data.val_fraction else data.val)
+    if data.source != "fake" and (needed or present):
         datasets = build_val(config)
         datasets.prepare()
         if labelled:
             evaluate.with_labels_of(trained, datasets)  # find mistakes before the export
         val = datasets.val
+        where = val.index.root if isinstance(val, FolderDataset) else data.val
         places = np.linspace(0, len(val) - 1, IMAGES).astype(int).tolist()
-        return [val.load(0, i)[0] for i in places], datasets.val_size, f"images of {here}"
+        return [val.load(0, i)[0] for i in places], datasets.val_size, f"images of {where}"
     # This dataset checks the transforms and has no files.
     size = build_val(replace(config, data=replace(data, source="fake"))).val_size
     transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))

@@ -83,11 +83,12 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import IO
 
-from conf.schema import Data, UserError
+from conf.schema import Data, UserError, show
 from pipeline import decode
 from pipeline.dataset import describe
-from pipeline.index import Index, check_splits, load_index
+from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
 from pipeline.sizing import machine
+from pipeline.splits import has_split
 from scripts import destination, pool
 from scripts.destination import CONTAINERS, RESUME, Container, Progress, WriteError
 from scripts.report_page import duration
@@ -121,18 +122,22 @@ class Job:
     def images(self) -> int:
         return sum(map(len, self.indexes))
 
-    def member(self, i: int) -> tuple[int, str]:
-        """Return the number of the split of an image, counted over all splits, and its path."""
+    def place(self, i: int) -> tuple[int, Index, int]:
+        """Find an image, counted over all splits.
+
+        Returns:
+            The number of its split, the table of this split, and its number in this table.
+        """
         for split, index in enumerate(self.indexes):
             if i < len(index):
-                return split, os.path.relpath(index.path(i), index.root)
+                return split, index, i
             i -= len(index)
         raise IndexError(i)
 
     def name(self, i: int) -> str:
-        """Return the path below `root` of an image, counted over all splits."""
-        split, name = self.member(i)
-        return os.path.normpath(os.path.join(self.folders[split], name))
+        """Return the path below `to` of an image, counted over all splits."""
+        split, index, row = self.place(i)
+        return os.path.normpath(os.path.join(self.folders[split], index.name(row)))
 
 
 @dataclass
@@ -181,8 +186,8 @@ def shrink(data: bytes, name: str, *, side: int, quality: int, decoder: str) -> 
     return buffer.getvalue(), "" if plain else converted
 
 
-def shrink_file(job: Job, name: str) -> tuple[Tally, bytes]:
-    """Shrink the file `name`, a path below the root; write it unless it exists.
+def shrink_image(job: Job, i: int) -> tuple[Tally, bytes]:
+    """Shrink an image, counted over all splits; write it unless its file exists.
 
     Returns:
         Its counts and the bytes to add to a container; b"" if the output is folders.
@@ -190,13 +195,14 @@ def shrink_file(job: Job, name: str) -> tuple[Tally, bytes]:
     Raises:
         OSError: It cannot be written.
     """
-    source, target = os.path.join(job.root, name), os.path.join(job.to, name)
+    _, index, row = job.place(i)
+    name = job.name(i)
+    target = os.path.join(job.to, name)
     after = destination.size_of(target)
     if after:  # a power failure can leave a file of 0 bytes
-        return counts(destination.size_of(source), after, earlier=True), b""
+        return counts(index.size(row), after, earlier=True), b""
     try:
-        with open(source, "rb") as file:
-            data = file.read()
+        data = index.read(row)
         made, odd = shrink(data, name, side=job.side, quality=job.quality, decoder=job.decoder)
     except Exception as error:
         return Tally(unreadable=[(name, describe(error))]), b""
@@ -212,10 +218,6 @@ def counts(before: int, after: int, *, earlier: bool = False) -> Tally:
     """Return the counts of one file: its bytes in the source and in the destination."""
     copied = before == after
     return Tally(int(copied), int(not copied), int(earlier), before, after)
-
-
-def shrink_image(job: Job, i: int) -> tuple[Tally, bytes]:
-    return shrink_file(job, job.name(i))
 
 
 def shrink_all(job: Job, workers: int) -> Tally:
@@ -242,7 +244,9 @@ def open_containers(job: Job) -> list[Container]:
     """Open the container of each split; none if the output is folders."""
     if job.output == "folder":
         return []
-    paths = (os.path.join(job.to, f"{folder}.{job.output}") for folder in job.folders)
+    # Class folders without a split, as with data.val_fraction, become train.tar.
+    names = ("train" if folder == os.curdir else folder for folder in job.folders)
+    paths = (os.path.join(job.to, f"{name}.{job.output}") for name in names)
     return [CONTAINERS[job.output](path) for path in paths]
 
 
@@ -252,10 +256,9 @@ def unfinished(job: Job, containers: Sequence[Container], total: Tally) -> Seque
         return range(job.images())  # the workers find the others
     todo = []
     for i in range(job.images()):
-        split, name = job.member(i)
-        if after := containers[split].sizes.get(name):
-            source = os.path.join(job.root, job.name(i))
-            total.add(counts(destination.size_of(source), after, earlier=True))
+        split, index, row = job.place(i)
+        if after := containers[split].sizes.get(index.name(row)):
+            total.add(counts(index.size(row), after, earlier=True))
         else:
             todo.append(i)
     return todo
@@ -285,8 +288,8 @@ def shrink_unfinished(
                     raise WriteError(f"{answer.reason}; {RESUME}, possibly with fewer --workers")
                 for i, (tally, data) in zip(images, answer, strict=True):
                     if data:
-                        split, name = job.member(i)
-                        containers[split].add(name, data)
+                        split, index, row = job.place(i)
+                        containers[split].add(index.name(row), data)
                     total.add(tally)
                 progress.show(total.images, earlier=total.earlier)
     finally:
@@ -304,24 +307,30 @@ def plan(
     if data.source != "folder":
         message = "has no folder to shrink; pass data.root=/path/to/imagenet"
         raise UserError(f"data={data.source}: {message}")
-    root = os.path.abspath(str(data.root))
+    if isinstance(data.root, list):
+        raise UserError(f"data.root={show(data.root)}: shrink one folder at a time")
+    root = os.path.abspath(os.path.expanduser(str(data.root)))
+    keys = {"data.train": data.train, "data.val": data.val}
+    if data.val_fraction:  # all images are in one split, or in class folders in the root
+        keys = {"data.train": data.train} if has_split(data, data.train) else {"data.root": "."}
     indexes, folders = [], []
-    for key, value in (("data.train", data.train), ("data.val", data.val)):
+    for key, value in keys.items():
         folder = os.path.relpath(os.path.join(root, value), root)
         if folder.split(os.sep)[0] == os.pardir:
             raise UserError(f"{key}={value}: not under data.root={root}; give a folder under it")
+        if next(iter(stored_as(os.path.join(root, folder))), "").endswith(".csv"):
+            raise UserError(f"{key}={value}: is a list; give a folder, a tar file or a zip file")
         indexes.append(load_index(os.path.join(root, folder), key=key))
-        folders.append(folder)
-    check_splits(*indexes)
+        is_file = folder.endswith(KINDS) and os.path.isfile(os.path.join(root, folder))
+        folders.append(os.path.splitext(folder)[0] if is_file else folder)
+    if len(indexes) > 1:
+        check_splits(*indexes)
     for source in map(os.path.realpath, (root, *(index.root for index in indexes))):
         if os.path.commonpath([source, os.path.realpath(to)]) == source:
             raise UserError(f"--to {to}: inside the dataset ({source}); give another folder")
     decoder = decode.resolve(decoder if decoder in decode.DECODERS else "auto")
     where = root, os.path.abspath(to), tuple(folders), tuple(indexes)
-    job = Job(*where, side, quality, decoder, output)
-    if output == "zip":
-        destination.check_names(map(job.name, range(job.images())))
-    return job
+    return Job(*where, side, quality, decoder, output)
 
 
 def open_destination(job: Job) -> IO[str]:
@@ -331,8 +340,11 @@ def open_destination(job: Job) -> IO[str]:
         A file; while it is open, it locks the destination.
 
     Raises:
-        UserError: It contains other files, another process uses it, or it cannot be written.
+        UserError: It contains other files, another process uses it, it cannot be written, or its
+            format does not allow the name of an image.
     """
+    if job.output == "zip":
+        destination.check_names(map(job.name, range(job.images())))
     marker = destination.open_destination(job.to, MARKER, job.settings(), SCRIPT)
     if job.output == "folder":
         for folder, index in zip(job.folders, job.indexes, strict=True):

@@ -20,8 +20,9 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from pipeline import decode
+from pipeline.containers import Container
 from pipeline.dataset import describe
-from pipeline.index import EXTENSIONS
+from pipeline.index import EXTENSIONS, Index
 from scripts import pool
 
 Tell = Callable[[str], None]
@@ -91,9 +92,18 @@ class Split:
     def files(self) -> Files:
         return [file for files in self.classes.values() for file in files]
 
-    def class_of(self, path: str) -> str:
-        """Return the class folder of an image."""
-        return os.path.relpath(path, self.root).split(os.sep)[0]
+    @cached_property
+    def class_of(self) -> dict[str, str]:
+        """Path of an image -> class."""
+        return {path: name for name, files in self.classes.items() for path, _ in files}
+
+
+class Member(str):
+    """The path of an image in a tar or zip file, as messages show it, and where its content is."""
+
+    container: Container
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
@@ -115,6 +125,20 @@ class Opened:
     problem: str = ""
     mean: Channels = (0.0, 0.0, 0.0)
     square: Channels = (0.0, 0.0, 0.0)
+
+
+def list_index(index: Index) -> Split:
+    """List the images of a sample table with their sizes."""
+    split = Split(index.root, {name: [] for name in index.classes})
+    with ThreadPoolExecutor(THREADS) as pool:
+        sizes = pool.map(index.size, range(len(index)))
+        for i, size in enumerate(sizes):
+            path, (source, start, length) = index.path(i), index.place(i)
+            if isinstance(source, Container):
+                path = Member(path)
+                path.container, path.start, path.length = source, start, length
+            split.classes[index.classes[index.labels.array[i]]].append((path, size))
+    return split
 
 
 def list_split(root: str, tell: Tell) -> Split:
@@ -195,8 +219,7 @@ def examine(path: str, decoder: str) -> Opened:
     """Decode a file in full, as training does, and find what is unusual about it."""
     data = b""
     try:
-        with _open(path) as file:
-            data = file.read()
+        data = _content(path)
         if not data:
             return Opened(path, problem="empty, 0 bytes")
         with decode.open_image(data) as image:
@@ -291,12 +314,24 @@ def _digest(length: int | None, item: tuple[str, object]) -> object:
     """
     path, previous = item
     try:
-        with _open(path) as file:
-            if length is not None:
-                file.seek(-min(length, os.fstat(file.fileno()).st_size), os.SEEK_END)
-            return previous, hashlib.file_digest(file, "sha256").digest()
+        return previous, hashlib.sha256(_content(path, last=length)).digest()
     except OSError:
         return object()
+
+
+def _content(path: str, *, last: int | None = None) -> bytes:
+    """Read an image, or its last bytes.
+
+    Raises:
+        OSError: It cannot be read or is not a regular file.
+    """
+    if isinstance(path, Member):
+        skipped = 0 if last is None else max(0, path.length - last)
+        return path.container.read(path.start + skipped, path.length - skipped)
+    with _open(path) as file:
+        if last is not None:
+            file.seek(-min(last, os.fstat(file.fileno()).st_size), os.SEEK_END)
+        return file.read()
 
 
 def _open(path: str) -> BufferedReader:

@@ -194,6 +194,8 @@ def test_the_keys() -> None:
         "data.root",
         "data.train",
         "data.val",
+        "data.classes",
+        "data.val_fraction",
         "data.image_size",
         "data.sizes",
         "data.val_size",

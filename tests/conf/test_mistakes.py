@@ -119,8 +119,9 @@ def test_split_of_another_name(refusal: Refusal, images: Path) -> None:
     line = f"data.val={images / 'val'}: no such folder; "
     assert refusal(f"data.root={images}") == f"{line}did you mean data.val=validation?\n"
     (images / "test").mkdir()
-    assert (
-        refusal(f"data.root={images}") == f"{line}give data.val=FOLDER with one folder per class\n"
+    assert refusal(f"data.root={images}") == (
+        f"{line}give data.val=FOLDER with one folder per class, or data.val_fraction=0.1 to hold "
+        "out a tenth of the training images\n"
     )
 
 
@@ -137,7 +138,8 @@ def test_root_holds_the_classes(refusal: Refusal, images: Path) -> None:
     def says(folder: Path) -> str:
         return (
             f"data.root={folder}: holds no train and no val, but folders such as checks; "
-            "put the class folders into train and val inside it\n"
+            "put the class folders into train and val inside it, or write data.val_fraction=0.1 to "
+            "hold out a tenth of the images\n"
         )
 
     other = shutil.copytree(images / "train", images / "all")
@@ -159,9 +161,9 @@ def test_root_above_the_dataset(refusal: Refusal, images: Path, tmp_path: Path) 
 def test_empty_root(refusal: Refusal, images: Path) -> None:
     shutil.rmtree(images)
     images.mkdir()
-    assert (
-        refusal(f"data.root={images}")
-        == f"data.root={images}: holds no folders; it must hold train/<class>/* and val/<class>/*\n"
+    assert refusal(f"data.root={images}") == (
+        f"data.root={images}: holds no folders; it must hold train/<class>/* and val/<class>/*, or "
+        "train and val as .tar, .zip or .csv\n"
     )
 
 

@@ -43,6 +43,7 @@ from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
 from tests.processes import descendants, is_running
 from tests.small_run import SMALL
+from tests.stored import as_tar, as_zip
 
 ROOT = Path(__file__).parents[2]
 TWICE = ("layout", "readable", "sizes")  # a row for each split
@@ -457,6 +458,44 @@ def test_the_files_are_those_that_training_uses(root: Path) -> None:
     ).tolist()
     assert tuple(split.classes) == index.classes
     assert all(os.path.getsize(path) == size for path, size in split.files)
+
+
+@pytest.mark.parametrize("storage", ["tar", "zip and a fraction", "classes"])
+def test_other_storages(root: Path, image_root: Path, storage: str) -> None:
+    """A damaged image, a copy in the other split, and the counts are found in containers too."""
+    options = []
+    (root / "train" / "dots" / "00.jpg").write_bytes(b"no image")
+    if storage != "zip and a fraction":
+        shutil.copy(root / "train" / "dots" / "01.jpg", root / "val" / "checks" / "00.jpg")
+    if storage == "classes":
+        options = ["data.classes=[dots,checks]"]
+    elif storage == "tar":
+        for split in ("train", "val"):
+            as_tar(root / split, root / f"{split}.tar")
+            shutil.rmtree(root / split)
+    else:
+        options = ["data.val_fraction=0.2"]
+        as_zip(root / "train", root / "train.zip")
+        for split in ("train", "val"):
+            shutil.rmtree(root / split)
+    rows = look(root, *options)
+    where = root / {"classes": "train", "tar": "train.tar"}.get(storage, "train.zip")
+    count, classes = {"tar": (36, 3), "classes": (24, 2)}.get(storage, (30, 3))
+    assert rows["layout"][0].found == (f"train: {count} images in {classes} classes of {where}")
+    bad = [row for row in rows["readable"] if row.status == "fail"]
+    assert len(bad) == 1 and "dots/00.jpg" in bad[0].details[0]
+    copies = only(rows["duplicates"])
+    if storage == "zip and a fraction":
+        assert copies.status == "ok"
+    else:
+        assert copies.status == "warn" and "1 of them in another class" in copies.found
+        assert "dots/01.jpg" in copies.details[0] and "checks/00.jpg" in copies.details[0]
+    assert only(rows["plan"]).status == "ok"
+
+
+def test_two_storages_of_a_split(root: Path) -> None:
+    as_tar(root / "train", root / "train.tar")
+    assert "there are train/ and train.tar" in only(look(root)["layout"]).found
 
 
 def test_a_fifo_does_not_block(tmp_path: Path) -> None:

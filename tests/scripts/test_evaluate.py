@@ -26,6 +26,7 @@ from scripts.evaluate import Evaluated, with_config, with_labels_of
 from scripts.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.stored import as_tar
 
 ROOT = Path(__file__).parents[2]
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
@@ -254,6 +255,24 @@ def test_some_of_the_classes_without_a_training_split(
     assert alone.metrics == part.metrics
     rows = part.predictions.per_class(3)
     assert rows[0] == {"images": 0, "top1": None, "top5": None, "loss": None}
+
+
+def test_run_on_a_part_of_the_images(whole_runs: None, image_root: Path, tmp_path: Path) -> None:
+    """The run's own config finds the same validation images, also where its files are not."""
+    flat = Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
+    (tmp_path / "some.txt").write_text("dots\nstripes\n")
+    options = ["data.val_fraction=0.25", f"data.classes={tmp_path / 'some.txt'}"]
+    folder = tmp_path / "run"
+    summary = small_run.run(flat, folder, *options, "loader.workers=0", "train.epochs=1")
+    (tmp_path / "some.txt").unlink()
+    again = measured(folder)
+    assert again.metrics.top1 == summary["top1"] and len(again.predictions.labels) == 6
+    for split in ("train", "val"):
+        as_tar(image_root / split, tmp_path / f"{split}.tar")
+    with pytest.raises(UserError, match=r"there is a validation split, .*val\.tar; write data"):
+        measured(folder, f"data.root={tmp_path}")
+    other = measured(folder, f"data.root={tmp_path}", "data.val_fraction=0")
+    assert len(other.predictions.labels) == 2 * VAL_IMAGES
 
 
 def test_unknown_class(folder: Path, image_root: Path, tmp_path: Path) -> None:

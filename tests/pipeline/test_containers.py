@@ -1,0 +1,323 @@
+"""Images in tar files, zip files and lists are those of the same folder, in the same order."""
+
+import io
+import os
+import pickle
+import resource
+import shutil
+import tarfile
+import threading
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from conf.schema import UserError
+from pipeline.index import Index, load_index, stored_as
+from tests.stored import as_list, as_shards, as_tar, as_zip
+
+Member = tuple[str, bytes]
+JPEG = b"\xff\xd8 content"
+
+
+def write_tar(
+    path: Path, *members: tarfile.TarInfo | str, format: int = tarfile.PAX_FORMAT
+) -> Path:
+    """Write a tar file of members that all hold their own name."""
+    with tarfile.open(path, "w", format=format) as tar:
+        for member in members:
+            info = tarfile.TarInfo(member) if isinstance(member, str) else member
+            data = os.fsencode(info.name) if info.isreg() else b""
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return path
+
+
+def link(name: str, target: str, kind: bytes) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.linkname = kind, target
+    return info
+
+
+def content(index: Index) -> list[tuple[str, bytes]]:
+    return [(index.name(i), index.read(i)) for i in range(len(index))]
+
+
+def names(path: Path) -> list[str]:
+    index = load_index(path, key="data.train")
+    return [index.name(i) for i in range(len(index))]
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as caught:
+        load_index(path, key="data.train")
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("pack", "suffix"),
+    [(as_tar, ".tar"), (as_shards, ".tar"), (as_zip, ".zip"), (as_list, ".csv")],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_table_is_that_of_the_folder(
+    image_root: Path, tmp_path: Path, pack: Callable[[Path, Path], None], suffix: str, cached: bool
+) -> None:
+    split = image_root / "train"
+    pack(split, tmp_path / f"train{suffix}")
+    name = "train.csv" if suffix == ".csv" else "train"
+    if cached:
+        for path in tmp_path.glob("train*"):
+            os.utime(path, (0, 0))
+        load_index(tmp_path / name, key="data.train")
+    index = load_index(tmp_path / name, key="data.train")
+    folder = load_index(split, key="data.train")
+    assert index.fingerprint() == folder.fingerprint() and index.classes == folder.classes
+    assert content(index) == content(folder)
+    assert [index.size(i) for i in range(len(index))] == [folder.size(i) for i in range(len(index))]
+
+
+def test_order_is_by_class_not_by_path(tmp_path: Path) -> None:
+    """`-` sorts before `/`, so a-b/ would come before a/."""
+    members = ["a-b/1.jpg", "a/2.jpg", "a/10.jpg", "a/deep/3.jpg", "B/1.jpg"]
+    for member in members:
+        (tmp_path / "folder" / member).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "folder" / member).write_bytes(member.encode())
+    write_tar(tmp_path / "packed.tar", *members)
+    folder = load_index(tmp_path / "folder", key="data.train")
+    packed = load_index(tmp_path / "packed", key="data.train")
+    assert content(packed) == content(folder)
+    assert packed.fingerprint() == folder.fingerprint()
+
+
+@pytest.mark.parametrize("format", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_unusual_members(tmp_path: Path, format: int) -> None:
+    long = "a/" + "x" * 200 + ".JPEG"
+    path = write_tar(
+        tmp_path / "train.tar",
+        link("./a", "", tarfile.DIRTYPE),
+        "./a/1.jpg",
+        "a/._1.jpg",
+        "a/.hidden/2.jpg",
+        "a/notes.txt",
+        "loose.jpg",
+        long,
+        "b/\udcff\xe9.png",
+        link("b/hard.jpg", "./a/1.jpg", tarfile.LNKTYPE),
+        link("b/soft.jpg", "../a/1.jpg", tarfile.SYMTYPE),
+        link("b/chain.jpg", "soft.jpg", tarfile.SYMTYPE),
+        link("b/pipe.jpg", "", tarfile.FIFOTYPE),
+        format=format,
+    )
+    found = dict(content(load_index(path, key="data.train")))
+    one = b"./a/1.jpg"
+    assert found == {
+        "a/1.jpg": one,
+        long: long.encode(),
+        "b/\udcff\xe9.png": b"b/\xff\xc3\xa9.png",
+        "b/hard.jpg": one,
+        "b/soft.jpg": one,
+        "b/chain.jpg": one,
+    }
+
+
+@pytest.mark.parametrize("prefix", ["./", "train/", "./train/", "ILSVRC/Data/train/", "/data/"])
+def test_folders_around_the_classes_are_left_out(tmp_path: Path, prefix: str) -> None:
+    write_tar(tmp_path / "train.tar", f"{prefix}a/1.jpg", f"{prefix}b/2.jpg", "readme.txt")
+    assert names(tmp_path / "train") == ["a/1.jpg", "b/2.jpg"]
+
+
+def test_a_class_may_have_the_name_of_the_split(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train-0.tar", "train/1.jpg")
+    write_tar(tmp_path / "train-1.tar", "bus/1.jpg")
+    assert names(tmp_path / "train") == ["bus/1.jpg", "train/1.jpg"]
+
+
+def test_zip64_and_names(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "train.zip", "w") as archive:
+        with archive.open("a/caf\xe9.jpg", "w", force_zip64=True) as member:
+            member.write(JPEG)
+        archive.writestr("b/1.jpg", JPEG * 2)
+        archive.writestr("__MACOSX/b/._1.jpg", b"attributes")
+        archive.writestr("b/notes.txt", b"x" * 100, zipfile.ZIP_DEFLATED)
+    assert content(load_index(tmp_path / "train", key="data.train")) == [
+        ("a/caf\xe9.jpg", JPEG),
+        ("b/1.jpg", JPEG * 2),
+    ]
+
+
+# Reading.
+
+
+def test_threads_and_copies_read_the_same(image_root: Path, tmp_path: Path) -> None:
+    as_tar(image_root / "train", tmp_path / "train.tar")
+    index = load_index(tmp_path / "train", key="data.train")
+    expected = dict(content(load_index(image_root / "train", key="data.train")))
+    for used in (index, pickle.loads(pickle.dumps(index.sources))):
+        source = used.sources[0] if isinstance(used, Index) else used[0]
+        wrong: list[str] = []
+
+        def check(source: object = source, wrong: list[str] = wrong) -> None:
+            for i in np.random.default_rng(0).permutation(len(index)):
+                _, start, length = index.place(int(i))
+                if source.read(start, length) != expected[index.name(int(i))]:  # type: ignore[attr-defined]
+                    wrong.append(index.name(int(i)))
+
+        threads = [threading.Thread(target=check) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+
+
+def test_a_forked_process_reads_what_its_parent_has_opened(
+    image_root: Path, tmp_path: Path
+) -> None:
+    as_zip(image_root / "train", tmp_path / "train.zip")
+    index = load_index(tmp_path / "train", key="data.train")
+    first = content(index)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if content(index) == first else 1)
+    assert content(index) == first
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_more_shards_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
+    for number in range(40):
+        write_tar(tmp_path / f"train-{number:03d}.tar", f"a/{number:03d}.jpg")
+    index = load_index(tmp_path / "train", key="data.train")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = len(os.listdir("/dev/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 10, before[1]))
+    try:
+        assert [data for _, data in content(index)] == [
+            f"a/{number:03d}.jpg".encode() for number in range(40)
+        ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train.tar", "a/1.jpg")
+    index = load_index(tmp_path / "train", key="data.train")
+    write_tar(tmp_path / "train.tar", "a/22.jpg", *(f"b/{i}.jpg" for i in range(30)))
+    with pytest.raises(OSError, match="has changed since the start"):
+        index.read(0)
+
+
+def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:
+    path = write_tar(tmp_path / "train.tar", "a/1.jpg")
+    os.utime(path, (0, 0))
+    assert names(tmp_path / "train") == ["a/1.jpg"]
+    write_tar(path, *(f"a/{i}.jpg" for i in range(30)))
+    os.utime(path, (0, 0))  # the same mtime, another size
+    assert len(names(tmp_path / "train")) == 30
+    (tmp_path / "train.tar").rename(tmp_path / "train-0.tar")
+    write_tar(tmp_path / "train-1.tar", "b/1.jpg")
+    assert len(names(tmp_path / "train")) == 31
+
+
+# What is refused.
+
+
+def test_truncated_tar_is_refused(image_root: Path, tmp_path: Path) -> None:
+    as_tar(image_root / "train", tmp_path / "whole.tar")
+    whole = (tmp_path / "whole.tar").read_bytes()
+    with tarfile.open(tmp_path / "whole.tar") as tar:
+        end = max(m.offset_data + (m.size + 511) // 512 * 512 for m in tar.getmembers())
+        second = tar.getmembers()[10].offset
+    for length in (0, 100, second, second + 100, second + 600, end // 2, end - 1, end):
+        (tmp_path / "train.tar").write_bytes(whole[:length])
+        assert str(tmp_path / "train.tar") in refusal(tmp_path / "train")
+    damaged = bytearray(whole)
+    damaged[second : second + 10] = b"\xff" * 10
+    (tmp_path / "train.tar").write_bytes(damaged)
+    assert f"damaged at byte {second:,}" in refusal(tmp_path / "train")
+
+
+def test_truncated_or_packed_zip_is_refused(image_root: Path, tmp_path: Path) -> None:
+    as_zip(image_root / "train", tmp_path / "train.zip")
+    whole = (tmp_path / "train.zip").read_bytes()
+    for length in (0, 100, len(whole) // 2, len(whole) - 1):
+        (tmp_path / "train.zip").write_bytes(whole[:length])
+        assert "train.zip: cannot be read as a zip file" in refusal(tmp_path / "train")
+    as_zip(image_root / "train", tmp_path / "train.zip", zipfile.ZIP_DEFLATED)
+    assert "zip -0" in refusal(tmp_path / "train")
+
+
+def test_refused_members(tmp_path: Path) -> None:
+    path = tmp_path / "train.tar"
+    write_tar(path, "a/1.jpg", link("a/2.jpg", "/data/2.jpg", tarfile.SYMTYPE))
+    assert "a/2.jpg is a link to /data/2.jpg, which is not in it" in refusal(path)
+    write_tar(path, "000.jpg", "000.cls")
+    assert "holds no images in class folders, but 000.jpg; each" in refusal(path)
+    write_tar(path, "n01440764.tar")
+    assert "holds no images in class folders; each" in refusal(path)
+    path.write_bytes(b"\x1f\x8b" + bytes(2000))
+    assert "cannot be read as a tar file" in refusal(path) and "decompress" in refusal(path)
+
+
+def test_the_same_name_in_two_shards(tmp_path: Path) -> None:
+    for number in (0, 1):
+        write_tar(tmp_path / f"train-{number}.tar", "a/1.jpg", f"a/{number + 2}.jpg")
+    assert "a/1.jpg is in train-0.tar and in train-1.tar; remove" in refusal(tmp_path / "train")
+
+
+@pytest.mark.parametrize(
+    ("missing", "pattern"),
+    [(1, "train-{:05d}.tar"), (0, "train-{:d}.tar"), (3, "train-{:05d}-of-00004.tar")],
+)
+def test_missing_shards(tmp_path: Path, missing: int, pattern: str) -> None:
+    numbers = range(1 - (missing > 0), 4)
+    for number in numbers:
+        write_tar(tmp_path / pattern.format(number), f"a/{number}.jpg")
+    assert len(names(tmp_path / "train")) == len(numbers)
+    (tmp_path / pattern.format(missing or 1)).unlink()
+    assert "some of the shards train-*.tar are missing" in refusal(tmp_path / "train")
+
+
+def test_two_kinds_of_one_split(tmp_path: Path) -> None:
+    write_tar(tmp_path / "train.tar", "a/1.jpg")
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    assert "there are train/ and train.tar, which" in refusal(tmp_path / "train")
+    assert refusal(tmp_path / "train").endswith("away, or write data.train=train/")
+    assert names(tmp_path / "train.tar") == ["a/1.jpg"]
+    (tmp_path / "train" / "a" / "2.jpg").write_bytes(JPEG)
+    folder = load_index(f"{tmp_path}/train/", key="data.train")
+    assert content(folder) == [("a/2.jpg", JPEG)]
+    shutil.rmtree(tmp_path / "train")
+    (tmp_path / "train.tar").rename(tmp_path / "train-00.tar")
+    (tmp_path / "train.csv").write_text("train-00.tar,a")
+    assert "there are train.csv and train-*.tar, which" in refusal(tmp_path / "train")
+    assert list(stored_as(str(tmp_path / "val"))) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "holds no images"),
+        ("path,label\n", "holds no images"),
+        ("1.jpg,a\n2.jpg\n", "line 2 is not path,label"),
+        ("1.jpg,a\n\n1.jpg,b\n", "lines 1 and 3 have the same path"),
+        ("1.jpg,a,b\n", "line 1 is not path,label"),
+        ("1.jpg,\n", "line 1 is not path,label"),
+        ("nowhere.jpg,a\n", "line 1: nowhere.jpg: no such file"),
+    ],
+)
+def test_a_wrong_list(tmp_path: Path, text: str, says: str) -> None:
+    (tmp_path / "1.jpg").write_bytes(JPEG)
+    (tmp_path / "train.csv").write_text(text)
+    assert says in refusal(tmp_path / "train")
+
+
+def test_list_with_other_folders(tmp_path: Path) -> None:
+    (tmp_path / "one, two.jpg").write_bytes(JPEG)
+    text = f'"one, two.jpg",z\n"{tmp_path / "one, two.jpg"}",a b\n'
+    (tmp_path / "train.csv").write_text(text, encoding="utf-8-sig")
+    index = load_index(tmp_path / "train", key="data.train")
+    assert index.classes == ("a b", "z")
+    assert [data for _, data in content(index)] == [JPEG, JPEG]

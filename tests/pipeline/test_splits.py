@@ -1,0 +1,203 @@
+"""Which images are the splits: data.classes, data.val_fraction, several roots."""
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from conf import cli
+from conf.schema import Config, Data, UserError
+from pipeline.build import build_datasets, build_val
+from pipeline.index import Index
+from pipeline.splits import load_splits
+from tests.small_run import SMALL
+from tests.stored import as_shards, as_tar, as_zip
+
+
+def splits(root: object, **keys: object) -> tuple[Index, Index]:
+    roots = [str(each) for each in root] if isinstance(root, list) else str(root)
+    return load_splits(Data(root=roots, **keys))  # type: ignore[arg-type]
+
+
+def samples(index: Index) -> list[tuple[str, str]]:
+    """(class, name) of every sample."""
+    labels = index.labels.array.tolist()
+    return [(index.classes[labels[i]], index.name(i)) for i in range(len(index))]
+
+
+def refusal(root: object, **keys: object) -> str:
+    with pytest.raises(UserError) as caught:
+        splits(root, **keys)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def config(root: Path, *overrides: str) -> Config:
+    return cli.load([*SMALL, f"data.root={root}", *overrides])
+
+
+@pytest.fixture
+def flat(image_root: Path, tmp_path: Path) -> Path:
+    """The class folders alone."""
+    return Path(shutil.copytree(image_root / "train", tmp_path / "flat"))
+
+
+# data.classes.
+
+
+@pytest.mark.parametrize("classes", [["stripes", "checks"], ["[cs]*"], "[cs]*", "FILE"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_some_classes(image_root: Path, tmp_path: Path, classes: object, packed: bool) -> None:
+    if classes == "FILE":
+        (tmp_path / "some.txt").write_text("# two classes\nstripes a description\n\nchecks\n")
+        classes = str(tmp_path / "some.txt")
+    root = image_root
+    if packed:
+        root = tmp_path
+        as_tar(image_root / "train", tmp_path / "train.tar")
+        as_shards(image_root / "val", tmp_path / "val.tar")
+    for index, count in zip(splits(root, classes=classes), (12, 5), strict=True):
+        assert index.classes == ("checks", "stripes")
+        assert samples(index) == [
+            (name, f"{name}/{i:02d}.jpg") for name in ("checks", "stripes") for i in range(count)
+        ]
+        split = image_root / ("train" if count == 12 else "val")
+        assert all(index.read(i) == (split / index.name(i)).read_bytes() for i in range(len(index)))
+
+
+def test_all_classes_are_the_same_data(image_root: Path) -> None:
+    for every, index in zip(splits(image_root, classes="*"), splits(image_root), strict=True):
+        assert every.fingerprint() == index.fingerprint()
+
+
+def test_unknown_classes(image_root: Path, tmp_path: Path) -> None:
+    assert "no class stripe: " in refusal(image_root, classes=["checks", "stripe"])
+    assert "did you mean stripes?" in refusal(image_root, classes=["checks", "stripe"])
+    assert refusal(image_root, classes="some.txt") == (
+        f"data.classes=some.txt: there is no class and no file some.txt: {image_root}/train holds "
+        "3 classes, such as checks; give names of classes, or a pattern"
+    )
+    (tmp_path / "some.txt").write_text("\n# nothing\n")
+    assert "is empty; write one class per line" in refusal(
+        image_root, classes=str(tmp_path / "some.txt")
+    )
+
+
+def test_classes_on_the_command_line(image_root: Path) -> None:
+    for text in ("[checks,dots]", "[cd]*", '\'["checks", "d*"]\''):
+        datasets = build_datasets(config(image_root, f"data.classes={text.strip(chr(39))}"))
+        assert datasets.classes == ("checks", "dots")
+    for wrong in ("3", "[]", "{a: 1}", "[1,2]"):
+        with pytest.raises(UserError, match=r"data\.classes"):
+            build_datasets(config(image_root, f"data.classes={wrong}"))
+    with pytest.raises(UserError, match=r"has no effect with data\.source=fake"):
+        cli.load([*SMALL, "data=fake", "data.classes=[a]"])
+
+
+# data.val_fraction.
+
+
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.99])
+def test_fraction_of_each_class(flat: Path, fraction: float) -> None:
+    train, val = splits(flat, val_fraction=fraction)
+    held = min(max(round(12 * fraction), 1), 11)
+    assert Counter(train.labels.array.tolist()) == dict.fromkeys(range(3), 12 - held)
+    assert Counter(val.labels.array.tolist()) == dict.fromkeys(range(3), held)
+    assert sorted([*samples(train), *samples(val)]) == [
+        (name, f"{name}/{i:02d}.jpg") for name in train.classes for i in range(12)
+    ]
+    assert samples(train) == sorted(samples(train)) and samples(val) == sorted(samples(val))
+
+
+def test_the_same_images_are_held_out_of_every_storage(
+    flat: Path, image_root: Path, tmp_path: Path
+) -> None:
+    found = [splits(flat, val_fraction=0.25)]
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "a" / "train").symlink_to(image_root / "train")
+    as_zip(image_root / "train", tmp_path / "b" / "train.zip")
+    shutil.copy(tmp_path / "b" / "train.zip", tmp_path / "images.zip")
+    as_tar(image_root / "train", tmp_path / "flat.tar")  # beside the folder
+    for root in ("a", "b", "images.zip", "flat"):
+        found.append(splits(tmp_path / root, val_fraction=0.25))
+    assert len({(train.fingerprint(), val.fingerprint()) for train, val in found}) == 1
+    one = build_datasets(config(flat, "data.val_fraction=0.25", "train.seed=1"))
+    other = build_val(config(flat, "data.val_fraction=0.25", "train.seed=2"))
+    assert one.val.fingerprint() == other.val.fingerprint() != one.train.fingerprint()
+
+
+def test_added_images_move_few(flat: Path) -> None:
+    before = set(samples(splits(flat, val_fraction=0.25)[1]))
+    shutil.copy(flat / "dots" / "00.jpg", flat / "dots" / "another.jpg")
+    assert len(before - set(samples(splits(flat, val_fraction=0.25)[1]))) <= 1
+
+
+def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
+    assert refusal(image_root, val_fraction=0.1) == (
+        f"data.val_fraction=0.1: there is a validation split, {image_root}/val/; write "
+        "data.val_fraction=0 to use it, or move it away"
+    )
+    for path in sorted((flat / "dots").iterdir())[1:]:
+        path.unlink()
+    assert "class dots has one image only" in refusal(flat, val_fraction=0.1)
+    assert len(splits(flat, val_fraction=0.1, classes=["checks", "stripes"])[1]) == 2
+    (flat / "validation").mkdir()
+    assert "holds validation, which is no class" in refusal(flat, val_fraction=0.1)
+    with pytest.raises(UserError, match=r"data\.val_fraction=1: not allowed"):
+        cli.load([*SMALL, f"data.root={flat}", "data.val_fraction=1"])
+
+
+def test_one_file_needs_a_fraction(image_root: Path, tmp_path: Path) -> None:
+    as_zip(image_root / "train", tmp_path / "images.zip")
+    assert "is one file; write data.val_fraction=0.1" in refusal(tmp_path / "images.zip")
+
+
+# Several roots.
+
+
+def test_roots_are_united(image_root: Path, tmp_path: Path) -> None:
+    """The first has both splits, the second a new class and images of the same names."""
+    more = tmp_path / "more"
+    shutil.copytree(image_root / "train" / "dots", tmp_path / "new" / "dots")
+    shutil.copytree(image_root / "train" / "dots", tmp_path / "new" / "a new class")
+    more.mkdir()
+    as_tar(tmp_path / "new", more / "train.tar")
+    shutil.copytree(image_root / "val" / "dots", more / "val" / "a new class")
+    train, val = splits([image_root, more])
+    assert train.classes == val.classes == ("a new class", "checks", "dots", "stripes")
+    assert Counter(train.labels.array.tolist()) == {0: 12, 1: 12, 2: 24, 3: 12}
+    assert samples(train)[24:48] == [("dots", f"dots/{i:02d}.jpg") for _ in "ab" for i in range(12)]
+    assert [train.path(24), train.path(36)] == [
+        f"{image_root}/train/dots/00.jpg",
+        f"{more}/train.tar: dots/00.jpg",
+    ]
+    assert train.read(24) == train.read(36) == (image_root / "train/dots/00.jpg").read_bytes()
+    assert train.size(24) == train.size(36) == len(train.read(24))
+    turned = splits([more, image_root])[0]
+    assert [turned.path(24), turned.path(36)] == [train.path(36), train.path(24)]
+
+
+def test_a_root_may_hold_one_split(image_root: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        (tmp_path / f"only {split}").mkdir()
+        (tmp_path / f"only {split}" / split).symlink_to(image_root / split)
+    apart = splits([tmp_path / "only val", tmp_path / "only train"])
+    for index, whole in zip(apart, splits(image_root), strict=True):
+        assert index.fingerprint() == whole.fingerprint()
+    assert "dots: holds no folders" in refusal([image_root, image_root / "train" / "dots"])
+    assert "no folder holds val; add one" in refusal([tmp_path / "only train"] * 2)
+    assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
+
+
+def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:
+    odd = Path(shutil.copytree(image_root, tmp_path / "one, two"))
+    (tmp_path / "again").symlink_to(image_root)
+    datasets = build_datasets(config(odd, f"data.root=[{image_root},{tmp_path / 'again'}]"))
+    assert len(datasets.train) == 72 and len(datasets.val) == 30
+    assert len(build_datasets(config(odd)).train) == 36
+    with pytest.raises(UserError, match=r"data\.root=.*not allowed; give a folder, or a list"):
+        config(image_root, "data.root=[3]")
+    with pytest.raises(UserError, match=r"data\.root=.*not allowed; give a folder, or a list"):
+        config(image_root, "data.root={a: b}")
