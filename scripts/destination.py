@@ -114,8 +114,7 @@ class Tar(Container):
 
     def _members(self) -> Iterator[tuple[str, int, int]]:
         length = os.fstat(self._file.fileno()).st_size
-        for member in tar_members(self._file):
-            end = member.offset_data + -(-member.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+        for member, end in tar_members(self._file):
             if end <= length:
                 yield member.name, member.size, end
 
@@ -204,13 +203,17 @@ CONTAINERS: dict[str, type[Container]] = {"tar": Tar, "zip": Zip}
 FORMATS = ("folder", *CONTAINERS)
 
 
-def tar_members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an uncompressed tar file from its position on, as far as it is whole."""
+def tar_members(file: IO[bytes]) -> Iterator[tuple[tarfile.TarInfo, int]]:
+    """Yield the members of a tar file from its position on, as far as their headers are whole.
+
+    Each comes with the position after it, where the next one starts; the file may end before.
+    """
     with suppress(tarfile.TarError):
         with tarfile.open(fileobj=file, mode="r:", encoding="utf-8") as archive:
             while member := archive.next():
                 archive.members.clear()  # type: ignore[attr-defined]  # 1 kB each
-                yield member
+                blocks = -(-member.size // tarfile.BLOCKSIZE)
+                yield member, member.offset_data + blocks * tarfile.BLOCKSIZE
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -54,10 +54,13 @@ def recognise(source: str, *, val_fraction: float | None = None, seed: int = 0) 
     Raises:
         UserError: the format is unknown, ambiguous or incomplete, or a file is damaged.
     """
+    if not os.path.exists(source):
+        raise UserError(f"{source}: no such file or folder; {WHAT}")
     try:
         layout = list_images(source)
     except OSError as error:
-        raise UserError(f"{source}: cannot be read ({error}); {WHAT}") from None
+        message = f"cannot be read ({error}); check the permissions and the file system"
+        raise UserError(f"{source}: {message}") from None
     if not layout.samples:
         raise UserError(f"{source}: no images in {layout.kind}; {WHAT}")
     layout = replace(layout, samples=with_safe_names(source, layout.samples))
@@ -91,7 +94,6 @@ def list_images(source: str) -> Layout:
         tree = tree_of_tar(source)
         if detect_folders(tree) and not any(p.endswith((".cls", ".json", ".txt")) for p in tree):
             return read_folders(source, tree, read_place)
-    os.stat(source)
     return read_tree(source, {os.path.basename(source): Place(source)}, read_place)
 
 
@@ -113,6 +115,9 @@ def read_tree(source: str, tree: Tree, read: Read) -> Layout:
         if read is not read_place and path.endswith((".tar", ".parquet")):
             raise UserError(f"{source}: contains {path}; unpack it and give the folder")
         return FORMATS[kind][1](source, tree, read)
+    zipped = next((path for path in tree if path.lower().endswith(".zip")), None)
+    if zipped:
+        raise UserError(f"{source}: holds {zipped} and no images; give this file, or unpack it")
     raise UserError(f"{source}: not a dataset that prepare.py knows; {WHAT}")
 
 

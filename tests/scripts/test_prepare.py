@@ -722,6 +722,7 @@ def test_several_formats_are_named(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({}, "not a dataset that prepare.py knows; give ImageNet's"),
+        ({"imagenet.zip": b"PK"}, "holds imagenet.zip and no images; give this file, or unpack it"),
         ({"notes.md": "text"}, "not a dataset that prepare.py knows"),
         ({"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
         ({"a/1.jpg": jpeg(1), "a/2.jpg": jpeg(1)}, "all images have the class a; a classifier"),
@@ -836,7 +837,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     command = [sys.executable, "scripts/prepare.py", tmp_path / "none", "--to", tmp_path / "to"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert len(done.stderr.splitlines()) == 1 and "No such file" in done.stderr
+    assert len(done.stderr.splitlines()) == 1 and "no such file or folder; give" in done.stderr
     assert not (tmp_path / "to").exists()
     command[2] = folders(tmp_path / "source")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
