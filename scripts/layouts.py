@@ -138,9 +138,10 @@ def detect_parquet(tree: Tree) -> str:
 
 
 def detect_tars(tree: Tree) -> str:
-    others = imagenet.TRAIN_TAR, imagenet.VAL_TAR, imagenet.DEVKIT
     tars = (path for path in tree if path.endswith((".tar", ".tar.gz", ".tgz")))
-    return next((path for path in tars if os.path.basename(path) not in others), "")
+    # ImageNet's test images, bounding boxes and kits may be next to its images.
+    others = (path for path in tars if not os.path.basename(path).startswith("ILSVRC2012_"))
+    return next(others, "")
 
 
 def detect_lists(tree: Tree) -> str:
@@ -169,16 +170,22 @@ def read_folders(source: str, tree: Tree, read: Read) -> Layout:
     tree = dict(images_of(tree))
     while len({path.split("/")[0] for path in tree}) == 1 and min(p.count("/") for p in tree) > 1:
         tree = {path.partition("/")[2]: place for path, place in tree.items()}
-    groups: dict[str, dict[str, Place]] = defaultdict(dict)
-    for path, place in tree.items():
-        top, _, rest = path.partition("/")
-        groups[SPLITS.get(top.lower(), UNSPLIT)][path if top.lower() not in SPLITS else rest] = (
-            place
-        )
-    if "train" not in groups:  # a class may be called test
+    parts = {path: path.split("/") for path in tree}
+    # A class may be called train: a split holds folders of classes.
+    tops = {top.lower() for top, *rest in parts.values() if len(rest) > 1}
+    splits = {SPLITS[top] for top in tops if top in SPLITS}
+    if "train" not in splits:
+        if splits and tops <= SPLITS.keys():
+            raise UserError(f"{source}: there is no training split, only {' and '.join(splits)}")
         return Layout("class folders", list(tables.class_samples(source, tree, UNSPLIT)), read)
+    groups: dict[str, dict[str, Place]] = defaultdict(dict)
+    for path, (top, *rest) in parts.items():
+        split = SPLITS.get(top.lower(), UNSPLIT)
+        unlabelled = split == "test" and len(rest) == 1
+        groups[UNSPLIT if unlabelled else split]["/".join(rest)] = tree[path]
     left_out = len(groups.pop(UNSPLIT, {}))
-    notes = [f"{left_out:,} images outside train, val and test were left out."] * bool(left_out)
+    note = "Images outside train/<class>/, val/<class>/ and test/<class>/ were left out"
+    notes = [f"{note}: {left_out:,}."] if left_out else []
     samples = [
         sample
         for split, images in groups.items()

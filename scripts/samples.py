@@ -142,7 +142,7 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
         if file.read(2) == b"\x1f\x8b":
             raise UserError(f"{path}: is compressed; run gunzip on it and start again")
         file.seek(start)
-        for member, end in tar_members(file):
+        for member, end in tar_members(file):  # noqa: B007 - `end` is used after the loop
             name = os.path.normpath(member.name).lstrip("/")
             if member.isreg() and not is_hidden(name):
                 found[name] = Place(path, member.offset_data, member.size)

@@ -138,6 +138,8 @@ def official(root: Path) -> Path:
             "ILSVRC2012_img_train.tar": tar(inner),
             "ILSVRC2012_img_val.tar": tar(FLAT),
             "ILSVRC2012_devkit_t12.tar.gz": devkit(),
+            "ILSVRC2012_img_test_v10102019.tar": tar({"test/1.JPEG": jpeg(1)}),
+            "ILSVRC2012_bbox_train_v2.tar.gz": b"unused",
         },
     )
 
@@ -292,6 +294,9 @@ def test_containers(tmp_path: Path, source: Source, kind: str) -> None:
     assert run(source(tmp_path / "source"), to, "--format", kind) == 0
     assert sorted(os.listdir(to)) == sorted([f"train.{kind}", "prepare.json", f"val.{kind}"])
     assert members(to, kind) == EXPECTED
+    same = write(tmp_path / "folders", EXPECTED)
+    first, second = (load_index(root / "train", key="data.root") for root in (to, same))
+    assert first.fingerprint() == second.fingerprint()
 
 
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
@@ -462,6 +467,22 @@ def test_a_split_is_stratified_and_seeded(tmp_path: Path) -> None:
         sample for sample in layout.samples if sample.label != "c"
     ]
     assert sum(name.startswith("val") for name in names(source)) == 1 + 2
+
+
+def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
+    source = classes_only(tmp_path / "source", {"train": 4, "bus": 4, "test": 4})
+    labels = {sample.label for sample in recognise(str(source)).samples}
+    assert labels == {"train", "bus", "test"}
+
+
+def test_test_images_without_classes_are_left_out(tmp_path: Path) -> None:
+    files = {f"train/{c}/{i}.jpg": jpeg(i) for c in "ab" for i in range(2)}
+    layout = recognise(str(write(tmp_path, {**files, "test/1.jpg": jpeg(9)})))
+    assert len(layout.samples) == 4 and {s.split for s in layout.samples} == {"train", "val"}
+    assert (
+        layout.notes[0]
+        == "Images outside train/<class>/, val/<class>/ and test/<class>/ were left out: 1."
+    )
 
 
 def test_the_split_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -734,6 +755,14 @@ def test_several_formats_are_named(tmp_path: Path) -> None:
         (
             {"train/a/1.jpg": jpeg(1), "val/images/1.jpg": jpeg(1)},
             "only train has images of a, val has none",
+        ),
+        (
+            {"train/a/1.jpg": jpeg(1), "train/b/1.jpg": jpeg(1), "val/1.jpg": jpeg(1)},
+            "1.jpg is not in a class folder; move it into one",
+        ),
+        (
+            {"val/a/1.jpg": jpeg(1), "val/b/1.jpg": jpeg(1), "test/a/1.jpg": jpeg(1)},
+            "there is no training split, only ",
         ),
         ({"train.csv": "x.jpg,a\n"}, "line 1: .*x.jpg: no such file"),
         ({"train.csv": "x.jpg\n"}, "line 1 is not a path and a label"),
