@@ -1,7 +1,7 @@
 """Re-encode a dataset once to make reading and decoding faster: short side 352, JPEG quality 90.
 
     python scripts/shrink.py data.root=/imagenet --to /imagenet352
-    python scripts/shrink.py data.root=/imagenet --to /imagenet256 --side 256 --workers 8
+    python scripts/shrink.py data.root=/imagenet --to /imagenet256 --side 256 --format tar
 
 Smaller files are faster to read and decode, but contain less detail. Measured on 380 ImageNet
 training files with a median short side of 375 px, at quality 90. A crop is enlarged if a side of
@@ -22,17 +22,20 @@ Use --side 256 only if reading or decoding limits training and a lower accuracy 
 data.image_size, scale --side in proportion. A run with data.root=/imagenet352
 data.val=/imagenet/val validates on the original files.
 
-Accepts train.py's key=value overrides. Folder and file names do not change, nor do the labels; the
-images of tar and zip files are written to folders. data.classes has no effect. A larger image is
-decoded in full, resized with antialiasing like validation images, and saved as a baseline RGB JPEG,
-4:2:0. An image of this size or smaller is copied byte for byte. Re-encoded files have no EXIF data
-and no ICC profile; the trainer ignores both.
+Accepts train.py's key=value overrides. Folder and file names do not change, nor do the labels. A
+larger image is decoded in full, resized with antialiasing like validation images, and saved as a
+baseline RGB JPEG, 4:2:0. An image of this size or smaller is copied byte for byte. Re-encoded files
+have no EXIF data and no ICC profile; the trainer ignores both.
 
 odd.txt lists unusual files: a file named .jpg or .jpeg that is not an RGB or grey JPEG (CMYK, or a
 PNG with a wrong name) becomes an RGB JPEG; files with other names (.png, .webp, ...) are copied.
 unreadable.txt lists unreadable files; they are left out, and the exit status is 1. To resume an
 interrupted run, run the same command again: existing files are kept as they are. shrink.json
 contains the totals.
+
+--format tar writes train.tar and val.tar instead of folders, --format zip train.zip and val.zip
+(stored, not deflated). Their members are <class>/<name>. Opening a million files is slow on a
+network file system; opening two is not. data.root takes these files as it takes folders.
 """
 
 import sys
@@ -41,6 +44,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
+from scripts.destination import FORMATS
 
 SIDE = 352  # pipeline.dataset.SHRUNK_SIDE, which cannot be imported before torch
 
@@ -51,6 +55,7 @@ if __name__ == "__main__":
     )
     parser.add_argument("--side", type=int, default=SIDE, help=f"short side in pixels ({SIDE})")
     parser.add_argument("--quality", type=int, default=90, help="JPEG quality, 1 to 100 (90)")
+    parser.add_argument("--format", default="folder", help="folder, tar or zip (folder)")
     parser.add_argument("--workers", type=int, help="processes (default: one per usable core)")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="shrink.py", purpose=__doc__)
@@ -58,6 +63,7 @@ if __name__ == "__main__":
         (not OPTIONS.to, "--to: missing; give a folder for the smaller copy"),
         (not 8 <= OPTIONS.side <= 8192, f"--side {OPTIONS.side}: give 8 to 8192"),
         (not 1 <= OPTIONS.quality <= 100, f"--quality {OPTIONS.quality}: give 1 to 100"),
+        (OPTIONS.format not in FORMATS, f"--format {OPTIONS.format}: give {' or '.join(FORMATS)}"),
         (
             OPTIONS.workers is not None and OPTIONS.workers < 1,
             f"--workers {OPTIONS.workers}: give 1 or more",
@@ -66,16 +72,13 @@ if __name__ == "__main__":
         if wrong:
             cli.fail(message, "shrink.py")
 
-import errno
-import fcntl
 import io
 import json
 import os
 import shlex
-import shutil
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import IO
@@ -84,20 +87,16 @@ from conf.schema import Data, UserError, show
 from pipeline import decode
 from pipeline.dataset import describe
 from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
+from pipeline.sizing import machine
 from pipeline.splits import has_split
-from scripts import pool
+from scripts import destination, pool
+from scripts.destination import CONTAINERS, RESUME, Container, Progress, WriteError
 from scripts.report_page import duration
 
 VERSION = 1  # of the output: raise it with any change that alters a file
+SCRIPT = "shrink.py"
 MARKER, ODD, UNREADABLE = "shrink.json", "odd.txt", "unreadable.txt"
-# Around the process id. Not an image name, so that no scan takes it for a sample.
-TEMPORARY = ".shrink-", ".tmp"
 CHUNK = 16  # images, 30 ms of work: messages cost nothing, and all workers end at the same time
-RESUME = "run the same command again to resume"
-
-
-class ShrinkError(RuntimeError):
-    """Ends the whole run: the disk is full or a worker died."""
 
 
 @dataclass(frozen=True)
@@ -111,26 +110,34 @@ class Job:
     side: int
     quality: int
     decoder: str
+    output: str = "folder"  # one of FORMATS
 
     def settings(self) -> dict[str, object]:
         """Return the settings that determine the output; shrink.json contains them."""
         source = {"source": os.path.realpath(self.root), "splits": list(self.folders)}
-        return {"version": VERSION, **source, "side": self.side, "quality": self.quality}
+        output = {} if self.output == "folder" else {"format": self.output}
+        settings = {"version": VERSION, **source, "side": self.side, "quality": self.quality}
+        return settings | output
 
     def images(self) -> int:
         return sum(map(len, self.indexes))
 
-    def place(self, i: int) -> tuple[str, Index, int]:
+    def place(self, i: int) -> tuple[int, Index, int]:
         """Find an image, counted over all splits.
 
         Returns:
-            Its path below `to`, the table of its split, and its number in this table.
+            The number of its split, the table of this split, and its number in this table.
         """
-        for folder, index in zip(self.folders, self.indexes, strict=True):
+        for split, index in enumerate(self.indexes):
             if i < len(index):
-                return os.path.join(folder, index.name(i)), index, i
+                return split, index, i
             i -= len(index)
         raise IndexError(i)
+
+    def name(self, i: int) -> str:
+        """Return the path below `to` of an image, counted over all splits."""
+        split, index, row = self.place(i)
+        return os.path.normpath(os.path.join(self.folders[split], index.name(row)))
 
 
 @dataclass
@@ -179,103 +186,119 @@ def shrink(data: bytes, name: str, *, side: int, quality: int, decoder: str) -> 
     return buffer.getvalue(), "" if plain else converted
 
 
-def shrink_image(job: Job, i: int) -> Tally:
-    """Write an image, counted over all splits, unless its file exists.
+def shrink_image(job: Job, i: int) -> tuple[Tally, bytes]:
+    """Shrink an image, counted over all splits; write it unless its file exists.
+
+    Returns:
+        Its counts and the bytes to add to a container; b"" if the output is folders.
 
     Raises:
         OSError: It cannot be written.
     """
-    name, index, row = job.place(i)
+    _, index, row = job.place(i)
+    name = job.name(i)
     target = os.path.join(job.to, name)
-    before, after = index.size(row), size_of(target)
-    earlier = after > 0  # a power failure can leave a file of 0 bytes
-    if not earlier:
-        try:
-            data = index.read(row)
-            made, odd = shrink(data, name, side=job.side, quality=job.quality, decoder=job.decoder)
-        except Exception as error:
-            return Tally(unreadable=[(name, describe(error))])
-        if odd:  # listed before the file exists, because an existing file is not examined again
-            with open(os.path.join(job.to, ODD), "ab") as file:
-                file.write(listed(name, odd))
-        write_whole(target, made)
-        before, after = len(data), len(made)
+    after = destination.size_of(target)
+    if after:  # a power failure can leave a file of 0 bytes
+        return counts(index.size(row), after, earlier=True), b""
+    try:
+        data = index.read(row)
+        made, odd = shrink(data, name, side=job.side, quality=job.quality, decoder=job.decoder)
+    except Exception as error:
+        return Tally(unreadable=[(name, describe(error))]), b""
+    if odd:  # listed before the file exists, because an existing file is not examined again
+        with open(os.path.join(job.to, ODD), "ab") as file:
+            file.write(destination.listed(name, odd))
+    if job.output == "folder":
+        destination.write_whole(target, made)
+    return counts(len(data), len(made)), b"" if job.output == "folder" else made
+
+
+def counts(before: int, after: int, *, earlier: bool = False) -> Tally:
+    """Return the counts of one file: its bytes in the source and in the destination."""
     copied = before == after
     return Tally(int(copied), int(not copied), int(earlier), before, after)
 
 
-def write_whole(target: str, data: bytes) -> None:
-    """Create or replace a file atomically."""
-    temporary = os.path.join(os.path.dirname(target), f"{os.getpid()}".join(TEMPORARY))
-    os.makedirs(os.path.dirname(target), exist_ok=True)  # 2 us: class folders may hold folders
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
-
-
 def shrink_all(job: Job, workers: int) -> Tally:
-    """Process all images in worker processes.
+    """Process all images in worker processes. They write to folders; this one to containers.
 
     Raises:
-        ShrinkError: A file cannot be written or a worker died.
+        WriteError: A file cannot be written or a worker died.
     """
     total = Tally()
-    images = job.images()
-    progress = Progress(images)
-    tallies = pool.run(
+    try:
+        containers = open_containers(job)
+        todo = unfinished(job, containers, total)
+        shrink_unfinished(job, todo, workers, containers, total)
+        for container in containers:
+            container.finish()
+    except OSError as error:
+        mean = total.bytes_after / max(1, total.copied + total.encoded)
+        left = job.images() - total.images
+        raise WriteError(destination.cannot_write(error, job.to, left=left, mean=mean)) from None
+    return total
+
+
+def open_containers(job: Job) -> list[Container]:
+    """Open the container of each split; none if the output is folders."""
+    if job.output == "folder":
+        return []
+    # Class folders without a split, as with data.val_fraction, become train.tar.
+    names = ("train" if folder == os.curdir else folder for folder in job.folders)
+    paths = (os.path.join(job.to, f"{name}.{job.output}") for name in names)
+    return [CONTAINERS[job.output](path) for path in paths]
+
+
+def unfinished(job: Job, containers: Sequence[Container], total: Tally) -> Sequence[int]:
+    """Return the images to process, and count those that containers hold already."""
+    if not containers:
+        return range(job.images())  # the workers find the others
+    todo = []
+    for i in range(job.images()):
+        split, index, row = job.place(i)
+        if after := containers[split].sizes.get(index.name(row)):
+            total.add(counts(index.size(row), after, earlier=True))
+        else:
+            todo.append(i)
+    return todo
+
+
+def shrink_unfinished(
+    job: Job, todo: Sequence[int], workers: int, containers: Sequence[Container], total: Tally
+) -> None:
+    """Process images in worker processes and count them.
+
+    Raises:
+        WriteError: A worker died.
+        OSError: A file cannot be written.
+    """
+    progress = Progress(job.images())
+    answers = pool.run(
         partial(shrink_image, job),
-        range(images),
+        todo,
         workers=workers,
         preload=["conf.cli", "pipeline.dataset"],  # torch
         chunk=CHUNK,
     )
     try:
-        with closing(tallies):
-            for _, answer in tallies:
+        with closing(answers):
+            for images, answer in answers:
                 if isinstance(answer, pool.Lost):
-                    raise ShrinkError(f"{answer.reason}; {RESUME}, possibly with fewer --workers")
-                for tally in answer:
+                    raise WriteError(f"{answer.reason}; {RESUME}, possibly with fewer --workers")
+                for i, (tally, data) in zip(images, answer, strict=True):
+                    if data:
+                        split, index, row = job.place(i)
+                        containers[split].add(index.name(row), data)
                     total.add(tally)
-                progress.show(total)
-    except OSError as error:
-        raise ShrinkError(cannot_write(error, job, total)) from None
+                progress.show(total.images, earlier=total.earlier)
     finally:
         progress.end()
-    return total
 
 
-class Progress:
-    """On a terminal a line that is updated, otherwise a line every five seconds."""
-
-    def __init__(self, images: int) -> None:
-        self.images = images
-        self.terminal = sys.stderr.isatty()
-        self.began = self.shown = time.monotonic()
-
-    def show(self, tally: Tally) -> None:
-        now = time.monotonic()
-        if now - self.shown < (0.5 if self.terminal else 5):
-            return
-        self.shown = now
-        rate = (tally.images - tally.earlier) / (now - self.began)
-        left = f", {duration((self.images - tally.images) / rate)} left" if rate else ""
-        line = f"{tally.images:,} of {self.images:,} images, {rate:,.0f} images/s{left}"
-        if self.terminal:
-            print(f"\r{line}\x1b[K", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr, flush=True)
-
-    def end(self) -> None:
-        if self.terminal:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
-
-
-def plan(data: Data, decoder: str, to: Path, *, side: int, quality: int) -> Job:
+def plan(
+    data: Data, decoder: str, to: Path, *, side: int, quality: int, output: str = "folder"
+) -> Job:
     """Find the images without writing anything.
 
     Raises:
@@ -306,7 +329,8 @@ def plan(data: Data, decoder: str, to: Path, *, side: int, quality: int) -> Job:
         if os.path.commonpath([source, os.path.realpath(to)]) == source:
             raise UserError(f"--to {to}: inside the dataset ({source}); give another folder")
     decoder = decode.resolve(decoder if decoder in decode.DECODERS else "auto")
-    return Job(root, os.path.abspath(to), tuple(folders), tuple(indexes), side, quality, decoder)
+    where = root, os.path.abspath(to), tuple(folders), tuple(indexes)
+    return Job(*where, side, quality, decoder, output)
 
 
 def open_destination(job: Job) -> IO[str]:
@@ -316,60 +340,16 @@ def open_destination(job: Job) -> IO[str]:
         A file; while it is open, it locks the destination.
 
     Raises:
-        UserError: It contains other files or another process uses it.
-        OSError: It cannot be created or written.
+        UserError: It contains other files, another process uses it, it cannot be written, or its
+            format does not allow the name of an image.
     """
-    present = set(os.listdir(job.to)) if os.path.exists(job.to) else set()
-    others = sorted(present - {MARKER, "lost+found"})
-    if others and MARKER not in present:
-        raise UserError(
-            f"--to {job.to}: contains other files ({others[0]}); give a new or an empty folder"
-        )
-    os.makedirs(job.to, exist_ok=True)
-    marker = open(os.path.join(job.to, MARKER), "a+")  # noqa: SIM115 - the caller closes it
-    try:
-        fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        message = "another shrink.py is writing there; wait for it"
-        raise UserError(f"--to {job.to}: {message}") from None
-    except OSError:
-        pass  # a file system without locks
-    marker.seek(0)
-    text = marker.read()
-    if not text and not others:  # new, or killed before its first line
-        marker.write(json.dumps({"settings": job.settings()}) + "\n")
-        marker.flush()
-    elif changes := differences(text, job.settings()):
-        message = (
-            f"started with other settings ({changes}); give the same options or another folder"
-        )
-        raise UserError(f"--to {job.to}: {message}")
-    for folder, index in zip(job.folders, job.indexes, strict=True):
-        prepare_split(os.path.join(job.to, folder), index.classes)
+    if job.output == "zip":
+        destination.check_names(map(job.name, range(job.images())))
+    marker = destination.open_destination(job.to, MARKER, job.settings(), SCRIPT)
+    if job.output == "folder":
+        for folder, index in zip(job.folders, job.indexes, strict=True):
+            destination.prepare_split(os.path.join(job.to, folder), index.classes)
     return marker
-
-
-def prepare_split(folder: str, classes: Sequence[str]) -> None:
-    """Remove the temporary files of a killed run and create the class folders."""
-    for inner, _, names in os.walk(folder):
-        for name in names:
-            if name.startswith(TEMPORARY[0]) and name.endswith(TEMPORARY[1]):
-                os.unlink(os.path.join(inner, name))
-    for name in classes:  # all, even without a readable image: the other labels must not change
-        os.makedirs(os.path.join(folder, name), exist_ok=True)
-
-
-def differences(text: str, settings: dict[str, object]) -> str:
-    """Compare the settings with those in shrink.json; "" if they are equal."""
-    try:
-        found = dict(json.loads(text)["settings"])
-    except (ValueError, TypeError, KeyError):
-        return f"cannot read {MARKER}"
-    return "; ".join(
-        f"{name} {found.get(name)}, not {value}"
-        for name, value in settings.items()
-        if found.get(name) != value
-    )
 
 
 def write_report(job: Job, total: Tally, *, seconds: float, workers: int, command: str) -> str:
@@ -380,12 +360,9 @@ def write_report(job: Job, total: Tally, *, seconds: float, workers: int, comman
     """
     noted = Path(job.to, ODD)
     odd = sorted(set(noted.read_bytes().splitlines(keepends=True))) if noted.exists() else []
-    unreadable = [listed(*item) for item in sorted(total.unreadable)]
+    unreadable = [destination.listed(*item) for item in sorted(total.unreadable)]
     for name, lines in ((ODD, odd), (UNREADABLE, unreadable)):
-        if lines:
-            write_whole(os.path.join(job.to, name), b"".join(lines))
-        else:
-            Path(job.to, name).unlink(missing_ok=True)
+        destination.write_list(os.path.join(job.to, name), lines)
     now = total.images - total.earlier
     ratio = total.bytes_before / max(1, total.bytes_after)
     report = {
@@ -405,7 +382,8 @@ def write_report(job: Job, total: Tally, *, seconds: float, workers: int, comman
         "decoder": job.decoder,
         "train_with": command,
     }
-    write_whole(os.path.join(job.to, MARKER), (json.dumps(report, indent=2) + "\n").encode())
+    text = json.dumps(report, indent=2) + "\n"
+    destination.write_whole(os.path.join(job.to, MARKER), text.encode())
     earlier = f" ({total.earlier:,} by earlier runs)" if total.earlier else ""
     place = f", see {noted}" if odd else ""
     return (
@@ -419,47 +397,24 @@ def write_report(job: Job, total: Tally, *, seconds: float, workers: int, comman
     )
 
 
-def cannot_write(error: OSError, job: Job, done: Tally) -> str:
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return f"{describe(error)}; {RESUME}"
-    mean = done.bytes_after / max(1, done.copied + done.encoded)
-    needed = f"about {(job.images() - done.images) * mean / 1e9:,.3f} GB" if mean else "more"
-    free = shutil.disk_usage(job.to).free / 1e9
-    message = f"{needed} needed, {free:,.3f} GB free; free some space, then {RESUME}"
-    return f"{job.to}: {error.strerror}: {message}"
-
-
-def size_of(path: str) -> int:
-    """Return the file size in bytes, 0 for a missing file."""
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0
-
-
-def listed(name: str, reason: str) -> bytes:
-    """Return a line of odd.txt or unreadable.txt."""
-    text = " ".join(reason.split()).encode(errors="surrogateescape")
-    return os.fsencode(name) + b"\t" + text + b"\n"
-
-
 def run() -> Tally:
     """Process the dataset, write the report and print the summary.
 
     Raises:
         UserError: The source or the destination cannot be used.
-        ShrinkError: A file cannot be written or a worker died.
+        WriteError: A file cannot be written or a worker died.
         OSError: The report cannot be written.
     """
-    workers = OPTIONS.workers or len(os.sched_getaffinity(0))
-    decoder = CONFIG.loader.decoder
-    job = plan(CONFIG.data, decoder, OPTIONS.to, side=OPTIONS.side, quality=OPTIONS.quality)
-    try:
-        marker = open_destination(job)
-    except OSError as error:
-        message = f"{describe(error)}; give a folder that can be written"
-        raise UserError(f"--to {OPTIONS.to}: {message}") from None
-    with marker:
+    workers = OPTIONS.workers or machine.cores()
+    job = plan(
+        CONFIG.data,
+        CONFIG.loader.decoder,
+        OPTIONS.to,
+        side=OPTIONS.side,
+        quality=OPTIONS.quality,
+        output=OPTIONS.format,
+    )
+    with open_destination(job):
         began = time.monotonic()
         total = shrink_all(job, workers)
         kept = [o for o in OVERRIDES if not o.startswith("data.root=")]
@@ -475,17 +430,14 @@ def main() -> int:
     try:
         total = run()
     except UserError as error:
-        cli.fail(str(error), "shrink.py")
-    except (ShrinkError, OSError) as error:
+        cli.fail(str(error), SCRIPT)
+    except (WriteError, OSError) as error:
         print(f"shrink.py: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print(f"shrink.py: interrupted; {RESUME}", file=sys.stderr)
         return 130
-    for name, reason in total.unreadable[:20]:
-        print(f"unreadable: {name}: {reason}")
-    if len(total.unreadable) > 20:
-        print(f"and {len(total.unreadable) - 20:,} more, see {OPTIONS.to}/{UNREADABLE}")
+    destination.print_unreadable(total.unreadable, f"{OPTIONS.to}/{UNREADABLE}")
     return 1 if total.unreadable else 0
 
 

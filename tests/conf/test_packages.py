@@ -13,7 +13,17 @@ import pytest
 import conf
 
 ROOT = Path(__file__).parents[2]
-SCRIPTS = ("bench", "doctor", "evaluate", "export", "lr_find", "predict", "report", "shrink")
+SCRIPTS = (
+    "bench",
+    "doctor",
+    "evaluate",
+    "export",
+    "lr_find",
+    "predict",
+    "prepare",
+    "report",
+    "shrink",
+)
 PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in SCRIPTS)]
 # Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.
 PYTHON = sys._base_executable
