@@ -28,6 +28,7 @@ from engine import pictures
 from engine.checkpoint import replace_file, write_json
 from engine.evaluate import Mistakes
 from engine.expectation import sentence
+from pipeline.class_names import readable
 
 logger = logging.getLogger(__name__)
 
@@ -298,14 +299,20 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             return
         images, hits = found.per_class()
         rows = [
-            {"class": name, "images": n, "top1": round(100 * hit / n, 4) if n else None}
+            {
+                "class": name,
+                "images": n,
+                "top1": round(100 * hit / n, 4) if n else None,
+                "name": readable(name),
+            }
             for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)
         ]
         self.record("per_class.json", {"step": step, "classes": rows})
         if self._board is None:
             return
         when = f"validation after step {step:,}"
-        drawn = self._guard("pictures", _draw_mistakes, found, classes, scale, shift, when)
+        names = [readable(name) for name in classes]
+        drawn = self._guard("pictures", _draw_mistakes, found, names, scale, shift, when)
         for tag, image in (drawn or {}).items():
             self.picture(tag, image, step, photos=tag == "val/worst")
 
