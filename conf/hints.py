@@ -18,6 +18,8 @@ _OVERRIDES = {
     "data.root={}": "data data-dir data-path data-root dataset-dir dataset-path",
     "loader.batch_size={}": "b bs batch",
     "loader.workers={}": "j num-workers n-workers",
+    "log.trackers=[tensorboard,wandb]": "wandb log-wandb use-wandb",
+    "log.trackers=[{}]": "logger report-to tracker",
     "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
     "model.args={drop_path_rate: {}}": "drop-path",
     "model.compile=default": "torchcompile",
@@ -55,6 +57,9 @@ _OVERRIDES = {
 _SENTENCES = {
     "write augment=torchvision for TrivialAugment or augment=timm for RandAugment": (
         "aa auto-augment"
+    ),
+    "write log.trackers=[] to write no event files; the default is log.trackers=[tensorboard]": (
+        "log.tensorboard tensorboard"
     ),
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "sweeps are not supported; start one run per value": "m multirun",

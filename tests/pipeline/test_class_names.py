@@ -2,7 +2,7 @@
 
 import hashlib
 
-from models.zoo import import_torchvision
+from conf.packages import import_torchvision
 from pipeline.class_names import imagenet_names, readable
 
 
