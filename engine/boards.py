@@ -352,7 +352,7 @@ class WeightsAndBiases(Board):
         self._thread.join(CLOSE_SECONDS)
         if self._thread.is_alive():
             raise RuntimeError(
-                f"wandb did not finish within {CLOSE_SECONDS} s; `wandb sync` sends the rest"
+                f"wandb did not finish within {CLOSE_SECONDS} s: the last values may be missing"
             )
         if self._error is not None:
             raise RuntimeError(describe(self._error)) from self._error
@@ -382,7 +382,9 @@ def open_wandb(folder: Path, values: dict[str, Any]) -> Any:
         allow_val_change=True,  # keys that may change when a run resumes
         settings=settings,
     )
-    logger.info("Weights & Biases: %s", run.url or f"offline, in {run.dir}; see `wandb sync`")
+    logger.info(
+        "Weights & Biases: %s", run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it"
+    )
     return run
 
 
