@@ -6,7 +6,8 @@
 Accepts train.py's key=value overrides. Lists every file with its size and decodes 2,000 files of
 each split, spread over it, or every file with --all. Prints a row for each check: ok, warn or fail,
 the result, and the remedy (->). Changes nothing, but compiles the JPEG decoder into the cache as a
-run does; a temporary file near run.dir measures the disk.
+run does; a temporary file near run.dir measures the disk. On a GPU, the training step is compiled
+and measured, to compare what it needs with what the storage delivers.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
@@ -56,6 +57,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -80,7 +82,7 @@ from pipeline.decode import ON_GPU
 from pipeline.sizing import machine
 from pipeline.sizing.plan import worker_limit
 from pipeline.synthetic.demo import MARKER
-from scripts import gpus, survey
+from scripts import bench, gpus, survey
 from scripts.gpus import Ask, Finding
 from scripts.survey import Files, Opened, Split, Tell
 
@@ -95,6 +97,11 @@ SUSPICIOUS_BYTES = 128  # no image is smaller: such files are always opened
 PROBE_BYTES = 256 << 20
 PROBE_LEAST = 64 << 20
 PROBE_SECONDS = 1.5
+# A measurement of reading takes READ_SECONDS at most, or READ_FILES files; one of the step, twice
+# STEP_SECONDS and the time to compile it.
+READ_SECONDS = 2.0
+READ_FILES = 2000
+STEP_SECONDS = 2.0
 # With data.mean and data.std, the pixels should have a mean near 0 and a deviation near 1. ImageNet
 # has 0.05 and 1.24 with the usual values, which are means over images of the deviation within an
 # image, and 0.19 and 0.56 with 0.5 for both.
@@ -648,6 +655,48 @@ def disk(case: Case) -> Iterator[Row]:
         yield ok(text)
 
 
+def storage(case: Case) -> Iterator[Row]:
+    """Compare the bytes/s that the GPUs need with those that the storage delivers."""
+    if not has_files(case.config.data):
+        return
+    made, _, world = case.planned()
+    files = case.splits["train"].files
+    threads = max(1, made.loader.workers) * case.ranks
+    rate, count = read_rate(files, threads, case.config.train.seed)
+    reads = f"reads {rate / 1e6:,.0f} MB/s ({count:,} files, {threads} at a time)"
+    if world.device.type == "cpu":
+        yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
+        return
+    case.tell("measuring the training step")
+    yield compare_storage(case, made, step_rate(case.config, case.ranks), rate, reads)
+
+
+def compare_storage(case: Case, made: Plan, step: float, rate: float, reads: str) -> Row:
+    """Return the row.
+
+    Args:
+        step: Images/s of the step on one GPU.
+        rate: Bytes/s from storage.
+        reads: The measurement of reading in words.
+    """
+    total = sum(size for _, size in case.splits["train"].files)
+    each = total / len(case.splits["train"].files)
+    need = step * case.ranks * each
+    gpus_used = "1 GPU" if case.ranks == 1 else f"{case.ranks} GPUs"
+    text = (
+        f"{made.config.model.name} on {gpus_used} needs {step * case.ranks:,.0f} img/s x "
+        f"{each / 1e3:,.0f} kB = {need / 1e6:,.0f} MB/s; storage {reads}"
+    )
+    if rate >= need:
+        return ok(text)
+    fits = total < made.loader.memory.free
+    when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
+    return warn(
+        f"{text}: the GPU waits {when}",
+        "copy the images to a local disk, or make them smaller with scripts/shrink.py",
+    )
+
+
 def decoder(case: Case) -> Iterator[Row]:
     have, chosen = decode.installed(), case.config.loader.decoder
     best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
@@ -698,6 +747,7 @@ ON_MACHINE: dict[str, Callable[[Case], Iterator[Row]]] = {
     "/dev/shm": shared_memory,
     "run.dir": run_directory,
     "disk": disk,
+    "storage": storage,
     "decoder": decoder,
     "clock": clock,
 }
@@ -770,6 +820,41 @@ def write_rate(folder: Path) -> tuple[float, int]:
             written += file.write(block)
         os.fsync(file.fileno())
         return written / (time.perf_counter() - began), written
+
+
+def read_rate(files: Files, threads: int, seed: int) -> tuple[float, int]:
+    """Measure bytes/s from storage: read whole files, spread over the split, in threads.
+
+    Where the system can, copies in the page cache are dropped first.
+
+    Returns:
+        Bytes/s, and the number of files that were read.
+    """
+    paths = [files[i][0] for i in survey.spread(len(files), READ_FILES, seed + 1)]
+    began = time.perf_counter()
+
+    def read(path: str) -> int:
+        if time.perf_counter() - began > READ_SECONDS:
+            return 0
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return len(file.read())
+        return 0
+
+    with ThreadPoolExecutor(threads) as pool:
+        lengths = list(pool.map(read, paths))
+    return sum(lengths) / (time.perf_counter() - began), sum(map(bool, lengths))
+
+
+def step_rate(config: Config, ranks: int) -> float:
+    """Measure images/s of the training step on one device, with batches that stay there."""
+    share = replace(config.loader, batch_size=max(1, config.loader.batch_size // ranks))
+    data = replace(config.data, source="fake")
+    (step,) = bench.run(
+        replace(config, data=data, loader=share), only=("step",), seconds=STEP_SECONDS
+    )
+    return step.rate
 
 
 def few(names: Iterable[Any], count: int = 5) -> str:
