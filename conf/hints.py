@@ -19,7 +19,6 @@ _OVERRIDES = {
     "loader.batch_size={}": "b bs batch",
     "loader.workers={}": "j num-workers n-workers",
     "log.trackers=[tensorboard,wandb]": "wandb log-wandb use-wandb",
-    "log.trackers=[{}]": "logger report-to tracker",
     "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
     "model.args={drop_path_rate: {}}": "drop-path",
     "model.compile=default": "torchcompile",
@@ -61,6 +60,7 @@ _SENTENCES = {
     "write log.trackers=[] to write no event files; the default is log.trackers=[tensorboard]": (
         "log.tensorboard tensorboard"
     ),
+    "write log.trackers=[{}]": "logger report-to tracker",
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "sweeps are not supported; start one run per value": "m multirun",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",

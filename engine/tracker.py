@@ -336,6 +336,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         }
         curves = self.folder / "tensorboard"
         if curves.is_dir():
+            if self.folder.parent.name == "runs":  # then each run has its name, else only "."
+                curves = self.folder.parent
             rows["curves"] = f"tensorboard --logdir {shlex.quote(str(curves))}"
         best = summary.get("best_checkpoint")
         rows["best"] = (

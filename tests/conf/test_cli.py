@@ -289,7 +289,7 @@ MISTAKES = {
     "log.trackers=wandb": "give names among tensorboard, wandb, in brackets",
     "log.trackers=[mlflow]": "give names among tensorboard, wandb",
     "log.trackers=[wandb,wandb]": "give names among tensorboard, wandb",
-    "logger=wandb": "write 'log.trackers=[wandb]'",
+    "logger=wandb": "write log.trackers=[wandb]",
     "optim.name=null": f"give one of {OPTIM}",
     "data.train=null": "give a name or a path",
     "data.mean=0.5": "give a list of 3 values",

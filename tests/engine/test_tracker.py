@@ -846,6 +846,17 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{line}\n" in text
 
 
+def test_tensorboard_shows_the_names_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the default folder, the command that is printed shows all runs by name."""
+    folder = tmp_path / "runs" / "demo,optim.lr=0.3"
+    folder.mkdir(parents=True)
+    with Tracker(folder) as tracker:
+        tracker.outcome(SUMMARY, compiles=True)
+    assert f"\ncurves    tensorboard --logdir {tmp_path}/runs\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "compiles", "text"),
     [
