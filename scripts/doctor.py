@@ -69,6 +69,7 @@ import torch
 from conf.compose import complete
 from conf.schema import Config, Data, UserError
 from engine import checkpoint
+from engine.boards import check_installed
 from engine.distributed import World, resolve_device
 from engine.finetune import decide
 from engine.plan import Plan, make_plan
@@ -596,6 +597,7 @@ def shared_memory(case: Case) -> Iterator[Row]:
 
 
 def run_directory(case: Case) -> Iterator[Row]:
+    check_installed(case.config.log.trackers)
     resume = case.config.checkpoint.resume
     run = RunDirectory(case.config, World(0, 1, 0, 1, torch.device("cpu")))
     path = run.path

@@ -31,6 +31,7 @@ from PIL import Image
 
 import train
 from conf import cli
+from conf.schema import UserError
 from engine import checkpoint
 from engine.out_of_memory import state_bytes
 from engine.rundir import run_identity
@@ -725,6 +726,14 @@ def test_class_order(tmp_path: Path) -> None:
         row.status == "warn" and row.found == "numbers sorted as text: 0, 1, 10, 11, 2 and 7 more"
     )
     assert ordered([f"{i:02d}" for i in range(12)]).status == ordered(["cat", "dog"]).status == "ok"
+
+
+def test_wandb_is_not_installed(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    row = only(doctor.run_directory(case_of(image_root)))
+    assert row.status == "ok"
+    with pytest.raises(UserError, match="wandb is not installed"):
+        only(doctor.run_directory(case_of(image_root, "log.trackers=[wandb]")))
 
 
 def test_storage_on_a_cpu(image_root: Path) -> None:
