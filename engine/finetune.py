@@ -84,7 +84,12 @@ def of_weights(config: Config, typed: set[str]) -> Values:
         path = checkpoint.find(path)
         content = models.read_file(path, origin=f"model.weights={given}")
     if checkpoint.is_ours(content):
-        return _of_checkpoint(content, config, typed)
+        keys, plan = dict(content["config"]), checkpoint.plan_in(content)
+        if "image_size" in plan:
+            keys["data.image_size"] = plan["image_size"]
+        return _of_run(keys, config, typed)
+    if exported := models.exported(path):
+        return _of_run(exported.values, config, typed)
     name = config.model.name
     if not typed & {"model", "model.name"}:
         stored = models.stored_name(content)
@@ -102,14 +107,13 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     return values | _train_transforms(about.interpolation, values, config, typed)
 
 
-def _of_checkpoint(content: dict[str, Any], config: Config, typed: set[str]) -> Values:
-    """Return what a checkpoint of this project states about its model."""
-    stored, plan = content["config"], checkpoint.plan_in(content)
+def _of_run(stored: Values, config: Config, typed: set[str]) -> Values:
+    """Return what the config of a finished run of this program states about its model."""
     names = ["data.mean", "data.std", "data.val_size", "augment.val"]
     if not typed & {"model", "model.name"}:
         names += ["model.name", "model.args"]
     values = {name: stored[name] for name in names if name in stored}
-    values["data.image_size"] = plan.get("image_size", stored.get("data.image_size", 224))
+    values["data.image_size"] = stored.get("data.image_size", 224)
     resizes = [
         entry["resize"]
         for entry in stored.get("augment.val", [])

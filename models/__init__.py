@@ -1,6 +1,6 @@
 """Models by name: `build(name, num_classes=..., image_size=...)` returns an nn.Module."""
 
-from models.published import Preprocessing, published, published_model
+from models.published import Exported, Preprocessing, exported, published, published_model
 from models.stages import Stage, freeze, stages
 from models.weights import (
     file_fingerprint,
@@ -15,10 +15,12 @@ from models.weights import (
 from models.zoo import available, build, is_convnet, num_classes_in, parameter_count
 
 __all__ = [
+    "Exported",
     "Preprocessing",
     "Stage",
     "available",
     "build",
+    "exported",
     "file_fingerprint",
     "fit_weights",
     "freeze",

@@ -1,6 +1,7 @@
-"""Preprocessing that belongs to published weights, as torchvision and timm state it."""
+"""Preprocessing of trained weights, as torchvision, timm and exported files state it."""
 
 import importlib.util
+import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 from conf.packages import import_torchvision
 from conf.schema import UserError
+from models.weights import safetensors_metadata
 
 INTERPOLATIONS = ("bilinear", "bicubic")
 
@@ -91,6 +93,40 @@ def published_model(path: Path) -> str | None:
         if any(Path(e.url).name == path.name for e in vision.models.get_model_weights(name)):
             return str(name)
     return None
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a safetensors file of scripts/export.py states about itself.
+
+    Attributes:
+        values: keys of the config: the model, the image sizes, mean, std and augment.val.
+        classes: names of the classes, in the order of the logits.
+    """
+
+    values: dict[str, Any]
+    classes: tuple[str, ...]
+
+
+def exported(path: Path) -> Exported | None:
+    """Return what a file of scripts/export.py states about itself; None for other files."""
+    if path.suffix != ".safetensors":
+        return None
+    texts = safetensors_metadata(path)
+    try:
+        model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
+        values = {
+            "model.name": model["name"],
+            "model.args": model.get("args", {}),
+            "data.image_size": model["image_size"],
+            "data.val_size": about["input"]["shape"][-1],
+            "data.mean": about["mean"],
+            "data.std": about["std"],
+            "augment.val": about["transforms"],
+        }
+        return Exported(values, tuple(str(name) for name in json.loads(texts["classes"])))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return None
 
 
 def _of_torchvision(entry: Any) -> Preprocessing:

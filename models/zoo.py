@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from conf.packages import import_torchvision
 from conf.schema import Model, UserError, did_you_mean, show
+from models.blur_pool import blur_strided_convolutions
 from models.pooling_resnet import resnet11_cifar
 from models.resnet import droppable_blocks, resnet18_cifar, resnet_tiny
 from models.stochastic_depth import add_stochastic_depth
@@ -71,8 +72,6 @@ def build(
 
 
 def _blur(model: nn.Module, name: str) -> None:
-    from models.blur_pool import blur_strided_convolutions
-
     if not blur_strided_convolutions(model):
         raise UserError(
             f"model.args={{blur_pool: true}}: {name} has no strided convolutions after the first; "

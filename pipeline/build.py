@@ -56,7 +56,7 @@ def build_datasets(config: Config) -> Datasets:
         UserError: a transform, a folder or its content is wrong.
     """
     source, decoder = config.data.source, config.loader.decoder
-    train, train_size = _transform(config.augment.train, "augment.train")
+    train, train_size = train_transform(config)
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     smaller = _smaller_transforms(config)
     val, val_size = val_transform(config)
@@ -105,6 +105,15 @@ def build_val(config: Config) -> Datasets:
     _, val, classes = DATASETS[data.source](data, transform, transform, decoder, config.train.seed)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
     return Datasets(nothing, val, classes, 1, size)
+
+
+def train_transform(config: Config) -> tuple[Compose, int]:
+    """Build the transforms of the training; return them and the side of the images in pixels.
+
+    Raises:
+        UserError: a transform is wrong.
+    """
+    return _transform(config.augment.train, "augment.train")
 
 
 def val_transform(config: Config) -> tuple[Compose, int]:

@@ -74,9 +74,9 @@ from engine.distributed import World, resolve_device
 from engine.finetune import decide
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
-from pipeline import augment, decode
+from pipeline import decode
 from pipeline.augment import Compose
-from pipeline.build import Datasets, build_datasets, val_transform
+from pipeline.build import Datasets, build_datasets, train_transform, val_transform
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
@@ -510,13 +510,10 @@ def plan(case: Case) -> Iterator[Row]:
         train_split, val_split = case.both()
         data = replace(config.data, source="fake", fake_classes=len(train_split.classes))
         datasets = build_datasets(replace(config, data=data))
-        chain = Compose(
-            augment.build(config.augment.train, augment.TRANSFORMS, key="augment.train")
-        )
         seed = config.train.seed
         datasets = replace(
             datasets,
-            train=Listed(train_split.files, chain, seed),
+            train=Listed(train_split.files, train_transform(config)[0], seed),
             val=Listed(val_split.files, val_transform(config)[0], seed),
         )
     else:

@@ -1,10 +1,10 @@
 """Open a trained model from a file: a checkpoint of this project, or a file of another one.
 
-A checkpoint of this project holds the whole config of its run and the names of the classes. For
-other files, the overrides name the model; torchvision and timm state the preprocessing.
+A checkpoint of this project holds the whole config of its run and the names of the classes; a
+safetensors file of scripts/export.py states the model, its preprocessing and the classes. For other
+files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -156,8 +156,9 @@ def open_trained(
     if checkpoint.is_ours(content):
         checkpoint.verify(path)
         found = _open_ours(path, content, weights, overrides)
-    elif stated := _stated_by_export(path):
-        found = _open_exported(path, stated, weights, overrides)
+    elif stated := models.exported(path):
+        config = load_stored(stated.values, overrides)
+        found = _of_config(path, config, weights, stated.classes)
     else:
         found = _open_foreign(path, content, weights, overrides)
     return found if classes is None else replace(found, classes=_read_names(classes, found))
@@ -184,51 +185,22 @@ def _open_ours(
             "data.image_size: is the size of the training images, which the checkpoint fixes; "
             "write data.val_size"
         )
-    count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
-    classes = tuple(plan.get("classes", ()))
-    return Trained(
-        path=path,
-        config=config,
-        weights=weights,
-        averaged=bool(state.get("ema")),
-        num_classes=count,
-        classes=classes if len(classes) == count else (),
-        image_size=image_size,
-        stored=stored,
-    )
+    found = _of_config(path, config, weights, plan.get("classes", ()), image_size)
+    return replace(found, averaged=bool(state.get("ema")), stored=stored)
 
 
-def _stated_by_export(path: Path) -> dict[str, Any]:
-    """Return what a safetensors file of scripts/export.py states about itself; {} for others."""
-    if path.suffix != ".safetensors":
-        return {}
-    texts = models.safetensors_metadata(path)
-    try:
-        model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
-        return {
-            "classes": tuple(str(name) for name in json.loads(texts["classes"])),
-            "values": {
-                "model.name": model["name"],
-                "model.args": model.get("args", {}),
-                "data.image_size": model["image_size"],
-                "data.val_size": about["input"]["shape"][-1],
-                "data.mean": about["mean"],
-                "data.std": about["std"],
-                "augment.val": about["transforms"],
-            },
-        }
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return {}
-
-
-def _open_exported(
-    path: Path, stated: dict[str, Any], weights: dict[str, torch.Tensor], overrides: Sequence[str]
+def _of_config(
+    path: Path,
+    config: Config,
+    weights: dict[str, torch.Tensor],
+    classes: Sequence[str],
+    image_size: int | None = None,
 ) -> Trained:
-    config = load_stored(stated["values"], overrides)
-    image_size, classes = config.data.image_size, stated["classes"]
-    count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
-    classes = classes if len(classes) == count else ()
-    return Trained(path, config, weights, False, count, classes, image_size, {})
+    """Count the classes in the head; names for another number of classes are dropped."""
+    size = config.data.image_size if image_size is None else image_size
+    count = models.num_classes_in(weights, config.model, image_size=size, origin=str(path))
+    names = tuple(classes) if len(classes) == count else ()
+    return Trained(path, config, weights, False, count, names, size, {})
 
 
 def _open_foreign(
@@ -249,10 +221,7 @@ def _open_foreign(
         if not typed & {"augment", "augment.val"}:
             transforms = about.transforms(config.data.val_size)
             config = replace(config, augment=replace(config.augment, val=transforms))
-    image_size = config.data.image_size
-    count = models.num_classes_in(weights, config.model, image_size=image_size, origin=str(path))
-    classes = about.classes if about is not None and len(about.classes) == count else ()
-    return Trained(path, config, weights, False, count, classes, image_size, {})
+    return _of_config(path, config, weights, () if about is None else about.classes)
 
 
 def _whole(values: dict[str, Any], name: str) -> int:

@@ -9,11 +9,11 @@ from conf import cli
 from tests.results import rows
 
 RECIPES = [
-    "imagenet_rn50_modern",
-    "imagenet_rn50_a2",
     "imagenet_rn50_a3",
-    "imagenet_convnext_t",
-    "imagenet_vit_s16",
+    pytest.param("imagenet_rn50_a2", marks=pytest.mark.slow),
+    pytest.param("imagenet_rn50_modern", marks=pytest.mark.slow),
+    pytest.param("imagenet_convnext_t", marks=pytest.mark.slow),
+    pytest.param("imagenet_vit_s16", marks=pytest.mark.slow),
 ]
 
 

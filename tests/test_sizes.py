@@ -68,6 +68,7 @@ def test_each_size_matters(image_root: Path, tmp_path: Path) -> None:
     assert losses["grows"][5] != losses["small"][5]
 
 
+@pytest.mark.slow
 def test_fast_recipe_trains(
     image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -208,7 +208,7 @@ def test_the_expectation_of_a_recipe_is_sound(recipe: str) -> None:
     if curve is not None:
         epochs = cli.load([f"recipe={recipe}", "data.root=/data"]).train.epochs
         assert len(curve.top1) == len(curve.std) == epochs
-        assert abs(curve.top1[-1] - expect.top1) < 0.01
+        assert abs(curve.top1[-1] - expect.top1) <= expect.spread  # the curve may be of fewer runs
         assert expect.status == "reproduced here"
 
 

@@ -53,13 +53,15 @@ def test_two_ranks_train_as_one_on_the_whole_batch(
     image_root: Path, tmp_path: Path, more: list[str]
 ) -> None:
     found = {}
+    # One GPU trains without torch.compile, whose BatchNorm rounds differently; SyncBatchNorm is not
+    # compiled. Seen on two H200s: equal bits, in both modes.
     for name, number, overrides in (
         ("one", 1, []),
-        ("synchronised", 2, ["model.sync_bn=true"]),
-        ("apart", 2, []),
+        ("synchronised", 2, ["model.sync_bn=true", *more]),
+        ("apart", 2, more),
     ):
         folder = tmp_path / name
-        start = command(image_root, folder, *OPTIONS, *more, *overrides)
+        start = command(image_root, folder, *OPTIONS, *overrides)
         start = start if number == 1 else torchrun(start, number)
         found[name] = losses(start, folder, "0" if number == 1 else "0,1")
     torch.testing.assert_close(found["synchronised"], found["one"], rtol=1e-3, atol=1e-4)

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 import models
 import train
-from conf.schema import UserError
+from conf.compose import complete, load
+from conf.schema import Config, UserError
 from engine.distributed import World, join_world
+from engine.finetune import decide
 from models import gpu_layers
 from models.vit import VisionTransformer
 from scripts import evaluate, export
@@ -160,6 +162,17 @@ def test_command_line(folder: Path, image_root: Path, tmp_path: Path) -> None:
     )
     assert [export.explicit(entry) for entry in own.config.augment.val] == again.config.augment.val
     assert own.averaged and all(torch.equal(again.weights[k], own.weights[k]) for k in own.weights)
+    # Fine-tuning takes the same model and preprocessing from the file as from the run.
+    adapted = [finetuned(path) for path in (out, folder)]
+    assert adapted[0].model.name == own.config.model.name == "resnet_tiny"
+    assert adapted[0].model.args == adapted[1].model.args
+    assert adapted[0].augment.val == again.config.augment.val
+    assert adapted[0].data == adapted[1].data
+
+
+def finetuned(weights: Path) -> Config:
+    config = load(["recipe=finetune", "data.root=/nowhere", f"model.weights={weights}"])
+    return complete(config, decide(config, 36))
 
 
 def test_safetensors_package_reads_the_file(trained: Trained, tmp_path: Path) -> None:
