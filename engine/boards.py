@@ -66,7 +66,7 @@ FIRST = ("recipe", "model.name", "optim.lr", "loader.batch_size")
 # The last values of these tags are the results in HPARAMS.
 RESULTS = ("val/loss", "val/top1", "val/top5", "final/best_top1", "final/images_per_second")
 MOST_WAITING = 1000  # calls of wandb that wait for its thread; more mean that it hangs
-CLOSE_SECONDS = 60  # to send the last values to Weights & Biases
+CLOSE_SECONDS = 30  # to send the last values to Weights & Biases
 
 
 @dataclass(frozen=True)
