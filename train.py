@@ -40,6 +40,7 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
+from engine.boards import check_installed
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
 from engine.evaluate import hits, sums
@@ -327,6 +328,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     Raises:
         UserError: something the user must change; nothing has been created.
     """
+    world.agree(lambda: check_installed(config.log.trackers))
     resumed = world.agree(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans

@@ -97,6 +97,7 @@ def load(
         _check_effect(override, config)
     typed_keys = {o.key_or_group for o in keys}
     config.typed = list(overrides)
+    config.recipe = recipe
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
     config.notes = [
         *_replaced_values(file, planned, tree, groups, typed_keys),

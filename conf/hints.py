@@ -20,6 +20,7 @@ _OVERRIDES = {
     "data.val_size={}": "val-crop-size",
     "loader.batch_size={}": "b bs batch",
     "loader.workers={}": "j num-workers n-workers",
+    "log.trackers=[tensorboard,wandb]": "wandb log-wandb use-wandb",
     "log.every_steps={}": "p print-freq log-interval log-every log-every-n-steps",
     "model.args={drop_path_rate: {}}": "drop-path",
     "model.compile=default": "torchcompile",
@@ -61,6 +62,10 @@ _SENTENCES = {
     "write augment=torchvision for TrivialAugment or augment=timm for RandAugment": (
         "aa auto-augment"
     ),
+    "write log.trackers=[] to write no event files; the default is log.trackers=[tensorboard]": (
+        "log.tensorboard tensorboard"
+    ),
+    "write log.trackers=[{}]": "logger report-to tracker",
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "only train.py has sweeps; start this script once per value": "m multirun",
     "--cfg job prints the composed config, --help lists the groups": "i info",

@@ -205,6 +205,7 @@ COUNT = number(1)
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
+TRACKERS = ("tensorboard", "wandb")
 AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
@@ -656,7 +657,17 @@ class Run:
 @dataclass
 class Log:
     every_steps: int = key(50, NOTHING, "steps between log rows", COUNT)
-    tensorboard: bool = key(True, NOTHING, "write TensorBoard event files")
+    trackers: list[str] = key(
+        ["tensorboard"],
+        NOTHING,
+        "where curves and pictures go, besides metrics.jsonl: tensorboard, wandb (Weights & "
+        "Biases), both or none",
+        lambda names: (
+            None
+            if set(names) <= set(TRACKERS) and len(set(names)) == len(names)
+            else f"names among {', '.join(TRACKERS)}"
+        ),
+    )
 
 
 @dataclass
@@ -744,6 +755,8 @@ class Config:
     # affect the result (key -> value), except NOT_OF_THE_RECIPE.
     expect: Expect | None = field(default=None, compare=False)
     changed: dict[str, str] = field(default_factory=dict, compare=False)
+    # Not a key: the name of the recipe.
+    recipe: str = field(default="", compare=False)
 
 
 def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

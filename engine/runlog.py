@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 import models
-from conf.schema import config_values
+from conf.schema import RESULT, Config, in_effect, show, walk
 from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
 from engine.expectation import Expectation, compare
@@ -63,7 +63,8 @@ class RunLog:
             total_steps=plan.stop_step,
             epochs=config.train.epochs,
             records=self.finished is None,
-            tensorboard=config.log.tensorboard,
+            trackers=config.log.trackers,
+            values=_values(config),
         )
         self.say = self.tracker.say
         self.meter = Meter(world)
@@ -331,7 +332,7 @@ class RunLog:
             self.run.write("summary.json", json.dumps(summary, indent=2) + "\n")
         config = self.plan.config
         if not signal_number:
-            self.tracker.hyperparameters(config_values(config), summary, self.state.step)
+            self.tracker.results(summary, self.state.step)
         self.tracker.outcome(summary, compiles=self.plan.compile != "off")
         if not signal_number and self.world.leads:
             self._write_suspects()
@@ -415,3 +416,13 @@ class RunLog:
         return self.ledger.verdict(
             period, describe_loader(self.feed), self.world.gather, measure, slowdowns
         )
+
+
+def _values(config: Config) -> dict[str, Any]:
+    """What affects the result, for the boards: key -> value; None if a key is not in effect."""
+    keys = {
+        name: (show(value) if value is None else value) if in_effect(config, f) else None
+        for name, f, value in walk(config)
+        if f.metadata["affects"] & RESULT
+    }
+    return {"recipe": config.recipe, **keys}

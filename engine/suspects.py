@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed import World
+from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
 # The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
@@ -103,6 +104,8 @@ class SampleLosses(nn.Module):
     def csv(self, dataset: Dataset, classes: Sequence[str]) -> str:
         """Return path, label, mean loss and predicted class of the suspects, the worst first.
 
+        The last two columns are the readable names of label and predicted class.
+
         "" if no loss has counted: the run ended in the first half of its epochs.
 
         Args:
@@ -118,8 +121,9 @@ class SampleLosses(nn.Module):
         predicted = self.latest.cpu() % self.classes
         file = io.StringIO()
         table = csv.writer(file, lineterminator="\n")
-        table.writerow(["path", "label", "mean_loss", "predicted"])
+        table.writerow(["path", "label", "mean_loss", "predicted", "label_name", "predicted_name"])
         for index, mean in zip(known[order].tolist(), means[order].tolist(), strict=True):
             label, guess = classes[dataset.label(index)], classes[int(predicted[index])]
-            table.writerow([dataset.name(index), label, f"{mean:.3f}", guess])
+            names = readable(label), readable(guess)
+            table.writerow([dataset.name(index), label, f"{mean:.3f}", guess, *names])
         return file.getvalue() if len(order) else ""

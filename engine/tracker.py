@@ -1,19 +1,17 @@
-"""The reports of a run: console lines, metrics.jsonl and TensorBoard, written by rank 0.
+"""The reports of a run: console lines, metrics.jsonl and boards, written by rank 0.
 
-A full disk or a missing TensorBoard causes one warning; training continues.
+A full disk, a missing TensorBoard or a server that does not answer causes one warning; training
+continues.
 """
 
 import contextlib
-import io
 import json
 import logging
 import math
 import os
 import shlex
 import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,15 +21,16 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from conf.schema import show
-from engine import pictures
+from engine import boards, pictures
+from engine.boards import BOARDS, Board, Picture
 from engine.checkpoint import replace_file, write_json
 from engine.evaluate import Mistakes
 from engine.expectation import sentence
+from pipeline.class_names import readable
 
 logger = logging.getLogger(__name__)
 
-# metrics.jsonl key -> TensorBoard tag
+# metrics.jsonl key -> tag of its curve
 SCALARS = {
     "lr": "lr",
     "images_per_second": "throughput/images_per_second",
@@ -47,41 +46,10 @@ SCALARS = {
     "step_p95_ms": "time/step_p95_ms",
     "step_worst_ms": "time/step_worst_ms",
 }
-# metrics.jsonl keys that have no curve. Every other key has the TensorBoard tag <split>/<key>.
+# metrics.jsonl keys that have no curve. Every other key has the tag <split>/<key>.
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 # The console's table shows these and appends the values of all other keys.
 IN_TABLE = {"loss", "top1", "top5"}
-# TensorBoard's custom layout: group -> chart -> tags, a regular expression that matches from the
-# tag's first letter. A chart has one unit, which follows from the end of the tag; the first chart
-# of a group takes all other tags, so that a new tag is always shown.
-LAYOUT = {
-    "learning": {
-        "loss": r"(train|val)/loss(_raw)?$",
-        "top-1 and top-5, %": (
-            r"(train|val)/top[15](_raw)?$|val/reference_top1(_min|_max)?$|final/best_top1$"
-        ),
-        "learning rate": r"lr$",
-        "other values": r"(train|val)/(?!(loss|top[15])(_raw)?$|reference_top1).*",
-    },
-    "throughput": {
-        "images/s": r"(throughput/(?!mfu)|final/images_per).*",
-        "model FLOPs utilisation": r"throughput/mfu",
-    },
-    "time": {"shares of the time": r"time/(?!.*_ms$).*", "milliseconds": r"time/.*_ms$"},
-    "gpu": {
-        "utilisation, %": (
-            r"gpu/(?!.*(_watts|_celsius|_mhz|_fraction|_gib|_mb_per_second)(_min|_max)?$).*"
-        ),
-        "power, W": r"gpu/.*_watts(_min|_max)?$",
-        "temperature, degrees Celsius": r"gpu/.*_celsius(_min|_max)?$",
-        "clocks, MHz": r"gpu/.*_mhz(_min|_max)?$",
-        "throttled, share of the time": r"gpu/.*_fraction(_min|_max)?$",
-        "memory in use, GiB": r"gpu/.*_gib(_min|_max)?$",
-        "PCIe, MB/s": r"gpu/.*_mb_per_second(_min|_max)?$",
-    },
-    "memory": {"counts and shares": r"memory/(?!.*_gib$).*", "on the GPU, GiB": r"memory/.*_gib$"},
-    "host": {"memory, GiB": r"host/.*"},
-}
 # Pixels in a grid of training images: 16 of ImageNet's images, up to 64 smaller ones.
 GRID_PIXELS = 16 * 224 * 224
 # Models with more parameters are not traced, because tracing builds a second model on the CPU.
@@ -93,15 +61,17 @@ HEADER = (
 
 
 class Tracker(contextlib.AbstractContextManager["Tracker"]):
-    """Writes rows to the console and to metrics.jsonl, and curves and images to TensorBoard.
+    """Writes rows to the console and to metrics.jsonl, and curves and images to boards.
 
     Args:
         folder: the run directory; None on ranks that report nothing.
         start_step: the step from which this start resumes; rows of later steps are dropped.
         total_steps: number of planned steps, for the progress line.
         epochs: number of planned epochs, for the table.
-        records: write metrics.jsonl and event files; False for a finished run.
-        tensorboard: write event files.
+        records: write metrics.jsonl and to boards; False for a finished run.
+        trackers: names of boards, see log.trackers.
+        values: what affects the result, for the boards: key -> value, None if a key is not in
+            effect.
     """
 
     def __init__(
@@ -112,24 +82,29 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         total_steps: int = 0,
         epochs: float = 0,
         records: bool = True,
-        tensorboard: bool = True,
+        trackers: Sequence[str] = ("tensorboard",),
+        values: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder = folder
         self.total_steps = total_steps
         self.epochs = epochs
         self.live = folder is not None and sys.stdout.isatty()
         self._rows: Any = None
-        self._board: Any = None
+        self._boards: list[Board] = []
         self._failed: set[str] = set()  # outputs that are not written any more
         self._restore = contextlib.ExitStack()
         self._executor = ThreadPoolExecutor(1, "pictures")
-        self._pending: tuple[int, Future[Any]] | None = None  # step, grid being encoded
+        # step, tag and the grid being encoded
+        self._pending: tuple[int, str, Future[Picture]] | None = None
         self._header_shown = False
         self._last_live = 0.0
         if folder is not None and records:
             self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
-            if tensorboard:
-                self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
+            self._restore.enter_context(boards.quiet_event_writer())
+            for kind in map(BOARDS.__getitem__, trackers):
+                board = self._guard(kind.title, kind, folder, start_step, values or {})
+                if board is not None:
+                    self._boards.append(board)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
         """Open metrics.jsonl. Rows after `start_step` are dropped, so that no step has two rows."""
@@ -143,35 +118,16 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
 
-    def _open_board(self, folder: Path, start_step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        default = threading.excepthook
-
-        def hook(args: threading.ExceptHookArgs) -> None:
-            if type(args.thread).__name__ != "_AsyncWriterThread":
-                default(args)
-
-        # When TensorBoard's writer thread fails, only this hook can suppress its traceback. The
-        # next call here gets the same error, and reports it in one line.
-        threading.excepthook = hook
-        self._restore.callback(setattr, threading, "excepthook", default)
-        first = start_step == 0 or not any(folder.glob("events.out.tfevents.*"))
-        # purge_step hides the values of an earlier start after the step from which this one
-        # resumes.
-        purge_step = start_step + 1 if start_step else 0
-        self._board = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
-        if first:
-            layout = {
-                group: {chart: ["Multiline", [tags]] for chart, tags in charts.items()}
-                for group, charts in LAYOUT.items()
-            }
-            self._board.add_custom_scalars(layout)
-
     @property
     def draws(self) -> bool:
         """Whether pictures are written."""
-        return self._board is not None
+        return bool(self._boards)
+
+    def _each_board(self, call: Callable[[Board], None]) -> None:
+        """Call every board. One that fails is left out from then on."""
+        for board in list(self._boards):
+            self._guard(board.title, call, board)
+        self._boards = [board for board in self._boards if board.title not in self._failed]
 
     def say(self, *lines: str) -> None:
         """Print lines on the console."""
@@ -183,9 +139,9 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         """Report the steps since the last row.
 
         Args:
-            row: for the console, metrics.jsonl and TensorBoard. A key that is not listed above is
-                appended to the console's line and has the TensorBoard tag <split>/<key>.
-            figures: TensorBoard tag -> value; metrics.jsonl has them with _ instead of /.
+            row: for the console, metrics.jsonl and the boards. A key that is not listed above is
+                appended to the console's line and has the tag <split>/<key>.
+            figures: tag -> value; metrics.jsonl has them with _ instead of /.
         """
         if self.folder is None:
             return
@@ -200,9 +156,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         )
 
     def figures(self, values: dict[str, float], step: int) -> None:
-        """Write values that are in no row to TensorBoard: tag -> value."""
-        if self._board is not None:
-            self._guard("TensorBoard", self._scalars, values, step)
+        """Write values that are in no row to the boards: tag -> value."""
+        self._each_board(lambda board: board.scalars(values, step))
 
     def val_row(self, row: dict[str, Any], *, best: bool) -> None:
         """Report a validation."""
@@ -236,9 +191,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             self._print(f"\r\033[K  step {step:,} of {self.total_steps:,}  {percent:.1f} %")
 
     def text(self, tag: str, text: str) -> None:
-        """Write a text to TensorBoard."""
-        if self._board is not None:
-            self._guard("TensorBoard", self._board.add_text, tag, f"```yaml\n{text}\n```", 0)
+        """Write a text to the boards."""
+        self._each_board(lambda board: board.text(tag, text))
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file for the user into the run directory; no later start reads it."""
@@ -246,7 +200,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             self._guard(name, write_json, self.folder / name, content)
 
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
-        """Write a grid of up to 64 images to TensorBoard, with a later row or flush.
+        """Write a grid of up to 64 images to the boards, with a later row or flush.
 
         Waiting for the device, copying and encoding would each delay the step by tens of
         milliseconds: a thread does it. While it is busy, this call does nothing.
@@ -256,7 +210,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             scale, shift: float, to convert the images back to uint8 pixels.
         """
         self._write_pending()
-        if self._board is None or self._pending is not None:
+        if not self._boards or self._pending is not None:
             return
         count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
         pixels = _pixels(images[:count], scale, shift)
@@ -265,30 +219,30 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             if pixels.is_cuda
             else None
         )
-        self._pending = step, self._executor.submit(_encode_grid, tag, pixels, ready)
+        self._pending = step, tag, self._executor.submit(_encode_grid, pixels, ready)
 
     def _write_pending(self, *, wait: bool = False) -> None:
         """Write the grid if it is encoded; with `wait`, wait for it."""
-        if self._pending is not None and (wait or self._pending[1].done()):
-            step, summary = self._pending
+        if self._pending is not None and (wait or self._pending[2].done()):
+            step, tag, grid = self._pending
             self._pending = None
-            self._picture(summary.result, step)
+            self._picture(tag, grid.result, step)
 
-    def _picture(self, make: Callable[[], Any], step: int) -> None:
+    def _picture(self, tag: str, make: Callable[[], Picture], step: int) -> None:
         """Write an image; a failure to make it is a warning and does not stop the curves."""
-        summary = self._guard("images", make)
-        if self._board is not None and summary is not None:
-            self._guard("TensorBoard", self._board.file_writer.add_summary, summary, step)
+        encoded = self._guard("images", make)
+        if encoded is not None:
+            self._each_board(lambda board: board.picture(tag, encoded, step))
 
     def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
-        """Write an image to TensorBoard; large `photos` are compressed as JPEG."""
-        if self._board is not None:
-            self._picture(lambda: _summary(tag, image, photos=photos), step)
+        """Write an image to the boards; large `photos` are compressed as JPEG."""
+        if self._boards:
+            self._picture(tag, lambda: _encoded(image, photos=photos), step)
 
     def mistakes(
         self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int
     ) -> None:
-        """Write a validation's errors: per_class.json, and images for TensorBoard.
+        """Write a validation's errors: per_class.json, and images for the boards.
 
         Args:
             classes: names of the classes.
@@ -298,19 +252,25 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             return
         images, hits = found.per_class()
         rows = [
-            {"class": name, "images": n, "top1": round(100 * hit / n, 4) if n else None}
+            {
+                "class": name,
+                "images": n,
+                "top1": round(100 * hit / n, 4) if n else None,
+                "name": readable(name),
+            }
             for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)
         ]
         self.record("per_class.json", {"step": step, "classes": rows})
-        if self._board is None:
+        if not self._boards:
             return
         when = f"validation after step {step:,}"
-        drawn = self._guard("pictures", _draw_mistakes, found, classes, scale, shift, when)
+        names = [readable(name) for name in classes]
+        drawn = self._guard("pictures", _draw_mistakes, found, names, scale, shift, when)
         for tag, image in (drawn or {}).items():
             self.picture(tag, image, step, photos=tag == "val/worst")
 
     def graph(self, build: Callable[[], nn.Module], *, image_size: int, parameters: int) -> None:
-        """Write the model's graph if the model can be traced.
+        """Write the model's graph to TensorBoard if the model can be traced.
 
         A second model is built on the CPU for this; the random state stays unchanged. On a slow
         core, this takes 0.4 s for ResNet-50 and 1.1 s for maxvit_t.
@@ -320,40 +280,23 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             image_size: pixels.
             parameters: of the model; above GRAPH_PARAMETERS, no graph is written.
         """
-        if self._board is None or parameters > GRAPH_PARAMETERS:
-            return
-        try:
-            # add_graph prints and warns about layers that it cannot trace.
-            with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-                warnings.simplefilter("ignore")
-                with torch.random.fork_rng(devices=[]), torch.no_grad():
-                    image = torch.zeros(1, 3, image_size, image_size)
-                    traced = torch.jit.trace(build().eval(), image, check_trace=False)
-                    self._board.add_graph(traced, image)
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-            logger.debug("no graph: the model cannot be traced (%s)", reason)
+        if parameters <= GRAPH_PARAMETERS:
+            self._each_board(lambda board: board.graph(build, image_size))
 
-    def hyperparameters(
-        self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
-    ) -> None:
-        """Write config and results of a finished run to TensorBoard's HPARAMS tab.
-
-        They go into this start's event file: SummaryWriter.add_hparams would create a second one in
-        another folder. If a finished run is extended, TensorBoard shows the config of the first
-        end, and the newest results.
+    def results(self, summary: Mapping[str, Any], step: int) -> None:
+        """Write the results of a finished run to the boards.
 
         Args:
-            values: config key -> value.
             summary: the content of summary.json.
         """
-        if self._board is not None:
-            self._guard("TensorBoard", self._add_hyperparameters, values, summary, step)
+        names = ("best_top1", "images_per_second")
+        values = {f"final/{name}": summary.get(name) for name in names}
+        self.figures({tag: value for tag, value in values.items() if value is not None}, step)
+        self._each_board(lambda board: board.finish(step))
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them."""
-        if self._board is not None:
-            self._guard("TensorBoard", self._board.flush)
+        self._each_board(lambda board: board.flush())
         if self._pending is not None:  # last: after a crash, the GPU may never finish its images
             self._write_pending(wait=True)
             self.flush()
@@ -361,14 +304,14 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
     def flusher(self) -> Callable[[], None]:
         """Return a function that flushes the curves so far, for another thread to call.
 
-        It raises nothing: TensorBoard reports a failure again when the next value is written.
+        It raises nothing: a board reports a failure again when the next value is written.
         """
         if self._pending is not None:
             self._write_pending(wait=True)
-        board = self._board
+        open_now = list(self._boards)
 
         def flush() -> None:
-            if board is not None:
+            for board in open_now:
                 with contextlib.suppress(Exception):
                     board.flush()
 
@@ -393,6 +336,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         }
         curves = self.folder / "tensorboard"
         if curves.is_dir():
+            if self.folder.parent.name == "runs":  # then each run has its name, else only "."
+                curves = self.folder.parent
             rows["curves"] = f"tensorboard --logdir {shlex.quote(str(curves))}"
         best = summary.get("best_checkpoint")
         rows["best"] = (
@@ -405,9 +350,9 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._clear_live()
         self._write_pending(wait=True)
         self._executor.shutdown()
-        for name, writer in (("metrics.jsonl", self._rows), ("TensorBoard", self._board)):
-            if writer is not None:
-                self._guard(name, writer.close)
+        if self._rows is not None:
+            self._guard("metrics.jsonl", self._rows.close)
+        self._each_board(lambda board: board.close())
         self._restore.close()
 
     def _write(self, row: dict[str, Any], figures: dict[str, float]) -> None:
@@ -427,28 +372,6 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         }
         self.figures({**tags, **figures}, row["step"])
 
-    def _scalars(self, values: dict[str, float], step: int) -> None:
-        for tag, value in values.items():
-            self._board.add_scalar(tag, value, step)
-
-    def _add_hyperparameters(
-        self, values: Mapping[str, Any], summary: Mapping[str, Any], step: int
-    ) -> None:
-        from torch.utils.tensorboard.summary import hparams
-
-        plain = {
-            key: value if type(value) in (int, float) else show(value)
-            for key, value in values.items()
-        }
-        results = {
-            f"final/{name}": summary.get(name) for name in ("best_top1", "images_per_second")
-        }
-        known = {tag: value for tag, value in results.items() if value is not None}
-        self._scalars(known, step)
-        tags = ["val/loss", "val/top1", "val/top5", *results]  # their last values are shown
-        for part in hparams(plain, dict.fromkeys(tags, 0.0)):
-            self._board.file_writer.add_summary(part, step)
-
     def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again."""
         if name in self._failed:
@@ -466,8 +389,6 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
                 remedy,
             )
         self._failed.add(name)
-        if name == "TensorBoard":
-            self._board = None
         return None
 
     def _clear_live(self) -> None:
@@ -521,23 +442,11 @@ def _speed(summary: Mapping[str, Any], *, compiles: bool) -> str:
     return f"{text}, including {included}" if included else text
 
 
-def _summary(tag: str, image: Image.Image, *, photos: bool) -> Any:
-    """Encode an image for TensorBoard.
-
-    For 64 photographs of 224 px, this takes 0.05 s, and SummaryWriter.add_image 1.1 s.
-    """
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    content = Summary.Image(
-        height=image.height,
-        width=image.width,
-        colorspace=3,
-        encoded_image_string=pictures.encoded(image, photos=photos),
-    )
-    return Summary(value=[Summary.Value(tag=tag, image=content)])
+def _encoded(image: Image.Image, *, photos: bool = False) -> Picture:
+    return Picture(image.width, image.height, pictures.encoded(image, photos=photos))
 
 
-def _encode_grid(tag: str, pixels: Tensor, ready: torch.cuda.Event | None) -> Any:
+def _encode_grid(pixels: Tensor, ready: torch.cuda.Event | None) -> Picture:
     """Encode uint8 [N, 3, S, S] as a grid; on a GPU, the event `ready` marks their completion."""
     if ready is not None:
         ready.synchronize()
@@ -545,7 +454,7 @@ def _encode_grid(tag: str, pixels: Tensor, ready: torch.cuda.Event | None) -> An
         with torch.cuda.stream(torch.cuda.Stream(pixels.device)):
             pixels = pixels.cpu()
     sheet = pictures.grid(pixels).permute(1, 2, 0).contiguous().numpy()
-    return _summary(tag, Image.fromarray(sheet), photos=True)
+    return _encoded(Image.fromarray(sheet), photos=True)
 
 
 def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
@@ -556,7 +465,7 @@ def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
 def _draw_mistakes(
     found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str
 ) -> dict[str, Image.Image]:
-    """Draw a validation's errors: TensorBoard tag -> image."""
+    """Draw a validation's errors: tag -> image."""
     drawn = {}
     images, rows = found.worst_images()
     if rows:

@@ -6,7 +6,8 @@
 Accepts train.py's key=value overrides. Lists every file with its size and decodes 2,000 files of
 each split, spread over it, or every file with --all. Prints a row for each check: ok, warn or fail,
 the result, and the remedy (->). Changes nothing, but compiles the JPEG decoder into the cache as a
-run does; a temporary file near run.dir measures the disk.
+run does; a temporary file near run.dir measures the disk. On a GPU, the training step is compiled
+and measured, to compare what it needs with what the storage delivers.
 Exit status: 0 no check failed, 1 a check failed, 2 wrong arguments.
 """
 
@@ -49,7 +50,6 @@ if __name__ == "__main__":
         if wrong:
             cli.fail(message, "doctor.py")
 
-import hashlib
 import math
 import re
 import resource
@@ -58,6 +58,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -69,6 +70,7 @@ import torch
 from conf.compose import complete
 from conf.schema import Config, Data, UserError
 from engine import checkpoint
+from engine.boards import check_installed
 from engine.distributed import World, resolve_device
 from engine.finetune import decide
 from engine.plan import Plan, make_plan
@@ -76,6 +78,7 @@ from engine.rundir import RunDirectory, run_identity
 from pipeline import decode
 from pipeline.augment import Compose
 from pipeline.build import Datasets, build_datasets, train_transform, val_transform
+from pipeline.class_names import imagenet_names
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
 from pipeline.index import KINDS, stored_as
@@ -83,7 +86,7 @@ from pipeline.sizing import machine
 from pipeline.sizing.plan import worker_limit
 from pipeline.splits import load_splits, roots_of
 from pipeline.synthetic.demo import MARKER
-from scripts import gpus, survey
+from scripts import bench, gpus, survey
 from scripts.gpus import Ask, Finding
 from scripts.survey import Files, Opened, Split, Tell
 
@@ -98,13 +101,16 @@ SUSPICIOUS_BYTES = 128  # no image is smaller: such files are always opened
 PROBE_BYTES = 256 << 20
 PROBE_LEAST = 64 << 20
 PROBE_SECONDS = 1.5
+# A measurement of reading takes READ_SECONDS at most, or READ_FILES files; one of the step, twice
+# STEP_SECONDS and the time to compile it.
+READ_SECONDS = 2.0
+READ_FILES = 2000
+STEP_SECONDS = 2.0
 # With data.mean and data.std, the pixels should have a mean near 0 and a deviation near 1. ImageNet
 # has 0.05 and 1.24 with the usual values, which are means over images of the deviation within an
 # image, and 0.19 and 0.56 with 0.5 for both.
 LARGEST_MEAN = 0.5
 DEVIATIONS = (0.4, 1.5)
-# SHA-256 of the 1,000 WordNet IDs, joined by spaces.
-IMAGENET_1K = "791ce0333040dd249d13133f90d28ef0263ffc01e5de0afd85b3e32048d7d456"
 # Unusual files: the fraction above which to warn, and the effect on training.
 ODD = {
     "CMYK": (0.01, "converted without a colour profile"),
@@ -307,7 +313,7 @@ def class_order(case: Case) -> Iterator[Row]:
     names = list(case.both()[0].classes)
     ids = [name for name in names if re.fullmatch(r"n\d{8}", name)]
     span = f"{names[0]} to {names[-1]}"
-    if hashlib.sha256(os.fsencode(" ".join(names))).hexdigest() == IMAGENET_1K:
+    if names == list(imagenet_names()):
         yield ok(f"the 1,000 of ImageNet-1k in order, {span}: labels match published weights")
     elif ids:
         strange = (
@@ -613,6 +619,7 @@ def shared_memory(case: Case) -> Iterator[Row]:
 
 
 def run_directory(case: Case) -> Iterator[Row]:
+    check_installed(case.config.log.trackers)
     resume = case.config.checkpoint.resume
     run = RunDirectory(case.config, World(0, 1, 0, 1, torch.device("cpu")))
     path = run.path
@@ -672,6 +679,48 @@ def disk(case: Case) -> Iterator[Row]:
         yield ok(text)
 
 
+def storage(case: Case) -> Iterator[Row]:
+    """Compare the bytes/s that the GPUs need with those that the storage delivers."""
+    if not has_files(case.config.data):
+        return
+    made, _, world = case.planned()
+    files = case.splits["train"].files
+    threads = max(1, made.loader.workers) * case.ranks
+    rate, count = read_rate(files, threads, case.config.train.seed)
+    reads = f"reads {rate / 1e6:,.0f} MB/s ({count:,} files, {threads} at a time)"
+    if world.device.type == "cpu":
+        yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
+        return
+    case.tell("measuring the training step")
+    yield compare_storage(case, made, step_rate(case.config, case.ranks), rate, reads)
+
+
+def compare_storage(case: Case, made: Plan, step: float, rate: float, reads: str) -> Row:
+    """Return the row.
+
+    Args:
+        step: Images/s of the step on one GPU.
+        rate: Bytes/s from storage.
+        reads: The measurement of reading in words.
+    """
+    total = sum(size for _, size in case.splits["train"].files)
+    each = total / len(case.splits["train"].files)
+    need = step * case.ranks * each
+    gpus_used = "1 GPU" if case.ranks == 1 else f"{case.ranks} GPUs"
+    text = (
+        f"{made.config.model.name} on {gpus_used} needs {step * case.ranks:,.0f} img/s x "
+        f"{each / 1e3:,.0f} kB = {need / 1e6:,.0f} MB/s; storage {reads}"
+    )
+    if rate >= need:
+        return ok(text)
+    fits = total < made.loader.memory.free
+    when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
+    return warn(
+        f"{text}: the GPU waits {when}",
+        "copy the images to a local disk, or make them smaller with scripts/shrink.py",
+    )
+
+
 def decoder(case: Case) -> Iterator[Row]:
     have, chosen = decode.installed(), case.config.loader.decoder
     best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
@@ -722,6 +771,7 @@ ON_MACHINE: dict[str, Callable[[Case], Iterator[Row]]] = {
     "/dev/shm": shared_memory,
     "run.dir": run_directory,
     "disk": disk,
+    "storage": storage,
     "decoder": decoder,
     "clock": clock,
 }
@@ -794,6 +844,41 @@ def write_rate(folder: Path) -> tuple[float, int]:
             written += file.write(block)
         os.fsync(file.fileno())
         return written / (time.perf_counter() - began), written
+
+
+def read_rate(files: Files, threads: int, seed: int) -> tuple[float, int]:
+    """Measure bytes/s from storage: read whole files, spread over the split, in threads.
+
+    Where the system can, copies in the page cache are dropped first.
+
+    Returns:
+        Bytes/s, and the number of files that were read.
+    """
+    paths = [files[i][0] for i in survey.spread(len(files), READ_FILES, seed + 1)]
+    began = time.perf_counter()
+
+    def read(path: str) -> int:
+        if time.perf_counter() - began > READ_SECONDS:
+            return 0
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            return len(file.read())
+        return 0
+
+    with ThreadPoolExecutor(threads) as pool:
+        lengths = list(pool.map(read, paths))
+    return sum(lengths) / (time.perf_counter() - began), sum(map(bool, lengths))
+
+
+def step_rate(config: Config, ranks: int) -> float:
+    """Measure images/s of the training step on one device, with batches that stay there."""
+    share = replace(config.loader, batch_size=max(1, config.loader.batch_size // ranks))
+    data = replace(config.data, source="fake")
+    (step,) = bench.run(
+        replace(config, data=data, loader=share), only=("step",), seconds=STEP_SECONDS
+    )
+    return step.rate
 
 
 def few(names: Iterable[Any], count: int = 5) -> str:

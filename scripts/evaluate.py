@@ -95,6 +95,7 @@ from engine.distributed import World, join_world
 from engine.evaluate import MOST_CLASSES, Metrics, evaluate
 from engine.predictions import Predictions, Recorder
 from pipeline.build import Datasets, build_val
+from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
@@ -388,6 +389,7 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
 
 def _write(found: Evaluated, folder: Path, worst: int) -> None:
     classes, predictions = found.classes, found.predictions
+    shown = [readable(name) for name in classes]
     calibration = predictions.calibration()
     bins = {
         "images": calibration.images.tolist(),
@@ -402,20 +404,27 @@ def _write(found: Evaluated, folder: Path, worst: int) -> None:
     rows = predictions.per_class(len(classes))
     write_csv(
         folder / "per_class.csv",
-        ["class", "images", "top1", "top5", "loss"],
-        [[name, *row.values()] for name, row in zip(classes, rows, strict=True)],
+        ["class", "images", "top1", "top5", "loss", "name"],
+        [[name, *row.values(), readable(name)] for name, row in zip(classes, rows, strict=True)],
     )
     pairs = sorted(predictions.confusions(len(classes)), key=lambda pair: -pair[2])
     write_csv(
         folder / "confusion.csv",
-        ["class", "prediction", "images"],
-        [[classes[label], classes[prediction], n] for label, prediction, n in pairs],
+        ["class", "prediction", "images", "name", "prediction_name"],
+        [
+            [classes[label], classes[prediction], n, shown[label], shown[prediction]]
+            for label, prediction, n in pairs
+        ],
     )
     places = predictions.worst(worst)
     write_csv(
         folder / "worst.csv",
-        ["path", "class", "prediction", "confidence", "loss"],
-        [[found.datasets.val.name(i), *described(found, i)] for i in places.tolist()],
+        ["path", "class", "prediction", "confidence", "loss", "name", "prediction_name"],
+        [
+            [found.datasets.val.name(i), *row, *map(readable, row[:2])]
+            for i in places.tolist()
+            for row in [described(found, i)]
+        ],
     )
     draw(found, folder, places[:SHOWN].tolist())
 
@@ -429,10 +438,13 @@ def described(found: Evaluated, i: int) -> tuple[str, str, float, float]:
 
 def draw(found: Evaluated, folder: Path, places: list[int]) -> None:
     """Draw the images with the largest loss, confusions, classes and calibration."""
-    predictions, classes = found.predictions, found.classes
+    predictions, classes = found.predictions, [readable(name) for name in found.classes]
     if places:
         rows = [described(found, i) for i in places]
-        captions = [(a, b, f"loss {loss:.2f}, {100 * c:.0f} %") for a, b, c, loss in rows]
+        captions = [
+            (readable(a), readable(b), f"loss {loss:.2f}, {100 * c:.0f} %")
+            for a, b, c, loss in rows
+        ]
         images = [torch.tensor(found.datasets.val.load(0, i)[0]).permute(2, 0, 1) for i in places]
         picture = pictures.worst("largest losses", torch.stack(images), captions)
         picture.save(folder / "worst.jpg", quality=90)

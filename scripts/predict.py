@@ -16,10 +16,12 @@ validation transforms of the checkpoint.
 Prints the most probable classes of each image, in the order of the paths, as soon as they are
 known:
   table  for people; the default on a terminal
-  jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...}, ...]}
-  csv    path,class_1,probability_1,class_2,...
+  jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
+         "name": ...}, ...]}
+  csv    path,class_1,probability_1,class_2,...,name_1,name_2,...
 An index is the position of the class in the model's output. Where the names of the classes are not
-known, the index is the name.
+known, the index is the name. The table shows, and `name` is, the readable name of a class whose
+folder is named by a WordNet ID of ImageNet: goldfish for n01443537.
 
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 
@@ -131,6 +133,7 @@ from engine.distributed import resolve_device
 from pipeline import decode
 from pipeline.augment import sample_rng
 from pipeline.build import val_transform
+from pipeline.class_names import readable
 from pipeline.dataset import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
@@ -402,7 +405,12 @@ def json_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[
     def write(results: list[Predicted]) -> None:
         for result in results:
             predictions = [
-                {"class": names[index], "index": index, "probability": round(probability, 6)}
+                {
+                    "class": names[index],
+                    "index": index,
+                    "probability": round(probability, 6),
+                    "name": readable(names[index]),
+                }
                 for index, probability in zip(result.classes, result.probabilities, strict=True)
             ]
             file.write(json.dumps({"path": result.path, "predictions": predictions}) + "\n")
@@ -412,21 +420,24 @@ def json_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[
 
 def csv_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
     rows = csv.writer(file, lineterminator="\n")
-    columns = [(f"class_{rank}", f"probability_{rank}") for rank in range(1, top + 1)]
-    rows.writerow(["path", *(name for pair in columns for name in pair)])
+    ranks = range(1, top + 1)
+    columns = [(f"class_{rank}", f"probability_{rank}") for rank in ranks]
+    readable_columns = [f"name_{rank}" for rank in ranks]
+    rows.writerow(["path", *(name for pair in columns for name in pair), *readable_columns])
 
     def write(results: list[Predicted]) -> None:
         for result in results:
             pairs = zip(result.classes, result.probabilities, strict=True)
             cells = [(names[index], f"{probability:.6f}") for index, probability in pairs]
-            rows.writerow([result.path, *(cell for pair in cells for cell in pair)])
+            shown = [readable(names[index]) for index in result.classes]
+            rows.writerow([result.path, *(cell for pair in cells for cell in pair), *shown])
 
     return write
 
 
 def table_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
     """The first column is as wide as the longest path so far: later paths are not known yet."""
-    shown = [printable(name)[:SHOWN_CLASS] for name in names]
+    shown = [printable(readable(name))[:SHOWN_CLASS] for name in names]
     wide = max(map(len, [*shown, "top 1"]))
     width = 0
 

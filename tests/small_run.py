@@ -21,7 +21,7 @@ SMALL_RUN = [
     "loader.workers=1",
     "train.epochs=2",
     "log.every_steps=1",
-    "log.tensorboard=false",
+    "log.trackers=[]",
 ]
 
 

@@ -114,7 +114,7 @@ def test_the_measurement_does_not_change_the_result(
 
     answers, printed = [], []
     for name, options in (
-        ("measured", ["log.tensorboard=true"]),
+        ("measured", ["log.trackers=[tensorboard]"]),
         ("remembered", []),
         ("again", ["autotune.refresh=true"]),
     ):

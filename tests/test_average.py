@@ -27,7 +27,7 @@ def test_average_and_raw_model_are_validated(
         "loader.workers=0",
         "train.epochs=3",
         "train.ema_decay=0.9999",
-        "log.tensorboard=true",
+        "log.trackers=[tensorboard]",
     )
     summary = train.train(config)
     row, state = rows(tmp_path, "val")[-1], stored(tmp_path)

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 FAST = [
     "train.device=cpu",
     "loader.workers=0",
-    "log.tensorboard=false",
+    "log.trackers=[]",
     "train.validate_every_epochs=1000",
     "augment.train=[{center_crop: {size: 32}}]",  # a flip would change the angle
 ]

@@ -45,7 +45,7 @@ RECIPE = [
     "loader.workers=0",
     "loader.decoder=pillow",
     "log.every_steps=1",
-    "log.tensorboard=false",
+    "log.trackers=[]",
 ]
 CHANGES = {
     "sample order and random numbers": ["train.seed=1"],

@@ -260,7 +260,7 @@ def test_the_keys() -> None:
         "run.name",
         "run.dir",
         "log.every_steps",
-        "log.tensorboard",
+        "log.trackers",
         "profile.steps",
     ]
     advice = (

@@ -30,7 +30,7 @@ def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:
         "loader.batch_size=8",
         "loader.workers=0",
         "log.every_steps=1",
-        "log.tensorboard=false",
+        "log.trackers=[]",
         "train.max_steps=2",
         "train.device=cpu",
     ]

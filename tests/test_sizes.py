@@ -87,7 +87,7 @@ def test_fast_recipe_trains(
             "train.epochs=2",
             "optim.lr=1e-3",
             "log.every_steps=1",
-            "log.tensorboard=false",
+            "log.trackers=[]",
             "train.device=cpu",
         ]
     )

@@ -31,6 +31,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
@@ -160,7 +161,7 @@ def short(
 ) -> tuple[Path, dict[str, Any]]:
     """A run of 9 steps and its summary."""
     folder = tmp_path_factory.mktemp("short") / "run"
-    return folder, run(image_root, folder, "log.tensorboard=true")
+    return folder, run(image_root, folder, "log.trackers=[tensorboard]")
 
 
 @pytest.fixture(scope="module")
@@ -169,7 +170,7 @@ def straight(
 ) -> tuple[Path, dict[str, Any]]:
     """An uninterrupted run of 54 steps, and its summary."""
     folder = tmp_path_factory.mktemp("straight") / "run"
-    return folder, run(image_root, folder, *LONG, "log.tensorboard=true")
+    return folder, run(image_root, folder, *LONG, "log.trackers=[tensorboard]")
 
 
 def check_continued(
@@ -231,7 +232,7 @@ def check_curves(folder: Path) -> EventAccumulator:
         ["loader.workers=2", "loader.start_method=spawn"],
         ["loader.workers=2", "loader.prefetch_batches=1", "loader.prefetch_factor=1"],
         ["loader.workers=2", "loader.prefetch_batches=5", "loader.prefetch_factor=7"],
-        ["log.every_steps=4", "log.tensorboard=true", "checkpoint.every_steps=2"],
+        ["log.every_steps=4", "log.trackers=[tensorboard]", "checkpoint.every_steps=2"],
     ],
     ids=" ".join,
 )
@@ -306,7 +307,7 @@ def test_run_directory(image_root: Path, short: tuple[Path, dict[str, Any]]) -> 
 def test_config_is_stored(image_root: Path, short: tuple[Path, dict[str, Any]]) -> None:
     folder, _ = short
     kept = OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(folder / "config.yaml"))
-    assert OmegaConf.to_object(kept) == compose(image_root, folder, "log.tensorboard=true")
+    assert OmegaConf.to_object(kept) == compose(image_root, folder, "log.trackers=[tensorboard]")
 
 
 def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
@@ -324,6 +325,16 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
         assert [image.step for image in board.Images(tag)] == [5, 9]
     assert len(board.Tensors("custom_scalars__config__")) == 1 and len(board.Graph().node) > 20
     assert len(list((folder / "tensorboard").iterdir())) == 1
+    content = board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    patterns = [
+        tag
+        for group in Layout.FromString(content).category
+        for chart in group.chart
+        for tag in chart.multiline.tag
+    ]
+    assert len(patterns) > 5
+    for pattern in patterns:  # no chart is empty
+        assert any(re.match(pattern, tag) for tag in board.Tags()["scalars"]), pattern
 
 
 def test_hyperparameters_and_final_metrics_are_logged(short: tuple[Path, dict[str, Any]]) -> None:
@@ -331,7 +342,9 @@ def test_hyperparameters_and_final_metrics_are_logged(short: tuple[Path, dict[st
     board = check_curves(folder)
     start = board.PluginTagToContent("hparams")["_hparams_/session_start_info"]
     values = HParamsPluginData.FromString(start).session_start_info.hparams
-    assert values.keys() == set(cli.KEYS)
+    assert values.keys() <= {"recipe", *cli.KEYS} and "loader.workers" not in values
+    assert "optim.betas" not in values  # not in effect with SGD
+    assert values["recipe"].string_value == "demo"
     assert (
         values["loader.batch_size"].number_value == 8
         and values["model.name"].string_value == "resnet_tiny"
@@ -380,7 +393,7 @@ def test_curves_are_on_disk_before_a_checkpoint_is_written(
     run(
         image_root,
         tmp_path / "run",
-        "log.tensorboard=true",
+        "log.trackers=[tensorboard]",
         "checkpoint.every_steps=2",
         "train.max_steps=5",
     )
@@ -448,7 +461,7 @@ def test_finished_run_is_not_changed(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "run"
-    options = ["schedule.name=constant", "log.tensorboard=true"]
+    options = ["schedule.name=constant", "log.trackers=[tensorboard]"]
     first = run(image_root, folder, *options)
     before = files(folder / "checkpoints")
     metrics = (folder / "metrics.jsonl").read_text()
@@ -623,7 +636,7 @@ def test_sigkill(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     folder = tmp_path / "run"
-    arguments = command(image_root, folder, *LONG, "log.tensorboard=true", "loader.workers=2")
+    arguments = command(image_root, folder, *LONG, "log.trackers=[tensorboard]", "loader.workers=2")
     with stalled(arguments, folder, STOP_AFTER_ROW) as (process, _):
         assert len(family(process.pid)) >= 3  # it has workers
         assert train.main(compose(image_root, folder, *LONG)) == 2
@@ -638,7 +651,7 @@ def test_sigkill(
     assert not (folder / "summary.json").exists()
     assert rows(folder, "train")[-1]["step"] >= STOP_AFTER_ROW
 
-    summary = run(image_root, folder, *LONG, "log.tensorboard=true", "loader.workers=0")
+    summary = run(image_root, folder, *LONG, "log.trackers=[tensorboard]", "loader.workers=0")
     check_continued(folder, summary, straight)
     board, whole = check_curves(folder), check_curves(straight[0])
     for tag in whole.Tags()["images"]:
@@ -898,7 +911,7 @@ def test_damaged_checkpoint(
     shutil.copytree(straight[0], folder)
     with open(folder / "checkpoints" / "step-00000054.pt", "r+b") as file:
         file.truncate(10_000)
-    options = [*LONG, "log.tensorboard=true"]
+    options = [*LONG, "log.trackers=[tensorboard]"]
     part = run(image_root, folder, *options, "train.max_steps=40")
     assert (
         "step-00000054.pt: damaged" in caplog.text
@@ -923,7 +936,7 @@ def test_killed_before_the_first_checkpoint(
     (folder / "checkpoints" / "step-00000009.pt").write_bytes(b"no manifest")
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"step": 10, "epo')
-    summary = run(image_root, folder, "log.tensorboard=true")
+    summary = run(image_root, folder, "log.trackers=[tensorboard]")
     assert summary["params_sha256"] == short[1]["params_sha256"]
     assert rows(folder, "val") == rows(short[0], "val")
     assert [r["step"] for r in rows(folder, "train")] == list(range(1, 10))
@@ -948,7 +961,7 @@ def test_resume_from_a_path(
         same_folder,
         *LONG,
         f"checkpoint.resume={path}",
-        "log.tensorboard=true",
+        "log.trackers=[tensorboard]",
         "run.name=another",
     )
     console = capsys.readouterr().out
@@ -990,9 +1003,9 @@ def test_resume_from_its_own_checkpoint_by_another_path(
 ) -> None:
     """It is the same run: it keeps its best checkpoint, and the curves continue."""
     monkeypatch.chdir(tmp_path)
-    run(image_root, Path("run"), "train.max_steps=5", "log.tensorboard=true")
+    run(image_root, Path("run"), "train.max_steps=5", "log.trackers=[tensorboard]")
     path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
-    run(image_root, Path("run"), f"checkpoint.resume={path}", "log.tensorboard=true")
+    run(image_root, Path("run"), f"checkpoint.resume={path}", "log.trackers=[tensorboard]")
     assert same(stored(tmp_path / "run"), stored(short[0]))
     board = check_curves(tmp_path / "run")
     assert [image.step for image in board.Images("train/images")] == [1, 6]
@@ -1226,12 +1239,12 @@ def test_curves_are_on_disk_after_a_crash(
     fail_at(7, monkeypatch)
     monkeypatch.setattr(Prefetcher, "close", look_and_close)
     with pytest.raises(RuntimeError, match="a bug"):
-        run(image_root, folder, "log.tensorboard=true")
+        run(image_root, folder, "log.trackers=[tensorboard]")
     assert seen and all(steps == [row["step"] for row in rows(folder, "train")] for steps in seen)
     assert len(seen[0]) >= 6
     check_curves(folder)
     monkeypatch.undo()
-    run(image_root, folder, "log.tensorboard=true")
+    run(image_root, folder, "log.trackers=[tensorboard]")
     check_curves(folder)
 
 
@@ -1249,7 +1262,7 @@ def test_summary_of_an_earlier_start_is_removed(
     assert json.loads((folder / "summary.json").read_text())["status"] == "finished"
     fail_at(7, monkeypatch)
     with pytest.raises(RuntimeError, match="a bug"):
-        run(image_root, folder, "log.tensorboard=true")
+        run(image_root, folder, "log.trackers=[tensorboard]")
     assert rows(folder, "train")[-1]["step"] >= 6
     assert not (folder / "summary.json").exists()
 
@@ -1269,7 +1282,7 @@ def test_log_cannot_be_written(
         (folder / "tensorboard").write_text("in the way")
     else:
         (folder / "metrics.jsonl").mkdir()
-    summary = run(image_root, folder, "log.tensorboard=true")
+    summary = run(image_root, folder, "log.trackers=[tensorboard]")
     assert summary["params_sha256"] == short[1]["params_sha256"]
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1 and warnings[0].startswith(f"{log} cannot be written")

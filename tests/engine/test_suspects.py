@@ -186,11 +186,12 @@ def test_table_by_hand() -> None:
     assert losses.sums.tolist() == [[0, 0], [4 * UNIT, 2], [UNIT // 2, 1], [0, 0], [0, 0]]
     assert losses.latest.tolist() == [-1, 6, 5, -1, -1]
 
-    rows = list(csv.reader(losses.csv(FakeDataset(5, 3, 8), "abc").splitlines()))
+    names = ["a", "n01443537", "c"]
+    rows = list(csv.reader(losses.csv(FakeDataset(5, 3, 8), names).splitlines()))
     assert rows == [
-        ["path", "label", "mean_loss", "predicted"],
-        ["fake sample 1", "b", "2.000", "a"],
-        ["fake sample 2", "c", "0.500", "c"],
+        ["path", "label", "mean_loss", "predicted", "label_name", "predicted_name"],
+        ["fake sample 1", "n01443537", "2.000", "a", "goldfish", "a"],
+        ["fake sample 2", "c", "0.500", "c", "c", "c"],
     ]
 
 

@@ -18,11 +18,13 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+from tensorboard.plugins.hparams import backend_context
 from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
 
 from engine import pictures
+from engine.boards import LAYOUT
 from engine.evaluate import Mistakes
 from engine.pictures import grid
 from engine.tracker import HEADER, Tracker, duration
@@ -84,7 +86,8 @@ def val_row(step: int, top1: float = 60.0) -> dict[str, Any]:
 
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
-CLASSES = ["cat", "dog", "fish"]
+CLASSES = ["cat", "n01443537", "fish"]
+NAMES = ["cat", "goldfish", "fish"]
 
 
 def mistakes(worst: int = 4) -> Mistakes:
@@ -141,7 +144,7 @@ def charts(events: EventAccumulator) -> dict[tuple[str, str], str]:
 
 
 def test_rows_are_not_buffered(tmp_path: Path) -> None:
-    with Tracker(tmp_path, tensorboard=False) as tracker:
+    with Tracker(tmp_path, trackers=[]) as tracker:
         tracker.train_row(train_row(1), FIGURES)
         assert len(rows(tmp_path)) == 1
         tracker.val_row(val_row(1), best=True)
@@ -189,7 +192,7 @@ def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
         b'{"loss": 1}',
     ):
         (tmp_path / "metrics.jsonl").write_bytes(complete + part)
-        with Tracker(tmp_path, start_step=20, tensorboard=False) as tracker:
+        with Tracker(tmp_path, start_step=20, trackers=[]) as tracker:
             tracker.train_row(train_row(30), {})
         assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
 
@@ -310,12 +313,12 @@ def test_flushed_curves_are_on_disk(
             [(10, 0)],
             [(10, 95)],
         ]
-    for silent in (Tracker(None), Tracker(tmp_path, tensorboard=False)):
+    for silent in (Tracker(None), Tracker(tmp_path, trackers=[])):
         flush(silent)
 
 
 def test_without_tensorboard(tmp_path: Path) -> None:
-    with Tracker(tmp_path, tensorboard=False) as tracker:
+    with Tracker(tmp_path, trackers=[]) as tracker:
         tracker.text("config", "a: 1")
         tracker.images(
             "train/images",
@@ -412,7 +415,7 @@ def test_other_ranks_report_nothing(
         tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=0)
         tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=1)
         tracker.graph(lambda: pytest.fail("the model is built"), image_size=8, parameters=1)
-        tracker.hyperparameters({"a": 1}, SUMMARY, 1)
+        tracker.results(SUMMARY, 1)
         tracker.outcome(SUMMARY, compiles=True)
     assert capsys.readouterr() == ("", "")
     assert list(tmp_path.iterdir()) == []
@@ -476,7 +479,7 @@ def test_images_are_written_with_a_later_row(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
         tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=1)
         assert tracker._pending is not None
-        tracker._pending[1].result()
+        tracker._pending[2].result()
         tracker.train_row(train_row(2), {})
         assert tracker._pending is None
 
@@ -517,7 +520,9 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
     """Each scalar is in exactly one chart, in the group of its tag."""
     start(tmp_path, 0, [20], loss=1)
     events = curves(tmp_path)
-    found_charts = charts(events)
+    found_charts = {
+        (group, chart): tag for group, each in LAYOUT.items() for chart, tag in each.items()
+    }
     groups = ["learning", "throughput", "time", "gpu", "memory", "host"]
     assert list(dict.fromkeys(group for group, _ in found_charts)) == groups
     new = {
@@ -548,6 +553,37 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
     assert all(re.match(top1, tag) for tag in ("val/top1", "val/reference_top1_min"))
 
 
+def test_layout_has_no_empty_charts(tmp_path: Path) -> None:
+    """Without a GPU, its groups are left out. With one, NVML's figures may follow later."""
+    row = {**train_row(20), "aux_loss": 0.5}
+    for name, figures in (("cpu", {"host/pinned_gib": 1.0}), ("gpu", {"memory/allocated_gib": 1})):
+        (tmp_path / name).mkdir()
+        with Tracker(tmp_path / name) as tracker:
+            tracker.val_row(val_row(10), best=False)
+            tracker.train_row(row, figures)
+    on_cpu, on_gpu = (charts(curves(tmp_path / name)) for name in ("cpu", "gpu"))
+    assert list(on_cpu) == [
+        ("learning", "loss"),
+        ("learning", "top-1 and top-5, %"),
+        ("learning", "learning rate"),
+        ("learning", "other values"),
+        ("throughput", "images/s"),
+        ("time", "shares of the time"),
+        ("time", "milliseconds"),
+        ("host", "memory, GiB"),
+    ]
+    assert {chart for chart in on_gpu if chart[0] in ("gpu", "memory")} == {
+        *(("gpu", chart) for chart in LAYOUT["gpu"]),
+        ("memory", "on the GPU, GiB"),
+    }
+
+
+def test_layout_after_a_kill_before_the_first_row(tmp_path: Path) -> None:
+    start(tmp_path, 0, [], loss=1)
+    start(tmp_path, 10, [20], loss=1)
+    assert len(curves(tmp_path).Tensors("custom_scalars__config__")) == 1
+
+
 def test_layout_without_a_start_at_step_0(tmp_path: Path) -> None:
     """After a start from another run's checkpoint, or with TensorBoard enabled later."""
     start(tmp_path, 30, [40], loss=1)
@@ -566,15 +602,15 @@ def test_mistakes(tmp_path: Path) -> None:
     table = mistakes().table.numpy()
     when = "validation after step 7"
     for tag, expected in {
-        "val/confusion": pictures.confusion(f"confusions, {when}", table, CLASSES),
+        "val/confusion": pictures.confusion(f"confusions, {when}", table, NAMES),
         "val/per_class": pictures.per_class(
-            f"top-1 of each class, {when}", table.sum(1), table.diagonal(), CLASSES
+            f"top-1 of each class, {when}", table.sum(1), table.diagonal(), NAMES
         ),
         "val/worst": pictures.worst(
             f"largest losses, {when}",
             torch.tensor([1, 2, 0], dtype=torch.uint8)[:, None, None, None].expand(3, 3, 8, 8),
             [
-                ("cat", "dog", "loss 3.00"),
+                ("cat", "goldfish", "loss 3.00"),
                 ("fish", "fish", "loss 0.20"),
                 ("cat", "cat", "loss 0.10"),
             ],
@@ -588,15 +624,15 @@ def test_mistakes(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "per_class.json").read_text()) == {
         "step": 7,
         "classes": [
-            {"class": "cat", "images": 2, "top1": 50.0},
-            {"class": "dog", "images": 0, "top1": None},
-            {"class": "fish", "images": 1, "top1": 100.0},
+            {"class": "cat", "images": 2, "top1": 50.0, "name": "cat"},
+            {"class": "n01443537", "images": 0, "top1": None, "name": "goldfish"},
+            {"class": "fish", "images": 1, "top1": 100.0, "name": "fish"},
         ],
     }
 
 
 def test_per_class_without_tensorboard(tmp_path: Path) -> None:
-    with Tracker(tmp_path, tensorboard=False) as tracker:
+    with Tracker(tmp_path, trackers=[]) as tracker:
         assert not tracker.draws
         tracker.mistakes(mistakes(worst=0), CLASSES, scale=ONE, shift=ZERO, step=7)
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "per_class.json"}
@@ -672,36 +708,35 @@ def test_graph_that_cannot_be_traced(
 
 def test_hyperparameters(tmp_path: Path) -> None:
     """The start's event file holds all values and the results."""
-    with Tracker(tmp_path) as tracker:
+    values = {
+        "recipe": "demo",
+        "augment.train": [{"flip": {"p": 0.5}}],
+        "loader.batch_size": 64,
+        "model.name": "resnet50",
+        "optim.betas": None,  # not in effect
+        "optim.lr": 0.1,
+        "optim.nesterov": True,
+    }
+    with Tracker(tmp_path, values=values) as tracker:
         tracker.val_row(val_row(20), best=True)
-        tracker.hyperparameters(
-            {
-                "optim.lr": 0.1,
-                "train.epochs": 10,
-                "optim.nesterov": True,
-                "model.weights": None,
-                "augment.train": [{"flip": {"p": 0.5}}],
-                "model.name": "resnet50",
-            },
-            SUMMARY,
-            20,
-        )
+        tracker.results(SUMMARY, 20)
     assert len(list((tmp_path / "tensorboard").iterdir())) == 1
     events = curves(tmp_path)
     found = {
         k: HParamsPluginData.FromString(v) for k, v in events.PluginTagToContent("hparams").items()
     }
-    values = found["_hparams_/session_start_info"].session_start_info.hparams
-    assert {k: v.number_value or v.string_value for k, v in values.items()} == {
-        "optim.lr": 0.1,
-        "train.epochs": 10,
-        "optim.nesterov": "true",
-        "model.weights": "null",
+    shown = found["_hparams_/session_start_info"].session_start_info.hparams
+    assert {k: v.number_value or v.string_value for k, v in shown.items()} == {
+        "recipe": "demo",
         "augment.train": "[{'flip': {'p': 0.5}}]",
+        "loader.batch_size": 64,
         "model.name": "resnet50",
+        "optim.lr": 0.1,
+        "optim.nesterov": "true",
     }
     assert found["_hparams_/session_end_info"].session_end_info.status == 1  # success
-    tags = {metric.name.tag for metric in found["_hparams_/experiment"].experiment.metric_infos}
+    experiment = found["_hparams_/experiment"].experiment
+    tags = {metric.name.tag for metric in experiment.metric_infos}
     assert tags == {
         "val/loss",
         "val/top1",
@@ -711,10 +746,21 @@ def test_hyperparameters(tmp_path: Path) -> None:
     }
     assert tags <= set(events.Tags()["scalars"])
     assert curve(events, "final/best_top1") == [(20, 72.5)]
+    # The columns, as TensorBoard sorts them: also of keys that are not in effect in this run.
+    backend_context._sort_and_reduce_to_hparams_limit(experiment)
+    assert [info.name for info in experiment.hparam_infos] == [
+        "loader.batch_size",
+        "model.name",
+        "optim.lr",
+        "recipe",
+        "augment.train",
+        "optim.betas",
+        "optim.nesterov",
+    ]
 
 
 def test_console_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
+    with Tracker(tmp_path, total_steps=100, epochs=10, trackers=[]) as tracker:
         tracker.progress(5)  # not a terminal: prints nothing
         tracker.train_row(train_row(10), {})
         tracker.train_row(train_row(20), {})
@@ -736,7 +782,7 @@ def test_console_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
 
 def test_header_above_a_validation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An epoch may be shorter than log.every_steps."""
-    with Tracker(tmp_path, total_steps=100, epochs=10, tensorboard=False) as tracker:
+    with Tracker(tmp_path, total_steps=100, epochs=10, trackers=[]) as tracker:
         tracker.val_row(val_row(5), best=True)
         tracker.train_row(train_row(10), {})
     lines = capsys.readouterr().out.splitlines()
@@ -751,7 +797,7 @@ class Terminal(io.StringIO):
 def test_progress_line_on_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     screen = Terminal()
     monkeypatch.setattr(sys, "stdout", screen)
-    with Tracker(tmp_path, total_steps=200, epochs=10, tensorboard=False) as tracker:
+    with Tracker(tmp_path, total_steps=200, epochs=10, trackers=[]) as tracker:
         tracker.progress(50)
         assert screen.getvalue() == "\r\033[K  step 50 of 200  25.0 %"
         tracker.say("hello")
@@ -776,7 +822,7 @@ SUMMARY = {
 def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "a run"
     folder.mkdir()
-    with Tracker(folder, tensorboard=False) as tracker:
+    with Tracker(folder, trackers=[]) as tracker:
         tracker.outcome(SUMMARY, compiles=True)
         assert "curves" not in capsys.readouterr().out, "there are no event files"
     with Tracker(folder) as tracker:
@@ -800,6 +846,17 @@ def test_outcome(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert f"\n{line}\n" in text
 
 
+def test_tensorboard_shows_the_names_of_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the default folder, the command that is printed shows all runs by name."""
+    folder = tmp_path / "runs" / "demo,optim.lr=0.3"
+    folder.mkdir(parents=True)
+    with Tracker(folder) as tracker:
+        tracker.outcome(SUMMARY, compiles=True)
+    assert f"\ncurves    tensorboard --logdir {tmp_path}/runs\n" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("changes", "compiles", "text"),
     [
@@ -821,7 +878,7 @@ def test_speed_with_and_without_the_first_epoch(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with Tracker(tmp_path, tensorboard=False) as tracker:
+    with Tracker(tmp_path, trackers=[]) as tracker:
         tracker.outcome({**SUMMARY, **changes}, compiles=compiles)
     assert f"\nspeed     {text}\n" in capsys.readouterr().out
 

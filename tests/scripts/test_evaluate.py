@@ -145,6 +145,22 @@ def test_files(found: Evaluated, tmp_path: Path) -> None:
     assert float(worst[0]["loss"]) == found.predictions.losses.max()
 
 
+def test_readable_names(found: Evaluated, tmp_path: Path) -> None:
+    """The folder's name stays the key."""
+    evaluate.write(replace(found, classes=("n01443537", "dots", "stripes")), tmp_path, worst=15)
+    names = {"n01443537": "goldfish", "dots": "dots", "stripes": "stripes"}
+    for file, key, name in (
+        ("per_class.csv", "class", "name"),
+        ("confusion.csv", "class", "name"),
+        ("confusion.csv", "prediction", "prediction_name"),
+        ("worst.csv", "class", "name"),
+        ("worst.csv", "prediction", "prediction_name"),
+    ):
+        rows = table_of(tmp_path / file)
+        assert rows and all(row[name] == names[row[key]] for row in rows), file
+    assert {row["name"] for row in table_of(tmp_path / "worst.csv")} == set(names.values())
+
+
 def test_command_line(folder: Path, tmp_path: Path) -> None:
     """Several checkpoints; the name of the run contains `=`; nothing is written into the run."""
     before = sorted(folder.rglob("*"))

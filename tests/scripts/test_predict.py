@@ -175,7 +175,8 @@ def test_answer_to_each_path(folder: Path, image_root: Path, tmp_path: Path) -> 
             row = json.loads(process.stdout.readline())
             assert row["path"] == path
         assert {entry["class"] for entry in row["predictions"]} == set(CLASSES)
-        assert all(CLASSES[entry["index"]] == entry["class"] for entry in row["predictions"])
+        for entry in row["predictions"]:
+            assert CLASSES[entry["index"]] == entry["class"] == entry["name"]
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130 and process.stdout.read() == ""
         messages.seek(0)
@@ -200,12 +201,39 @@ def test_command_line(
         assert predict.main(options) == 0
     out, err = capfd.readouterr()
     head, *rows = csv.reader(io.StringIO(out))
-    assert head == ["path", "class_1", "probability_1"]
+    assert head == ["path", "class_1", "probability_1", "name_1"]
     assert [row[0] for row in rows] == [f"{damaged}/line\nbreak.jpg"]
     assert rows[0][1] in CLASSES and 1 / 3 <= float(rows[0][2]) <= 1
     lines = err.splitlines()
     assert lines[0] == f"predict.py: {damaged}/fifo.jpg: is not a regular file"
     assert lines[-1] == "predict.py: 3 of 4 files could not be read" and len(lines) == 4
+
+
+def test_readable_names() -> None:
+    """The folder's name stays the key."""
+    names = ["dog", "n01443537"]
+    result = Predicted("a.jpg", [1, 0], [0.75, 0.25])
+    written = {}
+    for form, writer in predict.WRITERS.items():
+        file = io.StringIO()
+        writer(file, names, 2)([result])
+        written[form] = file.getvalue()
+    assert "goldfish" in written["table"] and "n01443537" not in written["table"]
+    assert json.loads(written["jsonl"])["predictions"] == [
+        {"class": "n01443537", "index": 1, "probability": 0.75, "name": "goldfish"},
+        {"class": "dog", "index": 0, "probability": 0.25, "name": "dog"},
+    ]
+    assert list(csv.DictReader(io.StringIO(written["csv"]))) == [
+        {
+            "path": "a.jpg",
+            "class_1": "n01443537",
+            "probability_1": "0.750000",
+            "class_2": "dog",
+            "probability_2": "0.250000",
+            "name_1": "goldfish",
+            "name_2": "dog",
+        }
+    ]
 
 
 def test_link_to_nowhere_is_not_a_mistake(damaged: Path) -> None:
