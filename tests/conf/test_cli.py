@@ -589,6 +589,7 @@ def test_advice_refers_to_existing_keys() -> None:
     overrides = {remedy for remedy in hints.REMEDIES.values() if re.match(r"[\w.]+=", remedy)}
     values = {
         "data.image_size": "64",
+        "data.val_size": "64",
         "data.root": "/x",
         "model.weights": "w.pt",
         "optim": "adamw",
