@@ -66,6 +66,12 @@ def build_datasets(config: Config) -> Datasets:
     # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
     decoder = "auto" if decoder in ON_GPU else decoder
     splits = DATASETS[source](config.data, train, val, decoder, config.train.seed)
+    if len(splits[2]) < 2:
+        key = "root" if config.data.classes is None else "classes"
+        raise UserError(
+            f"data.{key}={show(getattr(config.data, key))}: all images have the class "
+            f"{splits[2][0]}; a classifier needs at least two classes, each in its own folder"
+        )
     others = {size: splits[0].with_transform(transform) for size, transform in smaller.items()}
     return Datasets(*splits, train_size, val_size, others)
 

@@ -59,12 +59,13 @@ class Container:
         fd = self._opened.get("fd")
         if fd is None:
             new = _open(self.path)
+            info = os.fstat(new)
+            if (info.st_mtime_ns, info.st_size) != self.stamp:
+                os.close(new)
+                raise OSError(f"{self.path} has changed since the start; start again")
             fd = self._opened.setdefault("fd", new)  # atomic: another thread may have been faster
             if fd != new:
                 os.close(new)
-            info = os.fstat(fd)
-            if (info.st_mtime_ns, info.st_size) != self.stamp:
-                raise OSError(f"{self.path} has changed since the start; start again")
         return fd
 
     def __reduce__(self) -> tuple[Any, ...]:  # a descriptor means nothing in another process

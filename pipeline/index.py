@@ -369,7 +369,7 @@ def _parts(member: bytes) -> list[bytes]:
 
 
 def _is_image(member: bytes) -> bool:
-    """Whether a member of a container is one that `_scan` would find in the same folder.
+    """Whether a member of a container is an image and not in a hidden folder.
 
     `._name` is not an image: tar on macOS adds it with the attributes of `name`.
     """

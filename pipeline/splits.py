@@ -2,6 +2,7 @@
 
 import fnmatch
 import os
+import re
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from itertools import islice
@@ -13,8 +14,8 @@ import numpy as np
 from conf.schema import Data, UserError, did_you_mean, show
 from pipeline.index import KINDS, Index, check_splits, joined, load_index, stored_as
 
-# Folders of these names hold class folders; they are not classes.
-SPLIT_NAMES = ("training", "valid", "validation", "test")
+# A folder with one of these words in its name may be a split.
+SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
 
 
 def roots_of(data: Data) -> list[str]:
@@ -43,6 +44,7 @@ def load_splits(data: Data) -> tuple[Index, Index]:
             raise UserError(_missing_root(root))
     if data.val_fraction:
         whole = _united([_whole(root, data) for root in roots], "data.root")
+        _refuse_splits_as_classes(whole, f"data.val_fraction={data.val_fraction:g}")
         return hold_out(_chosen(whole, data.classes), data.val_fraction)
     _check_layout(roots, data)
     key = "data.val" if data.train == data.val else "data.train"
@@ -82,9 +84,31 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
     return train, val
 
 
+def _refuse_splits_as_classes(index: Index, given: str) -> None:
+    """Refuse a class like `train_images` whose images are all in folders inside it.
+
+    Raises:
+        UserError: names it.
+    """
+    for label, name in enumerate(index.classes):
+        if _is_split_name(name):
+            rows = np.flatnonzero(index.labels.array == label)
+            if all(index.name(row).count("/") > 1 for row in rows.tolist()):
+                raise UserError(
+                    f"{given}: {index.root} holds {name}, which is a split and not a class: all "
+                    "its images are in folders inside it; write data.train=FOLDER and, if there "
+                    "is a validation split, data.val=FOLDER"
+                )
+
+
+def _is_split_name(name: str) -> bool:
+    return bool(SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())))
+
+
 def _united(places: Iterable[str], key: str) -> Index:
     """Scan a split in all places that hold it, of which there is at least one."""
-    wanted = list(dict.fromkeys(places))  # an absolute path is the same below each root
+    # Each place once: an absolute path is the same below each root, and a root may be a link.
+    wanted = list({os.path.realpath(place): place for place in places}.values())
     found = [place for place in wanted if stored_as(os.path.abspath(place))] or wanted[:1]
     indexes = [load_index(place, key=key) for place in found]
     if len(indexes) == 1:
@@ -146,7 +170,7 @@ def _words_of(path: str, given: str, known: set[str]) -> list[str]:
         UserError: it cannot be read, or is empty.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8", errors="surrogateescape")
+        text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
         raise UserError(f"{given}: cannot be read ({error}); check its permissions") from None
     lines = [line.strip() for line in text.splitlines()]
@@ -174,12 +198,6 @@ def _whole(root: str, data: Data) -> str:
         return train
     if os.path.isfile(root):
         return root
-    folders = _folders(root, f"data.root={root}")
-    if splits := [name for name in folders if name.lower() in SPLIT_NAMES]:
-        raise UserError(
-            f"{given}: {root} holds {splits[0]}, which is no class; write data.train=FOLDER and, "
-            "if there is a validation split, data.val=FOLDER"
-        )
     return os.path.join(root, "")  # a folder, even if there is a tar of the same name
 
 
@@ -238,10 +256,12 @@ def _check_root(root: str, data: Data, splits: Sequence[str]) -> None:
         near = islice(Path(root).glob(pattern), 1000)
         if inner := next((place for place in near if _holds(place, splits)), None):
             raise UserError(f"{here}: holds no {' and no '.join(splits)}; write data.root={inner}")
+    advice = ", or write data.val_fraction=0.1 to hold out a tenth of the images"
+    if named := [name for name in folders if _is_split_name(name)]:
+        advice = f"; if {named[0]} is a split, write data.train={named[0]} or data.val={named[0]}"
     raise UserError(
         f"{here}: holds no {' and no '.join(splits)}, but folders such as {folders[0]}; "
-        f"put the class folders into {' and '.join(splits)} inside it, or write "
-        "data.val_fraction=0.1 to hold out a tenth of the images"
+        f"put the class folders into {' and '.join(splits)} inside it{advice}"
     )
 
 

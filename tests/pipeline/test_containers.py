@@ -205,8 +205,9 @@ def test_a_file_that_was_replaced_is_not_read(tmp_path: Path) -> None:
     write_tar(tmp_path / "train.tar", "a/1.jpg")
     index = load_index(tmp_path / "train", key="data.train")
     write_tar(tmp_path / "train.tar", "a/22.jpg", *(f"b/{i}.jpg" for i in range(30)))
-    with pytest.raises(OSError, match="has changed since the start"):
-        index.read(0)
+    for _ in range(2):  # also after the first error
+        with pytest.raises(OSError, match="has changed since the start"):
+            index.read(0)
 
 
 def test_a_changed_file_is_scanned_again(tmp_path: Path) -> None:

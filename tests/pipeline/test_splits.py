@@ -78,6 +78,8 @@ def test_unknown_classes(image_root: Path, tmp_path: Path) -> None:
         f"data.classes=some.txt: there is no class and no file some.txt: {image_root}/train holds "
         "3 classes, such as checks; give names of classes, or a pattern"
     )
+    (tmp_path / "some.txt").write_bytes(b"\xef\xbb\xbfdots 2\r\nchecks\r\n")
+    assert splits(image_root, classes=str(tmp_path / "some.txt"))[0].classes == ("checks", "dots")
     (tmp_path / "some.txt").write_text("\n# nothing\n")
     assert "is empty; write one class per line" in refusal(
         image_root, classes=str(tmp_path / "some.txt")
@@ -143,8 +145,12 @@ def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
         path.unlink()
     assert "class dots has one image only" in refusal(flat, val_fraction=0.1)
     assert len(splits(flat, val_fraction=0.1, classes=["checks", "stripes"])[1]) == 2
-    (flat / "validation").mkdir()
-    assert "holds validation, which is no class" in refusal(flat, val_fraction=0.1)
+    shutil.copytree(image_root / "val", flat / "my_val")
+    assert "holds my_val, which is a split and not a class" in refusal(flat, val_fraction=0.1)
+    as_tar(flat, packed := flat.parent / "flat.tar")
+    assert "holds my_val, which is a split and not a class" in refusal(packed, val_fraction=0.1)
+    shutil.move(flat / "checks", flat / "my_train")
+    assert "if my_train is a split, write data.train=my_train" in refusal(flat)
     with pytest.raises(UserError, match=r"data\.val_fraction=1: not allowed"):
         cli.load([*SMALL, f"data.root={flat}", "data.val_fraction=1"])
 
@@ -191,6 +197,20 @@ def test_a_root_may_hold_one_split(image_root: Path, tmp_path: Path) -> None:
     assert "/nowhere: no such folder" in refusal([image_root, "/nowhere"])
 
 
+def test_a_link_to_a_root_adds_no_images(image_root: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(image_root)
+    for index, whole in zip(
+        splits([image_root, tmp_path / "link"]), splits(image_root), strict=True
+    ):
+        assert len(index) == len(whole)
+
+
+def test_one_class_is_refused(image_root: Path) -> None:
+    with pytest.raises(UserError, match=r"^data\.classes=.*: all images have the class dots; a "):
+        build_datasets(config(image_root, "data.classes=[dots]"))
+    assert len(build_val(config(image_root, "data.classes=[dots]")).val) == 5
+
+
 def test_demo_has_one_root() -> None:
     with pytest.raises(UserError, match=r"data\.root=\[.*: data=demo draws one folder"):
         build_datasets(cli.load(["recipe=demo", "data.root=[a,b]"]))
@@ -198,7 +218,7 @@ def test_demo_has_one_root() -> None:
 
 def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(image_root, tmp_path / "one, two"))
-    (tmp_path / "again").symlink_to(image_root)
+    shutil.copytree(image_root, tmp_path / "again")
     datasets = build_datasets(config(odd, f"data.root=[{image_root},{tmp_path / 'again'}]"))
     assert len(datasets.train) == 72 and len(datasets.val) == 30
     assert len(build_datasets(config(odd)).train) == 36
