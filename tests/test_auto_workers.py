@@ -60,6 +60,9 @@ def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
     monkeypatch.setattr(machine, "cpu_quota", lambda: math.inf)
     monkeypatch.setattr(autotune, "MEASURE_SECONDS", 0.2)
+    # Also on a busy machine, where steps are slow.
+    monkeypatch.setattr(autotune, "FEWEST_STEPS", 1)
+    monkeypatch.setattr(autotune, "LATE_SECONDS", math.inf)
 
 
 def compose(root: Path, folder: Path, *overrides: str) -> Config:

@@ -41,7 +41,7 @@ REAL = ("bash", "cat", "find", "grep", "ls", "mkdir", "mktemp", "seq", "wc", "xa
 NOTE = """#!/bin/bash
 file=$(mktemp "$NOTES/XXXXXX")
 printf '%s\\0' "${0##*/}" "$@" >"$file"
-[ "$*" != - ] || cat >>"$file"
+case " $* " in *" - "*) cat >>"$file" ;; esac
 """
 # Run the rest of the line.
 TASKSET = '#!/bin/bash\nshift 2\nexec "$@"\n'
