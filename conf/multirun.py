@@ -1,7 +1,7 @@
 """Sweeps: `python train.py -m optim.lr=0.1,0.2` trains once for each combination of values.
 
 The syntax and the order of the jobs are those of Hydra's basic sweeper. All combinations are
-checked before the first job starts. Each job is a process of its own, in its own run directory, as
+checked before the first job starts. Each job has its own process and its own run directory, as
 if its overrides had been typed without -m. The directory of the sweep holds only the table of its
 jobs: sweep.json and sweep.csv.
 """

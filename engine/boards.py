@@ -1,4 +1,4 @@
-"""Where curves and pictures are shown: TensorBoard and Weights & Biases, behind one interface.
+"""Show curves and pictures in TensorBoard and Weights & Biases, behind one interface.
 
 Every method may raise an error; engine/tracker.py then warns once and stops writing to that board.
 """

@@ -1,4 +1,4 @@
-"""Where scripts/prepare.py and scripts/shrink.py write a dataset: folders, tar files or zip files.
+"""Write the dataset of scripts/prepare.py and scripts/shrink.py: folders, tar files or zip files.
 
 A run that is killed at any time leaves a destination that the same command completes. A marker, a
 JSON file, contains the settings of the run. An image in a folder gets its name when it is complete.

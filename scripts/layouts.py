@@ -1,4 +1,4 @@
-"""Recognise the dataset that scripts/prepare.py got, and list its images. Nothing here writes.
+"""Recognise the format of the SOURCE of scripts/prepare.py and list its images. Writes nothing.
 
 The label of an image comes from its folder, its name, or the row or record that contains it.
 """

@@ -1,4 +1,4 @@
-"""Lay out a dataset for training: folders train/<class>/ and val/<class>/, or tar or zip files.
+"""Convert a dataset for training: to folders train/<class>/ and val/<class>/, or tar or zip files.
 
     python scripts/prepare.py /downloads --to /imagenet
     python scripts/prepare.py imagenet-object-localization-challenge.zip --to /imagenet --format tar
@@ -23,8 +23,8 @@ and val.tar, --format zip train.zip and val.zip (stored, not deflated), with the
 <class>/<name>. Opening a million files is slow on a network file system; opening two is not.
 data.root takes these files as it takes folders.
 
-Every image is read, its header is checked, and whether it is complete; scripts/doctor.py also
-decodes the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
+Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
+the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
 status is 1. To resume an interrupted run, run the same command again. prepare.json contains the
 settings and the totals.
 
@@ -57,9 +57,9 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--to", help="output folder: new, empty, or started by the same command")
     parser.add_argument("--format", default="folder", help="folder (the default), tar or zip")
     parser.add_argument(
-        "--val-fraction", type=float, metavar="F", help="of each class (0.1), without a val split"
+        "--val-fraction", type=float, metavar="F", help="validation fraction of each class (0.1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of these images (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed that selects these images (0)")
     try:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:

@@ -1,4 +1,4 @@
-"""Where the images of a dataset are: in files, tar files and zip files. For scripts/layouts.py."""
+"""List and read the images in folders, tar files and zip files. For scripts/layouts.py."""
 
 import os
 import re
