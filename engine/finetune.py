@@ -42,8 +42,8 @@ def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
     if config.model.weights is None:
         raise UserError(
             "model.weights is missing: fine-tuning starts from trained weights; give "
-            "model.weights=FILE (a checkpoint, or a file of torchvision or timm) or the folder of "
-            "a run"
+            "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
+            "torchvision or timm, or the folder of a run"
         )
     values = {
         f"from {config.model.weights}": of_weights(config, typed),

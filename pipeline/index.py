@@ -308,7 +308,10 @@ def _scan(root: str, key: str) -> dict[str, np.ndarray]:
     with os.scandir(base) as entries:
         names = sorted(e.name for e in entries if _is_visible_folder(e))
     if not names:
-        raise UserError(f"{key}={root}: no class folders in it; it must hold one folder per class")
+        raise UserError(
+            f"{key}={root}: no class folders in it; it must hold one folder per class: "
+            "python scripts/prepare.py SOURCE --to DIR makes them"
+        )
     parents = _parents(base)
     # Threads hide the latency of a network file system: 1,000 folders in sequence take minutes.
     with ThreadPoolExecutor(16) as pool:

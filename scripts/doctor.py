@@ -260,7 +260,7 @@ def folder_layout(case: Case, places: dict[str, str]) -> Iterator[Row]:
             flat = f", but {loose:,} images" if loose else ""
             yield fail(
                 f"{name}: no class folders in {root}{flat}",
-                "put the images into one folder per class; for ImageNet's val, use valprep.sh",
+                "put the images into one folder per class: scripts/prepare.py SOURCE --to DIR",
             )
         elif loose:
             text = f"{name}: {loose:,} images are outside the class folders and ignored"

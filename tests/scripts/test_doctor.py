@@ -364,7 +364,7 @@ def a_file(root: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "status", "text", "do"),
     [
-        (flat, "fail", "val: no class folders in ROOT/val, but 15 images", "valprep.sh"),
+        (flat, "fail", "val: no class folders in ROOT/val, but 15 images", "scripts/prepare.py"),
         (
             loose,
             "warn",

@@ -96,15 +96,18 @@ def test_shrinking_in_recorded_sweeps(model: str) -> None:
 
 
 def photos(root: Path, side: int, count: int = 8) -> Path:
-    """A dataset of smooth images with some noise."""
+    """A dataset of smooth images with some noise, half of them in each of two classes."""
     for split in ("train", "val"):
-        (root / split / "a").mkdir(parents=True)
+        for name in "ab":
+            (root / split / name).mkdir(parents=True)
         for number in range(count):
             rng = np.random.default_rng(number)
             coarse = Image.fromarray(rng.integers(0, 256, (12, 15, 3), dtype=np.uint8))
             image = np.asarray(coarse.resize((side * 5 // 4, side), Image.Resampling.BICUBIC))
             noisy = np.clip(image + rng.normal(0, 6, image.shape), 0, 255).astype(np.uint8)
-            Image.fromarray(noisy).save(root / split / "a" / f"{number}.jpg", quality=92)
+            Image.fromarray(noisy).save(
+                root / split / "ab"[number % 2] / f"{number}.jpg", quality=92
+            )
     return root
 
 
@@ -143,9 +146,9 @@ def test_every_decoder_has_a_documented_speed() -> None:
 
 
 def test_unreadable_file_and_no_files(tmp_path: Path) -> None:
-    for split in ("train", "val"):
-        (tmp_path / split / "a").mkdir(parents=True)
-        (tmp_path / split / "a" / "x.jpg").write_bytes(b"")
+    for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
+        (tmp_path / split / name).mkdir(parents=True)
+        (tmp_path / split / name / "x.jpg").write_bytes(b"")
     assert gains_of(tmp_path, "pillow") == Gains()
     assert measure_gains(build_datasets(cli.load(["data=fake"])).train) is None
 
