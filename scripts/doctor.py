@@ -860,10 +860,13 @@ def read_rate(files: Files, threads: int, seed: int) -> tuple[float, int]:
     def read(path: str) -> int:
         if time.perf_counter() - began > READ_SECONDS:
             return 0
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
+        name, start, length = path, 0, 0
+        if isinstance(path, survey.Member):
+            name, start, length = path.container.path, path.start, path.length
+        with suppress(OSError), open(name, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            return len(file.read())
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
+            return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))
         return 0
 
     with ThreadPoolExecutor(threads) as pool:

@@ -814,6 +814,12 @@ def test_read_rate(tmp_path: Path) -> None:
     assert count == 15 and rate > 0
 
 
+def test_read_rate_of_a_container(image_root: Path, tmp_path: Path) -> None:
+    as_tar(image_root / "train", tmp_path / "train.tar")
+    split = survey.list_index(load_index(tmp_path / "train", key="data.train"))
+    assert doctor.read_rate(split.files, 4, 0)[1] == len(split.files) == 36
+
+
 def test_step_rate(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is measured with the model and the share of the batch of one of the ranks."""
     monkeypatch.setattr(doctor, "STEP_SECONDS", 0.1)
