@@ -40,7 +40,7 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
-from engine.boards import check_installed
+from engine.boards import check_installed, exit_with
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
 from engine.evaluate import hits, sums
@@ -475,4 +475,4 @@ def main(config: Config) -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
-    sys.exit(main(CONFIG))
+    exit_with(partial(main, CONFIG))

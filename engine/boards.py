@@ -6,10 +6,13 @@ Every method may raise an error; engine/tracker.py then warns once and stops wri
 import contextlib
 import io
 import logging
+import os
 import queue
 import re
 import sys
 import threading
+import time
+import traceback
 import uuid
 import warnings
 from abc import ABC, abstractmethod
@@ -17,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from PIL import Image
@@ -65,7 +68,9 @@ LAYOUT = {
 FIRST = ("recipe", "model.name", "optim.lr", "loader.batch_size")
 # The last values of these tags are the results in HPARAMS.
 RESULTS = ("val/loss", "val/top1", "val/top5", "final/best_top1", "final/images_per_second")
-MOST_WAITING = 1000  # calls of wandb that wait for its thread; more mean that it hangs
+WANDB_THREAD = "wandb"
+MOST_WAITING = 10_000  # calls that wait for the thread of wandb: 100 s of rows at 100 rows/s
+ANSWER_SECONDS = 120  # a call of wandb that takes longer hangs; wandb.init gives up after 90 s
 CLOSE_SECONDS = 30  # to send the last values to Weights & Biases
 
 
@@ -287,30 +292,40 @@ class WeightsAndBiases(Board):
     """Sends curves and pictures to Weights & Biases, https://docs.wandb.ai.
 
     A thread calls wandb, so that a slow network or a server that does not answer delays no step.
-    An error is raised at the next call. wandb reads its own environment variables, such as
-    WANDB_PROJECT and WANDB_MODE, and the login of `wandb login`.
+    An error is raised at the next call. If wandb is too slow, the oldest values are dropped. If it
+    hangs, its thread stays: the process must end with `exit_with`. wandb reads its own environment
+    variables, such as WANDB_PROJECT and WANDB_MODE, and the login of `wandb login`.
     """
 
     title = "Weights & Biases"
 
     def __init__(self, folder: Path, start_step: int, values: Mapping[str, Any]) -> None:
         self._calls: queue.Queue[Callable[[Any], object] | None] = queue.Queue(MOST_WAITING)
+        self._call_began: float | None = time.monotonic()  # None while the thread has no work
+        self._dropped = False
         self._error: BaseException | None = None
         self._step = start_step
         known = {key: value for key, value in values.items() if value is not None}
         self._thread = threading.Thread(
-            target=self._work, args=(folder, known), name="wandb", daemon=True
+            target=self._work, args=(folder, known), name=WANDB_THREAD, daemon=True
         )
         self._thread.start()
 
     def _work(self, folder: Path, values: dict[str, Any]) -> None:
         try:
             run = open_wandb(folder, values)
+            self._call_began = None
             while (call := self._calls.get()) is not None:
+                self._call_began = time.monotonic()
                 call(run)
+                self._call_began = None
             run.finish()
         except BaseException as error:  # also KeyboardInterrupt, which wandb raises
             self._error = error
+        try:
+            close_wandb()
+        except BaseException as error:
+            self._error = self._error or error
 
     def _call(self, call: Callable[[Any], object] | None) -> None:
         """Let the thread call wandb. None ends the run.
@@ -318,12 +333,24 @@ class WeightsAndBiases(Board):
         Raises:
             RuntimeError: an earlier call failed, or does not return.
         """
+        self._raise_error()
+        began = self._call_began
+        if began is not None and time.monotonic() - began > ANSWER_SECONDS:
+            raise RuntimeError(f"wandb has not answered for {ANSWER_SECONDS} s")
+        if self._calls.full():
+            with contextlib.suppress(queue.Empty):  # the thread took one in the meantime
+                self._calls.get_nowait()
+            if not self._dropped:
+                self._dropped = True
+                logger.warning(
+                    "Weights & Biases is slower than the run: some of its values are left out; "
+                    "metrics.jsonl has all rows"
+                )
+        self._calls.put(call)
+
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise RuntimeError(describe(self._error)) from self._error
-        try:
-            self._calls.put_nowait(call)
-        except queue.Full:
-            raise RuntimeError("wandb does not answer") from None
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._log(dict(values), step)
@@ -348,14 +375,14 @@ class WeightsAndBiases(Board):
         return self._step
 
     def close(self) -> None:
-        self._call(None)
-        self._thread.join(CLOSE_SECONDS)
+        if self._error is None:
+            self._call(None)
+        self._thread.join(CLOSE_SECONDS)  # also after an error: it sends what came before
+        self._raise_error()
         if self._thread.is_alive():
             raise RuntimeError(
                 f"wandb did not finish within {CLOSE_SECONDS} s: the last values may be missing"
             )
-        if self._error is not None:
-            raise RuntimeError(describe(self._error)) from self._error
 
 
 def open_wandb(folder: Path, values: dict[str, Any]) -> Any:
@@ -386,6 +413,41 @@ def open_wandb(folder: Path, values: dict[str, Any]) -> Any:
         "Weights & Biases: %s", run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it"
     )
     return run
+
+
+def close_wandb() -> None:
+    """Wait until all values are sent and the process of wandb has ended.
+
+    Otherwise, wandb does this in a hook at exit, in the main thread and without a time limit.
+    """
+    import wandb
+
+    wandb.sdk.teardown()  # wandb.teardown has another name in version 0.19
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Call `main` and end the process with the status that it returns.
+
+    If wandb hangs, its hook at exit would never return: the process ends without hooks.
+    """
+    try:
+        status = main()
+    except Exception:
+        if not _wandb_hangs():
+            raise
+        traceback.print_exc()
+        status = 1
+    if not _wandb_hangs():
+        sys.exit(status)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # a full disk, or a pipe without a reader
+            stream.flush()
+    os._exit(status)
+
+
+def _wandb_hangs() -> bool:
+    """Whether its thread is still there after the tracker has closed the board, or given it up."""
+    return any(thread.name == WANDB_THREAD for thread in threading.enumerate())
 
 
 # Name in log.trackers -> board.

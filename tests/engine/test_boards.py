@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
+import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,20 +17,25 @@ import train
 from conf.schema import UserError
 from engine import boards
 from engine.tracker import Tracker
-from tests.small_run import compose, run
+from tests.small_run import command, compose, run
 
 # A module in place of wandb: it appends each call to a file, and fails in one of them.
 FAKE = """
-import json, os, pathlib, threading
+import json, os, threading, types
+
+FILE, FAILS, HOW = (os.environ.get(f"FAKE_{name}") for name in ("CALLS", "FAILS", "HOW"))
+released = threading.Event()
 
 def called(name, /, **content):
-    with open(os.environ["FAKE_CALLS"], "a") as file:
+    with open(FILE, "a") as file:
         file.write(json.dumps({"call": name, **content}, default=str) + "\\n")
-    if os.environ.get("FAKE_FAILS") == name:
-        how = os.environ["FAKE_HOW"]
-        if how == "hang":
-            threading.Event().wait()
-        raise {"error": OSError("no network"), "exit": SystemExit(1)}.get(how, KeyboardInterrupt())
+    if name == FAILS:
+        if HOW in ("hang", "slow"):
+            released.wait()
+        if HOW != "slow":
+            raise {"exit": SystemExit(1), "interrupt": KeyboardInterrupt()}.get(
+                HOW, OSError("no network")
+            )
 
 class Settings(dict):
     pass
@@ -50,7 +58,27 @@ def init(dir, **options):
     called("init", **options)
     return Run(dir)
 
+sdk = types.SimpleNamespace(teardown=lambda: called("teardown"))
+
 called("import")
+"""
+# Added to it: as wandb's, a hook at exit that waits without a limit.
+HANGING_HOOK = """
+import atexit
+
+from engine import boards
+
+atexit.register(threading.Event().wait)
+boards.CLOSE_SECONDS = 0.1
+"""
+# And an error of the training program, as a fork may have.
+BROKEN_TRAINING = """
+import __main__
+
+def save(*_):
+    raise ValueError("a mistake in the fork")
+
+__main__.save = save
 """
 
 
@@ -87,12 +115,24 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
     monkeypatch.syspath_prepend(tmp_path / "site")
     monkeypatch.delitem(sys.modules, "wandb", raising=False)
     yield lambda: [json.loads(line) for line in file.read_text().splitlines()]
+    release()
     sys.modules.pop("wandb", None)
+
+
+def release() -> None:
+    """End calls that hang, and wait for their threads: a later test must not get their calls."""
+    for thread in threading.enumerate():
+        if thread.name == boards.WANDB_THREAD:
+            while thread.is_alive():
+                # The thread may still have to import it.
+                if fake := sys.modules.get("wandb"):
+                    fake.released.set()
+                thread.join(0.01)
 
 
 def test_what_is_sent(tmp_path: Path, calls: Callable[[], list[Any]]) -> None:
     start(tmp_path / "run", [10, 20])
-    _, setup, init, *logged, finish = calls()
+    _, setup, init, *logged, finish, teardown = calls()
     assert setup["silent"] is True  # wandb asks nothing on the terminal
     assert init["name"] == "run" and init["resume"] == "allow"
     assert init["config"] == {"recipe": "demo"}
@@ -109,7 +149,7 @@ def test_what_is_sent(tmp_path: Path, calls: Callable[[], list[Any]]) -> None:
         {"call": "log", "step": 20, "content": {"val/worst": "4 x 2 png"}},
         {"call": "log", "step": 20, "content": {"final/best_top1": 50}},
     ]
-    assert finish == {"call": "finish"}
+    assert finish == {"call": "finish"} and teardown == {"call": "teardown"}
 
 
 def test_a_run_directory_keeps_its_run(tmp_path: Path, calls: Callable[[], list[Any]]) -> None:
@@ -125,8 +165,8 @@ def test_a_run_directory_keeps_its_run(tmp_path: Path, calls: Callable[[], list[
 @pytest.mark.parametrize(
     ("fails", "how"),
     [
-        *((fails, "error") for fails in ("import", "setup", "init", "log", "finish")),
-        *((fails, "hang") for fails in ("init", "log", "finish")),
+        *((fails, "error") for fails in ("import", "setup", "init", "log", "finish", "teardown")),
+        *((fails, "hang") for fails in ("init", "log", "finish", "teardown")),
         ("init", "interrupt"),  # wandb raises it at the end of the standard input
         ("init", "exit"),
     ],
@@ -141,9 +181,13 @@ def test_failure_is_one_warning(
 ) -> None:
     monkeypatch.setenv("FAKE_FAILS", fails)
     monkeypatch.setenv("FAKE_HOW", how)
-    monkeypatch.setattr(boards, "CLOSE_SECONDS", 0.1)
+    if how == "hang":
+        monkeypatch.setattr(boards, "CLOSE_SECONDS", 0.1)
     start(tmp_path / "run", list(range(10, 100, 10)))
-    assert calls()[-1]["call"] == fails
+    release()
+    assert [call["call"] for call in calls()][
+        -1 if fails in ("import", "teardown") else -2
+    ] == fails
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert warning.startswith("Weights & Biases cannot be written (RuntimeError: ")
     reasons = {"error": "no network", "exit": "SystemExit", "hang": "did not finish within 0.1 s"}
@@ -152,18 +196,75 @@ def test_failure_is_one_warning(
     assert (tmp_path / "run" / "tensorboard").is_dir()
 
 
-def test_wandb_that_hangs_does_not_fill_the_memory(
+def test_slow_start_keeps_the_newest_values(
     tmp_path: Path,
     calls: Callable[[], list[Any]],
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    """One that takes long, but not too long. What waits for it does not fill the memory."""
     monkeypatch.setenv("FAKE_FAILS", "init")
-    monkeypatch.setenv("FAKE_HOW", "hang")
+    monkeypatch.setenv("FAKE_HOW", "slow")
     monkeypatch.setattr(boards, "MOST_WAITING", 5)
-    start(tmp_path / "run", list(range(10, 100, 10)))
-    (warning,) = caplog.records
-    assert "wandb does not answer" in warning.getMessage()
+    board = boards.WeightsAndBiases(tmp_path, 0, {})
+    for step in range(1, 10):
+        board.scalars({"lr": 0.1}, step)
+    threading.Timer(0.1, release).start()
+    board.close()
+    steps = [call["step"] for call in calls() if call["call"] == "log"]
+    assert steps in ([5, 6, 7, 8, 9], [6, 7, 8, 9])  # the call that ends the run may need a place
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert "Weights & Biases is slower than the run" in warning
+
+
+@pytest.mark.parametrize("fails", ["init", "log"])
+def test_wandb_that_hangs_is_given_up(
+    fails: str,
+    tmp_path: Path,
+    calls: Callable[[], list[Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Any,
+) -> None:
+    monkeypatch.setenv("FAKE_FAILS", fails)
+    monkeypatch.setenv("FAKE_HOW", "hang")
+    board = boards.WeightsAndBiases(tmp_path, 0, {})
+    board.scalars({"lr": 0.1}, 1)
+    while not (tmp_path / "calls").exists() or calls()[-1]["call"] != fails:
+        threading.Event().wait(0.01)
+    clock.now += 119
+    board.scalars({"lr": 0.1}, 2)
+    clock.now += 2
+    with pytest.raises(RuntimeError, match="wandb has not answered for 120 s"):
+        board.scalars({"lr": 0.1}, 3)
+
+
+@pytest.mark.parametrize(
+    ("fails", "code", "status"),
+    [("finish", "", 0), ("teardown", BROKEN_TRAINING, 1)],
+    ids=["finished", "failed"],
+)
+def test_wandb_that_hangs_does_not_keep_the_process(
+    fails: str, code: str, status: int, image_root: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "wandb.py").write_text(FAKE + HANGING_HOOK + code)
+    fake = {"CALLS": str(tmp_path / "calls"), "FAILS": fails, "HOW": "hang"}
+    done = subprocess.run(
+        command(image_root, tmp_path / "run", "log.trackers=[wandb]"),
+        env={
+            **os.environ,
+            **{f"FAKE_{name}": value for name, value in fake.items()},
+            "PYTHONPATH": str(tmp_path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=300,  # instead of waiting for ever
+    )
+    assert done.returncode == status, done.stderr
+    assert done.stderr.count("WARNING") == 1 and "did not finish within 0.1 s" in done.stderr
+    if code:
+        assert done.stderr.splitlines()[-1] == "ValueError: a mistake in the fork"
+    else:
+        assert done.stdout.splitlines()[-1].startswith("verdict")
 
 
 @pytest.mark.usefixtures("own_logging", "whole_runs")
@@ -207,13 +308,12 @@ def test_wandb_is_not_installed(
 
 def test_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real package, without a login or a network: two starts are one run."""
-    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HOME", str(tmp_path))
     ids = []
     for place, (steps, start_step) in enumerate((([10, 20, 30], 0), ([30, 40, 50, 60], 20))):
         start(tmp_path / "run", steps, start_step=start_step)
-        wandb.teardown()
         # wandb names the folder by the second, in which the next start may come.
         (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
         written.rename(tmp_path / str(place))
