@@ -99,7 +99,7 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
                 folder = words.pop(i + 1) if i + 1 < len(words) else ""
             if not folder:
                 raise UserError(f"{flag}: has no value; write --config-dir DIR")
-            words[i] = CONFIG_DIR + os.path.abspath(folder)
+            words[i] = CONFIG_DIR + os.path.abspath(os.path.expanduser(folder))
     return words
 
 

@@ -43,7 +43,7 @@ def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     if not given:
         return None, overrides
-    folder = Path(given[-1])
+    folder = Path(given[-1]).expanduser()
     typed = f"{CONFIG_DIR}{folder}"
     if len(given) > 1:
         raise UserError(f"{typed}: given {len(given)} times; give one folder")
@@ -71,7 +71,7 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     Raises:
         UserError: names the override and what to write instead.
     """
-    override = _parse(_quoted(text))
+    override = _parse(_with_quotes(text))
     name, typed = override.key_or_group, override.input_line or override.key_or_group
     if override.is_sweep_override():
         if name in KEYS and get_origin(FIELDS[name].type) is list:
@@ -86,7 +86,15 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     return override
 
 
-def _quoted(text: str) -> str:
+def quoted(value: str) -> str:
+    """Put a value in quotes, in Hydra's grammar."""
+    # Inside quotes, a backslash is literal unless it precedes a quote.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"'{escaped}'"
+
+
+def _with_quotes(text: str) -> str:
     """Quote a value, usually a path, that Hydra's grammar would not take literally."""
     name, _, value = text.partition("=")
     if name.lstrip("+") not in WORDS or not value or not value.isprintable():
@@ -96,10 +104,7 @@ def _quoted(text: str) -> str:
         is_word = not isinstance(parsed.value(), (bool, int, float))  # 1.10 would become 1.1
         if is_word and (not parsed.is_sweep_override() or "/" not in value):
             return text
-    # Inside quotes, a backslash is literal unless it precedes a quote.
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"{name}='{escaped}'"
+    return f"{name}={quoted(value)}"
 
 
 def _parse(text: str) -> Override:
@@ -120,7 +125,7 @@ def _parse(text: str) -> Override:
 def _check_choice(override: Override, typed: str, config_dir: Path | None) -> None:
     name, choice = override.key_or_group, override.value()
     choices = group_names(name, config_dir)
-    if not isinstance(choice, str) or choice not in choices:
+    if not isinstance(choice, (str, int)) or show(choice) not in choices:  # 10.yaml is allowed
         more = {
             "model": f"; for any other model write model.name={choice}",
             "data": f"; for a folder of images write data.root={choice}",
@@ -129,7 +134,7 @@ def _check_choice(override: Override, typed: str, config_dir: Path | None) -> No
         hint = did_you_mean(Path(str(choice)).stem.lower(), choices, cutoff=cutoff)
         raise UserError(f"{typed}: no such {name}; choose one of {', '.join(choices)}{hint}{more}")
     if override.is_add() or override.is_delete():
-        raise UserError(f"{typed}: write {name}={choice}")
+        raise UserError(f"{typed}: write {name}={show(choice)}")
 
 
 def _check_key(override: Override, typed: str) -> None:
