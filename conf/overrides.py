@@ -73,6 +73,8 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     """
     override = _parse(_with_quotes(text))
     name, typed = override.key_or_group, override.input_line or override.key_or_group
+    if name not in NAMES:
+        _refuse_unknown(override, typed)
     if override.is_sweep_override():
         if name in KEYS and get_origin(FIELDS[name].type) is list:
             raise UserError(f"{typed}: not allowed; give {allowed_values(name)}")
@@ -169,18 +171,25 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _refuse_unknown(override: Override, typed: str) -> None:
-    name = override.key_or_group
+    name, value = override.key_or_group, _shown(override)
     if re.match(r"hydra([./]|$)", name):
         own = (s for s in hints.HYDRA if name.replace("/", ".").startswith(f"hydra.{s}"))
-        advice = hints.HYDRA[next(own, "")].replace("{}", show(override.value()))
+        advice = hints.HYDRA[next(own, "")].replace("{}", value)
         raise UserError(f"{typed}: Hydra's own settings are not used here; {advice}")
     parent, _, inner = name.rpartition(".")
     if parent in KEYS and get_origin(FIELDS[parent].type) is dict:
-        raise UserError(f"{typed}: write {parent}={{{inner}: {show(override.value())}}}")
+        raise UserError(f"{typed}: write {parent}={{{inner}: {value}}}")
     section = [key for key in KEYS if key.startswith(f"{name}.")]
     if section:
         raise UserError(f"{typed}: {name} is a group of keys: {', '.join(section)}")
     raise UserError(f"{typed}: there is no key {name or typed}{_another_key(override)}")
+
+
+def _shown(override: Override) -> str:
+    """The value as typed; that of a sweep is no plain value."""
+    if override.is_sweep_override():
+        return str(override.input_line).partition("=")[2]
+    return show(override.value())
 
 
 def _another_key(override: Override) -> str:
@@ -192,7 +201,7 @@ def _another_key(override: Override) -> str:
     if moved and last not in hints.REMEDIES:
         return f"; did you mean {' or '.join(moved)}?"
     if advice := remedy(name):
-        advice = advice.replace("{}", "" if override.is_delete() else show(override.value()))
+        advice = advice.replace("{}", "" if override.is_delete() else _shown(override))
         is_override = advice.partition("=")[0] in NAMES
         return f"; write {shlex.quote(advice)}" if is_override else f"; {advice}"
     last_parts = {key.rpartition(".")[2]: key for key in KEYS}
