@@ -27,6 +27,7 @@ from conf.overrides import (
 from conf.schema import RESULT, Config, UserError, group_names, show, walk
 
 MULTIRUN = {"-m", "--multirun"}
+HYDRA_FILES = {"-cp", "--config-path", "-cn", "--config-name"}
 OPTIONS = """\
 options:
   -m, --multirun    train once for each combination of values: optim.lr=0.1,0.2 model=glob(resnet*)
@@ -46,9 +47,11 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     try:
         words = with_config_dir(arguments)
         if {"-h", "--help"} & set(words):
-            print(help_text(script, purpose, split_config_dir(words)[0]))
-            sys.exit(0)
+            _show(help_text(script, purpose, split_config_dir(words)[0]) + "\n")
         show_only, section, words = _take_cfg(words)
+        for word in words:
+            if word.partition("=")[0] in MULTIRUN - {word}:
+                raise UserError(f"{word}: has no value; write {word.partition('=')[0]}")
         if MULTIRUN & set(words):
             words = [word for word in words if word not in MULTIRUN]
             _check_spelling(words)
@@ -58,9 +61,18 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     except UserError as error:
         fail(str(error), script)
     if show_only:
-        print(to_yaml(config, section), end="")
-        sys.exit(0)
+        _show(to_yaml(config, section))
     return config
+
+
+def _show(text: str) -> NoReturn:
+    """Print a text and exit; quietly if its reader, such as head, has read enough."""
+    try:
+        print(text, end="", flush=True)
+    except BrokenPipeError:
+        # The interpreter flushes stdout once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(0)
 
 
 def _sweep(words: list[str], script: str, *, show_only: bool, section: str | None) -> NoReturn:
@@ -77,11 +89,12 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
         )
     jobs = multirun.expand(words, runnable=not show_only)
     if show_only:
-        for number, job in enumerate(jobs, 1):
-            print(
-                f"---\n# job {number} of {len(jobs)}: {job}\n{to_yaml(job.config, section)}", end=""
+        _show(
+            "".join(
+                f"---\n# job {number} of {len(jobs)}: {job}\n{to_yaml(job.config, section)}"
+                for number, job in enumerate(jobs, 1)
             )
-        sys.exit(0)
+        )
     sys.exit(multirun.run(jobs, typed=words))
 
 
@@ -99,7 +112,7 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
                 folder = words.pop(i + 1) if i + 1 < len(words) else ""
             if not folder:
                 raise UserError(f"{flag}: has no value; write --config-dir DIR")
-            words[i] = CONFIG_DIR + os.path.abspath(folder)
+            words[i] = CONFIG_DIR + os.path.abspath(os.path.expanduser(folder))
     return words
 
 
@@ -111,11 +124,18 @@ def _take_cfg(words: Sequence[str]) -> tuple[bool, str | None, list[str]]:
     """
     kinds, rest = _take(words, "-c", "--cfg")
     if not kinds:
+        sections = [name for name in _take(words, "-p", "--package")[0] if name in SECTIONS]
+        if sections:
+            raise UserError(f"-p {sections[-1]}: needs --cfg; write --cfg job -p {sections[-1]}")
         return False, None, rest
     if kinds[-1] not in ("", "job"):
         raise UserError(f"--cfg={kinds[-1]}: Hydra's own settings are not used; write --cfg job")
     sections, rest = _take(rest, "-p", "--package")
     section = sections[-1] if sections else None
+    if section == "":
+        raise UserError("-p: has no value; write a section, such as -p optim")
+    if section is not None and section.partition(".")[0] in SECTIONS - {section}:
+        raise UserError(f"-p {section}: is no section; write -p {section.partition('.')[0]}")
     if section is not None and section not in SECTIONS:
         raise UserError(f"-p {section}: no such section; give one of {', '.join(sorted(SECTIONS))}")
     # The printed config is always resolved.
@@ -304,11 +324,11 @@ def _refuse_flags(words: Sequence[str]) -> None:
         if advice is None:
             sentences.append("--help lists all keys")
             continue
-        if "{}" in advice and not value:
-            has_value = rest and not rest[0].startswith("-") and "=" not in rest[0]
-            value = rest.pop(0) if has_value else "VALUE"
+        if "{}" in advice:
+            value = value or _next_value(rest)
+        advice = _with_value(advice, flag, value)
         key = advice.partition("=")[0]
-        (overrides if key in NAMES else sentences).append(advice.replace("{}", value))
+        (overrides if key in NAMES else sentences).append(advice)
         if key in hints.MEANINGS:
             sentences.append(hints.MEANINGS[key])
     if flags:
@@ -316,6 +336,21 @@ def _refuse_flags(words: Sequence[str]) -> None:
             sentences.insert(0, f"write {' '.join(map(shlex.quote, overrides))}")
         kind = "not options" if len(flags) > 1 else "not an option"
         raise UserError(f"{', '.join(flags)}: {kind}; {'; '.join(dict.fromkeys(sentences))}")
+
+
+def _next_value(rest: list[str]) -> str:
+    """Remove the value of a flag, which is a word of its own, and return it; else a placeholder."""
+    has_value = rest and not rest[0].startswith("-") and "=" not in rest[0]
+    return rest.pop(0) if has_value else "VALUE"
+
+
+def _with_value(advice: str, flag: str, value: str) -> str:
+    """Put the value of a flag into its advice."""
+    if flag in HYDRA_FILES:
+        value = value.removesuffix(".yaml")
+        if Path(value).name in ("conf", "config", "configs"):  # the names in most programs
+            return f"leave {flag} out"
+    return advice.replace("{}", value)
 
 
 def _split_flag(word: str) -> tuple[str, str]:

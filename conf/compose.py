@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from yaml import MarkedYAMLError
+from yaml import MarkedYAMLError, YAMLError
 
 from conf import schema
 from conf.overrides import (
@@ -27,6 +27,7 @@ from conf.overrides import (
     GROUPS,
     KEYS,
     allowed_values,
+    quoted,
     read_override,
     split_config_dir,
 )
@@ -68,12 +69,12 @@ def load(
     """
     config_dir, words = split_config_dir(overrides)
     parsed = [read_override(text, config_dir) for text in words]
-    groups = {o.key_or_group: str(o.value()) for o in parsed if o.key_or_group in GROUPS}
+    groups = {o.key_or_group: show(o.value()) for o in parsed if o.key_or_group in GROUPS}
     keys = [o for o in parsed if o.key_or_group not in GROUPS]
     recipe = groups.pop("recipe", DEFAULT_RECIPE)
     try:
         planned = copy.deepcopy(_compose(recipe, schema.FOLDER, config_dir))
-        file = OmegaConf.load(_file("recipe", recipe, config_dir))
+        file = _content(_file("recipe", recipe, config_dir))
         # Not that of a recipe in its defaults, which is for another training.
         own = OmegaConf.select(file, "expect")
         planned.expect = own and OmegaConf.merge(OmegaConf.structured(schema.Expect), own)
@@ -134,7 +135,7 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
                     "the keys that differ"
                 )
             if name in GROUPS:
-                _choose(tree, name, _file(name, str(value), config_dir))
+                _choose(tree, name, _file(name, show(value), config_dir))
             else:
                 OmegaConf.update(tree, name, value, merge=True)
         config = OmegaConf.to_object(tree)
@@ -214,22 +215,42 @@ def _file(group: str, choice: str, config_dir: Path | None) -> Path:
 @cache
 def _compose(recipe: str, folder: Path, config_dir: Path | None) -> DictConfig:
     """Merge the defaults of the schema, the groups and the recipe. Callers must copy the result."""
-    overrides = [f"recipe={recipe}"]
+    overrides = [f"recipe={quoted(recipe)}"]  # 10 is a name here
     _refuse_missing(recipe, folder)
     if config_dir is not None:
         _refuse_missing(recipe, config_dir)
         own = config_dir / "recipe" / f"{recipe}.yaml"
-        if own.exists() and "@package _global_" not in own.read_text(encoding="utf-8"):
+        if own.exists() and "@package _global_" not in _read(own):
             raise UserError(
                 f"{own}: is not a recipe; write `# @package _global_` in its first line"
             )
-        path = re.sub(r"(['\\])", r"\\\1", str(config_dir.absolute()))
-        overrides.append(f"hydra.searchpath=['file://{path}']")
+        overrides.append(f"hydra.searchpath=[{quoted(f'file://{config_dir.absolute()}')}]")
     ConfigStore.instance().store(name="schema", node=Config)
     with initialize_config_dir(version_base="1.3", config_dir=str(folder)):
-        composed = compose(config_name="config", overrides=overrides)
+        composed = _hydra(overrides, recipe, [folder, *([config_dir] if config_dir else [])])
     # A YAML file can add keys to the composed tree; this merge refuses keys that the schema lacks.
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
+
+
+def _hydra(overrides: list[str], recipe: str, folders: Sequence[Path]) -> DictConfig:
+    """Compose, and name the file of which Hydra only says that it cannot use it.
+
+    Raises:
+        UserError: a file does not hold a mapping, or its `defaults` are not a list.
+    """
+    try:
+        return compose(config_name="config", overrides=overrides)
+    except OmegaConfBaseException:
+        raise
+    except (OSError, ValueError) as error:
+        for path in (path for folder in folders for path in _group_files(folder)):
+            _content(path)
+        raise UserError(f"recipe={recipe}: {_first_line(error)}; correct the file") from None
+
+
+def _group_files(folder: Path) -> list[Path]:
+    """The YAML files of the groups; a folder of the user may hold others."""
+    return sorted(path for group in GROUPS for path in (folder / group).glob("*.yaml"))
 
 
 def _refuse_missing(recipe: str, folder: Path) -> None:
@@ -238,7 +259,7 @@ def _refuse_missing(recipe: str, folder: Path) -> None:
     Raises:
         UserError: names the file and the key; or a file cannot be read.
     """
-    for path in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+    for path in _group_files(folder):
         if path.parent.name == "recipe" and path.stem != recipe:
             continue
         if "???" in _read(path):
@@ -259,16 +280,43 @@ def _read(path: Path) -> str:
         raise UserError(f"{path}: cannot be read: {reason}; correct or remove it") from None
 
 
+def _content(path: Path) -> DictConfig:
+    """The content of a YAML file.
+
+    Raises:
+        UserError: it cannot be read, or is not a mapping.
+    """
+    _read(path)
+    try:
+        content = OmegaConf.load(path)
+    except MarkedYAMLError:
+        raise
+    except (OSError, YAMLError):  # a single number; a control character
+        content = None
+    if not isinstance(content, DictConfig):
+        raise UserError(f"{path}: holds no keys; write `key: value` lines")
+    return content
+
+
 def _choose(tree: DictConfig, group: str, file: Path) -> None:
     """Merge a typed group into the tree, above the recipe.
 
     A section with a name (optim, schedule, model) is replaced as a whole, because the values of a
     recipe for one optimiser are wrong for another. In other sections the values of the recipe stay
     unless the group sets them: data=fake keeps the image size.
+
+    Raises:
+        UserError: the file is written like a recipe.
     """
+    content = _content(file)
+    if {"defaults", group} & set(content) or "@package _global_" in _read(file):
+        raise UserError(
+            f"{file}: is not a file of the group {group}; write the keys of {group} without "
+            f"`{group}:`, without `defaults` and without `@package`"
+        )
     named = f"{group}.name" in FIELDS
     section = OmegaConf.structured(OmegaConf.get_type(tree[group])) if named else tree[group]
-    tree[group] = OmegaConf.merge(section, OmegaConf.load(file))
+    tree[group] = OmegaConf.merge(section, content)
 
 
 def _replaced_values(
@@ -375,9 +423,11 @@ def _same_value(name: str, expression: Any, value: Any, tree: DictConfig) -> boo
 
     data.val_size=224 equals ${data.image_size} if data.image_size is 224.
     """
+    alike = FIELDS[name].metadata["alike"]
+    if "${" not in str(expression):  # the common case needs no copy of the tree
+        return bool(alike(value) == alike(expression))
     trial = copy.deepcopy(tree)
     OmegaConf.update(trial, name, expression, merge=False)
-    alike = FIELDS[name].metadata["alike"]
     try:
         return bool(alike(value) == alike(_flat(trial, resolve=True)[name]))
     except InterpolationResolutionError:  # the two keys now refer to each other

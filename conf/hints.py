@@ -65,7 +65,20 @@ _SENTENCES = {
     "write log.trackers=[] to write no event files; the default is log.trackers=[tensorboard]": (
         "log.tensorboard tensorboard"
     ),
-    "write log.trackers=[{}]": "logger report-to tracker",
+    "write log.trackers=[wandb] or log.trackers=[tensorboard]; metrics.jsonl is always written": (
+        "logger report-to tracker"
+    ),
+    "the keys train.* hold these settings, and a GPU is used if there is one": "trainer",
+    "leave it out: checkpoints and the best model are always kept; see checkpoint.keep": (
+        "callbacks"
+    ),
+    "write train.max_steps=10 for a short run, and loader=debug to debug the loader": "debug",
+    "write -m with lists of values, such as optim.lr=0.1,0.2": "hparams-search",
+    "write run.name={}": "task-name",
+    "leave it out: run.name= describes a run": "tags",
+    "leave it out: run.dir= and data.root= set the folders": "paths",
+    "leave it out: there are no such settings": "extras",
+    "leave it out: summary.json and sweep.json hold best_top1": "optimized-metric",
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "only train.py has sweeps; start this script once per value": "m multirun",
     "--cfg job prints the composed config, --help lists the groups": "i info",
@@ -81,7 +94,7 @@ _SENTENCES = {
     "each checkpoint stores the versions under made_by": "version",
     "the number of classes follows from the folders in data.root": "num-classes nb-classes",
     "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end": (
-        "e eval evaluate test-only validate"
+        "e eval evaluate test test-only validate"
     ),
     "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs": (
         "devices dist dist-backend dist-url distributed gpus local-rank "
@@ -123,7 +136,7 @@ HYDRA = {
     "sweeper": "-m knows lists, range(), choice() and glob(), as Hydra's basic sweeper does",
     "mode": "write -m for a sweep",
     "searchpath": "write --config-dir DIR",
-    "": "run.dir= sets the run's folder",
+    "": "leave it out",
 }
 
 # Start of an override with a value of other programs -> advice.

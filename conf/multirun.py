@@ -15,13 +15,15 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -31,13 +33,14 @@ from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
-from conf.overrides import GROUPS, KEYS, split_config_dir
-from conf.schema import Config, UserError, group_names
+from conf.overrides import FIELDS, GROUPS, KEYS, NAMES, WORDS, read_override, split_config_dir
+from conf.schema import RESULT, Config, UserError, config_values, group_names
 
 MOST_JOBS = 1000
 NAME_LENGTH = 100  # maximum length of `sweep,` and the keys in the name of a sweep
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a run that gets one saves and exits
 RESULTS = ("top1", "best_top1", "total_seconds")  # of summary.json
+PLACES = ("run.dir", "run.name")
 PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -48,7 +51,7 @@ class Job:
     Attributes:
         values: key that the sweep varies -> value, as on a command line.
         overrides: the command line of the job.
-        status: "not started", "finished", "failed" or "interrupted".
+        status: "not started", "running", "finished", "failed" or "interrupted".
         result: see RESULTS, as far as the run has them.
     """
 
@@ -113,13 +116,19 @@ def expand(words: Sequence[str], *, runnable: bool = True) -> list[Job]:
     choices: dict[str, list[str]] = {}  # the last override of a key counts
     swept: dict[str, bool] = {}
     for text in overrides:
-        name = text.partition("=")[0].lstrip("+")
+        name = _key(text)
+        if name not in NAMES:
+            read_override(text, config_dir)  # names the whole list in its message
+        if name in PLACES and "${now:" in text:
+            raise UserError(
+                f"{text}: the same command resumes a run by its folder; leave the time out"
+            )
         values = _values(text, config_dir)
         choices[name] = [text] if values is None else [f"{name}={value}" for value in values]
         swept[name] = values is not None
     if math.prod(map(len, choices.values())) > MOST_JOBS:
         raise UserError(f"-m: more than {MOST_JOBS:,} jobs; give fewer values")
-    jobs = []
+    jobs: list[Job] = []
     for combination in itertools.product(*choices.values()):
         pairs = zip(choices, combination, strict=True)
         varied = {name: text.partition("=")[2] for name, text in pairs if swept[name]}
@@ -142,14 +151,34 @@ def _values(text: str, config_dir: Path | None) -> list[str] | None:
         found = list(itertools.islice(_listed(override, config_dir), MOST_JOBS + 1))
     except UserError:
         raise
-    except (HydraException, ValueError) as error:
+    except (HydraException, ValueError, ArithmeticError) as error:
         if not re.search(r"=\w+\(", text):
+            _refuse_paths(text)
             return None  # `load` says what is wrong
         reason = str(error).splitlines()[0].rpartition(": ")[2]
+        if isinstance(error, ArithmeticError):  # range(nan); the error holds no words
+            reason = "the values are not numbers"
         raise UserError(f"{text}: {reason}; give a list, range(), choice() or glob()") from None
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
     return found
+
+
+def _refuse_paths(text: str) -> None:
+    """Refuse paths with commas that are not in Hydra's grammar, such as ~/a,~/b.
+
+    Without a sweep, they are one path.
+
+    Raises:
+        UserError: says how to write several paths, and one.
+    """
+    name, value = _key(text), text.partition("=")[2]
+    if name in WORDS and "," in value and value[0] not in "[\"'":
+        several = ",".join(f'"{path}"' for path in value.split(","))
+        raise UserError(
+            f"{text}: cannot be split at its commas; put each value in quotes, as in "
+            f"{shlex.quote(f'{name}={several}')}, or a single value that contains commas"
+        )
 
 
 def _listed(override: Override, config_dir: Path | None) -> Iterator[str]:
@@ -187,15 +216,48 @@ def _refuse_same_folder(jobs: Sequence[Job]) -> None:
     for job in jobs:
         other = found.setdefault(job.folder.absolute(), job)
         if other is not job:
-            differs = [key for key in job.values if job.values[key] != other.values[key]]
-            key = next((key for key in differs if key in KEYS), None)
-            remedy = f", for example 'run.name=NAME-${{{key}}}'" if key else ""
             raise UserError(
-                f"-m: {other} and {job} have the same run directory, {job.folder}: give each job "
-                f"its own{remedy}"
-                if differs
+                f"-m: {other} and {job} have the same run directory, {job.folder}: "
+                f"{_remedy(jobs, other, job)}"
+                if other.values != job.values
                 else f"-m: {job} occurs twice; give each value once"
             )
+
+
+def _remedy(jobs: Sequence[Job], one: Job, two: Job) -> str:
+    """What gives two jobs with the same run directory their own."""
+    typed = {key: text for text in two.overrides if (key := _key(text)) in PLACES}
+    place = typed.get("run.dir", "run.dir=runs/${run.name}")
+    if "${run.name}" not in place:
+        place += "/${run.name}"
+    first, second = config_values(one.config), config_values(two.config)
+    names_differ = first["run.name"] != second["run.name"]
+    if names_differ or _default_folder(one) != _default_folder(two):
+        advice = [] if names_differ else ["leave run.name out"]
+        if place != typed.get("run.dir", place):
+            advice.append(f"write {shlex.quote(place)}")
+        return " and ".join(advice)
+    differs = [key for key in KEYS if key not in PLACES and first[key] != second[key]]
+    if not differs:
+        return "give each value once"
+    # With the other keys that vary, because another pair may differ in them only.
+    keys = [key for key in jobs[0].values if key in differs or _is_unnamed(key)] or differs[:1]
+    place += "".join(f"-${{{key}}}" for key in keys)
+    return f"give each job its own, for example {shlex.quote(place)}"
+
+
+def _key(text: str) -> str:
+    return text.partition("=")[0].lstrip("+")
+
+
+def _is_unnamed(key: str) -> bool:
+    """Whether the default name of a run does not contain a key."""
+    return key in KEYS and key not in PLACES and not FIELDS[key].metadata["affects"] & RESULT
+
+
+def _default_folder(job: Job) -> str:
+    rest = [text for text in job.overrides if _key(text) not in PLACES]
+    return load(rest, runnable=False).run.dir
 
 
 def folder_of(jobs: Sequence[Job]) -> Path:
@@ -230,10 +292,12 @@ class Stop:
         if self.process is not None:
             self.process.send_signal(number)
 
-    def start(self, command: Sequence[str]) -> int:
+    def start(self, command: Sequence[str], meanwhile: Callable[[], bool]) -> int:
         """Run a process to its end; return its exit status, 128 + signal if a signal ended it.
 
-        It gets Ctrl-C from this process only: the terminal would send a second one, which
+        `meanwhile` is called every second until it returns True.
+
+        The process gets Ctrl-C from this process only: the terminal would send a second one, which
         interrupts a run before it has saved.
         """
         self.process = subprocess.Popen(
@@ -241,7 +305,12 @@ class Stop:
         )
         if self.number:  # received while the process was started
             self.process.send_signal(self.number)
-        status = self.process.wait()
+        status = None
+        while status is None:
+            try:
+                status = self.process.wait(None if meanwhile() else 1)
+            except subprocess.TimeoutExpired:
+                continue
         self.process = None
         return status if status >= 0 else 128 - status
 
@@ -266,6 +335,7 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
         0 if all jobs have finished, 1 if one has failed, 2 after a mistake, 128 + signal.
     """
     folder, stop = folder_of(jobs), Stop()
+    print(f"sweep of {len(jobs)} jobs: {folder}", flush=True)
     for job in jobs:
         job.recall()
     with stop.listening():
@@ -277,7 +347,13 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
                 print(f"{title}: has finished before, see {job.folder}", flush=True)
                 continue
             print(f"{title}: {job.folder}", flush=True)
-            status = stop.start([sys.executable, sys.argv[0], *job.overrides])
+            job.status = "running"
+            # A directory from an earlier start does not show that the first job has no mistake.
+            waits_for = None if number == 1 and job.folder.exists() else job.folder
+            status = stop.start(
+                [sys.executable, sys.argv[0], *job.overrides],
+                partial(_store_if_exists, waits_for, folder, jobs, typed),
+            )
             if status == 2 and number == 1:
                 return 2
             job.end(status)
@@ -289,6 +365,17 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
     if all(job.status == "finished" for job in jobs):
         return 0
     return 128 + stop.number if stop.number else 1
+
+
+def _store_if_exists(
+    path: Path | None, folder: Path, jobs: Sequence[Job], typed: Sequence[str]
+) -> bool:
+    """Store the table once `path` exists; return whether there is nothing more to wait for."""
+    if path is not None:
+        if not path.exists():
+            return False
+        _store(folder, jobs, typed)
+    return True
 
 
 def _store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:

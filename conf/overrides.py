@@ -43,7 +43,7 @@ def split_config_dir(words: Sequence[str]) -> tuple[Path | None, list[str]]:
     overrides = [word for word in words if not word.startswith(CONFIG_DIR)]
     if not given:
         return None, overrides
-    folder = Path(given[-1])
+    folder = Path(given[-1]).expanduser()
     typed = f"{CONFIG_DIR}{folder}"
     if len(given) > 1:
         raise UserError(f"{typed}: given {len(given)} times; give one folder")
@@ -71,8 +71,10 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     Raises:
         UserError: names the override and what to write instead.
     """
-    override = _parse(_quoted(text))
+    override = _parse(_with_quotes(text))
     name, typed = override.key_or_group, override.input_line or override.key_or_group
+    if name not in NAMES:
+        _refuse_unknown(override, typed)
     if override.is_sweep_override():
         if name in KEYS and get_origin(FIELDS[name].type) is list:
             raise UserError(f"{typed}: not allowed; give {allowed_values(name)}")
@@ -86,7 +88,15 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     return override
 
 
-def _quoted(text: str) -> str:
+def quoted(value: str) -> str:
+    """Put a value in quotes, in Hydra's grammar."""
+    # Inside quotes, a backslash is literal unless it precedes a quote.
+    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
+    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
+    return f"'{escaped}'"
+
+
+def _with_quotes(text: str) -> str:
     """Quote a value, usually a path, that Hydra's grammar would not take literally."""
     name, _, value = text.partition("=")
     if name.lstrip("+") not in WORDS or not value or not value.isprintable():
@@ -96,10 +106,7 @@ def _quoted(text: str) -> str:
         is_word = not isinstance(parsed.value(), (bool, int, float))  # 1.10 would become 1.1
         if is_word and (not parsed.is_sweep_override() or "/" not in value):
             return text
-    # Inside quotes, a backslash is literal unless it precedes a quote.
-    escaped = re.sub(r"(\\*)'", r"\1\1\\'", value)
-    escaped = re.sub(r"(\\+)$", r"\1\1", escaped)
-    return f"{name}='{escaped}'"
+    return f"{name}={quoted(value)}"
 
 
 def _parse(text: str) -> Override:
@@ -120,7 +127,7 @@ def _parse(text: str) -> Override:
 def _check_choice(override: Override, typed: str, config_dir: Path | None) -> None:
     name, choice = override.key_or_group, override.value()
     choices = group_names(name, config_dir)
-    if not isinstance(choice, str) or choice not in choices:
+    if not isinstance(choice, (str, int)) or show(choice) not in choices:  # 10.yaml is allowed
         more = {
             "model": f"; for any other model write model.name={choice}",
             "data": f"; for a folder of images write data.root={choice}",
@@ -129,7 +136,7 @@ def _check_choice(override: Override, typed: str, config_dir: Path | None) -> No
         hint = did_you_mean(Path(str(choice)).stem.lower(), choices, cutoff=cutoff)
         raise UserError(f"{typed}: no such {name}; choose one of {', '.join(choices)}{hint}{more}")
     if override.is_add() or override.is_delete():
-        raise UserError(f"{typed}: write {name}={choice}")
+        raise UserError(f"{typed}: write {name}={show(choice)}")
 
 
 def _check_key(override: Override, typed: str) -> None:
@@ -164,18 +171,38 @@ def _fits(name: str, value: Any) -> bool:
 
 
 def _refuse_unknown(override: Override, typed: str) -> None:
-    name = override.key_or_group
+    name, value = override.key_or_group, _shown(override)
     if re.match(r"hydra([./]|$)", name):
-        own = (s for s in hints.HYDRA if name.replace("/", ".").startswith(f"hydra.{s}"))
-        advice = hints.HYDRA[next(own, "")].replace("{}", show(override.value()))
-        raise UserError(f"{typed}: Hydra's own settings are not used here; {advice}")
+        raise UserError(
+            f"{typed}: Hydra's own settings are not used here; {_of_hydra(name, value)}"
+        )
     parent, _, inner = name.rpartition(".")
     if parent in KEYS and get_origin(FIELDS[parent].type) is dict:
-        raise UserError(f"{typed}: write {parent}={{{inner}: {show(override.value())}}}")
+        raise UserError(f"{typed}: write {parent}={{{inner}: {value}}}")
     section = [key for key in KEYS if key.startswith(f"{name}.")]
     if section:
         raise UserError(f"{typed}: {name} is a group of keys: {', '.join(section)}")
     raise UserError(f"{typed}: there is no key {name or typed}{_another_key(override)}")
+
+
+def _of_hydra(name: str, value: str) -> str:
+    """The advice for a setting of Hydra, `hydra.name=value`.
+
+    A folder that Hydra names after the time is never found again: run.dir has the run's name there.
+    """
+    setting = next((s for s in hints.HYDRA if name.replace("/", ".").startswith(f"hydra.{s}")), "")
+    if setting in ("run.dir", "sweep.dir") and "${" in value:
+        setting = "sweep.dir"
+        parts = re.sub(r"\$\{[^}]*\}", "$", value).split("/")
+        value = "/".join(part for part in parts if "$" not in part) or "runs"
+    return hints.HYDRA[setting].replace("{}", value)
+
+
+def _shown(override: Override) -> str:
+    """The value as typed; that of a sweep is no plain value."""
+    if override.is_sweep_override():
+        return str(override.input_line).partition("=")[2]
+    return show(override.value())
 
 
 def _another_key(override: Override) -> str:
@@ -187,7 +214,7 @@ def _another_key(override: Override) -> str:
     if moved and last not in hints.REMEDIES:
         return f"; did you mean {' or '.join(moved)}?"
     if advice := remedy(name):
-        advice = advice.replace("{}", "" if override.is_delete() else show(override.value()))
+        advice = advice.replace("{}", "" if override.is_delete() else _shown(override))
         is_override = advice.partition("=")[0] in NAMES
         return f"; write {shlex.quote(advice)}" if is_override else f"; {advice}"
     last_parts = {key.rpartition(".")[2]: key for key in KEYS}

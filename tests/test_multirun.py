@@ -44,6 +44,7 @@ def values(*words: str) -> list[str]:
         ("schedule=glob([c*,s*],exclude=st*)", ["constant", "cosine"]),
         ("schedule=glob(*)", group_names("schedule")),
         ("augment.batch=[],[mixup]", ["[]", "[mixup]"]),
+        ('data.root="~/a","~/b"', ['"~/a"', '"~/b"']),
         (
             "augment.batch=choice([],[{mixup: {alpha: 0.2}}])",
             ["[]", "[{mixup:{alpha:0.2}}]"],
@@ -105,7 +106,18 @@ def test_folder_of_a_sweep() -> None:
 MISTAKES = {
     "optim.lr=0.1,-2": "optim.lr=-2: not allowed; give a number > 0",
     "optim.lr=0.1,abc": "optim.lr=abc: not allowed; give a number > 0",
-    "optm.lr=0.1,0.2": "optm.lr=0.1: there is no key optm.lr; did you mean optim.lr?",
+    "optm.lr=0.1,0.2": "optm.lr=0.1,0.2: there is no key optm.lr; did you mean optim.lr?",
+    "lr=0.1,0.2": "lr=0.1,0.2: there is no key lr; did you mean optim.lr?",
+    "arch=resnet18,resnet50": "write model.name=resnet18,resnet50",
+    "hydra.sweeper.params.optim.lr=1,2": "hydra.sweeper.params.optim.lr=1,2: Hydra's own settings",
+    "optim.lr=1,2 'run.dir=x/${now:%H-%M}/${run.name}'": "run.dir=x/${now:%H-%M}/${run.name}: the "
+    "same command resumes a run by its folder; leave the time out",
+    "optim.lr=1,2 'run.name=${now:%H}-${optim.lr}'": "leave the time out",
+    "optim.lr=range(nan)": "optim.lr=range(nan): the values are not numbers; give a list, range()",
+    "optim.lr=range(inf)": "-m: more than 1,000 jobs",
+    "data.root=~/a,~/b": "data.root=~/a,~/b: cannot be split at its commas; put each value in "
+    """quotes, as in 'data.root="~/a","~/b"', or a single value that contains commas""",
+    "data.root=/x=1,/y=2": "data.root=/x=1,/y=2: cannot be split at its commas",
     "schedule=cosine,cosin": "schedule=cosin: no such schedule",
     "optim.betas=0.9,0.95": "optim.betas=0.9: not allowed; give a list of 2 values",
     "optim=sgd,adamw optim.nesterov=true": "optim.nesterov=true: has no effect with "
@@ -119,11 +131,11 @@ MISTAKES = {
     "optim.lr=rnge(1,2)": "Unknown function 'rnge'; give a list, range(), choice() or glob()",
     "train.seed=range(1000000000)": "-m: more than 1,000 jobs; give fewer values",
     "train.seed=range(40) optim.lr=range(1,40)": "-m: more than 1,000 jobs",
-    "optim.lr=1,1.0": "-m: optim.lr=1 and optim.lr=1.0 have the same run directory, runs/demo,",
+    "optim.lr=1,1.0": "optim.lr=1: give each value once",
     "optim.lr=1,1": "-m: optim.lr=1 occurs twice; give each value once",
     "loader.workers=1,2": "-m: loader.workers=1 and loader.workers=2 have the same run directory, "
-    "runs/demo: give each job its own, for example 'run.name=NAME-${loader.workers}'",
-    "optim.lr=1,2 run.name=x": "have the same run directory, runs/x: give each job its own",
+    "runs/demo: give each job its own, for example 'run.dir=runs/${run.name}-${loader.workers}'",
+    "optim.lr=1,2 run.name=x": "have the same run directory, runs/x: leave run.name out",
     "optim.lr=1, 2": "2: is not key=value; a list has no spaces: optim.lr=1,2",
     "--lr 1": "--lr: not an option; write optim.lr=1",
     "hydra.sweep.dir=/x optim.lr=1,2": "write 'run.dir=/x/${run.name}'",
@@ -146,9 +158,34 @@ def test_a_mistake_in_any_job_is_found_before_the_first(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_advice_for_equal_run_directories_works() -> None:
-    jobs = multirun.expand([DEMO, "loader.workers=1,2", "run.name=NAME-${loader.workers}"])
-    assert [job.config.run.dir for job in jobs] == ["runs/NAME-1", "runs/NAME-2"]
+@pytest.mark.parametrize(
+    ("typed", "advice"),
+    [
+        ("loader.workers=1,2", "'run.dir=runs/${run.name}-${loader.workers}'"),
+        (
+            "optim.lr=1,2 loader.workers=1,2 log.every_steps=1,2",
+            "'run.dir=runs/${run.name}-${loader.workers}-${log.every_steps}'",
+        ),
+        ("loader=debug,default", "'run.dir=runs/${run.name}-${loader.workers}'"),
+        ("loader.workers=1,2 run.dir=x", "'run.dir=x/${run.name}-${loader.workers}'"),
+        ("loader.decoder=region,pillow", "'run.dir=runs/${run.name}-${loader.decoder}'"),
+        ("data.root=/a/b,/c/d data=folder run.name=x", "run.name out"),
+        ("optim=sgd,adamw run.name=x", "run.name out"),
+        ("optim=sgd,adamw run.dir=x/y", "'run.dir=x/y/${run.name}'"),
+        ("optim=sgd,adamw run.dir=x run.name=y", "run.name out and write 'run.dir=x/${run.name}'"),
+        ("run.name=y,z run.dir=x", "'run.dir=x/${run.name}'"),
+    ],
+)
+def test_the_advice_for_equal_run_directories_works(typed: str, advice: str) -> None:
+    words = [DEMO, *typed.split()]
+    with pytest.raises(UserError, match="have the same run directory") as error:
+        multirun.expand(words)
+    assert str(error.value).endswith(advice)
+    if "run.name out" in advice:
+        words = [word for word in words if not word.startswith("run.name=")]
+    if "run.dir=" in advice:
+        words += shlex.split(advice)[-1:]
+    assert len(multirun.expand(words)) >= 2
 
 
 def test_refused_elsewhere(
@@ -192,6 +229,7 @@ if status == 0:
     summary = dict(status="finished", top1=50.0 + seed, best_top1=60.0, total_seconds=3723.4)
     Path(folder, "summary.json").write_text(json.dumps(summary))
 if status == "wait":
+    Path(folder).mkdir(parents=True)
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     Path("job").write_text(str(os.getpid()))
     status = 128 + signal.sigwait([signal.SIGTERM])
@@ -250,6 +288,8 @@ def test_a_job_that_fails_does_not_stop_the_sweep(sweep: Sweep) -> None:
     assert (status, started) == (1, [0, 1, 2, 3, 4])
     assert sweep.statuses() == ["finished", "failed", "failed", "failed", "finished"]
     lines = out.splitlines()
+    (folder,) = Path("runs").glob("sweep,*")
+    assert lines[0] == f"sweep of 5 jobs: {folder}"
     assert lines[-8:-2] == [
         "train.seed  status    top1   best   time",
         "0           finished  50.00  60.00  1:02:03",
@@ -268,6 +308,10 @@ def test_a_mistake_that_the_first_job_finds_stops_the_sweep(sweep: Sweep) -> Non
     status, started, _ = sweep.run([2, 0])
     assert (status, started) == (2, [0])
     assert not (sweep.folder / "runs").exists()
+    (run,) = (job.folder for job in multirun.expand([DEMO, "train.seed=range(1)"]))
+    run.mkdir(parents=True)  # of an earlier start
+    assert sweep.run([2, 0])[0] == 2
+    assert list((sweep.folder / "runs").iterdir()) == [run.absolute()]
 
 
 @pytest.mark.parametrize("outcome", [130, 143, -signal.SIGTERM, -signal.SIGUSR1])
@@ -311,10 +355,13 @@ def test_a_sweep_that_cannot_store_its_table(sweep: Sweep) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 def test_no_job_outlives_a_sweep_that_is_killed(sweep: Sweep) -> None:
+    """The table of the sweep is there as soon as the first job has its run directory."""
     _, words = sweep.prepare(["wait", 0])
     command = [sys.executable, str(sweep.folder / "job.py"), "-m", *words]
     parent = subprocess.Popen(command, cwd=sweep.folder, stdout=subprocess.DEVNULL)
     wait_until(lambda: (sweep.folder / "job").exists(), parent)
+    wait_until(lambda: any(sweep.folder.glob("runs/sweep,*/sweep.csv")), parent)
+    assert sweep.statuses() == ["running", "not started"]
     parent.kill()
     parent.wait()
     wait_until(lambda: (sweep.folder / "stopped").exists())

@@ -1,5 +1,6 @@
 """The command line: composing, --help, --cfg job, and the messages for mistakes."""
 
+import os
 import re
 import shlex
 import shutil
@@ -213,6 +214,23 @@ def test_help_lists_every_choice_and_every_key_without_importing_torch(tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option", ["--help", "--cfg=job"])
+def test_a_reader_that_stops(option: str, tmp_path: Path) -> None:
+    """As in `python train.py --help | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "train.py"), option],
+        cwd=tmp_path,
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_cfg_job_prints_yaml_that_parses(tmp_path: Path) -> None:
     done = command("recipe=demo", "optim.lr=0.3", "--cfg", "job", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
@@ -273,7 +291,14 @@ MISTAKES = {
     "hydra/sweeper=optuna": "-m knows lists, range(), choice() and glob()",
     "hydra.mode=MULTIRUN": "write -m for a sweep",
     "hydra.searchpath=[pkg://x]": "write --config-dir DIR",
-    "hydra.verbose=true": "Hydra's own settings are not used here; run.dir= sets",
+    "hydra.verbose=true": "Hydra's own settings are not used here; leave it out",
+    "hydra.output_subdir=null": "leave it out",
+    "hydra/job_logging=none": "leave it out",
+    "~hydra": "leave it out",
+    "hydra.sweeper.params.optim.lr=1,2": "-m knows lists, range(), choice() and glob()",
+    "hydra.run.dir=out/${now:%Y-%m-%d}/${now:%H-%M-%S}": "write 'run.dir=out/${run.name}'",
+    "hydra.run.dir=${now:%Y/%m}": "write 'run.dir=runs/${run.name}'",
+    "hydra.sweep.dir=out/${now:%Y-%m-%d}": "write 'run.dir=out/${run.name}'",
     "optim={lr: 1}": f"choose one of {OPTIM}",
     "train=3": "is a group of keys: train.epochs, train.max_steps",
     "++train={foo: 3}": "is a group of keys: train.epochs, train.max_steps",
@@ -412,6 +437,17 @@ MISTAKES = {
     "batch=32": "write loader.batch_size=32",
     "train.steps=5": "write train.max_steps=5",
     "batchsize=32": "did you mean loader.batch_size?",
+    # the groups and keys of lightning-hydra-template
+    "trainer=gpu": "there is no key trainer; the keys train.* hold these settings, and a GPU",
+    "+trainer=ddp": "; the keys train.* hold these settings",
+    "callbacks=none": "; leave it out: checkpoints and the best model are always kept",
+    "debug=default": "; write train.max_steps=10 for a short run",
+    "hparams_search=mnist_optuna": "; write -m with lists of values",
+    "task_name=x": "; write run.name=x",
+    "test=False": "; `python scripts/evaluate.py CHECKPOINT` evaluates",
+    "logger=csv": "; write log.trackers=[wandb] or log.trackers=[tensorboard]; metrics.jsonl is",
+    "tags=[a]": "; leave it out: run.name= describes a run",
+    "optimized_metric=val/acc": "; leave it out: summary.json",
     # interpolation
     "run.dir=${nope}": "Interpolation key 'nope' not found",
     "optim.lr=${optim.lr}": "Recursive interpolation",
@@ -514,6 +550,17 @@ FLAGS = {
         "--config-path: not an option; write --config-dir /x, a folder with your own recipes and "
         "groups"
     ),
+    "--config-path=../conf --config-name=config": (
+        "--config-path, --config-name: not options; leave --config-path out; "
+        "leave --config-name out"
+    ),
+    "--config-name=mine.yaml": "--config-name: not an option; write recipe=mine",
+    "-m=true": "-m=true: has no value; write -m",
+    "--multirun=true optim.lr=1,2": "--multirun=true: has no value; write --multirun",
+    "-p optim": "-p optim: needs --cfg; write --cfg job -p optim",
+    "--cfg job -p optim.lr": "-p optim.lr: is no section; write -p optim",
+    "--cfg job -p": "-p: has no value; write a section, such as -p optim",
+    "-p 10": "-p: not an option; write log.every_steps=10",
     "--info": (
         "--info: not an option; --cfg job prints the composed config, --help lists the groups"
     ),
@@ -530,7 +577,8 @@ FLAGS = {
     "--resolve": (
         "--resolve: not an option; only --cfg job has it, and prints resolved values without it"
     ),
-    "--package optim": "--package: not an option; write --cfg job --package SECTION",
+    "--package optim": "-p optim: needs --cfg; write --cfg job -p optim",
+    "--package foo": "--package: not an option; write --cfg job --package SECTION",
     "--cfg job -p optm": "-p optm: no such section; give one of augment, autotune, checkpoint, "
     "data, loader, log, model, optim, profile, run, schedule, train",
     "--cfg hydra": "--cfg=hydra: Hydra's own settings are not used; write --cfg job",
@@ -603,6 +651,7 @@ def test_advice_refers_to_existing_keys() -> None:
     for remedy in overrides:
         override = remedy.replace("{}", values.get(remedy.partition("=")[0], "1"))
         needed = ["schedule=linear"] if "final_lr" in override else []  # step does not use it
+        needed += ["optim=adamw"] if "optim.eps" in override else []  # sgd has none
         needed += ["train.loss=bce"] if "bce_threshold" in override else []
         cli.load([DATA, *needed, override])
     cli.load([DATA, *values_instead])

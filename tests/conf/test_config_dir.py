@@ -116,6 +116,43 @@ def test_wrong_folders(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         assert says in refusal([DATA, *words], capsys)
 
 
+def test_a_folder_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands ~ behind an equals sign."""
+    monkeypatch.setenv("HOME", str(folder.parent))
+    for word in ("--config-dir", "-cd"):
+        typed = [f"{word}=~/{folder.name}", "recipe=mine"]
+        assert cli.parse(typed, script="train.py", purpose="").recipe == "mine"
+    assert cli.load([f"--config-dir=~/{folder.name}", "recipe=mine"]).recipe == "mine"
+
+
+def test_files_outside_the_groups_are_not_read(folder: Path) -> None:
+    (folder / "trainer").mkdir()
+    (folder / "trainer" / "default.yaml").write_text("max_epochs: ???")
+    (folder / "notes.yaml").write_bytes(b"\xe4")
+    assert cli.load([f"--config-dir={folder}", "recipe=mine"]).recipe == "mine"
+
+
+def test_a_choice_whose_name_is_a_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "recipe" / "10.yaml").write_text(RECIPE)
+    (folder / "model" / "18.yaml").write_text("name: resnet18\n")
+    config = cli.load([f"--config-dir={folder}", "recipe=10", "model=18"])
+    assert (config.recipe, config.model.name) == ("10", "resnet18")
+    assert load_stored({}, [f"--config-dir={folder}", "model=18"]).model.name == "resnet18"
+    assert "recipe=11: no such recipe" in refusal(["-cd", str(folder), "recipe=11"], capsys)
+
+
+def test_a_group_of_the_recipe_that_is_no_mapping(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Hydra does not name the file."""
+    (folder / "model" / "wide.yaml").write_text("3")
+    line = refusal(["-cd", str(folder), "recipe=mine"], capsys)
+    assert line.startswith(f"{folder}/model/wide.yaml: holds no keys")
+
+
+WITHOUT = "wide.yaml: is not a file of the group model; write the keys of model without `model:`, "
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
@@ -128,7 +165,13 @@ def test_wrong_folders(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
         ("recipe/mine", "# @package _global_\n# \udce4", "cannot be read: it is not UTF-8"),
         ("model/wide", "nam: resnet50", "Key 'nam' not in 'Model'"),
-        ("model/wide", "defaults: [resnet18]", "Key 'defaults' not in 'Model'"),
+        ("recipe/mine", "# @package _global_\ndefaults: foo", "'recipe/mine', defaults must be a"),
+        ("recipe/mine", "# @package _global_\n3", "recipe/mine.yaml: holds no keys; write `key: "),
+        ("model/wide", "defaults: [resnet18]", WITHOUT),
+        ("model/wide", "model: {name: resnet18}", WITHOUT),
+        ("model/wide", "# @package _global_\nname: resnet18", WITHOUT),
+        ("model/wide", "3", "model/wide.yaml: holds no keys; write `key: value` lines"),
+        ("model/wide", "[1]", "model/wide.yaml: holds no keys"),
         ("model/wide", "name: [", "wide.yaml: line "),
     ],
 )
@@ -136,7 +179,8 @@ def test_mistakes_in_a_file(
     name: str, content: str, says: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / f"{name}.yaml").write_text(content, errors="surrogateescape")
-    assert says in refusal(["-cd", str(folder), "recipe=mine", "model=wide", DATA], capsys)
+    recipe = ["recipe=mine"] if name.startswith("recipe") else []
+    assert says in refusal(["-cd", str(folder), *recipe, "model=wide", DATA], capsys)
     if name.startswith("model"):
         with pytest.raises(UserError) as error:
             load_stored({}, [f"--config-dir={folder}", "model=wide"])
