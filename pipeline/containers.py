@@ -15,7 +15,7 @@ import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any
+from typing import Any, BinaryIO
 
 from conf.schema import UserError
 
@@ -103,24 +103,36 @@ def list_members(path: str, key: str, wanted: Callable[[bytes], bool]) -> Member
     """
     kind = "tar" if path.endswith(".tar") else "zip"
     try:
-        return (_tar_members if kind == "tar" else _zip_members)(path, wanted)
+        return (tar_members if kind == "tar" else _zip_members)(path, wanted)
     except _CannotReadError as error:
         raise UserError(f"{key}={path}: {error}") from None
-    except (tarfile.TarError, zipfile.BadZipFile, struct.error) as error:
+    except (tarfile.TarError, zipfile.BadZipFile, NotImplementedError, struct.error) as error:
         raise UserError(
             f"{key}={path}: cannot be read as a {kind} file ({error}); it may be truncated or "
             "compressed: copy it again, or decompress it"
         ) from None
 
 
-class _CannotReadError(Exception):
+class _CannotReadError(UserError):
     """What is wrong with a container, and what to do."""
 
 
-def _tar_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
+def tar_members(path: str, wanted: Callable[[bytes], bool], start: int = 0) -> Members:
+    """List the files in a tar file, also by the names of the links to them.
+
+    Args:
+        path: of the tar file, or of one that contains it.
+        wanted: whether the member of this name is listed.
+        start: the first byte of the tar file.
+
+    Raises:
+        UserError: it is damaged, or a wanted member cannot be read; the message lacks the path.
+        tarfile.TarError: it is not a tar file.
+        OSError: it cannot be read.
+    """
     members: Members = {}
     links: dict[bytes, bytes] = {}
-    with open(path, "rb") as file, tarfile.open(fileobj=file, mode="r:") as tar:
+    with open(path, "rb") as file, _tar_at(file, start) as tar:
         while (member := tar.next()) is not None:
             tar.members.clear()  # type: ignore[attr-defined]  # a kilobyte for each
             name = os.fsencode(posixpath.normpath(member.name))
@@ -147,6 +159,11 @@ def _tar_members(path: str, wanted: Callable[[bytes], bool]) -> Members:
             )
         members[link] = place
     return {name: place for name, place in members.items() if wanted(name)}
+
+
+def _tar_at(file: BinaryIO, start: int) -> tarfile.TarFile:
+    file.seek(start)
+    return tarfile.open(fileobj=file, mode="r:")
 
 
 def _end_of(links: dict[bytes, bytes], name: bytes) -> bytes:

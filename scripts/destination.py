@@ -36,7 +36,7 @@ class WriteError(RuntimeError):
     """Ends the whole run: the disk is full or a worker died."""
 
 
-class Container(ABC):
+class ContainerWriter(ABC):
     """A tar or zip file to which a run adds whole members, in any order.
 
     Attributes:
@@ -109,7 +109,7 @@ class Container(ABC):
     def _trailer(self) -> bytes: ...
 
 
-class Tar(Container):
+class Tar(ContainerWriter):
     """A POSIX tar file; members have no owner and no time, so equal images give equal files."""
 
     def _members(self) -> Iterator[tuple[str, int, int]]:
@@ -128,7 +128,7 @@ class Tar(Container):
         return bytes(2 * tarfile.BLOCKSIZE)
 
 
-class Zip(Container):
+class Zip(ContainerWriter):
     """A zip file of stored members, with the zip64 records for more than 65,535 files or 4 GiB.
 
     zipfile cannot append to a file without the directory that ends it, as a killed run leaves it.
@@ -199,7 +199,7 @@ class Zip(Container):
         )
 
 
-CONTAINERS: dict[str, type[Container]] = {"tar": Tar, "zip": Zip}
+CONTAINERS: dict[str, type[ContainerWriter]] = {"tar": Tar, "zip": Zip}
 FORMATS = ("folder", *CONTAINERS)
 
 

@@ -10,9 +10,10 @@ SOURCE is recognised by its files:
   Kaggle's ImageNet, unpacked or the zip file: .../CLS-LOC/train and val, LOC_val_solution.csv
   Parquet files, as Hugging Face stores datasets (needs pip install pyarrow)
   WebDataset shards: tar files with key.jpg and key.cls, key.json or key.txt
-  a folder, tar or zip file with train/<class>/ and val/<class>/, or only <class>/
-  lists: a .csv, .tsv or .txt file with a path and a label in every line (a header may name a column
-      split), or a folder with train.csv and val.csv
+  a folder, tar or zip file with train/<class>/ and val/<class>/, or only <class>/; train.tar and
+      val.tar, or .zip
+  lists: a .csv, .tsv or .txt file with a path and a label in every line (a header may name the
+      columns path, label and split), or a folder with train.csv and val.csv
 
 Without a validation split, 10 % of the images of each class become one (--val-fraction, --seed). A
 test split is only used if there is no validation split.
@@ -104,10 +105,10 @@ from functools import partial
 from pipeline import decode
 from pipeline.dataset import describe
 from scripts import destination
-from scripts.destination import CONTAINERS, RESUME, Container, Progress, WriteError
-from scripts.layouts import recognise
+from scripts.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
 from scripts.report_page import duration
-from scripts.samples import WHOLE, Layout, Sample, read_place
+from scripts.sources.layouts import recognise
+from scripts.sources.samples import WHOLE, Layout, Sample
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
@@ -168,9 +169,12 @@ def make_folder_image(layout: Layout, to: str, sample: Sample) -> Made:
     Raises:
         OSError: it cannot be written.
     """
-    target = os.path.join(to, sample.split, sample.label, sample.name)
+    folder = os.path.normpath(os.path.join(to, sample.split, sample.label))
+    target = os.path.normpath(os.path.join(folder, sample.name))
+    if not target.startswith(folder + os.sep):
+        return Made(problem="its name leads out of its class folder; rename it")
     place = sample.place
-    whole = place.size == WHOLE and layout.read is read_place
+    whole = place.size == WHOLE
     size = destination.size_of(target)
     if size and size == (destination.size_of(place.file) if whole else place.size or size):
         linked = whole and os.path.samefile(target, place.file)
@@ -198,7 +202,7 @@ def linked_to(file: str, target: str) -> bool:
     return True
 
 
-def make_member(layout: Layout, container: Container, sample: Sample) -> Made:
+def make_member(layout: Layout, container: ContainerWriter, sample: Sample) -> Made:
     """Read one image for a container, unless an earlier run has added it."""
     if size := container.sizes.get(f"{sample.label}/{sample.name}"):
         return Made(size, earlier=True)
@@ -241,7 +245,7 @@ def make_all(layout: Layout, to: str, output: str) -> Tally:
     return total
 
 
-def make(layout: Layout, to: str, containers: dict[str, Container], sample: Sample) -> Made:
+def make(layout: Layout, to: str, containers: dict[str, ContainerWriter], sample: Sample) -> Made:
     if containers:
         return make_member(layout, containers[sample.split], sample)
     return make_folder_image(layout, to, sample)

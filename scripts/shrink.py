@@ -90,7 +90,7 @@ from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
 from pipeline.sizing import machine
 from pipeline.splits import has_split
 from scripts import destination, pool
-from scripts.destination import CONTAINERS, RESUME, Container, Progress, WriteError
+from scripts.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
 from scripts.report_page import duration
 
 VERSION = 1  # of the output: raise it with any change that alters a file
@@ -240,7 +240,7 @@ def shrink_all(job: Job, workers: int) -> Tally:
     return total
 
 
-def open_containers(job: Job) -> list[Container]:
+def open_containers(job: Job) -> list[ContainerWriter]:
     """Open the container of each split; none if the output is folders."""
     if job.output == "folder":
         return []
@@ -250,7 +250,7 @@ def open_containers(job: Job) -> list[Container]:
     return [CONTAINERS[job.output](path) for path in paths]
 
 
-def unfinished(job: Job, containers: Sequence[Container], total: Tally) -> Sequence[int]:
+def unfinished(job: Job, containers: Sequence[ContainerWriter], total: Tally) -> Sequence[int]:
     """Return the images to process, and count those that containers hold already."""
     if not containers:
         return range(job.images())  # the workers find the others
@@ -265,7 +265,7 @@ def unfinished(job: Job, containers: Sequence[Container], total: Tally) -> Seque
 
 
 def shrink_unfinished(
-    job: Job, todo: Sequence[int], workers: int, containers: Sequence[Container], total: Tally
+    job: Job, todo: Sequence[int], workers: int, containers: Sequence[ContainerWriter], total: Tally
 ) -> None:
     """Process images in worker processes and count them.
 
@@ -313,24 +313,41 @@ def plan(
     keys = {"data.train": data.train, "data.val": data.val}
     if data.val_fraction:  # all images are in one split, or in class folders in the root
         keys = {"data.train": data.train} if has_split(data, data.train) else {"data.root": "."}
-    indexes, folders = [], []
+    indexes: dict[str, Index] = {}  # by the folder in the destination
     for key, value in keys.items():
         folder = os.path.relpath(os.path.join(root, value), root)
         if folder.split(os.sep)[0] == os.pardir:
             raise UserError(f"{key}={value}: not under data.root={root}; give a folder under it")
         if next(iter(stored_as(os.path.join(root, folder))), "").endswith(".csv"):
             raise UserError(f"{key}={value}: is a list; give a folder, a tar file or a zip file")
-        indexes.append(load_index(os.path.join(root, folder), key=key))
-        is_file = folder.endswith(KINDS) and os.path.isfile(os.path.join(root, folder))
-        folders.append(os.path.splitext(folder)[0] if is_file else folder)
+        index = load_index(os.path.join(root, folder), key=key)
+        name = name_of_copy(root, folder)
+        if indexes.setdefault(name, index).fingerprint() != index.fingerprint():
+            message = f"its copy would have the name of the other split, {name}; rename it"
+            raise UserError(f"{key}={value}: {message}")
     if len(indexes) > 1:
-        check_splits(*indexes)
-    for source in map(os.path.realpath, (root, *(index.root for index in indexes))):
+        check_splits(*indexes.values())
+    check_place(to, [root, *(index.root for index in indexes.values())])
+    decoder = decode.resolve(decoder if decoder in decode.DECODERS else "auto")
+    where = root, os.path.abspath(to), tuple(indexes), tuple(indexes.values())
+    return Job(*where, side, quality, decoder, output)
+
+
+def check_place(to: Path, sources: Sequence[str]) -> None:
+    """Refuse a destination inside one of the folders of the dataset.
+
+    Raises:
+        UserError: names the folder.
+    """
+    for source in map(os.path.realpath, sources):
         if os.path.commonpath([source, os.path.realpath(to)]) == source:
             raise UserError(f"--to {to}: inside the dataset ({source}); give another folder")
-    decoder = decode.resolve(decoder if decoder in decode.DECODERS else "auto")
-    where = root, os.path.abspath(to), tuple(folders), tuple(indexes)
-    return Job(*where, side, quality, decoder, output)
+
+
+def name_of_copy(root: str, folder: str) -> str:
+    """Return the name in the destination of a folder or a container in `root`."""
+    is_file = folder.endswith(KINDS) and os.path.isfile(os.path.join(root, folder))
+    return os.path.splitext(folder)[0] if is_file else folder
 
 
 def open_destination(job: Job) -> IO[str]:

@@ -246,6 +246,10 @@ def test_truncated_or_packed_zip_is_refused(image_root: Path, tmp_path: Path) ->
     for length in (0, 100, len(whole) // 2, len(whole) - 1):
         (tmp_path / "train.zip").write_bytes(whole[:length])
         assert "train.zip: cannot be read as a zip file" in refusal(tmp_path / "train")
+    later = bytearray(whole)
+    later[whole.index(b"PK\1\2") + 6] = 248  # the version that is needed to extract
+    (tmp_path / "train.zip").write_bytes(later)
+    assert "as a zip file (zip file version 24.8)" in refusal(tmp_path / "train")
     as_zip(image_root / "train", tmp_path / "train.zip", zipfile.ZIP_DEFLATED)
     assert "zip -0" in refusal(tmp_path / "train")
 

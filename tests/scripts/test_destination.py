@@ -9,7 +9,7 @@ import pytest
 
 from conf.schema import UserError
 from scripts import destination
-from scripts.destination import CONTAINERS, Container
+from scripts.destination import CONTAINERS, ContainerWriter
 
 MEMBERS = {
     "n01/a.JPEG": b"a" * 700,
@@ -31,7 +31,7 @@ def read(path: Path) -> dict[str, bytes]:
         return {name: file.read() for name, file in members.items() if file}
 
 
-def opened(path: Path) -> Container:
+def opened(path: Path) -> ContainerWriter:
     return CONTAINERS[path.suffix[1:]](str(path))
 
 

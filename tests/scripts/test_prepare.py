@@ -23,9 +23,10 @@ import pytest
 from conf.schema import UserError
 from pipeline.index import load_index
 from pipeline.synthetic.demo import draw_image
-from scripts import imagenet, prepare
-from scripts.layouts import recognise
-from scripts.samples import read_place, tree_of_folder
+from scripts import prepare
+from scripts.sources import imagenet, tables
+from scripts.sources.layouts import recognise
+from scripts.sources.samples import Layout, Place, Sample, read_place, tree_of_folder
 
 ROOT = Path(__file__).parents[2]
 # Class folders of ImageNet whose order differs from that of their ILSVRC2012_ID, as in the real
@@ -53,6 +54,7 @@ VAL_FILES = {f"{IDS[n]}/{name}": data for n, (name, data) in zip(VAL, FLAT.items
 EXPECTED = {f"train/{name}": data for name, data in TRAIN.items()} | {
     f"val/{name}": data for name, data in VAL_FILES.items()
 }
+IMAGES = {f"{c}/{i}.jpg": jpeg(i) for c in "ab" for i in range(2)}
 
 
 def write(root: Path, files: Mapping[str, bytes | str]) -> Path:
@@ -158,7 +160,9 @@ def kaggle_files() -> dict[str, bytes | str]:
         f"{data}test/ILSVRC2012_test_00000001.JPEG": jpeg(999),
         "ILSVRC/ImageSets/CLS-LOC/train_cls.txt": "n01443537/n01443537_2 1\n",
         "LOC_val_solution.csv": SOLUTION,
+        "LOC_train_solution.csv": "ImageId,PredictionString\nn01443537_2,n01443537 1 2 3 4\n",
         "LOC_synset_mapping.txt": "n01443537 goldfish\n",
+        "LOC_sample_submission.csv": "ImageId,PredictionString\n",
     }
 
 
@@ -185,8 +189,33 @@ def folders_in_a_tar(root: Path) -> Path:
     return write(root, {"all.tar": tar(members)}) / "all.tar"
 
 
+def one_tar_in_a_folder(root: Path) -> Path:
+    return folders_in_a_tar(root).parent
+
+
+def a_tar_that_names_a_split(root: Path) -> Path:
+    return write(root, {"mydata-train.tar": tar({**EXPECTED, "README.txt": "text"})})
+
+
 def containers(root: Path) -> Path:
-    return write(root, {"train.tar": tar(TRAIN), "val.tar": tar(VAL_FILES)})
+    return write(root, {"train.tar": tar({**TRAIN, "a.txt": "text"}), "val.tar": tar(VAL_FILES)})
+
+
+def zip_files(root: Path) -> Path:
+    root.mkdir()
+    for name, files in (("train", TRAIN), ("val", VAL_FILES)):
+        zipped(root / f"{name}.zip", files)
+    return root
+
+
+def kaggle_zip_in_a_folder(root: Path) -> Path:
+    return kaggle_zip(root).parent
+
+
+def zip_and_tar(root: Path) -> Path:
+    root.mkdir()
+    zipped(root / "val.zip", VAL_FILES)
+    return write(root, {"train.tar": tar(TRAIN)})
 
 
 def shards(root: Path) -> Path:
@@ -229,7 +258,12 @@ SOURCES = {
         kaggle_zip,
         folders,
         folders_in_a_tar,
+        one_tar_in_a_folder,
+        a_tar_that_names_a_split,
         containers,
+        zip_files,
+        kaggle_zip_in_a_folder,
+        zip_and_tar,
         lists,
         one_list,
     )
@@ -348,6 +382,60 @@ def test_a_text_label_is_a_class(tmp_path: Path) -> None:
     write(tmp_path, {"train.tar": tar(files), "val.tar": tar(files)})
     labels = {sample.label for sample in recognise(str(tmp_path)).samples}
     assert labels == {"cat", "a_bcat"}
+
+
+def test_a_list_is_called_as_a_split(tmp_path: Path) -> None:
+    """Other text files that name a split do not hide the class folders."""
+    source = classes_only(tmp_path, {"cat": 2, "dog": 2})
+    write(source, {"train_notes.txt": "text", "train-labels.csv": "path,label\n"})
+    assert recognise(str(source)).kind == "class folders"
+
+
+def with_links(files: dict[str, bytes], links: dict[str, tuple[bytes, str]]) -> bytes:
+    """Return a tar file: name -> kind of a link and where it leads."""
+    buffer = io.BytesIO(tar(files))
+    with tarfile.open(fileobj=buffer, mode="a") as archive:
+        for name, (kind, target) in links.items():
+            info = tarfile.TarInfo(name)
+            info.type, info.linkname = kind, target
+            archive.addfile(info)
+    return buffer.getvalue()
+
+
+def test_links_in_tar_files_are_images(tmp_path: Path) -> None:
+    first = next(iter(TRAIN))
+    links = {
+        "n02119789/hard.JPEG": (tarfile.LNKTYPE, first),
+        "n02119789/soft.JPEG": (tarfile.SYMTYPE, f"../{first}"),
+    }
+    write(tmp_path, {"train.tar": with_links(TRAIN, links), "val.tar": tar(VAL_FILES)})
+    assert run(tmp_path, tmp_path.with_name("to")) == 0
+    linked = {f"train/{name}": TRAIN[first] for name in links}
+    assert laid_out(tmp_path.with_name("to")) == EXPECTED | linked
+
+
+def test_links_in_the_official_tar_files_are_images(tmp_path: Path) -> None:
+    """The tar file of a class starts inside that of all classes."""
+    source = official(tmp_path)
+    inner = {
+        f"{wnid}.tar": with_links(
+            {f"{wnid}_1.JPEG": jpeg(n)}, {f"{wnid}_2.JPEG": (tarfile.LNKTYPE, f"{wnid}_1.JPEG")}
+        )
+        for n, wnid in enumerate(IDS.values())
+    }
+    write(source, {"ILSVRC2012_img_train.tar": tar(inner)})
+    layout = recognise(str(source))
+    found = {(s.label, s.name): read_place(s.place) for s in layout.samples if s.split == "train"}
+    assert found == {
+        (wnid, f"{wnid}_{i}.JPEG"): jpeg(n) for n, wnid in enumerate(IDS.values()) for i in (1, 2)
+    }
+
+
+def test_a_link_out_of_a_tar_file_is_refused(tmp_path: Path) -> None:
+    links = {"a/x.jpg": (tarfile.SYMTYPE, "/data/x.jpg")}
+    write(tmp_path, {"all.tar": with_links(IMAGES, links)})
+    message = "a/x.jpg is a link to /data/x.jpg, which is not in it; pack it again with tar --deref"
+    assert f"all.tar: {message}" in refused(tmp_path)
 
 
 # Parquet.
@@ -499,7 +587,7 @@ def test_the_split_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def labels_of(folder: Path) -> dict[str, str]:
-    return imagenet.flat_labels(str(folder), tree_of_folder(str(folder)), read_place)
+    return imagenet.flat_labels(str(folder), tree_of_folder(str(folder)))
 
 
 def test_the_labels_of_ilsvrc2012_are_known(tmp_path: Path) -> None:
@@ -743,7 +831,8 @@ def test_several_formats_are_named(tmp_path: Path) -> None:
     ("files", "message"),
     [
         ({}, "not a dataset that prepare.py knows; give ImageNet's"),
-        ({"imagenet.zip": b"PK"}, "holds imagenet.zip and no images; give this file, or unpack it"),
+        ({"imagenet.zip": b"PK"}, r"imagenet\.zip: is damaged or incomplete"),
+        ({"a.tar": tar({"train.parquet": b"PAR1"})}, "contains train.parquet; unpack it and give"),
         ({"notes.md": "text"}, "not a dataset that prepare.py knows"),
         ({"a.jpg": jpeg(1), "b/b.jpg": jpeg(1)}, "a.jpg is not in a class folder"),
         ({"a/1.jpg": jpeg(1), "a/2.jpg": jpeg(1)}, "all images have the class a; a classifier"),
@@ -768,7 +857,10 @@ def test_several_formats_are_named(tmp_path: Path) -> None:
         ({"train.csv": "x.jpg\n"}, "line 1 is not a path and a label"),
         ({"train.csv": "x.jpg,a\nx.jpg,b\n", "x.jpg": jpeg(1)}, "lines 1 and 2 are about the"),
         ({"val.tar": tar({"a.jpg": jpeg(1), "a.cls": "1"})}, "no training split, only val"),
-        ({"train.tar": tar({"a.jpg": jpeg(1), "b.cls": "1"})}, "a has no label; add a.cls"),
+        (
+            {"train.tar": tar({f"{n}.jpg": jpeg(1) for n in "ab"} | {"b.cls": "1"})},
+            "a has no label; add a.cls",
+        ),
         ({"train.tar": tar({"a.jpg": jpeg(1), "a.json": "{}"})}, "a.json contains no label"),
         ({"train.tar.gz": tar({"a/a.jpg": jpeg(1)}, "w:gz")}, "is compressed; run gunzip"),
         ({"train.tar": b"no tar"}, "is damaged or incomplete"),
@@ -807,6 +899,147 @@ def test_a_member_outside_the_class_folders_is_not_written(tmp_path: Path) -> No
     expected = EXPECTED | {"train/root/x.jpg": jpeg(2), "val/root/y.jpg": jpeg(2)}
     assert laid_out(tmp_path / "to") == expected
     assert sorted(os.listdir(tmp_path)) == ["source", "to"]
+
+
+@pytest.mark.parametrize(
+    ("splits", "message"),
+    [
+        (("train_images", "val_images"), "train_images/ holds folders and looks like a split"),
+        (("train", "my-val"), "my-val/ holds folders and looks like a split; rename it to train/"),
+    ],
+)
+def test_splits_do_not_become_classes(
+    tmp_path: Path, splits: tuple[str, ...], message: str
+) -> None:
+    files = {f"{split}/{name}": data for split in splits for name, data in IMAGES.items()}
+    assert message in refused(write(tmp_path / "folder", files))
+    write(tmp_path / "tar", {"photos.tar": tar(files)})
+    assert message in refused(tmp_path / "tar")
+
+
+def test_splits_in_several_files_do_not_become_classes(tmp_path: Path) -> None:
+    files = tar({f"{split}/{n}": d for split in ("train", "val") for n, d in IMAGES.items()})
+    write(tmp_path, {"part-0.tar": files, "part-1.tar": files})
+    assert "part-0.tar: holds the split train/, but not all splits; put train/" in refused(tmp_path)
+
+
+def test_an_encrypted_zip_file_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = zipped(tmp_path / "all.zip", IMAGES)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 8] |= 1  # the flags of the first member
+    path.write_bytes(data)
+    with pytest.raises(SystemExit, match="2"):
+        run(path, tmp_path / "to")
+    message = "a/0.jpg is encrypted; unpack the file with its password and give the folder"
+    assert capsys.readouterr().err == f"prepare.py: {path}: {message}\n"
+    assert os.listdir(tmp_path) == ["all.zip"]
+
+
+def test_a_zip_file_of_a_later_version_is_refused(tmp_path: Path) -> None:
+    path = zipped(tmp_path / "all.zip", IMAGES)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\1\2") + 6] = 248  # the version that is needed to extract
+    path.write_bytes(data)
+    assert "is damaged or incomplete (zip file version 24.8)" in refused(path)
+
+
+@pytest.mark.parametrize("header", ["path,width,label", "label,path", "split,class,x,file_name"])
+def test_a_header_names_the_columns(tmp_path: Path, header: str) -> None:
+    values = {"width": "3", "x": "", "split": "train"}
+    rows = [
+        ",".join(
+            name if column in ("path", "file_name") else values.get(column, name[0])
+            for column in header.split(",")
+        )
+        for name in IMAGES
+    ]
+    write(tmp_path, {**IMAGES, "list.csv": "\n".join([header, *rows])})
+    layout = tables.read_list(str(tmp_path / "list.csv"), "train")
+    assert ["/".join((sample.label, sample.name)) for sample in layout] == [
+        f"{name[0]}/{name}" for name in IMAGES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        ("path,width", "list.csv: line 1 names no column of labels; write path,label"),
+        ("img,label", "list.csv: line 1 names no column of paths; write path,label"),
+        ("path,label,class", "line 1 names several columns of labels (label, class); keep one"),
+        ("image_id,label,path", "line 1 names several columns of paths (image_id, path); keep one"),
+    ],
+)
+def test_an_unclear_header_is_refused(tmp_path: Path, header: str, message: str) -> None:
+    write(tmp_path, {**IMAGES, "list.csv": f"{header}\na/0.jpg,a\nb/0.jpg,b\n"})
+    assert message in refused(tmp_path / "list.csv")
+
+
+def test_the_label_of_a_list_may_be_the_word_image(tmp_path: Path) -> None:
+    write(tmp_path, {**IMAGES, "list.csv": "a/0.jpg,image\na/1.jpg,image\n"})
+    samples = tables.read_list(str(tmp_path / "list.csv"), "train")
+    assert [sample.label for sample in samples] == ["image", "image"]
+
+
+def test_labels_that_are_the_same_number_are_refused(tmp_path: Path) -> None:
+    write(tmp_path, {**IMAGES, "list.csv": "a/0.jpg,3\na/1.jpg,03\nb/0.jpg,4\n"})
+    assert "the labels 3 and 03 are the same number; write one" in refused(tmp_path / "list.csv")
+
+
+@pytest.mark.parametrize("name", [f"{'é' * 128}/0.jpg", f"a/{'x' * 252}.jpg"])
+def test_a_name_that_no_file_can_have_is_refused(tmp_path: Path, name: str) -> None:
+    files = {**IMAGES, name: jpeg(1), f"{Path(name).parent}/1.jpg": jpeg(2)}
+    assert " has more than 255 bytes; make it shorter" in refused(zipped(tmp_path / "x.zip", files))
+
+
+def test_class_names_need_not_be_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(b"caf\xe9")
+    files = {f"{name}/{i}.jpg": jpeg(i) for i in range(2)}
+    layout = recognise(str(write(tmp_path, {**IMAGES, **files})))
+    assert {sample.label for sample in layout.samples} == {"a", "b", name}
+
+
+def test_only_files_are_listed(tmp_path: Path) -> None:
+    """Opening a FIFO would wait for ever. A broken link is listed: its image is missing."""
+    source = write(tmp_path, IMAGES)
+    os.mkfifo(source / "a" / "fifo.jpg")
+    (source / "a" / "link to a fifo.jpg").symlink_to("fifo.jpg")
+    (source / "a" / "broken.jpg").symlink_to("none")
+    (source / "c").symlink_to("b")
+    (source / "loop").symlink_to(".")
+    assert list(tree_of_folder(str(source))) == [
+        "a/0.jpg",
+        "a/1.jpg",
+        "a/broken.jpg",
+        *list(IMAGES)[2:],
+    ]
+
+
+def test_a_zip_member_cannot_leave_the_destination(tmp_path: Path) -> None:
+    files = {
+        f"{split}/{c}/{i}.jpg": jpeg(i)
+        for split in ("train", "val")
+        for c in "ab"
+        for i in range(2)
+    }
+    outside = tmp_path / "outside"
+    evil = {f"train/a/{outside}/x.jpg": jpeg(2), f"train/a/../../../{outside}/y.jpg": jpeg(3)}
+    source = zipped(tmp_path / "all.zip", {f"./{n}": d for n, d in files.items()} | evil)
+    to = tmp_path / "to"
+    assert run(source, to) == 0
+    assert laid_out(to) == files | {f"train/a/{outside.relative_to('/')}/x.jpg": jpeg(2)}
+    assert not outside.exists()
+
+
+@pytest.mark.parametrize("name", ["../x.jpg", "a/../../x.jpg", "/tmp/x.jpg"])
+def test_no_image_is_written_outside_its_class_folder(tmp_path: Path, name: str) -> None:
+    source = write(tmp_path, {"x.jpg": jpeg(1)}) / "x.jpg"
+    sample = Sample("train", "a", name, Place(str(source)))
+    layout = Layout("test", [sample], read_place)
+    made = prepare.make_folder_image(layout, str(tmp_path / "to"), sample)
+    assert made.problem == "its name leads out of its class folder; rename it"
+    assert not (tmp_path / "to").exists()
 
 
 @pytest.mark.parametrize(

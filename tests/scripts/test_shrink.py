@@ -694,6 +694,18 @@ def test_class_folders_without_a_split_become_one_container(
     assert os.listdir(tmp_path) == ["train.zip"]
 
 
+def test_one_folder_for_both_splits_is_written_once(image_root: Path, tmp_path: Path) -> None:
+    """Two writers of one container would damage it."""
+    job = planned(image_root, tmp_path / "to", "data.val=train")
+    assert job.folders == ("train",) and len(job.indexes) == 1
+    root = tmp_path / "root"
+    root.mkdir()
+    as_zip(image_root / "train", root / "all.zip")
+    as_tar(image_root / "val", root / "all.tar")
+    with pytest.raises(UserError, match=r"data\.val=all\.tar: its copy would have the name of"):
+        planned(root, tmp_path / "to", "data.train=all.zip", "data.val=all.tar")
+
+
 def test_root_without_a_validation_split(image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "zip").mkdir()
     as_zip(image_root / "train", tmp_path / "zip" / "train.zip")

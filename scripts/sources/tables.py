@@ -1,4 +1,4 @@
-"""Images with labels in records, for scripts/layouts.py: Parquet, WebDataset shards and lists."""
+"""Images with labels in records, for layouts.py: Parquet, WebDataset shards and lists."""
 
 import csv
 import io
@@ -15,13 +15,12 @@ from typing import Any
 
 from conf.schema import UserError
 from pipeline import decode
-from scripts.samples import (
+from scripts.sources.samples import (
     SPLITS,
     UNSPLIT,
     WNID,
     Layout,
     Place,
-    Read,
     Sample,
     Tree,
     damaged,
@@ -29,10 +28,12 @@ from scripts.samples import (
     is_image,
     read_place,
     split_of,
-    tree_of_tar,
+    tree_of_file,
 )
 
 LISTS = (".csv", ".tsv", ".txt")
+CONTAINERS = (".tar", ".tar.gz", ".tgz", ".zip")
+LABEL_FILES = ("cls", "json", "txt")  # of a WebDataset sample; the first one counts
 PATHS = {"path", "file", "filename", "file_name", "filepath", "image", "image_path", "image_id"}
 LABELS = ("label", "labels", "class", "cls", "target")
 
@@ -50,7 +51,7 @@ def split_files(
     Raises:
         UserError: there are several datasets, or the split of a file is not clear.
     """
-    files = [(path, split_of(path)) for path in tree if path.endswith(extensions)]
+    files = [(path, split_of(path)) for path in tree if path.lower().endswith(extensions)]
     folders = {os.path.dirname(path): _without_splits(os.path.dirname(path)) for path, _ in files}
     if len(set(folders.values())) > 1:
         names = ", ".join(sorted(folder or "." for folder in folders))
@@ -73,10 +74,13 @@ def _without_splits(folder: str) -> str:
     return re.sub(r"[A-Za-z]+", lambda word: "" if word[0].lower() in SPLITS else word[0], folder)
 
 
-def with_wnids(samples: list[Sample]) -> list[Sample]:
+def with_wnids(source: str, samples: list[Sample]) -> list[Sample]:
     """Use ImageNet's WordNet ids as classes where the names of the files contain them.
 
     Numbers that are labels get the same number of digits, so that their order does not change.
+
+    Raises:
+        UserError: two labels are the same number, as 3 and 03.
     """
     wnids = defaultdict(set)
     for sample in samples:
@@ -87,6 +91,11 @@ def with_wnids(samples: list[Sample]) -> list[Sample]:
         names = one
     elif all(label.isdecimal() for label in wnids):
         names = {label: label.zfill(width) for label in wnids}
+        first: dict[str, str] = {}
+        for label, name in names.items():
+            if first.setdefault(name, label) != label:
+                message = f"the labels {first[name]} and {label} are the same number; write one"
+                raise UserError(f"{source}: {message} of them in all rows")
     else:
         return samples
     return [sample._replace(label=names[sample.label]) for sample in samples]
@@ -106,7 +115,7 @@ def with_short_names(samples: list[Sample]) -> list[Sample]:
 # Parquet, as Hugging Face's datasets are stored: a struct of bytes and path, and a number.
 
 
-def read_parquet(source: str, tree: Tree, read: Read) -> Layout:
+def read_parquet(source: str, tree: Tree) -> Layout:
     """List the images of Parquet files by row; the images themselves are not read.
 
     Raises:
@@ -133,7 +142,13 @@ def read_parquet(source: str, tree: Tree, read: Read) -> Layout:
             ]
         except (pyarrow.ArrowException, OSError) as error:
             raise damaged(place.file, str(error).partition("\n")[0]) from None
-    return Layout("Parquet files", with_short_names(with_wnids(samples)), read_row, notes)
+    return Layout(
+        "Parquet files",
+        with_short_names(with_wnids(source, samples)),
+        read_row,
+        notes,
+        in_order=True,
+    )
 
 
 def parquet_rows(path: str) -> Iterator[tuple[str, str]]:
@@ -234,42 +249,52 @@ def row_group(path: str, number: int) -> Any:
         return file.read_row_group(number, columns=[image]).column(image)
 
 
-# Tar files.
+# Tar and zip files.
 
 
-def read_tars(source: str, tree: Tree, read: Read) -> Layout:
-    """List the images of WebDataset shards; of tar files without labels, by their class folders.
-
-    The files of a sample in a shard have the same name up to the first dot: key.jpg, and the label
-    in key.cls, key.json or key.txt.
+def read_containers(source: str, tree: Tree) -> Layout:
+    """List the images of WebDataset shards; of files without labels, by their class folders.
 
     Raises:
         UserError: a file is damaged or compressed, or an image has no label.
     """
-    files, notes = split_files(source, tree, (".tar", ".tar.gz", ".tgz"))
+    files, notes = split_files(source, tree, CONTAINERS)
     samples: list[Sample] = []
     kinds = set()
     for path, split in files:
-        members = tree_of_tar(tree[path].file)
-        labelled = any(name.endswith((".cls", ".json", ".txt")) for name in members)
-        kinds.add("WebDataset shards" if labelled else "tar files of class folders")
-        if labelled:
-            samples += shard_samples(tree[path].file, members, split)
+        file = tree[path].file
+        members = tree_of_file(file)
+        if is_shard(members):
+            kinds.add("WebDataset shards")
+            samples += shard_samples(file, members, split)
         else:
-            samples += class_samples(tree[path].file, members, split)
+            kinds.add("tar or zip files of class folders")
+            samples += class_samples(file, members, split)
     if len(kinds) > 1:
         raise UserError(f"{source}: holds {' and '.join(sorted(kinds))}; give one of them")
     if kinds == {"WebDataset shards"}:
-        samples = with_short_names(with_wnids(samples))
+        samples = with_short_names(with_wnids(source, samples))
     return Layout(kinds.pop(), samples, read_place, notes)
+
+
+def is_shard(members: Tree) -> bool:
+    """Tell whether an image and a label have the same key, as in a WebDataset shard."""
+    labels = {key_of(name)[0] for name in members if key_of(name)[1] in LABEL_FILES}
+    return any(key_of(name)[0] in labels for name, _ in images_of(members)) if labels else False
+
+
+def key_of(name: str) -> tuple[str, str]:
+    """Split the name of a file in a shard at the first dot: key.jpg, key.cls."""
+    folder, file = os.path.split(name)
+    key, _, extension = file.partition(".")
+    return os.path.join(folder, key), extension.lower()
 
 
 def shard_samples(path: str, members: Tree, split: str) -> Iterator[Sample]:
     records: dict[str, dict[str, Place]] = defaultdict(dict)
     for name, place in members.items():
-        folder, file = os.path.split(name)
-        key, _, extension = file.partition(".")
-        records[os.path.join(folder, key)][extension.lower()] = place
+        key, extension = key_of(name)
+        records[key][extension] = place
     shard = os.path.splitext(os.path.basename(path))[0]
     for key, parts in records.items():
         for extension in [e for e in parts if is_image(f".{e}")]:
@@ -283,7 +308,7 @@ def record_label(path: str, key: str, parts: dict[str, Place]) -> str:
     Raises:
         UserError: it has none.
     """
-    kind = next((kind for kind in ("cls", "json", "txt") if kind in parts), None)
+    kind = next((kind for kind in LABEL_FILES if kind in parts), None)
     if kind is None:
         raise UserError(f"{path}: {key} has no label; add {key}.cls to the shard")
     text = read_place(parts[kind]).decode(errors="replace").strip()
@@ -301,28 +326,42 @@ def class_samples(path: str, members: Tree, split: str) -> Iterator[Sample]:
     """List the images in <class>/ or <split>/<class>/; folders in a class are part of the name."""
     for name, place in images_of(members):
         parts = name.split("/")
-        if SPLITS.get(parts[0]) == split and len(parts) > 2:
+        if SPLITS.get(parts[0].lower()) == split and len(parts) > 2:
             parts = parts[1:]
+        if len(parts) > 2 and split_of(parts[0]) not in (UNSPLIT, split):
+            raise looks_like_a_split(path, parts[0])
         if len(parts) < 2:
             raise UserError(f"{path}: {name} is not in a class folder; move it into one")
         yield Sample(split, parts[0], "/".join(parts[1:]), place)
 
 
+def looks_like_a_split(path: str, folder: str) -> UserError:
+    if folder.lower() in SPLITS:
+        message = "but not all splits; put train/ and val/ into one folder or file"
+        return UserError(f"{path}: holds the split {folder}/, {message}")
+    message = "rename it to train/ or val/ or, if it is a class, to another name"
+    return UserError(f"{path}: {folder}/ holds folders and looks like a split; {message}")
+
+
 # Lists.
 
 
-def read_lists(source: str, tree: Tree, read: Read) -> Layout:
+def split_of_list(path: str) -> str:
+    """Return the split of train.csv or val.txt: other text files are no lists of images."""
+    name, extension = os.path.splitext(path.lower())
+    return SPLITS.get(name, UNSPLIT) if extension in LISTS else UNSPLIT
+
+
+def read_lists(source: str, tree: Tree) -> Layout:
     """Read train.csv and val.csv, or one list for both, in a folder."""
-    if read is not read_place:
-        raise UserError(f"{source}: contains lists; unpack it and give the folder")
-    lists = {p: at for p, at in tree.items() if "/" not in p and split_of(p) != UNSPLIT}
+    lists = {path: place for path, place in tree.items() if split_of_list(path)}
     files, notes = split_files(source, lists, LISTS)
     samples = [sample for path, split in files for sample in read_list(tree[path].file, split)]
-    return Layout("lists", with_short_names(with_wnids(samples)), read_place, notes)
+    return Layout("lists", with_short_names(with_wnids(source, samples)), read_place, notes)
 
 
 def read_list(path: str, split: str) -> list[Sample]:
-    """Read a list with a path and a label in every row; a header may name a column split.
+    """Read a list of paths and labels, in the first two columns or in those that a header names.
 
     The paths are relative to the folder of the list.
 
@@ -330,29 +369,57 @@ def read_list(path: str, split: str) -> list[Sample]:
         UserError: names the line that is wrong, or whose image is missing.
     """
     rows = list_rows(path)
-    at = None
-    if rows and rows[0][1][0].lower() in PATHS:
-        header = [name.lower() for name in rows.pop(0)[1]]
-        at = header.index("split") if "split" in header else None
+    where, what, at = 0, 1, None
+    if rows and is_header(rows[0][1]):
+        where, what, at = header_columns(path, *rows.pop(0))
     folder = os.path.dirname(os.path.abspath(path))
     samples: list[Sample] = []
     lines: dict[str, int] = {}
     for line, row in rows:
-        if len(row) < 2 or not row[0] or not row[1]:
+        row += [""] * (max(where, what, at or 0) + 1 - len(row))
+        if not row[where] or not row[what]:
             raise UserError(f"{path}: line {line} is not a path and a label; write path,label")
-        file = os.path.normpath(os.path.join(folder, row[0]))
+        file = os.path.normpath(os.path.join(folder, row[where]))
         if file in lines:
-            message = f"lines {lines[file]} and {line} are about the same file {row[0]}; remove one"
-            raise UserError(f"{path}: {message}")
+            both = f"lines {lines[file]} and {line}"
+            raise UserError(f"{path}: {both} are about the same file {row[where]}; remove one")
         lines[file] = line
         if not os.path.isfile(file):
             message = "no such file; write paths relative to the folder of the list"
             raise UserError(f"{path}: line {line}: {file}: {message}")
-        own = split if at is None else split_of(row[at]) if at < len(row) else UNSPLIT
+        own = split if at is None else split_of(row[at])
         if at is not None and own == UNSPLIT:
             raise UserError(f"{path}: line {line}: the split is not train, val or test; correct it")
-        samples.append(Sample(own, row[1], os.path.relpath(file, folder), Place(file)))
+        samples.append(Sample(own, row[what], os.path.relpath(file, folder), Place(file)))
     return samples
+
+
+def is_header(row: list[str]) -> bool:
+    """Tell whether a row names columns: a label may be the word image, but then there is a path."""
+    known = PATHS.union(LABELS)
+    return any(name.lower() in known for name in row) and not any(map(is_image, row))
+
+
+def header_columns(path: str, line: int, header: list[str]) -> tuple[int, int, int | None]:
+    """Return the columns of path, label and split, which may be missing.
+
+    Raises:
+        UserError: a column is missing, or there are several.
+    """
+    names = [name.lower() for name in header]
+    columns = []
+    for what, known in (("paths", PATHS), ("labels", LABELS), ("splits", {"split"})):
+        found = [i for i, name in enumerate(names) if name in known]
+        if not found and what != "splits":
+            raise UserError(f"{path}: line {line} names no column of {what}; write path,label")
+        if len(found) > 1:
+            several = ", ".join(header[i] for i in found)
+            message = f"names several columns of {what} ({several}); keep one"
+            raise UserError(f"{path}: line {line} {message}")
+        columns.append(found[0] if found else None)
+    where, label, split = columns
+    assert where is not None and label is not None
+    return where, label, split
 
 
 def list_rows(path: str) -> list[tuple[int, list[str]]]:

@@ -6,30 +6,26 @@ The label of an image comes from its folder, its name, or the row or record that
 import os
 import random
 import re
-import zipfile
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 from conf.schema import UserError
-from scripts import imagenet, tables
-from scripts.samples import (
+from scripts.sources import imagenet, tables
+from scripts.sources.samples import (
     SPLITS,
     UNSPLIT,
+    WHOLE,
     Layout,
     Place,
-    Read,
     Sample,
     Tree,
-    damaged,
     images_of,
     is_image,
     read_place,
     split_of,
+    tree_of_file,
     tree_of_folder,
-    tree_of_tar,
-    tree_of_zip,
 )
 
 WHAT = (
@@ -37,6 +33,7 @@ WHAT = (
     "shards, a folder with one folder per class, or a list (.csv, .tsv, .txt) of paths and labels"
 )
 VAL_FRACTION = 0.1
+LONGEST = 255  # bytes, the name of a file or folder on Linux
 
 
 def recognise(source: str, *, val_fraction: float | None = None, seed: int = 0) -> Layout:
@@ -66,7 +63,7 @@ def recognise(source: str, *, val_fraction: float | None = None, seed: int = 0) 
     layout = replace(layout, samples=with_safe_names(source, layout.samples))
     layout = with_validation(source, layout, val_fraction, seed)
     check(source, layout.samples)
-    if all(sample.place.size for sample in layout.samples):  # Parquet is read row by row
+    if not layout.in_order:
         layout.samples.sort()
     return layout
 
@@ -79,29 +76,15 @@ def list_images(source: str) -> Layout:
         OSError: the source cannot be read.
     """
     if os.path.isdir(source):
-        return read_tree(source, tree_of_folder(source), read_place)
+        return read_tree(source, tree_of_folder(source))
     if source.lower().endswith(tables.LISTS):
         samples = tables.read_list(source, UNSPLIT)
-        samples = tables.with_short_names(tables.with_wnids(samples))
+        samples = tables.with_short_names(tables.with_wnids(source, samples))
         return Layout("a list", samples, read_place)
-    if source.lower().endswith(".zip"):
-        try:
-            archive = zipfile.ZipFile(source)  # remains open: the layout reads from it
-        except zipfile.BadZipFile as error:
-            raise damaged(source, error) from None
-        return read_tree(source, tree_of_zip(archive), partial(read_member, archive))
-    if source.endswith(".tar") and split_of(os.path.basename(source)) == UNSPLIT:
-        tree = tree_of_tar(source)
-        if detect_folders(tree) and not any(p.endswith((".cls", ".json", ".txt")) for p in tree):
-            return read_folders(source, tree, read_place)
-    return read_tree(source, {os.path.basename(source): Place(source)}, read_place)
+    return read_tree(source, {os.path.basename(source): Place(source)})
 
 
-def read_member(archive: zipfile.ZipFile, place: Place) -> bytes:
-    return archive.read(place.file)
-
-
-def read_tree(source: str, tree: Tree, read: Read) -> Layout:
+def read_tree(source: str, tree: Tree) -> Layout:
     """Recognise the format by the names of the files.
 
     Raises:
@@ -111,13 +94,13 @@ def read_tree(source: str, tree: Tree, read: Read) -> Layout:
     if len(found) > 1:
         names = " and ".join(f"{kind} ({path})" for kind, path in found.items())
         raise UserError(f"{source}: holds {names}; give a folder or a file with one of them")
+    if not found:  # zip files next to other formats are what they were unpacked from
+        zipped = next((path for path in tree if path.lower().endswith(".zip")), "")
+        found = {"tar files": zipped} if zipped else {}
     for kind, path in found.items():
-        if read is not read_place and path.endswith((".tar", ".parquet")):
+        if tree[path].size != WHOLE and not is_image(path):
             raise UserError(f"{source}: contains {path}; unpack it and give the folder")
-        return FORMATS[kind][1](source, tree, read)
-    zipped = next((path for path in tree if path.lower().endswith(".zip")), None)
-    if zipped:
-        raise UserError(f"{source}: holds {zipped} and no images; give this file, or unpack it")
+        return FORMATS[kind][1](source, tree)
     raise UserError(f"{source}: not a dataset that prepare.py knows; {WHAT}")
 
 
@@ -138,15 +121,14 @@ def detect_parquet(tree: Tree) -> str:
 
 
 def detect_tars(tree: Tree) -> str:
-    tars = (path for path in tree if path.endswith((".tar", ".tar.gz", ".tgz")))
+    tars = (path for path in tree if path.lower().endswith((".tar", ".tar.gz", ".tgz")))
     # ImageNet's test images, bounding boxes and kits may be next to its images.
     others = (path for path in tars if not os.path.basename(path).startswith("ILSVRC2012_"))
     return next(others, "")
 
 
 def detect_lists(tree: Tree) -> str:
-    lists = (path for path in tree if "/" not in path and path.lower().endswith(tables.LISTS))
-    return next((path for path in lists if split_of(path) == "train"), "")
+    return next((path for path in tree if tables.split_of_list(path) == "train"), "")
 
 
 def detect_folders(tree: Tree) -> str:
@@ -161,7 +143,23 @@ def detect_folders(tree: Tree) -> str:
     return ""
 
 
-def read_folders(source: str, tree: Tree, read: Read) -> Layout:
+def read_containers(source: str, tree: Tree) -> Layout:
+    """List the images in tar and zip files: in a single one as in a folder.
+
+    Raises:
+        UserError: see `read_tree` and `tables.read_containers`.
+    """
+    paths = [path for path in tree if path.lower().endswith(tables.CONTAINERS)]
+    file = tree[paths[0]].file
+    if len(paths) > 1 or tables.is_shard(members := tree_of_file(file)):
+        return tables.read_containers(source, tree)
+    layout = read_tree(file, members)
+    if not any(sample.split for sample in layout.samples):
+        tables.split_files(source, tree, tables.CONTAINERS)  # refuses val.tar alone
+    return layout
+
+
+def read_folders(source: str, tree: Tree) -> Layout:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
 
     Raises:
@@ -177,12 +175,16 @@ def read_folders(source: str, tree: Tree, read: Read) -> Layout:
     if "train" not in splits:
         if splits and tops <= SPLITS.keys():
             raise UserError(f"{source}: there is no training split, only {' and '.join(splits)}")
-        return Layout("class folders", list(tables.class_samples(source, tree, UNSPLIT)), read)
+        return Layout(
+            "class folders", list(tables.class_samples(source, tree, UNSPLIT)), read_place
+        )
     groups: dict[str, dict[str, Place]] = defaultdict(dict)
     for path, (top, *rest) in parts.items():
         split = SPLITS.get(top.lower(), UNSPLIT)
         unlabelled = split == "test" and len(rest) == 1
         groups[UNSPLIT if unlabelled else split]["/".join(rest)] = tree[path]
+        if len(rest) > 1 and split == UNSPLIT and split_of(top) not in (UNSPLIT, *splits):
+            raise tables.looks_like_a_split(source, top)
     left_out = len(groups.pop(UNSPLIT, {}))
     note = "Images outside train/<class>/, val/<class>/ and test/<class>/ were left out"
     notes = [f"{note}: {left_out:,}."] if left_out else []
@@ -191,14 +193,14 @@ def read_folders(source: str, tree: Tree, read: Read) -> Layout:
         for split, images in groups.items()
         for sample in tables.class_samples(source, images, split)
     ]
-    return Layout("class folders", samples, read, notes)
+    return Layout("class folders", samples, read_place, notes)
 
 
-FORMATS: dict[str, tuple[Callable[[Tree], str], Callable[[str, Tree, Read], Layout]]] = {
+FORMATS: dict[str, tuple[Callable[[Tree], str], Callable[[str, Tree], Layout]]] = {
     "ImageNet's official tar files": (detect_official, imagenet.read_official),
     "Kaggle's ImageNet": (detect_kaggle, imagenet.read_kaggle),
     "Parquet files": (detect_parquet, tables.read_parquet),
-    "tar files": (detect_tars, tables.read_tars),
+    "tar files": (detect_tars, read_containers),
     "lists": (detect_lists, tables.read_lists),
     "class folders": (detect_folders, read_folders),
 }
@@ -248,7 +250,7 @@ def with_validation(source: str, layout: Layout, fraction: float | None, seed: i
             message = f"class {label} has one image; training and validation need one each"
             raise UserError(f"{source}: {message}; add images or remove the class")
         count = min(max(1, round(fraction * len(names))), len(names) - 1)
-        rng = random.Random(f"{seed} {label}")
+        rng = random.Random(os.fsencode(f"{seed} {label}"))
         chosen.update((label, name) for name in rng.sample(sorted(names), count))
     samples = [
         s._replace(split="val" if (s.label, s.name) in chosen else "train") for s in layout.samples
@@ -269,7 +271,7 @@ def without_test(layout: Layout, *, keep: bool) -> Layout:
 
 
 def check(source: str, samples: list[Sample]) -> None:
-    """Refuse splits with different classes, a single class, and two images of the same name.
+    """Refuse splits with different classes, a single class, and names that cannot be written.
 
     Raises:
         UserError: names the classes or the image.
@@ -278,6 +280,10 @@ def check(source: str, samples: list[Sample]) -> None:
     name, count = max(names.items(), key=lambda item: item[1])
     if count > 1:
         raise UserError(f"{source}: {count} images are called {'/'.join(name)}; rename them")
+    for part in {part for _, label, name in names for part in (label, *name.split("/"))}:
+        if len(os.fsencode(part)) > LONGEST:
+            message = f"has more than {LONGEST} bytes; make it shorter"
+            raise UserError(f"{source}: the name {part[:60]}... {message}")
     train, val = ({s.label for s in samples if s.split == split} for split in ("train", "val"))
     for some, others, has, lacks in ((train, val, "train", "val"), (val, train, "val", "train")):
         if extra := sorted(some - others):

@@ -1,4 +1,4 @@
-"""ImageNet as it is distributed, for scripts/layouts.py: the official tar files, Kaggle's folder.
+"""ImageNet as it is distributed, for layouts.py: the official tar files, Kaggle's folder.
 
 In both, the validation images are in one folder, without their classes. A wrong class would ruin
 every result silently. So an image gets its label by its name from Kaggle's table, or by the number
@@ -16,11 +16,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from conf.schema import UserError
-from scripts.samples import (
+from scripts.sources.samples import (
     WNID,
     Layout,
     Place,
-    Read,
     Sample,
     Tree,
     damaged,
@@ -37,7 +36,7 @@ FLAT_VAL = re.compile(r"(?:.*/)?val/ILSVRC2012_val_\d{8}\.JPEG")
 FIRST_LABELS = ["n01751748", "n09193705", "n02105855", "n04263257", "n03125729"]
 
 
-def read_official(source: str, tree: Tree, read: Read) -> Layout:
+def read_official(source: str, tree: Tree) -> Layout:
     """List the images in the official tar files: of training in a tar file of each class.
 
     Raises:
@@ -58,11 +57,11 @@ def read_official(source: str, tree: Tree, read: Read) -> Layout:
         raise UserError(f"{path}: contains no tar files of classes; download it again")
     val = images_of(tree_of_tar(places[VAL_TAR].file))
     images = {os.path.basename(name): place for name, place in val}
-    samples += flat_samples(source, tree, read, images)
+    samples += flat_samples(source, tree, images)
     return Layout("ImageNet's official tar files", samples, read_place)
 
 
-def read_kaggle(source: str, tree: Tree, read: Read) -> Layout:
+def read_kaggle(source: str, tree: Tree) -> Layout:
     """List the images in train/<class>/ and val/, in Kaggle's folder or its zip file.
 
     Raises:
@@ -77,19 +76,17 @@ def read_kaggle(source: str, tree: Tree, read: Read) -> Layout:
             samples.append(Sample("train", parts[1], parts[2], place))
         elif parts[0] == "val" and len(parts) == 2:
             val[parts[1]] = place
-    samples += flat_samples(source, tree, read, val)
-    return Layout("Kaggle's ImageNet", samples, read)
+    samples += flat_samples(source, tree, val)
+    return Layout("Kaggle's ImageNet", samples, read_place)
 
 
-def flat_samples(
-    source: str, tree: Tree, read: Read, images: Mapping[str, Place]
-) -> Iterator[Sample]:
+def flat_samples(source: str, tree: Tree, images: Mapping[str, Place]) -> Iterator[Sample]:
     """Give every validation image its label.
 
     Raises:
         UserError: the labels are missing, or they do not belong to these images.
     """
-    labels = flat_labels(source, tree, read)
+    labels = flat_labels(source, tree)
     for some, others, problem in ((images, labels, "has no label"), (labels, images, "is missing")):
         if wrong := sorted(some.keys() - others.keys()):
             more = f" and {len(wrong) - 1:,} more" if len(wrong) > 1 else ""
@@ -100,7 +97,7 @@ def flat_samples(
     return (Sample("val", labels[name], name, place) for name, place in images.items())
 
 
-def flat_labels(source: str, tree: Tree, read: Read) -> dict[str, str]:
+def flat_labels(source: str, tree: Tree) -> dict[str, str]:
     """Return the class of every validation image: file name -> WordNet id.
 
     Raises:
@@ -108,7 +105,7 @@ def flat_labels(source: str, tree: Tree, read: Read) -> dict[str, str]:
     """
     found = {}
     for name, parse in ((SOLUTION, parse_solution), (DEVKIT, parse_devkit)):
-        path, data = nearest(source, tree, read, name)
+        path, data = nearest(source, tree, name)
         if data:
             try:
                 found[path] = parse(data)
@@ -128,7 +125,7 @@ def flat_labels(source: str, tree: Tree, read: Read) -> dict[str, str]:
     return labels
 
 
-def nearest(source: str, tree: Tree, read: Read, name: str) -> tuple[str, bytes]:
+def nearest(source: str, tree: Tree, name: str) -> tuple[str, bytes]:
     """Find a file below SOURCE, or in the folder of SOURCE or one of three above; and read it.
 
     Returns:
@@ -136,7 +133,7 @@ def nearest(source: str, tree: Tree, read: Read, name: str) -> tuple[str, bytes]
     """
     for path, place in tree.items():
         if os.path.basename(path) == name:
-            return path, read(place)
+            return path, read_place(place)
     folder = os.path.realpath(source)
     for _ in range(4):
         path = os.path.join(folder, name)

@@ -1,0 +1,1 @@
+"""Datasets in the forms that scripts/prepare.py reads: `layouts` recognises them."""
