@@ -51,7 +51,7 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         show_only, section, words = _take_cfg(words)
         for word in words:
             if word.partition("=")[0] in MULTIRUN - {word}:
-                raise UserError(f"{word}: has no value; write {word.partition('=')[0]}")
+                raise UserError(f"{word}: takes no value; write {word.partition('=')[0]}")
         if MULTIRUN & set(words):
             words = [word for word in words if word not in MULTIRUN]
             _check_spelling(words)

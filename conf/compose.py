@@ -240,7 +240,12 @@ def _hydra(overrides: list[str], recipe: str, folders: Sequence[Path]) -> DictCo
     """
     try:
         return compose(config_name="config", overrides=overrides)
-    except OmegaConfBaseException:
+    except (HydraException, OmegaConfBaseException) as error:
+        found = re.match(r"In '(\w+)/([^']+)'", str(error))
+        if found and found[1] in set(GROUPS) - {"recipe"}:
+            for path in (folder / found[1] / f"{found[2]}.yaml" for folder in folders):
+                if path.exists() and found[1] in _content(path):
+                    raise _not_of_group(path, found[1]) from None
         raise
     except (OSError, ValueError) as error:
         for path in (path for folder in folders for path in _group_files(folder)):
@@ -298,6 +303,13 @@ def _content(path: Path) -> DictConfig:
     return content
 
 
+def _not_of_group(file: Path, group: str) -> UserError:
+    return UserError(
+        f"{file}: is not a file of the group {group}; write the keys of {group} without "
+        f"`{group}:`, without `defaults` and without `@package`"
+    )
+
+
 def _choose(tree: DictConfig, group: str, file: Path) -> None:
     """Merge a typed group into the tree, above the recipe.
 
@@ -310,10 +322,7 @@ def _choose(tree: DictConfig, group: str, file: Path) -> None:
     """
     content = _content(file)
     if {"defaults", group} & set(content) or "@package _global_" in _read(file):
-        raise UserError(
-            f"{file}: is not a file of the group {group}; write the keys of {group} without "
-            f"`{group}:`, without `defaults` and without `@package`"
-        )
+        raise _not_of_group(file, group)
     named = f"{group}.name" in FIELDS
     section = OmegaConf.structured(OmegaConf.get_type(tree[group])) if named else tree[group]
     tree[group] = OmegaConf.merge(section, content)

@@ -555,8 +555,8 @@ FLAGS = {
         "leave --config-name out"
     ),
     "--config-name=mine.yaml": "--config-name: not an option; write recipe=mine",
-    "-m=true": "-m=true: has no value; write -m",
-    "--multirun=true optim.lr=1,2": "--multirun=true: has no value; write --multirun",
+    "-m=true": "-m=true: takes no value; write -m",
+    "--multirun=true optim.lr=1,2": "--multirun=true: takes no value; write --multirun",
     "-p optim": "-p optim: needs --cfg; write --cfg job -p optim",
     "--cfg job -p optim.lr": "-p optim.lr: is no section; write -p optim",
     "--cfg job -p": "-p: has no value; write a section, such as -p optim",

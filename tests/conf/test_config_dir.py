@@ -141,13 +141,15 @@ def test_a_choice_whose_name_is_a_number(folder: Path, capsys: pytest.CaptureFix
     assert "recipe=11: no such recipe" in refusal(["-cd", str(folder), "recipe=11"], capsys)
 
 
-def test_a_group_of_the_recipe_that_is_no_mapping(
+def test_a_group_of_the_recipe_that_is_written_wrongly(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Hydra does not name the file."""
     (folder / "model" / "wide.yaml").write_text("3")
     line = refusal(["-cd", str(folder), "recipe=mine"], capsys)
     assert line.startswith(f"{folder}/model/wide.yaml: holds no keys")
+    (folder / "model" / "wide.yaml").write_text("model: {name: resnet18}")
+    assert WITHOUT in refusal(["-cd", str(folder), "recipe=mine"], capsys)
 
 
 WITHOUT = "wide.yaml: is not a file of the group model; write the keys of model without `model:`, "
