@@ -43,6 +43,7 @@ def without_linux(*arguments: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_training_is_the_same(image_root: Path, tmp_path: Path, whole_runs: None) -> None:
     """Stopped, resumed and validated, with a spawned worker and then without workers."""
     folder = tmp_path / "run"

@@ -120,6 +120,7 @@ def test_other_images_start_a_new_table(trained: Path, image_root: Path, tmp_pat
     assert losses.shape == (36, 2) and losses[:, 1].sum() == 5 * 10
 
 
+@pytest.mark.slow
 def test_two_ranks_find_them_together(root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """A restart in between loses nothing and counts nothing twice."""
     for steps in (38, 60):

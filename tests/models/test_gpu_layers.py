@@ -96,6 +96,7 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_compiled_rewritten_resnet_computes_the_same() -> None:
     """Gradients to 1e-9, including values recomputed after the statistics have changed.
 

@@ -152,6 +152,7 @@ def test_the_images_of_the_demo_are_drawn(tmp_path: Path, monkeypatch: pytest.Mo
     assert read.rate > 0
 
 
+@pytest.mark.slow
 def test_the_output_of_the_rungs(image_root: Path, tmp_path: Path) -> None:
     done = run(image_root, tmp_path, "--only", "copy", "read", "decode", "loader")
     assert (done.returncode, done.stderr) == (0, "")
@@ -182,6 +183,7 @@ def test_the_output_of_the_rungs(image_root: Path, tmp_path: Path) -> None:
 # The sweep.
 
 
+@pytest.mark.slow
 def test_the_output_of_a_sweep(image_root: Path, tmp_path: Path) -> None:
     done = run(
         image_root, tmp_path, "sweep=true", "sweep.workers=[0,2]", "sweep.prefetch_factor=[2,1]"
@@ -275,6 +277,7 @@ def test_a_setting_that_cannot_run_is_reported_and_skipped(
     assert heat_map.heat_map(cells, "title").width > 2 * heat_map.WIDTH
 
 
+@pytest.mark.slow
 def test_a_sweep_of_decoders(image_root: Path) -> None:
     """Each cell decodes with its own decoder; a CPU has no JPEG engines."""
     asked = {"workers": [0], "prefetch_factor": [1], "decoder": ["gpu", "pillow", "simplejpeg"]}

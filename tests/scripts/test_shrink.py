@@ -673,6 +673,7 @@ def test_a_refused_destination_is_one_line_and_status_2(source: Path, tmp_path: 
     assert list(files(tmp_path)) == ["mine"]
 
 
+@pytest.mark.slow
 def test_containers_are_shrunk_to_the_same_folders(image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "root").mkdir()
     as_tar(image_root / "train", tmp_path / "root" / "train.tar")
