@@ -12,9 +12,9 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -334,13 +334,37 @@ def _clear(draft: Path) -> None:
 
 
 def _draw_all(draft: Path, draw: Callable[[int], None], images: int, threads: int) -> None:
+    """Draw all images in threads. After Ctrl-C or an error, only started images finish."""
     for split, label in itertools.product(SPLITS, CLASSES):
         (draft / split / label).mkdir(parents=True)
-    pool = ThreadPoolExecutor(threads)
+    numbers = iter(range(images))  # shared: each number is drawn once
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        with _noting(failed):
+            for number in itertools.takewhile(lambda _: not failed, numbers):
+                draw(number)
+
+    # Not ThreadPoolExecutor: Ctrl-C while it takes 2,500 tasks may leave one of its locks held, and
+    # its threads would wait forever.
+    workers = [threading.Thread(target=work) for _ in range(threads)]
+    with _noting(failed):
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+    for worker in filter(threading.Thread.is_alive, workers):
+        worker.join()
+    if failed:
+        raise failed[0]
+
+
+@contextmanager
+def _noting(errors: list[BaseException]) -> Iterator[None]:
     try:
-        list(pool.map(draw, range(images)))  # raises the error of the first that failed
-    finally:
-        pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error, only started images finish
+        yield
+    except BaseException as error:
+        errors.append(error)
 
 
 def _draw_file(draft: Path, seed: int, train_images: int, position: int) -> None:
