@@ -74,14 +74,33 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
             f"data.val_fraction={fraction:g}: class {alone} has one image only, which cannot be in "
             "both splits; add images, or leave the class out with data.classes"
         )
-    names = (os.fsencode(index.name(i)) for i in range(len(index)))
-    hashes = [int.from_bytes(blake2b(name, digest_size=8).digest()) for name in names]
-    shuffled = np.lexsort((np.array(hashes, np.uint64), labels))  # by class, then by hash
-    rank = np.arange(len(labels)) - np.repeat(np.cumsum(counts) - counts, counts)  # in its class
-    held = np.clip(np.rint(counts * fraction), 1, counts - 1)[labels[shuffled]]
-    parts = (np.sort(shuffled[rank >= held]), np.sort(shuffled[rank < held]))
-    train, val = (index.take(rows, index.classes, labels[rows]) for rows in parts)
-    return train, val
+    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
+    val = np.zeros(len(labels), bool)
+    for rows in by_class:
+        val[rows[chosen([index.name(row) for row in rows.tolist()], fraction)]] = True
+    parts = (np.flatnonzero(~val), np.flatnonzero(val))
+    train, held = (index.take(rows, index.classes, labels[rows]) for rows in parts)
+    return train, held
+
+
+def chosen(names: Sequence[str], fraction: float, seed: int = 0) -> list[int]:
+    """Choose the validation images of one class by a hash of their names.
+
+    Args:
+        names: of two or more images, with the name of their class.
+        fraction: to choose, at least one image and not all of them.
+        seed: another seed chooses other images.
+
+    Returns:
+        Positions in `names`.
+    """
+    salt = (seed % 2**64).to_bytes(8, "little")
+
+    def digest(position: int) -> bytes:
+        return blake2b(os.fsencode(names[position]), digest_size=8, salt=salt).digest()
+
+    count = min(max(1, round(fraction * len(names))), len(names) - 1)
+    return sorted(range(len(names)), key=digest)[:count]
 
 
 def _refuse_splits_as_classes(index: Index, given: str) -> None:

@@ -356,8 +356,8 @@ def run(options: argparse.Namespace) -> Tally:
     determined = settings(options.source, layout, options.format)
     with destination.open_destination(options.to, MARKER, determined, SCRIPT):
         if options.format == "folder":
+            classes = sorted({sample.label for sample in layout.samples})
             for split in ("train", "val"):
-                classes = sorted({s.label for s in layout.samples})
                 destination.prepare_split(os.path.join(options.to, split), classes)
         total = make_all(layout, options.to, options.format)
         seconds = time.monotonic() - began

@@ -4,13 +4,13 @@ The label of an image comes from its folder, its name, or the row or record that
 """
 
 import os
-import random
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import replace
 
 from conf.schema import UserError
+from pipeline.splits import chosen
 from scripts.sources import imagenet, tables
 from scripts.sources.samples import (
     SPLITS,
@@ -225,9 +225,10 @@ def with_safe_names(source: str, samples: list[Sample]) -> list[Sample]:
 
 
 def with_validation(source: str, layout: Layout, fraction: float | None, seed: int) -> Layout:
-    """Choose the validation images at random, the same fraction of every class, if there are none.
+    """Choose the validation images, the same fraction of every class, if there are none.
 
-    The choice depends on the seed and on the names of the class and its images.
+    The choice depends on the seed and on the names of the class and its images. With seed 0, it is
+    that of data.val_fraction.
 
     Raises:
         UserError: there is a validation split already, or a class has only one image.
@@ -242,19 +243,16 @@ def with_validation(source: str, layout: Layout, fraction: float | None, seed: i
         return layout
     fraction = VAL_FRACTION if fraction is None else fraction
     classes = defaultdict(list)
-    for sample in layout.samples:
-        classes[sample.label].append(sample.name)
-    chosen: set[tuple[str, str]] = set()
-    for label, names in classes.items():
-        if len(names) == 1:
+    for row, sample in enumerate(layout.samples):
+        classes[sample.label].append(row)
+    samples = [sample._replace(split="train") for sample in layout.samples]
+    for label, rows in classes.items():
+        if len(rows) == 1:
             message = f"class {label} has one image; training and validation need one each"
             raise UserError(f"{source}: {message}; add images or remove the class")
-        count = min(max(1, round(fraction * len(names))), len(names) - 1)
-        rng = random.Random(os.fsencode(f"{seed} {label}"))
-        chosen.update((label, name) for name in rng.sample(sorted(names), count))
-    samples = [
-        s._replace(split="val" if (s.label, s.name) in chosen else "train") for s in layout.samples
-    ]
+        names = [f"{label}/{samples[row].name}" for row in rows]
+        for position in chosen(names, fraction, seed):
+            samples[rows[position]] = samples[rows[position]]._replace(split="val")
     note = f"{fraction:.0%} of the images of each class became the validation split (seed {seed})."
     return replace(layout, samples=samples, notes=[*layout.notes, note])
 

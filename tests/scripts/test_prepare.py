@@ -20,8 +20,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from conf.schema import UserError
+from conf.schema import Data, UserError
 from pipeline.index import load_index
+from pipeline.splits import load_splits
 from pipeline.synthetic.demo import draw_image
 from scripts import prepare
 from scripts.sources import imagenet, tables
@@ -557,6 +558,14 @@ def test_a_split_is_stratified_and_seeded(tmp_path: Path) -> None:
     assert sum(name.startswith("val") for name in names(source)) == 1 + 2
 
 
+def test_the_split_is_that_of_data_val_fraction(tmp_path: Path) -> None:
+    source = classes_only(tmp_path / "source", {"a": 12, "b": 20})
+    assert run(source, tmp_path / "to", "--val-fraction", "0.25") == 0
+    _, prepared = load_splits(Data(root=str(tmp_path / "to")))
+    _, held_out = load_splits(Data(root=str(source), val_fraction=0.25))
+    assert prepared.fingerprint() == held_out.fingerprint()
+
+
 def test_a_class_may_have_the_name_of_a_split(tmp_path: Path) -> None:
     source = classes_only(tmp_path / "source", {"train": 4, "bus": 4, "test": 4})
     labels = {sample.label for sample in recognise(str(source)).samples}
@@ -890,13 +899,16 @@ def test_a_fraction_for_data_with_a_validation_split(tmp_path: Path) -> None:
 
 
 def test_a_member_outside_the_class_folders_is_not_written(tmp_path: Path) -> None:
-    evil = {"../../evil/x.jpg": jpeg(1), "/root/x.jpg": jpeg(2), "a/../../b/x.jpg": jpeg(3)}
+    evil = {"../../evil/x.jpg": jpeg(1), "/absolute/x.jpg": jpeg(2), "a/../../b/x.jpg": jpeg(3)}
     write(
         tmp_path / "source",
-        {"train.tar": tar({**TRAIN, **evil}), "val.tar": tar({**VAL_FILES, "root/y.jpg": jpeg(2)})},
+        {
+            "train.tar": tar({**TRAIN, **evil}),
+            "val.tar": tar({**VAL_FILES, "absolute/y.jpg": jpeg(2)}),
+        },
     )
     assert run(tmp_path / "source", tmp_path / "to") == 0
-    expected = EXPECTED | {"train/root/x.jpg": jpeg(2), "val/root/y.jpg": jpeg(2)}
+    expected = EXPECTED | {"train/absolute/x.jpg": jpeg(2), "val/absolute/y.jpg": jpeg(2)}
     assert laid_out(tmp_path / "to") == expected
     assert sorted(os.listdir(tmp_path)) == ["source", "to"]
 
