@@ -210,24 +210,30 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
     logged: list[Values] = []
+    of_images: list[Tensor] = []
     try:
         for part in batch.split(accumulate):
             with without_sync(network, unless=len(logged) == accumulate - 1):
                 mean_loss, values, each = loss(network, part.images, part.targets, part.labels)
                 (mean_loss / accumulate).backward()
             logged.append({"loss": mean_loss.detach(), **values})
-            if state.losses is not None:
-                state.losses.add(part.samples, each)
+            of_images.append(each)
+        means = {name: torch.stack([part[name] for part in logged]).mean() for name in logged[0]}
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
-        state.optimizer.step()
+        # From the first gradient that is not finite on, no step changes a weight.
+        sound = state.divergence.check(network.parameters(), means["loss"])
+        if sound:
+            state.optimizer.step()
     finally:
         # Also after an error: a CUDA graph whose capture failed has not computed them, and the next
         # step would add its own gradients.
         state.optimizer.zero_grad(set_to_none=True)
-    if state.ema is not None:
-        state.ema.update_parameters(state.model)
-    return {name: torch.stack([part[name] for part in logged]).mean() for name in logged[0]}
+    if sound and state.ema is not None:
+        state.ema.update_parameters(state.model, unless=state.divergence.found)
+    if sound and state.losses is not None:
+        state.losses.add(batch.samples, torch.cat(of_images), unless=state.divergence.found)
+    return means
 
 
 def training_loss(

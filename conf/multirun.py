@@ -32,6 +32,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, ValueType
 from hydra.errors import HydraException
 
+from conf import strict_json
 from conf.compose import load, to_yaml
 from conf.overrides import FIELDS, GROUPS, KEYS, NAMES, WORDS, read_override, split_config_dir
 from conf.schema import RESULT, Config, UserError, config_values, group_names
@@ -403,7 +404,7 @@ def _store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _replace(folder / "sweep.json", json.dumps(content, indent=2) + "\n")
+        _replace(folder / "sweep.json", strict_json.dumps(content, indent=2) + "\n")
         _replace(folder / "sweep.csv", table.getvalue())
     except OSError as error:
         print(f"{folder}: cannot be written: {error.strerror}", file=sys.stderr, flush=True)

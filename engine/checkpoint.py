@@ -30,6 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from conf import strict_json
 from conf.schema import UserError, show
 from pipeline.shared import page_lock, page_unlock
 
@@ -446,8 +447,8 @@ def provenance() -> dict[str, str]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a JSON file atomically."""
-    replace_file(path, json.dumps(content, indent=2) + "\n")
+    """Replace a JSON file atomically. A number that is not finite becomes null."""
+    replace_file(path, strict_json.dumps(content, indent=2) + "\n")
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -21,7 +21,13 @@ class Lamb(torch.optim.Optimizer):
         lr: learning rate.
         betas: decay rates of the two moments.
         eps: term added to the denominator.
+
+    Attributes:
+        found_inf: float32 [], 1 to keep the parameters as they are, else 0; None: 0. The moments
+            change all the same.
     """
+
+    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -45,7 +51,21 @@ class Lamb(torch.optim.Optimizer):
                     torch._foreach_add_(updates, params, alpha=group["weight_decay"])
                     scale = list((scale * _trust_ratios(params, updates)).unbind())
                 torch._foreach_mul_(updates, scale)
-                torch._foreach_add_(params, updates)
+                # params += updates, unless `found_inf` is set. No other operation on lists of
+                # tensors can be skipped on the device.
+                torch._fused_sgd_(
+                    params,
+                    updates,
+                    [],
+                    weight_decay=0,
+                    momentum=0,
+                    lr=1,
+                    dampening=0,
+                    nesterov=False,
+                    maximize=True,
+                    is_first_step=False,
+                    found_inf=self.found_inf,
+                )
 
     def _adam(
         self, params: list[Tensor], *, betas: tuple[float, float], eps: float

@@ -35,12 +35,15 @@ class Meter:
 
     Args:
         world: values are averaged over its ranks, which all hold the same number of images.
+
+    Attributes:
+        steps: number of steps added since the last `send`.
     """
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._names: list[str] = []
-        self._steps = 0
+        self.steps = 0
         self._sent: tuple[int, int, float, Any] | None = None  # step, steps, lr, event of the copy
 
     def add(self, values: Mapping[str, Tensor]) -> None:
@@ -65,7 +68,7 @@ class Meter:
                 f"{', '.join(self._names)}: return the same names at every step"
             )
         self._total += torch.stack([value.detach() for value in values.values()])
-        self._steps += 1
+        self.steps += 1
 
     def send(self, step: int, lr: float) -> None:
         """End an interval with step `step`: start the copy of its sums to the host."""
@@ -73,8 +76,8 @@ class Meter:
         self._total.zero_()
         on_gpu = self.world.device.type == "cuda"
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
-        self._sent = (step, self._steps, lr, copied)
-        self._steps = 0
+        self._sent = (step, self.steps, lr, copied)
+        self.steps = 0
 
     def read(self) -> Interval | None:
         """Return the interval that was sent and not yet read, if any.

@@ -387,7 +387,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         for name, content in files.items():
             self.write(name, content)
         with self._usable():
-            (self.path / "summary.json").unlink(missing_ok=True)
+            for name in ("summary.json", "diverged.json"):
+                (self.path / name).unlink(missing_ok=True)
 
     def write(self, name: str, content: str) -> None:
         """Replace a file of the folder.

@@ -3,7 +3,6 @@
 It never trains, validates or saves: the loop in train.py does, and calls the methods here.
 """
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +14,19 @@ from typing import Any
 from torch import Tensor
 
 import models
+from conf import strict_json
 from conf.schema import RESULT, Config, in_effect, show, walk
 from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
 from engine.expectation import Expectation, compare
+from engine.leaks import Leaks, memory_now
 from engine.ledger import Ledger, Period, peak_rate
-from engine.meters import Meter
+from engine.meters import Interval, Meter
 from engine.pictures import bars
 from engine.plan import Plan
 from engine.profiler import StepProfiler
 from engine.rundir import RunDirectory
-from engine.state import TrainState, diverged, params_sha256
+from engine.state import TrainingError, TrainState, diverged, params_sha256
 from engine.step_graph import StepGraph
 from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import Tracker, duration
@@ -34,6 +35,10 @@ from pipeline.prefetcher import Batch
 from pipeline.sizing.autotune import Answer
 from pipeline.sizing.diagnosis import Observation, describe_loader
 from pipeline.sizing.prices import measure_gains
+
+# Without log rows, the host looks for non-finite gradients this often.
+CHECK_STEPS = 50
+SHOWN_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
 class RunLog:
@@ -77,9 +82,10 @@ class RunLog:
             val_images=plan.val_images,
             continues=bool(state.history),
         )
-        self._first_step = state.step
+        self._first_step = self._last_step = state.step
         self._wants_images = run.is_first_start or plan.due(state.step).epoch
         self._tuned: Observation | None = None
+        self.leaks = Leaks()
 
     def __enter__(self) -> "RunLog":
         self.tracker.__enter__()
@@ -190,11 +196,14 @@ class RunLog:
             values: named means of the step, float [] on the device.
             send: this step is the last one of a log row.
         """
-        step = self.state.step
+        step, divergence = self.state.step, self.state.divergence
         self._report()  # of an earlier step: its values have arrived while this one was launched
         self.meter.add(values)
+        self._last_step = step
         if send:
-            self.meter.send(step, self.plan.curve.at(step - 1))
+            self._send(step)
+        if send or step % CHECK_STEPS == 0:
+            divergence.send(step)
         self.tracker.progress(step)
         if step == self._first_step + 1:
             self.ledger.started()
@@ -202,11 +211,18 @@ class RunLog:
             with self.pause("profile"):
                 self.profiler.stop(step)
 
+    def _send(self, step: int) -> None:
+        """End the interval of a log row with step `step`."""
+        self.meter.send(step, self.plan.curve.at(step - 1))
+
     def end_epoch(self) -> None:
         """Report the verdict of the epoch and the GPU's slowdowns."""
         step = self.state.step
         self._wants_images = True
         with self._paused():
+            workers = self.feed.train.loader.pool.pids
+            setting = (*workers, self.plan.size(step - 1))
+            self.leaks.note(memory_now(workers, self.world.device), setting)
             slow = self._slowdowns("epoch")
             lines = self._verdict("epoch", slow)
             self.say(*(f"verdict  {line}" for line in lines))
@@ -231,6 +247,7 @@ class RunLog:
     @contextmanager
     def _paused(self) -> Iterator[None]:
         self.feed.train.end_step()
+        self.state.divergence.send(self.state.step)
         self._report()  # waits for this step
         with self.feed.train.pause():
             yield
@@ -271,15 +288,50 @@ class RunLog:
         """Write a log row if an interval of steps was sent and not yet reported.
 
         Raises:
-            TrainingError: the loss is not finite.
+            TrainingError: a gradient or the mean loss is not finite.
         """
-        interval = self.meter.read()
-        if interval is None:
-            return
+        interval, found = self.meter.read(), self.state.divergence.read()
+        if interval is None and found is not None and self.meter.steps:
+            self._send(self._last_step)  # the steps since the last row
+            interval = self.meter.read()
+        if interval is not None:
+            self._train_row(interval)
+        if found is not None:
+            raise self._diverged(*found)
+        if interval is not None and not math.isfinite(interval.values["loss"]):
+            loss, lr = interval.values["loss"], interval.lr
+            raise diverged(f"the loss is {loss} at step {interval.step} (lr {lr:g})")
+
+    def _diverged(self, step: int, loss: float) -> TrainingError:
+        """Report the first step whose gradients were not finite. Collective.
+
+        Args:
+            step: 1, 2, ...
+            loss: of this rank in that step.
+        """
+        feed, lr = self.feed.train, self.plan.curve.at(step - 1)
+        dataset = feed.loader.pool.sources[feed.loader.source].dataset
+        samples = [
+            {"epoch": epoch, "index": index, "path": dataset.name(index)}
+            for epoch, index in feed.loader.samples(step - 1).tolist()
+        ]
+        own: dict[str, Any] = {"loss": loss, "samples": samples}
+        ranks = self.world.gather(own)
+        # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
+        bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
+        name = "diverged.json"
+        self.tracker.record(name, {"step": step, "lr": lr, "ranks": bad})
+        finite = math.isfinite(bad[0]["loss"])
+        what = "a gradient is not finite" if finite else f"the loss is {bad[0]['loss']}"
+        given = f"lr {lr:g}, loss {bad[0]['loss']:g}" if finite else f"lr {lr:g}"
+        images = [f"{one['index']} ({one['path']})" for rank in bad for one in rank["samples"]]
+        return diverged(
+            f"{what} at step {step} ({given}) with the images {', '.join(images[:SHOWN_IMAGES])}, "
+            f"... ({len(images):,} images in {self.run.path / name})"
+        )
+
+    def _train_row(self, interval: Interval) -> None:
         step = interval.step
-        loss = interval.values["loss"]
-        if not math.isfinite(loss):
-            raise diverged(f"the loss is {loss} at step {step} (lr {interval.lr:g})")
         timing = self.feed.train.clock.timing(interval.steps)
         assert timing is not None, "every step of an interval has been ended"
         self.ledger.peak_rate = self._peak_rate(self.plan.flops(step - 1))
@@ -295,11 +347,10 @@ class RunLog:
             "seconds_left": images_left / times["images_per_second"],
         }
         pool = self.feed.train.loader.pool
-        pinned = self.plan.loader.memory.pinned if self.feed.page_locked else 0
         figures = {
             **self.monitor.read(),
             **allocator_figures(self.world.device),
-            **host_figures(pool.pids, pinned),
+            **host_figures(pool.pids),
         }
         self.tracker.train_row(row, figures)
         pool.warn_about_slow_workers()
@@ -329,7 +380,7 @@ class RunLog:
                 self.profiler.stop(self.state.step)
         summary = self._summary(signal_number)
         if self.world.leads:
-            self.run.write("summary.json", json.dumps(summary, indent=2) + "\n")
+            self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         config = self.plan.config
         if not signal_number:
             self.tracker.results(summary, self.state.step)
@@ -413,9 +464,13 @@ class RunLog:
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
         if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
             self.ledger.images_changed()
-        return self.ledger.verdict(
+        limits = self.ledger.verdict(
             period, describe_loader(self.feed), self.world.gather, measure, slowdowns
         )
+        leaks = enumerate(self.world.gather(self.leaks.sentences()))
+        rank, found = next((one for one in leaks if one[1]), (0, []))
+        where = f"on rank {rank}, " if self.world.size > 1 else ""
+        return limits + [f"{where}{sentence}" for sentence in found]
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from engine.divergence import Divergence
 from engine.suspects import SampleLosses
 
 
@@ -58,9 +59,15 @@ class MovingAverage(nn.Module):
         self.register_buffer("n_averaged", torch.tensor(0, device=device))
 
     @torch.no_grad()
-    def update_parameters(self, model: nn.Module) -> None:
-        """Update the average with the weights after an optimiser step."""
-        weight = (1.0 + self.n_averaged).pow(-2 / 3).clamp(min=1.0 - self.decay)
+    def update_parameters(self, model: nn.Module, unless: Tensor | float = 0) -> None:
+        """Update the average with the weights after an optimiser step.
+
+        Args:
+            model: the model.
+            unless: float32 [], 1 to keep the averaged weights as they are, else 0. Buffers that
+                are not finite are averaged all the same.
+        """
+        weight = (1.0 + self.n_averaged).pow(-2 / 3).clamp(min=1.0 - self.decay) * (1 - unless)
         pairs = list(zip(tensors(self.module), tensors(model), strict=True))
         averaged = [pair for pair in pairs if pair[0].is_floating_point()]
         copied = [pair for pair in pairs if not pair[0].is_floating_point()]
@@ -83,6 +90,7 @@ class TrainState:
     Attributes:
         step: number of optimiser steps taken.
         losses: the mean loss of each training image.
+        divergence: whether a gradient was not finite. Not stored: training has ended then.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
@@ -102,6 +110,10 @@ class TrainState:
     spent: dict[str, float] = field(default_factory=dict)
     origin: str | None = None
     history: list[str] = field(default_factory=list)
+    divergence: Divergence = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.divergence = Divergence(self.optimizer)
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors of the model, its average and the losses of the images."""
@@ -169,7 +181,7 @@ def untouched(state: TrainState) -> Iterator[None]:
     """
     optimizer = state.optimizer
     moments = {parameter: dict(values) for parameter, values in optimizer.state.items()}
-    live = state.tensors()
+    live = [*state.tensors(), *tensors(state.divergence)]
     live += [v for values in moments.values() for v in values.values() if isinstance(v, Tensor)]
     kept = [tensor.detach().clone() for tensor in live]
     options = _options(optimizer)

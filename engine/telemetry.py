@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from pipeline.shared import page_locked_bytes
+
 logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
@@ -253,38 +255,45 @@ def allocator_figures(device: torch.device) -> dict[str, float]:
     }
 
 
-def host_figures(worker_pids: Iterable[int], pinned_bytes: int) -> dict[str, float]:
+def host_figures(worker_pids: Iterable[int]) -> dict[str, float]:
     """Return the memory of this process and of its loader workers, as far as the system reports it.
 
     The trainer's value is its resident memory, including shared and page-locked batch buffers. The
     workers' value is their private memory: the buffers that all of them map count once, in the
     trainer's value, and pages shared with the fork server count once, too. With
     loader.start_method=fork, pages still shared with the trainer count in every worker.
+    `pinned` is all page-locked memory of this process.
     """
-    figures = {"host/pinned_gib": pinned_bytes / GIB}
+    figures = {"host/pinned_gib": page_locked_bytes() / GIB}
     page = os.sysconf("SC_PAGE_SIZE")
     with suppress(OSError, ValueError, IndexError):  # no /proc
         figures["host/trainer_rss_gib"] = (
             int(Path("/proc/self/statm").read_text().split()[1]) * page / GIB
         )
-        figures["host/workers_rss_gib"] = _private_pages(worker_pids) * page / GIB
+        figures["host/workers_rss_gib"] = _private_bytes(worker_pids) / GIB
     with suppress(OSError):
         shm = os.statvfs("/dev/shm")
         figures["host/shm_used_gib"] = (shm.f_blocks - shm.f_bfree) * shm.f_frsize / GIB
     return figures
 
 
-def _private_pages(pids: Iterable[int]) -> int:
-    """Count the private pages of processes.
+def anonymous_bytes(pid: int | str) -> int:
+    """Return the resident memory of a process that is neither a file's nor shared.
+
+    Raises:
+        OSError: there is no such process, or no /proc.
+    """
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _private_bytes(pids: Iterable[int]) -> int:
+    """Sum the private memory of processes.
 
     Reading statm takes 20 microseconds per process. smaps_rollup also knows which pages are still
     shared after a fork, but it walks the page tables: 2 to 8 ms per worker, during which the worker
     cannot map memory.
     """
-
-    def anonymous(pid: int) -> int:
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return resident - shared
 
     own: Counter[int] = Counter()
     forked_from: dict[int, int] = {}
@@ -292,6 +301,6 @@ def _private_pages(pids: Iterable[int]) -> int:
         with suppress(OSError, ValueError, IndexError):  # the process has ended
             parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
             if parent not in forked_from:
-                forked_from[parent] = 0 if parent == os.getpid() else anonymous(parent)
-            own[parent] += max(0, anonymous(pid) - forked_from[parent])
+                forked_from[parent] = 0 if parent == os.getpid() else anonymous_bytes(parent)
+            own[parent] += max(0, anonymous_bytes(pid) - forked_from[parent])
     return sum(own.values()) + sum(forked_from.values())

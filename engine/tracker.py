@@ -21,6 +21,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from conf import strict_json
 from engine import boards, pictures
 from engine.boards import BOARDS, Board, Picture
 from engine.checkpoint import replace_file, write_json
@@ -362,7 +363,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
                 key: float(f"{value:.6g}") if isinstance(value, float) else value
                 for key, value in content.items()
             }
-            line = json.dumps(rounded) + "\n"
+            line = strict_json.dumps(rounded) + "\n"
             self._guard("metrics.jsonl", self._rows.write, line)
         self._write_pending()
         tags = {

@@ -22,6 +22,8 @@ from conf.schema import UserError
 
 logger = logging.getLogger(__name__)
 
+_page_locked: dict[int, int] = {}  # address -> bytes
+
 
 class SharedArray:
     """A numpy array in shared memory that a child process gets with any start method.
@@ -118,6 +120,7 @@ def _lock(arrays: Sequence[np.ndarray], device: int) -> tuple[list[int], str]:
             page_unlock(locked)
             return [], f"{array.nbytes / 2**20:.1f} MiB cannot be page-locked ({error})"
         locked.append(address)
+        _page_locked[address] = array.nbytes
     return locked, ""
 
 
@@ -125,3 +128,11 @@ def page_unlock(addresses: Sequence[int]) -> None:
     """Undo `page_lock`. No copy from or to the arrays may be in progress."""
     for address in addresses:
         torch.cuda.cudart().cudaHostUnregister(address)
+        _page_locked.pop(address, None)
+
+
+def page_locked_bytes() -> int:
+    """Return the page-locked memory of this process: that of `page_lock` and that of torch."""
+    # torch rounds each block up to a power of two, and keeps it for the next tensor.
+    torch_bytes = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
+    return sum(_page_locked.values()) + torch_bytes

@@ -75,7 +75,6 @@ if __name__ == "__main__":
         cli.fail(str(mistake), SCRIPT)
 
 import csv
-import json
 import logging
 import math
 import time
@@ -89,6 +88,7 @@ import torch
 from torch import Tensor
 
 import train
+from conf import strict_json
 from engine import pictures
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import World, join_world
@@ -145,7 +145,7 @@ class Evaluated:
     def record(self) -> dict[str, Any]:
         """Return the content of evaluation.json."""
         metrics = self.metrics
-        record = {
+        return {
             "checkpoint": str(self.trained.path),
             "name": self.trained.name,
             "step": self.trained.step,
@@ -157,10 +157,6 @@ class Evaluated:
             "images": metrics.images,
             **self.setup,
             "seconds": round(self.seconds, 3),
-        }
-        return {
-            name: None if isinstance(value, float) and not math.isfinite(value) else value
-            for name, value in record.items()
         }
 
 
@@ -506,7 +502,7 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
 def report(found: Evaluated, folder: Path, width: int) -> None:
     """Print the result of one evaluation and write its files."""
     if OPTIONS.json:
-        print(json.dumps({**found.record(), "out": str(folder)}), flush=True)
+        print(strict_json.dumps({**found.record(), "out": str(folder)}), flush=True)
     else:
         print(line(found, width), flush=True)
     for text in found.check:

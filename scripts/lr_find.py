@@ -149,7 +149,7 @@ def range_test(
         for batch in feed.train.batches(0, steps):
             loss = step(batch)["loss"].double()  # a copy: the next step overwrites the value
             losses.append(float(world.sum(loss)) / world.size)
-            if has_diverged(losses):
+            if has_diverged(losses) or state.divergence.found:  # then the weights stay the same
                 break
     if len(losses) < LEAST_LOSSES:
         raise TrainingError(
@@ -281,7 +281,7 @@ def report(test: RangeTest, config: Config, out: Path) -> float | str:
     content = {
         "suggestion": found if isinstance(found, float) else None,
         "lrs": test.lrs,
-        "losses": [loss if math.isfinite(loss) else None for loss in test.losses],
+        "losses": test.losses,
         "smoothed": smooth.tolist(),
         "diverged": test.diverged,
         "config": cli.to_yaml(config),

@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli  # first: it refuses Windows, which has no SIGPIPE
+from conf import cli, strict_json  # first: it refuses Windows, which has no SIGPIPE
 from conf.schema import UserError, typed_keys
 
 if __name__ == "__main__":
@@ -114,7 +114,6 @@ if __name__ == "__main__":
 
 import csv
 import io
-import json
 import logging
 import select
 import stat
@@ -413,7 +412,7 @@ def json_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[
                 }
                 for index, probability in zip(result.classes, result.probabilities, strict=True)
             ]
-            file.write(json.dumps({"path": result.path, "predictions": predictions}) + "\n")
+            file.write(strict_json.dumps({"path": result.path, "predictions": predictions}) + "\n")
 
     return write
 

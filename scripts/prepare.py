@@ -40,7 +40,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli
+from conf import cli, strict_json
 from conf.schema import UserError
 from scripts.destination import FORMATS
 
@@ -91,7 +91,6 @@ if __name__ == "__main__":
         cli.fail(str(mistake), SCRIPT)
 
 import hashlib
-import json
 import os
 import shlex
 import time
@@ -321,7 +320,7 @@ def write_report(
         "seconds": round(seconds, 3),
         "train_with": command,
     }
-    text = json.dumps(report, indent=2, ensure_ascii=False) + "\n"
+    text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
     destination.write_whole(os.path.join(to, MARKER), text.encode(errors="surrogateescape"))
     splits = Counter(sample.split for sample in layout.samples)
     earlier = f" ({total.earlier:,} by earlier runs)" if total.earlier else ""

@@ -73,7 +73,6 @@ if __name__ == "__main__":
             cli.fail(message, "shrink.py")
 
 import io
-import json
 import os
 import shlex
 import time
@@ -83,6 +82,7 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import IO
 
+from conf import strict_json
 from conf.schema import Data, UserError, show
 from pipeline import decode
 from pipeline.dataset import describe
@@ -399,7 +399,7 @@ def write_report(job: Job, total: Tally, *, seconds: float, workers: int, comman
         "decoder": job.decoder,
         "train_with": command,
     }
-    text = json.dumps(report, indent=2) + "\n"
+    text = strict_json.dumps(report, indent=2) + "\n"
     destination.write_whole(os.path.join(job.to, MARKER), text.encode())
     earlier = f" ({total.earlier:,} by earlier runs)" if total.earlier else ""
     place = f", see {noted}" if odd else ""

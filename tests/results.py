@@ -19,6 +19,15 @@ def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     ]
 
 
+def strictly_parsed(text: str) -> Any:
+    """Parse JSON as the standard requires: NaN and Infinity are errors."""
+
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
 def stored(folder: Path) -> dict[str, Any]:
     """Return the state in a run's newest checkpoint, without durations."""
     found = checkpoint.load_newest(folder / "checkpoints")

@@ -233,6 +233,14 @@ def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]
         assert found["accumulation"]["exchanged"] == 3  # one bucket
 
 
+def test_a_nan_on_one_rank_ends_the_updates_of_both(ranks: tuple[Found, Found]) -> None:
+    one, two = (found["divergence"] for found in ranks)
+    first, second, third = one["weights"]
+    assert first == second == third and one["weights"] == two["weights"]
+    assert one["read"][0] == two["read"][0] == 2
+    assert math.isfinite(one["read"][1]) and math.isnan(two["read"][1])  # losses are their own
+
+
 def test_sync_bn_keeps_weights_and_keys() -> None:
     """Only its conversion: torch has SyncBatchNorm for GPUs only."""
     config = cli.load(

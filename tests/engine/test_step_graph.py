@@ -1,5 +1,6 @@
 """The training step as a CUDA graph compared with the step whose kernels are launched singly."""
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 
@@ -109,6 +110,33 @@ def test_a_graph_gives_the_same_bits(mixed: bool, overrides: list[str], world: W
     # Each step has another batch. The first losses of a ViT, whose head begins with zeros, may be
     # equal after rounding.
     assert len({row["loss"] for row in found[0][1]}) >= STEPS - 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("captured", [True, False], ids=["graph", "kernels"])
+@pytest.mark.parametrize("optim", ["sgd", "adamw", "lamb"])
+def test_a_nan_in_a_step_ends_the_updates(optim: str, captured: bool, world: World) -> None:
+    """The host launches further steps, which change no weight; it learns of the first bad step."""
+    options = ["model=resnet_tiny", f"optim={optim}", "train.ema_decay=0.9"]
+    plan, state, step = build(world, *options)
+    step.refused = None if captured else "for the comparison"
+    bad, found = STEPS - 3, []
+    for number in range(STEPS):
+        batch = batch_of(plan, number)
+        if number == bad:
+            batch.images[1, 0, 0, 0] = float("nan")
+        step(batch)
+        average = state.ema.module.parameters() if state.ema is not None else ()
+        found.append([t.detach().clone() for t in (*state.model.parameters(), *average)])
+    assert (step.refused is None) == captured
+    for before, after in itertools.pairwise(found[:bad]):
+        assert not all(map(torch.equal, before, after))
+    for after in found[bad:]:
+        assert all(map(torch.equal, found[bad - 1], after))
+    assert all(bool(tensor.isfinite().all()) for tensor in found[-1])
+    state.divergence.send(STEPS)
+    read = state.divergence.read()
+    assert read is not None and read[0] == bad + 1
 
 
 @pytest.mark.gpu

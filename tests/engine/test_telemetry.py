@@ -516,14 +516,14 @@ def map_and_wait(region: mmap.mmap, ready: Any, end: Any) -> None:
 def test_host_figures_of_real_processes() -> None:
     needs_linux()
     with holding(0) as small, holding(100) as large, holding(100) as other:
-        base = host_figures([small], 0)["host/workers_rss_gib"]
-        assert host_figures([small, large], 0)["host/workers_rss_gib"] - base == pytest.approx(
+        base = host_figures([small])["host/workers_rss_gib"]
+        assert host_figures([small, large])["host/workers_rss_gib"] - base == pytest.approx(
             (100 / 1024) + base, abs=0.02
         )
-        assert host_figures([large, other], 0)["host/workers_rss_gib"] == pytest.approx(
+        assert host_figures([large, other])["host/workers_rss_gib"] == pytest.approx(
             2 * (base + 100 / 1024), abs=0.02
         )
-        found = host_figures([], 3 * GIB)
+        found = host_figures([])
     assert set(found) == {
         "host/trainer_rss_gib",
         "host/workers_rss_gib",
@@ -531,7 +531,7 @@ def test_host_figures_of_real_processes() -> None:
         "host/shm_used_gib",
     }
     assert (
-        found["host/pinned_gib"] == 3
+        found["host/pinned_gib"] == 0
         and found["host/workers_rss_gib"] == 0
         and found["host/shm_used_gib"] >= 0
     )
@@ -543,7 +543,7 @@ def test_buffers_that_workers_share_count_once() -> None:
     needs_linux()
     context = multiprocessing.get_context("fork")
     ready, end = context.Semaphore(0), context.Event()
-    before = host_figures([], 0)["host/trainer_rss_gib"]
+    before = host_figures([])["host/trainer_rss_gib"]
     region = mmap.mmap(-1, 128 << 20)
     region.write(b"1" * (128 << 20))
     workers = [context.Process(target=map_and_wait, args=(region, ready, end)) for _ in range(2)]
@@ -551,7 +551,7 @@ def test_buffers_that_workers_share_count_once() -> None:
         worker.start()
     for _ in workers:
         ready.acquire()
-    with_them = host_figures([w.pid for w in workers if w.pid], 0)
+    with_them = host_figures([w.pid for w in workers if w.pid])
     resident = [
         int(Path(f"/proc/{w.pid}/statm").read_text().split()[1]) * mmap.PAGESIZE / GIB
         for w in workers
@@ -589,7 +589,7 @@ def test_pages_shared_with_a_forkserver_count_once() -> None:
     ) as process:
         assert process.stdin and process.stdout
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        found = host_figures(pids, 0)["host/workers_rss_gib"] * 1024
+        found = host_figures(pids)["host/workers_rss_gib"] * 1024
         process.stdin.close()
     assert 240 < found < 300  # 200 once, 4 times 10, and the interpreter
 
@@ -604,10 +604,10 @@ def test_workers_that_have_died() -> None:
     ):
         assert zombie.stdout and zombie.stdout.read() == b""
         wait_until(lambda: ") Z " in Path(f"/proc/{zombie.pid}/stat").read_text())
-        assert host_figures([gone.pid, zombie.pid, alive, 2**31 - 1], 0) == pytest.approx(
-            host_figures([alive], 0), abs=0.01
+        assert host_figures([gone.pid, zombie.pid, alive, 2**31 - 1]) == pytest.approx(
+            host_figures([alive]), abs=0.01
         )
-        assert host_figures([gone.pid, zombie.pid], 0)["host/workers_rss_gib"] == 0
+        assert host_figures([gone.pid, zombie.pid])["host/workers_rss_gib"] == 0
 
 
 def test_a_system_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,7 +616,7 @@ def test_a_system_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", absent)
     monkeypatch.setattr(os, "statvfs", absent)
-    assert host_figures([1, 2], GIB) == {"host/pinned_gib": 1.0}
+    assert host_figures([1, 2]) == {"host/pinned_gib": 0}
 
 
 class TestOnAGpu:

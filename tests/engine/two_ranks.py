@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 import signal
 import sys
@@ -20,7 +21,7 @@ from conf.schema import UserError
 from engine.distributed import StopSignal, World, join_world
 from engine.evaluate import Mistakes, evaluate
 from engine.meters import Meter
-from engine.state import TrainState
+from engine.state import TrainState, params_sha256
 from pipeline.prefetcher import Batch
 from train import train_step, training_loss, validation_loss
 
@@ -134,6 +135,24 @@ def accumulation(world: World) -> dict[str, Any]:
     return {"weight": model[3].weight.tolist(), "exchanged": len(exchanged)}
 
 
+def divergence(world: World) -> dict[str, Any]:
+    """Rank 1 has a NaN in an image of the second of three steps."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(12, 3))
+    state = TrainState(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    network = world.wrap(model, torch.zeros(1, 3, 2, 2))
+    weights, labels = [], torch.arange(3)
+    for step in range(3):
+        images = torch.randn(3, 3, 2, 2)
+        if (step, world.rank) == (1, 1):
+            images[0, 0, 0, 0] = math.nan
+        batch = Batch(images, labels, labels, step, torch.zeros(3, 2, dtype=torch.int64))
+        train_step(state, network, training_loss, batch, lr=0.5)
+        weights.append(params_sha256(model))
+    state.divergence.send(3)
+    return {"weights": weights, "read": state.divergence.read()}
+
+
 def validation(world: World) -> dict[str, Any]:
     """Rank 0 has three batches, rank 1 has one and a half; the rest of the rows is padding."""
     torch.manual_seed(1)
@@ -233,6 +252,7 @@ def main(folder: Path) -> None:
             "all_or_none": all_or_none(world),
             "gradients": gradients(world),
             "accumulation": accumulation(world),
+            "divergence": divergence(world),
             "validation": validation(world),
             "metering": metering(world),
             "one_signalled": stopping(world, {1: (5, signal.SIGUSR1)}),

@@ -33,6 +33,7 @@ from pipeline.loader import (
     start_source,
 )
 from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.shared import page_locked_bytes
 from pipeline.worker import EMPTY_ROW, Reply
 from tests.processes import descendants, is_running, needs_linux, process_state, processes
 
@@ -1113,8 +1114,9 @@ def test_page_locked_buffers_can_be_released_early(monkeypatch: pytest.MonkeyPat
     )
     with Pinned([source.pixels, source.labels]) as pinned:
         assert sorted(pinned.locked) == sorted(locked) and len(locked) == 2
+        assert page_locked_bytes() == source.pixels.array.nbytes + source.labels.array.nbytes
         pinned.release()
-        assert pinned.locked == locked == []
+        assert pinned.locked == locked == [] and page_locked_bytes() == 0
 
 
 def test_a_failure_unlocks_the_earlier_buffers(
@@ -1126,7 +1128,7 @@ def test_a_failure_unlocks_the_earlier_buffers(
         FakeDataset(num_samples=9, num_classes=2, size=SIZE), batch_size=8, size=SIZE, slots=4
     )
     with Pinned([source.pixels, source.labels]) as pinned:
-        assert pinned.locked == locked == []
+        assert pinned.locked == locked == [] and page_locked_bytes() == 0
     (warning,) = caplog.messages
     assert warning.startswith("loader.pin_memory: 0.0 MiB cannot be page-locked (2), so the batch ")
 
@@ -1140,6 +1142,12 @@ def test_buffers_are_page_locked_while_in_use(image_root: Path) -> None:
         assert pixels.is_pinned()
         assert pixels[3].is_pinned()
     assert not pixels.is_pinned()
+
+
+@pytest.mark.gpu
+def test_torch_tensors_count_as_page_locked() -> None:
+    held = torch.empty(9_000_000, dtype=torch.uint8, pin_memory=True)
+    assert page_locked_bytes() >= held.nbytes
 
 
 @pytest.mark.gpu

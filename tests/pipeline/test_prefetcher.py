@@ -3,7 +3,7 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -412,15 +412,15 @@ class Streams:
         self.current.pop()
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_streams_wait_for_each_other_in_both_directions(
-    monkeypatch: pytest.MonkeyPatch, depth: int
-) -> None:
-    """CUDA's rules without a GPU: a copy takes 1, the step's kernels take 10, the host takes 0."""
+def unsafe_steps(monkeypatch: pytest.MonkeyPatch, kind: type[Prefetcher], depth: int) -> list[int]:
+    """Return the steps whose images are read before or while they are written.
+
+    CUDA's rules without a GPU: a copy takes 1, the step's kernels take 10, the host takes 0.
+    """
     streams = Streams(monkeypatch)
     main, side = streams.main, streams.side
     written: list[tuple[int, int, int]] = []  # address, begin, end
-    with open_prefetcher(FAKE, depth=depth, workers=2) as prefetcher:
+    with open_prefetcher(FAKE, kind=kind, depth=depth, workers=2) as prefetcher:
         prefetcher.cuda, prefetcher.side = True, side  # type: ignore[assignment]
         prefetcher.clock = StepClock(cuda=True)
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
@@ -436,20 +436,28 @@ def test_streams_wait_for_each_other_in_both_directions(
             return result
 
         monkeypatch.setattr(DeviceSlot, "copy", copy)
-        read: list[tuple[int, int, int]] = []
+        read: list[tuple[int, int, int, int]] = []
+        early = []
         for begin in (0, 100, 200):
             for batch in prefetcher.batches(begin, begin + 50):
                 address = batch.images.data_ptr()
-                assert main.now >= max(end for place, _, end in written if place == address)
-                read.append((address, main.now, main.now + 10))
+                if main.now < max(end for place, _, end in written if place == address):
+                    early.append(batch.step)
+                read.append((address, main.now, main.now + 10, batch.step))
                 main.now += 10
                 if batch.step == begin + 30:
                     break  # with its kernels still waiting when the next iteration starts
     assert len({address for address, *_ in read}) == depth + 1
-    clashes = [
-        (w, r) for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]
+    return early + [
+        r[3] for w in written for r in read if w[0] == r[0] and w[1] < r[2] and r[1] < w[2]
     ]
-    assert clashes == []
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_streams_wait_for_each_other_in_both_directions(
+    monkeypatch: pytest.MonkeyPatch, depth: int
+) -> None:
+    assert unsafe_steps(monkeypatch, Prefetcher, depth) == []
 
 
 # On a GPU. The consumer lags behind: its kernels are still queued when the host has continued, so
@@ -566,7 +574,7 @@ class LateCopies(Prefetcher):
 @pytest.mark.parametrize(
     ("steps", "lag", "kind", "options"),
     [
-        (10_000, 1, Prefetcher, dict(workers=2, dtype=torch.bfloat16, channels_last=True)),
+        (500, 1, Prefetcher, dict(workers=2, dtype=torch.bfloat16, channels_last=True)),
         (500, 2, Prefetcher, dict(workers=2, channels_last=True, transforms=SELECTING)),
         (500, 2, Prefetcher, dict(workers=4, depth=4)),
         (500, 2, Prefetcher, dict(workers=0, depth=1)),  # the host decodes as well
@@ -604,6 +612,14 @@ class HandsOutEarly(LateCopies):
         return batch, early, marks
 
 
+@pytest.mark.parametrize("broken", [IgnoresReaders, HandsOutEarly])
+def test_broken_streams_are_detected_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, broken: type[Prefetcher]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None, raising=False)
+    assert unsafe_steps(monkeypatch, broken, 2)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("broken", "lag_cycles"),
@@ -616,6 +632,19 @@ class HandsOutEarly(LateCopies):
 def test_broken_prefetchers_are_detected(broken: type[Prefetcher], lag_cycles: int) -> None:
     wrong, _ = follow(broken, steps=100, lag_cycles=lag_cycles, workers=2)
     assert wrong
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_10000_batches_and_an_unsafe_twin(figure: Callable[[str, int, int], None]) -> None:
+    """Every row of every batch; the twin does not wait for the readers of its memory."""
+    steps = 10_000
+    options = {"workers": 4, "dtype": torch.bfloat16, "channels_last": True}
+    wrong, ahead = follow(Prefetcher, steps=steps, lag_cycles=LAG_CYCLES, **options)
+    caught, _ = follow(IgnoresReaders, steps=500, lag_cycles=10 * LAG_CYCLES, **options)
+    name = "bad batches from the GPU prefetcher, while an unsafe twin is caught"
+    figure(name, len(wrong) if caught else steps, steps)
+    assert wrong == [] and caught and ahead >= 3
 
 
 @pytest.mark.gpu

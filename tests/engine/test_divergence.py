@@ -1,0 +1,189 @@
+"""From the first step whose gradients are not finite on, nothing is updated."""
+
+import copy
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import train
+from conf.schema import Optim
+from engine.divergence import Divergence
+from engine.lamb import Lamb
+from engine.optim import build_optimizer
+from engine.state import MovingAverage, TrainState, untouched
+from engine.step_graph import Values
+from engine.suspects import SampleLosses
+from pipeline.prefetcher import Batch
+
+BAD_STEP, STEPS, CLASSES = 3, 6, 3
+CPU = torch.device("cpu")
+Loss = Callable[..., tuple[Tensor, Values, Tensor]]
+NAMES = ("sgd", "adamw", "lamb")
+
+
+def as_on_a_gpu(state: TrainState) -> None:
+    """Let the host go on after a bad step: only the flag protects the weights."""
+    check = state.divergence.check
+
+    def answer(parameters: Iterable[Tensor], loss: Tensor) -> bool:
+        check(parameters, loss)
+        return True
+
+    state.divergence.check = answer  # type: ignore[method-assign]
+
+
+def optimizer_of(model: nn.Module, name: str, *, fused: bool) -> torch.optim.Optimizer:
+    groups = [{"params": list(model.parameters()), "weight_decay": 0.1}]
+    if fused and name == "sgd":
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True, fused=True)
+    if fused and name == "adamw":
+        return torch.optim.AdamW(groups, lr=0.1, fused=True)
+    return build_optimizer(model, Optim(name=name))
+
+
+def new_state(name: str, *, fused: bool) -> TrainState:
+    torch.manual_seed(0)
+    layers = nn.Linear(12, 8), nn.LayerNorm(8), nn.GELU(), nn.Linear(8, CLASSES)
+    model = nn.Sequential(nn.Flatten(), *layers)
+    losses = SampleLosses(4, CLASSES, first_epoch=0, device=CPU)
+    state = TrainState(
+        model, optimizer_of(model, name, fused=fused), MovingAverage(model, 0.5), losses
+    )
+    if fused:
+        as_on_a_gpu(state)
+    return state
+
+
+def batch_of(step: int) -> Batch:
+    rng = torch.Generator().manual_seed(step)
+    images = torch.randn(4, 3, 2, 2, generator=rng)
+    labels = torch.arange(4) % CLASSES
+    samples = torch.tensor([[0, row] for row in range(4)])
+    return Batch(images, labels, labels, step, samples)
+
+
+def bad_image(network: nn.Module, images: Tensor, *rest: Tensor) -> tuple[Tensor, Values, Tensor]:
+    images[1, 1] = math.nan
+    return train.training_loss(network, images, *rest)
+
+
+def bad_gradient(network: nn.Module, *rest: Tensor) -> tuple[Tensor, Values, Tensor]:
+    """The loss is finite; the derivative of the square root of 0 is not."""
+    loss, *others = train.training_loss(network, *rest)
+    return loss + (next(network.parameters()) * 0).sum().sqrt(), *others  # type: ignore[return-value]
+
+
+def contents(state: TrainState) -> list[Tensor]:
+    return copy.deepcopy([*state.tensors(), *state.model.parameters()])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("fused", [False, True], ids=["host", "flag"])
+@pytest.mark.parametrize("loss", [bad_image, bad_gradient])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_changes_from_the_first_bad_step_on(
+    name: str, loss: Loss, fused: bool, accumulate: int
+) -> None:
+    """Not in that step and not in later, good ones. The first bad step is reported."""
+    state = new_state(name, fused=fused)
+    found = []
+    for step in range(1, STEPS + 1):
+        bad = step == BAD_STEP
+        before = contents(state)
+        values = train.train_step(
+            state,
+            state.model,
+            loss if bad else train.training_loss,
+            batch_of(step),
+            lr=0.1,
+            accumulate=accumulate,
+        )
+        if step < BAD_STEP:
+            assert not any(map(torch.equal, state.model.parameters(), before))
+        else:
+            after = contents(state)
+            n_averaged = len(list(state.model.parameters())) * 2  # counts steps, not weights
+            del before[n_averaged], after[n_averaged]
+            assert all(map(torch.equal, after, before))
+        if bad:
+            noted = values["loss"].item()
+        state.divergence.send(step)
+        found.append(state.divergence.read())
+    assert found[: BAD_STEP - 1] == [None] * (BAD_STEP - 1)
+    assert len(found) == STEPS
+    for one in found[BAD_STEP - 1 :]:
+        assert one is not None and one[0] == BAD_STEP
+        assert one[1] == pytest.approx(noted, nan_ok=True)
+    assert math.isfinite(noted) == (loss is bad_gradient)
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_fused_optimisers_keep_their_moments(name: str) -> None:
+    state = new_state(name, fused=True)
+    for step in range(2):
+        train.train_step(state, state.model, train.training_loss, batch_of(step), lr=0.1)
+    before = copy.deepcopy(state.optimizer.state_dict()["state"])
+    train.train_step(state, state.model, bad_image, batch_of(2), lr=0.1)
+    for number, moments in state.optimizer.state_dict()["state"].items():
+        for moment, value in moments.items():
+            assert torch.equal(value, before[number][moment]), moment
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("place", [0, 7, 99])
+def test_every_gradient_is_checked(place: int, value: float) -> None:
+    weights = [nn.Parameter(torch.ones(10, 10)), nn.Parameter(torch.ones(3))]
+    divergence = Divergence(torch.optim.SGD(weights, lr=0.1))
+    weights[0].grad = torch.randn(10, 10) * 1e30
+    before = weights[0].grad.clone()
+    assert divergence.check(weights, torch.tensor(1.0))
+    assert torch.equal(weights[0].grad, before) and weights[1].grad is None
+    weights[0].grad.view(-1)[place] = value
+    assert not divergence.check(weights, torch.tensor(2.0))
+
+
+def test_large_gradients_are_finite() -> None:
+    """Their norm is not."""
+    weight = nn.Parameter(torch.ones(3))
+    weight.grad = torch.full((3,), 3e38)
+    assert Divergence(torch.optim.SGD([weight])).check([weight], torch.tensor(1.0))
+
+
+def test_a_copy_that_was_not_sent_is_not_read() -> None:
+    state = new_state("sgd", fused=False)
+    assert state.divergence.read() is None
+    train.train_step(state, state.model, bad_image, batch_of(1), lr=0.1)
+    assert state.divergence.read() is None
+    state.divergence.send(1)
+    assert state.divergence.read() == (1, pytest.approx(math.nan, nan_ok=True))
+    assert state.divergence.read() is None
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_steps_that_are_undone_leave_no_flag(fused: bool) -> None:
+    """For example those of loader.workers=auto."""
+    state = new_state("sgd", fused=fused)
+    with untouched(state):
+        train.train_step(state, state.model, bad_image, batch_of(0), lr=0.1)
+        assert state.divergence.found
+    before = contents(state)
+    train.train_step(state, state.model, train.training_loss, batch_of(0), lr=0.1)
+    assert not any(map(torch.equal, state.model.parameters(), before))
+    state.divergence.send(1)
+    assert state.divergence.read() is None
+
+
+def test_lamb_gives_the_same_weights_without_a_flag() -> None:
+    found: list[Any] = []
+    for flag in (None, torch.zeros(())):
+        state = new_state("lamb", fused=False)
+        assert isinstance(state.optimizer, Lamb)
+        state.optimizer.found_inf = flag
+        for step in range(3):
+            train.train_step(state, state.model, train.training_loss, batch_of(step), lr=0.1)
+        found.append(contents(state))
+    assert all(map(torch.equal, *found))
