@@ -13,6 +13,9 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
+    from engine.launch import end_with_torchrun
+
+    end_with_torchrun()
 
 from conf import cli
 from conf.compose import complete
@@ -42,7 +45,14 @@ import models
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
 from engine.boards import check_installed, exit_with
 from engine.checkpoint import CheckpointError, find
-from engine.distributed import StopSignal, World, join_world, same_on_all_ranks, without_sync
+from engine.distributed import (
+    RankError,
+    StopSignal,
+    World,
+    join_world,
+    same_on_all_ranks,
+    without_sync,
+)
 from engine.evaluate import hits, sums
 from engine.finetune import decide
 from engine.losses import Criterion, build_criterion
@@ -87,12 +97,13 @@ def train(config: Config) -> dict[str, Any]:
 
     Raises:
         UserError: the config or the data is wrong; nothing has been created.
-        LoaderError, CheckpointError, TrainingError: training failed; the message is one line.
+        LoaderError, CheckpointError, RankError, TrainingError: training failed; the message is one
+            line.
     """
     started = time.monotonic()
     with ExitStack() as stack:
         use = stack.enter_context
-        world = use(join_world(config.train.device))
+        world = use(join_world(config.train.device, config.loader.timeout_seconds))
         config = agree_on(config, world)
         run = use(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
@@ -420,6 +431,7 @@ def tune_loader(
         The result, measured now or at an earlier start on this machine, or None if there is none;
         and the lines to print.
     """
+    run.world.enter("measurement")
     take_steps_of_later_sizes(step, feed, plan, state)
     config, loader = plan.config, plan.loader
     unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
@@ -471,7 +483,7 @@ def main(config: Config) -> int:
     except UserError as error:
         cli.complain_of_mistake(str(error))
         return 2
-    except (LoaderError, CheckpointError, TrainingError) as error:
+    except (LoaderError, CheckpointError, RankError, TrainingError) as error:
         cli.complain(str(error))
         return 1
     except KeyboardInterrupt:

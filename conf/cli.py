@@ -83,7 +83,7 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
     """
     if script != "train.py":
         raise UserError(f"-m: {hints.REMEDIES['m']}")
-    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+    if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
             "-m: a sweep does not run under torchrun; run `torchrun ... train.py` once per value"
         )
@@ -214,8 +214,11 @@ def complain(message: str, script: str = "train.py") -> None:
 
 
 def complain_of_mistake(message: str, script: str = "train.py") -> None:
-    """Print a mistake of the user once per node: all ranks find it, local rank 0 prints it."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    """Print a mistake of the user once per node: all ranks find it, local rank 0 prints it.
+
+    Without WORLD_SIZE, LOCAL_RANK is left over in the shell.
+    """
+    if os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE") is None:
         complain(message, script)
 
 

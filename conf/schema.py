@@ -390,7 +390,8 @@ class Loader:
     timeout_seconds: float = key(
         120.0,
         NOTHING,
-        "stop the run and name the files when a batch takes longer than this",
+        "stop the run and name the files when a batch takes longer than this, or name the rank "
+        "that has not answered for longer than this",
         number(0, above=True),
     )
     start_method: str = key(

@@ -2,9 +2,12 @@
 
 import os
 import signal
+import socket
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import timedelta
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -13,8 +16,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf.schema import UserError, show
+from engine.heartbeat import Heartbeat
+from engine.launch import Launch, read_launch
 
 T = TypeVar("T")
+
+# A rank that answers may take this long for its part of a collective: it compiles, or saves.
+LONGEST_SECONDS = 1800.0
+# The store of torchrun exists before the ranks start: a refusal lasting longer means it has ended.
+STORE_SECONDS = 5.0
+
+
+class RankError(RuntimeError):
+    """Another rank has ended or does not answer."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +40,17 @@ class World:
     local_rank: int
     local_size: int
     device: torch.device
+    heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
 
     @property
     def leads(self) -> bool:
         """Whether this is rank 0, the only one that prints and writes."""
         return self.rank == 0
+
+    def enter(self, section: str) -> None:
+        """Note what this rank begins to do, for messages about ranks that wait for each other."""
+        if self.heartbeat is not None:
+            self.heartbeat.enter(section)
 
     def agree(self, decide: Callable[[], T]) -> T:
         """Call `decide` on rank 0; all ranks return its result or raise its error. Collective."""
@@ -174,31 +194,140 @@ _joined: list[Any] = []
 
 
 @contextmanager
-def join_world(device_choice: str) -> Iterator[World]:
-    """Join the process group that torchrun describes in its environment variables, until exit."""
-    size = int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    device = resolve_device(device_choice, local_rank, local_size)
-    world = World(
-        rank=int(os.environ.get("RANK", 0)),
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        device=device,
-    )
+def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[World]:
+    """Join the process group that torchrun describes in its environment variables, until exit.
+
+    Args:
+        device_choice: train.device.
+        timeout_seconds: loader.timeout_seconds: how long another rank may give no sign of life.
+
+    Raises:
+        UserError: the variables or the device are wrong.
+        RankError: another rank has not started, or has ended; also raised in place of the errors
+            of torch in the block.
+    """
+    launch = read_launch()
+    device = resolve_device(device_choice, launch.local_rank, launch.local_size)
     with ExitStack() as stack:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A CUDA graph cannot capture work on the default stream, and DDP keeps using the
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        if size > 1:
-            # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
-            dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+        heartbeat = None
+        if launch.size > 1:
+            heartbeat = stack.enter_context(Heartbeat(launch.rank, timeout_seconds))
+            stack.enter_context(_lost_ranks_explained(heartbeat))
+            store = _meet(launch, heartbeat)
+            dist.init_process_group(
+                # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
+                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                store=store,
+                rank=launch.rank,
+                world_size=launch.size,
+                timeout=timedelta(seconds=max(LONGEST_SECONDS, 2 * timeout_seconds)),
+            )
             _joined.append(dist.group.WORLD)
             stack.callback(dist.destroy_process_group)
-        yield world
+        yield World(
+            rank=launch.rank,
+            size=launch.size,
+            local_rank=launch.local_rank,
+            local_size=launch.local_size,
+            device=device,
+            heartbeat=heartbeat,
+        )
+
+
+@contextmanager
+def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
+    """Turn torch's errors about other ranks, with a stack trace each, into a `RankError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        # gloo raises plain RuntimeErrors.
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise RankError(heartbeat.explain(str(error))) from error
+
+
+def _meet(launch: Launch, heartbeat: Heartbeat) -> dist.Store:
+    """Wait until all ranks have started; return the store through which they connect.
+
+    Raises:
+        UserError: MASTER_ADDR or MASTER_PORT cannot be used.
+        RankError: a rank does not start.
+    """
+    seconds = heartbeat.start_seconds
+    deadline = time.monotonic() + seconds
+    listens = launch.rank == 0 and not launch.by_torchrun
+    if listens:
+        _check_port(launch.port)
+    else:
+        patience = min(seconds, STORE_SECONDS) if launch.by_torchrun else seconds
+        _wait_for_port(launch.host, launch.port, patience)
+    store = dist.PrefixStore(
+        f"attempt {launch.attempt}",
+        dist.TCPStore(
+            launch.host,
+            launch.port,
+            is_master=listens,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        ),
+    )
+    names = [f"rank {rank}" for rank in range(launch.size)]
+    store.set(names[launch.rank], heartbeat.introduction(launch.host))
+    while missing := [name for name in names if not store.check([name])]:
+        if time.monotonic() > deadline:
+            raise RankError(
+                f"{', '.join(missing)}: did not start within {seconds:g} s; the process is "
+                f"stopped, or was never started: WORLD_SIZE={launch.size}"
+            )
+        time.sleep(0.1)
+    heartbeat.meet([store.get(name).decode() for name in names])
+    return store
+
+
+def _check_port(port: int) -> None:
+    """Check that rank 0 can listen on MASTER_PORT: torch prints a stack trace if it cannot.
+
+    Raises:
+        UserError: it cannot.
+    """
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            server.bind(("", port))
+            server.listen()
+        except OSError as error:
+            raise UserError(
+                f"MASTER_PORT={port}: {os.strerror(error.errno or 0)}; choose another number, or "
+                "use `torchrun --standalone`"
+            ) from None
+
+
+def _wait_for_port(host: str, port: int, seconds: float) -> None:
+    """Wait until rank 0, or torchrun, listens: torch prints a stack trace for each attempt.
+
+    Raises:
+        UserError: there is no such machine.
+        RankError: nothing listens.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(1.0, seconds)).close()
+            return
+        except socket.gaierror as error:
+            raise UserError(f"MASTER_ADDR={host}: {error.strerror}; give rank 0's host") from None
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankError(
+                    f"MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror or error}; rank 0 "
+                    "is not there, or torchrun has ended"
+                ) from None
+        time.sleep(0.1)
 
 
 class StopSignal:

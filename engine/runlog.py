@@ -174,6 +174,7 @@ class RunLog:
 
     def begin_step(self, batch: Batch) -> None:
         """Start the profiler or write the images of the batch, if either is due."""
+        self.world.enter(f"step {batch.step + 1}")
         if self.profiler.starts(batch.step):
             with self.ledger.lost("profile"):
                 self.profiler.start(batch.step)
@@ -241,6 +242,7 @@ class RunLog:
 
         It counts neither in images/s nor in the time of a step.
         """
+        self.world.enter(kind)
         with self._paused(), self.ledger.lost(kind):
             yield
 

@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
 from conf.schema import UserError, typed_keys
+from engine.launch import end_with_torchrun
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
@@ -73,6 +74,7 @@ if __name__ == "__main__":
             raise UserError(f"--out {OPTIONS.out}: is a file; give a folder")
     except UserError as mistake:
         cli.fail(str(mistake), SCRIPT)
+    end_with_torchrun()
 
 import csv
 import logging
@@ -91,7 +93,7 @@ import train
 from conf import strict_json
 from engine import pictures
 from engine.checkpoint import CheckpointError, provenance, write_json
-from engine.distributed import World, join_world
+from engine.distributed import RankError, World, join_world
 from engine.evaluate import MOST_CLASSES, Metrics, evaluate
 from engine.predictions import Predictions, Recorder
 from pipeline.build import Datasets, build_val
@@ -516,11 +518,12 @@ def evaluate_all() -> int:
     names = [trained.name for trained in opened]
     folders = output_folders(names, OPTIONS.out)
     width = max(map(len, ["checkpoint", *names]))
-    loader = opened[0].config.loader
+    config = opened[0].config
+    loader = config.loader
     if loader.start_method == "forkserver" and loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     differs = False
-    with join_world(opened[0].config.train.device) as world:
+    with join_world(config.train.device, loader.timeout_seconds) as world:
         for number, (trained, folder) in enumerate(zip(opened, folders, strict=True)):
             trained = with_config(trained, OVERRIDES, world)
             found = run(trained, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check)
@@ -543,7 +546,7 @@ def main() -> int:
     except torch.OutOfMemoryError:
         cli.complain("the GPU has no memory left; lower loader.batch_size", SCRIPT)
         return 1
-    except (LoaderError, CheckpointError) as error:
+    except (LoaderError, CheckpointError, RankError) as error:
         cli.complain(str(error), SCRIPT)
         return 1
     except KeyboardInterrupt:

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
 from conf.schema import Config, UserError
+from engine.launch import end_with_torchrun
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
@@ -35,6 +36,7 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path(), help="output folder (the current one)")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="lr_find.py", purpose=__doc__.split("\n")[0])
+    end_with_torchrun()
     LOWEST = CONFIG.optim.lr * BELOW if OPTIONS.lowest is None else OPTIONS.lowest
     HIGHEST = CONFIG.optim.lr * ABOVE if OPTIONS.highest is None else OPTIONS.highest
     if OPTIONS.steps < LEAST_STEPS:
@@ -57,7 +59,7 @@ from PIL import Image
 import train
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from engine.distributed import join_world
+from engine.distributed import RankError, join_world
 from engine.optim import Curve
 from engine.out_of_memory import explain_out_of_memory
 from engine.pictures import BLUE, GREY, RED, SMALL, font, sheet
@@ -126,7 +128,7 @@ def range_test(
     )
     with ExitStack() as stack:
         use = stack.enter_context
-        world = use(join_world(config.train.device))
+        world = use(join_world(config.train.device, config.loader.timeout_seconds))
         config = train.agree_on(config, world)
         datasets, plan, state = train.prepare(config, RunDirectory(config, world), world)
         curve = Rise(config.schedule, highest, 0, steps, plan.steps_per_epoch, lowest)
@@ -315,7 +317,7 @@ def main() -> int:
     except UserError as error:
         cli.complain_of_mistake(str(error), "lr_find.py")
         return 2
-    except (LoaderError, CheckpointError, TrainingError) as error:
+    except (LoaderError, CheckpointError, RankError, TrainingError) as error:
         cli.complain(str(error), "lr_find.py")
         return 1
     except KeyboardInterrupt:

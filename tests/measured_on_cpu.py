@@ -15,6 +15,7 @@ from typing import Any
 
 import train
 from conf import cli
+from engine.launch import end_with_torchrun
 from pipeline import feed
 from pipeline.sizing import autotune, machine, plan
 from tests.engines import PillowEngines
@@ -54,4 +55,5 @@ def main(folder: Path, overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    end_with_torchrun()
     sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))

@@ -14,9 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tests.processes import HANGS_SECONDS
 
@@ -41,25 +41,38 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self, command: Sequence[str], number: int, *, cwd: Path = ROOT
     ) -> subprocess.CompletedProcess[str]:
         """Run `command` on each rank, with the environment of this process; wait for all."""
+        with self.running(command, number, cwd=cwd) as job:
+            return job.wait()
+
+    @contextlib.contextmanager
+    def running(
+        self, command: Sequence[str], number: int, *, cwd: Path = ROOT, **environment: str
+    ) -> Iterator["Job"]:
+        """Start `command` on each rank; wait for the job at the end of the block.
+
+        Args:
+            environment: variables of each rank, besides those that torchrun sets.
+        """
         assert self.server.stdin is not None and self.server.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),
-                "environment": ranks_environment(number),
+                "environment": [one | environment for one in ranks_environment(number)],
                 "cwd": str(cwd),
                 "outputs": folder,
             }
             self.server.stdin.write(json.dumps(job) + "\n")
             self.server.stdin.flush()
-            answered, _, _ = select.select([self.server.stdout], [], [], HANGS_SECONDS)
-            assert answered, "hangs"
-            out, err = (
-                "".join(path.read_text() for path in sorted(Path(folder).glob(f"*.{name}")))
-                for name in ("out", "err")
-            )
-            return subprocess.CompletedProcess(
-                command, int(self.server.stdout.readline()), out, err
-            )
+            running = Job(command, self.server.stdout, Path(folder))
+            try:
+                yield running
+            except BaseException:
+                for pid in running.pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                raise
+            finally:
+                running.wait()
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -67,14 +80,49 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         self.server.communicate()
 
 
-def ranks_environment(number: int) -> list[dict[str, str]]:
-    """Return the environment of each rank, as torchrun sets it."""
+class Job:
+    """A running command; like torchrun, a process of its own has started the ranks.
+
+    Attributes:
+        pids: the number of that process, then those of the ranks.
+    """
+
+    def __init__(self, command: Sequence[str], answers: IO[str], folder: Path) -> None:
+        self.command, self.answers, self.folder = command, answers, folder
+        self.pids: list[int] = json.loads(self._answer())
+        self._result: subprocess.CompletedProcess[str] | None = None
+
+    def _answer(self) -> str:
+        answered, _, _ = select.select([self.answers], [], [], HANGS_SECONDS)
+        assert answered, "hangs"
+        return self.answers.readline()
+
+    def wait(self) -> subprocess.CompletedProcess[str]:
+        """Wait for the process that has started the ranks."""
+        if self._result is None:
+            status = int(self._answer())
+            self._result = subprocess.CompletedProcess(
+                self.command, status, self.read("out"), self.read("err")
+            )
+        return self._result
+
+    def read(self, name: str) -> str:
+        """Return what the ranks have written to "out" or "err", in rank order."""
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"*.{name}")))
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        port: int = free.getsockname()[1]
+        return port
+
+
+def ranks_environment(number: int) -> list[dict[str, str]]:
+    """Return the environment of each rank, as torchrun sets it."""
     shared = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(number),
         "LOCAL_WORLD_SIZE": str(number),
     }
@@ -104,8 +152,8 @@ def run_rank(arguments: list[str], environment: dict[str, str], cwd: str, output
     return 0
 
 
-def run_all(job: dict[str, Any]) -> int:
-    """Run the ranks of a job to their end; return the first exit status other than 0, if any."""
+def start_all(job: dict[str, Any]) -> list[int]:
+    """Fork the ranks of a job; return their process numbers."""
     running = []
     for environment in job["environment"]:
         pid = os.fork()
@@ -118,8 +166,18 @@ def run_all(job: dict[str, Any]) -> int:
             finally:
                 os._exit(status)
         running.append(pid)
-    statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in running]
-    return next(filter(None, statuses), 0)
+    return running
+
+
+def run_all(job: dict[str, Any]) -> int:
+    """Run a job in a process of its own; return the first exit status of a rank other than 0."""
+    launcher = os.fork()
+    if launcher == 0:
+        ranks = start_all(job)
+        print(json.dumps([os.getpid(), *ranks]), flush=True)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in ranks]
+        os._exit(next(filter(None, statuses), 0) & 0xFF)
+    return os.waitstatus_to_exitcode(os.waitpid(launcher, 0)[1])
 
 
 if __name__ == "__main__":

@@ -748,6 +748,7 @@ def test_a_name_that_looks_like_a_number_is_a_string(word: str) -> None:
 def test_only_local_rank_0_prints_a_mistake(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(SystemExit) as ended:
         cli.fail("optim.lrr=3: there is no key")

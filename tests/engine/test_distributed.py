@@ -18,12 +18,13 @@ from torch import nn
 
 from conf import cli
 from conf.schema import UserError
-from engine.distributed import StopSignal, World, join_world, resolve_device
+from engine.distributed import RankError, StopSignal, World, join_world, resolve_device
 from engine.evaluate import Mistakes, evaluate
 from engine.plan import make_plan
 from engine.state import TrainState, params_sha256
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
+from tests.ranks import free_port
 from train import build_state, train_step, training_loss
 from train import validation_loss as measure
 
@@ -55,6 +56,30 @@ def test_world_of_size_1() -> None:
         assert world.wrap(model, torch.zeros(1, 4)) is model
         world.share_buffers(model)
         assert not torch.distributed.is_initialized()
+
+
+def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        for name, value in (
+            *(("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost")),
+            ("MASTER_PORT", str(port)),
+        ):
+            monkeypatch.setenv(name, value)
+        with pytest.raises(UserError, match=rf"^MASTER_PORT={port}: Address already in use; "):
+            join_world("cpu").__enter__()
+
+
+@pytest.mark.usefixtures("_no_torchrun")
+def test_an_unknown_host_and_a_port_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_PORT", str(free_port()))):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
+    with pytest.raises(UserError, match=r"^MASTER_ADDR=nowhere.invalid: "), join_world("cpu"):
+        pass
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(RankError, match=r"^MASTER_ADDR=localhost, MASTER_PORT=\d+: Connection "):
+        join_world("cpu", 0.1).__enter__()
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,12 +137,6 @@ def test_repeated_sigterm_does_not_interrupt_the_save() -> None:
             os.kill(os.getpid(), number)
         stop.poll()
         assert stop.number == signal.SIGINT
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,383 @@
+"""Ways to end a job from outside: nothing of it is left, and the next start continues it.
+
+The short tests fork their ranks (tests/ranks.py). The table starts train.py and torchrun as a user
+does, each in a session of its own.
+"""
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+import pytest
+import torch
+
+from engine.distributed import StopSignal
+from tests.processes import HANGS_SECONDS, is_running, needs_linux, processes, wait_until
+from tests.ranks import Ranks, free_port
+from tests.results import rows
+from tests.small_run import command, torchrun
+
+KILL, STOP = signal.SIGKILL, signal.SIGSTOP
+
+
+def steps(folder: Path) -> int:
+    """Return the number of training steps in metrics.jsonl."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"split": "train"') if path.exists() else 0
+
+
+# Short: two ranks, started by a process that is killed like torchrun.
+
+
+def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
+    with ranks.running(start, 2, TORCHELASTIC_RUN_ID="job") as job:
+        wait_until(lambda: steps(tmp_path / "run") >= 3)
+        os.kill(job.pids[0], KILL)
+        wait_until(lambda: not any(map(is_running, job.pids)))
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
+    last = json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())
+    assert last["step"] == summary["step"] == steps(tmp_path / "run")
+
+
+def test_a_rank_that_waits_for_others_ends_with_torchrun(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """Rank 0 of two: the other one never starts."""
+    start, port = command(image_root, tmp_path / "run"), free_port()
+    two = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+    with ranks.running(start, 1, TORCHELASTIC_RUN_ID="job", **two) as job:
+        wait_until(lambda: listens(port))
+        assert is_running(job.pids[1])
+        os.kill(job.pids[0], KILL)
+        wait_until(lambda: not is_running(job.pids[1]))
+    assert not (tmp_path / "run").exists()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_rank_that_does_not_start_is_named(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    start = command(image_root, tmp_path / "run", "loader.timeout_seconds=0.2")
+    with ranks.running(start, 1, WORLD_SIZE="2") as job:
+        done = job.wait()
+    assert done.returncode == 1
+    assert done.stderr.startswith("train.py: rank 1: did not start within 1 s; the process is ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    options = ["train.epochs=2000", "loader.workers=0", "loader.timeout_seconds=4"]
+    with ranks.running(command(image_root, tmp_path / "run", *options), 2) as job:
+        try:
+            wait_until(lambda: steps(tmp_path / "run") >= 3)
+            os.kill(job.pids[2], STOP)
+            wait_until(lambda: not is_running(job.pids[1]))
+        finally:
+            os.kill(job.pids[2], KILL)
+        done = job.wait()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"train.py: loader.timeout_seconds=4: rank 1 (process {job.pids[2]} on ")
+    assert "rank 0 waits for it (" in line
+
+
+LATE = """
+import sys, time
+import engine.distributed
+engine.distributed.LONGEST_SECONDS = 4
+with engine.distributed.join_world("cpu", 1) as world:
+    for seconds in (2, 7):
+        if world.rank == 1:
+            time.sleep(seconds)
+        print(world.gather(world.rank), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_answers_may_take_longer(tmp_path: Path, ranks: Ranks) -> None:
+    """The first wait is longer than loader.timeout_seconds, the second one than LONGEST_SECONDS."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE)
+    done = ranks.run([sys.executable, str(script)], 2)
+    assert done.stdout == 2 * "[0, 1]\n"
+    assert "RankError: rank 0: a rank takes too long in start; last heard of rank 1" in done.stderr
+
+
+# Long: every way.
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a job ends.
+
+    Attributes:
+        target: the process that receives the signal: trainer (of one process), torchrun, rank 0,
+            rank 1, or a worker, forkserver or tracker (Python's resource tracker) of rank 0;
+            "group" is the process group of the trainer, "terminal" its terminal, which closes.
+        number: the signal; a terminal sends SIGHUP itself.
+        during: start, measurement, training, validation or save.
+        ranks: with torchrun if there are two.
+    """
+
+    target: str
+    number: signal.Signals
+    during: str = "training"
+    ranks: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.number.name} to {self.target} of {self.ranks} in {self.during}"
+
+
+PHASES = ("start", "measurement", "training", "validation", "save")
+WAYS = [
+    *(Way("trainer", number, during) for during in PHASES for number in (signal.SIGTERM, KILL)),
+    *(Way("trainer", getattr(signal, f"SIG{name}")) for name in ("INT", "USR1", "HUP", "QUIT")),
+    *(Way("group", number) for number in (signal.SIGTERM, signal.SIGINT, KILL)),
+    *(Way(target, KILL) for target in ("worker", "forkserver", "tracker")),
+    Way("terminal", signal.SIGHUP),
+    *(Way("torchrun", KILL, during, ranks=2) for during in PHASES),
+    *(Way("torchrun", getattr(signal, f"SIG{n}"), ranks=2) for n in ("TERM", "INT", "USR1", "HUP")),
+    *(Way(target, KILL, ranks=2) for target in ("rank 0", "rank 1", "worker")),
+    *(Way("rank 1", getattr(signal, f"SIG{name}"), ranks=2) for name in ("TERM", "USR1")),
+    Way("terminal", signal.SIGHUP, ranks=2),
+]
+EVERY_STEPS = 20
+OPTIONS = {
+    "start": [],
+    "measurement": ["loader.workers=auto"],
+    "training": ["train.validate_every_epochs=100000"],
+    "validation": [],
+    "save": ["train.validate_every_epochs=100000", "checkpoint.every_steps=1"],
+}
+
+
+class Running:
+    """A job in a session of its own. All of its processes have a variable of their own."""
+
+    def __init__(self, way: Way, root: Path, folder: Path, *more: str) -> None:
+        self.way, self.folder, self.run = way, folder, folder / "run"
+        options = [f"checkpoint.every_steps={EVERY_STEPS}", *OPTIONS[way.during]]
+        self.arguments = command(root, self.run, "train.epochs=100000", *options, *more)
+        if way.during == "measurement":
+            script = str(Path(__file__).parents[1] / "measured_on_cpu.py")
+            self.arguments[1:2] = [script, str(folder)]
+        start = torchrun(self.arguments, 2) if way.ranks == 2 else self.arguments
+        self.marker = f"JOB={uuid4().hex}"
+        name, _, value = self.marker.partition("=")
+        path = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
+        self.terminal, terminal = pty.openpty()
+        self.output = (folder / "output").open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", IN_SESSION, *start] if way.target == "terminal" else start,
+            env={**os.environ, "OMP_NUM_THREADS": "1", name: value, "PYTHONPATH": path},
+            stdin=terminal,
+            stdout=self.output,
+            stderr=self.output,
+            start_new_session=True,
+        )
+        os.close(terminal)
+
+    def members(self) -> set[int]:
+        """Return the running processes of the job, whoever their parents are."""
+        found = set()
+        for pid, process in processes().items():
+            with contextlib.suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes()
+                if process.state not in "ZX" and self.marker.encode() in variables:
+                    found.add(pid)
+        return found
+
+    def rank(self, number: int) -> int:
+        if self.way.ranks == 1:
+            return self.process.pid
+        for pid in self.members():
+            with contextlib.suppress(OSError):
+                variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+                parent = processes()[pid].parent
+                if parent == self.process.pid and f"RANK={number}".encode() in variables:
+                    return pid
+        raise AssertionError(f"no rank {number}")
+
+    def targets(self) -> list[int]:
+        """Return the processes to which the signal goes."""
+        match self.way.target:
+            case "trainer" | "torchrun":
+                return [self.process.pid]
+            case "rank 0" | "rank 1":
+                return [self.rank(int(self.way.target[-1]))]
+        parents = {pid: process.parent for pid, process in processes().items()}
+        children = [pid for pid in self.members() if parents[pid] == self.rank(0)]
+        titles = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        server = next(pid for pid in children if b"forkserver" in titles[pid])
+        tracker = next(pid for pid in children if b"resource_tracker" in titles[pid])
+        worker = next(pid for pid in self.members() if parents[pid] == server)
+        return [{"worker": worker, "forkserver": server, "tracker": tracker}[self.way.target]]
+
+    def reached(self) -> bool:
+        """Return whether the job has reached the phase."""
+        log = self.run / "metrics.jsonl"
+        match self.way.during:
+            case "start":
+                return (self.run / ".lock").exists() or len(self.members()) > self.way.ranks
+            case "measurement":
+                return any(self.folder.glob("measuring-*"))
+            case "training":
+                return steps(self.run) >= EVERY_STEPS + 6
+            case "validation":  # the first epoch ends with step 5
+                return steps(self.run) == 5 and '"val"' not in log.read_text()
+        return steps(self.run) >= 3 and any((self.run / "checkpoints").glob("*.tmp"))
+
+    def end(self) -> None:
+        """End it in its way."""
+        if self.way.target == "terminal":
+            os.close(self.terminal)
+            self.terminal = -1
+        elif self.way.target == "group":
+            os.killpg(self.process.pid, self.way.number)
+        else:
+            for pid in self.targets():
+                os.kill(pid, self.way.number)
+
+    def clean_up(self) -> None:
+        for pid in self.members():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, KILL)
+        self.process.wait(HANGS_SECONDS)
+        self.output.close()
+        if self.terminal >= 0:
+            os.close(self.terminal)
+
+
+# The terminal on stdin becomes that of the session.
+IN_SESSION = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+@contextlib.contextmanager
+def started(way: Way, root: Path, folder: Path, *more: str) -> Iterator[Running]:
+    """Start a job, with `more` overrides, and wait until it reaches the phase of the way."""
+    if way.during == "validation":
+        root = many_validation_images(root, folder / "images")
+    job = Running(way, root, folder, *more)
+    try:
+        wait_until(job.reached, job.process)
+        yield job
+    finally:
+        job.clean_up()
+
+
+def many_validation_images(root: Path, folder: Path) -> Path:
+    """Return a copy of the images whose validation takes seconds."""
+    shutil.copytree(root, folder)
+    for path in list((folder / "val").glob("*/*.jpg")):
+        for number in range(200):
+            os.link(path, path.with_name(f"{path.stem}-{number}.jpg"))
+    return folder
+
+
+def check(way: Way, root: Path, folder: Path, ranks: Ranks) -> None:
+    """End a job in a way; check that nothing is left of it, and that the next start continues."""
+    with started(way, root, folder) as job:
+        job.end()
+        if way.target in ("forkserver", "tracker"):  # training may continue without them
+            time.sleep(3)
+            with contextlib.suppress(ProcessLookupError):
+                job.process.terminate()
+        wait_until(lambda: not job.members())
+    trained = steps(job.run)
+    last = job.run / "checkpoints" / "last.json"
+    saved = json.loads(last.read_text())["step"] if last.exists() else 0
+    caught = way.number in StopSignal.SIGNALS or way.target in ("forkserver", "tracker")
+    # torchrun passes on the signals that it catches; the others end it, and ranks notice that.
+    caught |= way.target == "torchrun" and way.number in (KILL, signal.SIGUSR1)
+    if trained and caught:
+        assert saved >= trained, (saved, trained)
+    else:
+        assert trained - saved <= (2 if way.during == "save" else EVERY_STEPS), (saved, trained)
+    again = [*job.arguments, f"train.max_steps={saved + 1}", "train.validate_every_epochs=100000"]
+    if way.during == "measurement":
+        again[1:3] = [command(root, job.run)[1]]
+    done = ranks.run(again, 1)
+    assert done.returncode == 0, done.stderr
+    assert [row["step"] for row in rows(job.run, "train")] == list(range(1, saved + 2))
+
+
+@pytest.mark.slow
+def test_ways_to_die(
+    image_root: Path, tmp_path: Path, ranks: Ranks, figure: Callable[[str, int, int], None]
+) -> None:
+    needs_linux()
+    failed = {}
+    for way in WAYS:
+        folder = tmp_path / str(way).replace(" ", "-")
+        folder.mkdir()
+        try:
+            check(way, image_root, folder, ranks)
+        except Exception as error:
+            failed[str(way)] = f"{error!r}; {(folder / 'output').read_text()[-2000:]}"
+    figure("ways to die without an orphan", len(WAYS) - len(failed), len(WAYS))
+    assert not failed, "\n".join(f"{way}: {text}" for way, text in failed.items())
+
+
+SECTIONS = {
+    "start": r"(: did not start within|\(start\))",
+    "measurement": r"\(measurement\)",
+    "training": r"\(step \d+\)",
+    "validation": r"\(validation\)",
+    "save": r"\((step \d+|checkpoint)\)",
+}
+
+
+def check_stopped(during: str, root: Path, folder: Path, *more: str) -> None:
+    """Stop rank 1 of two; check that rank 0 names it, and that nothing is left."""
+    way = Way("rank 1", STOP, during, ranks=2)
+    with started(way, root, folder, "loader.timeout_seconds=5", *more) as job:
+        leader = job.rank(0)
+        job.end()
+        wait_until(lambda: not is_running(leader))
+        wait_until(lambda: not job.members())  # torchrun kills the stopped rank after 30 s
+        assert job.process.wait(HANGS_SECONDS) == 1
+    text = (folder / "output").read_text()
+    (line,) = [line for line in text.splitlines() if re.match(r"\w+\.py: ", line)]
+    assert "rank 1" in line and re.search(SECTIONS[during], line), line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("during", PHASES)
+def test_a_stopped_rank_is_named_with_the_section(
+    during: str, image_root: Path, tmp_path: Path
+) -> None:
+    needs_linux()
+    check_stopped(during, image_root, tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("during", ["training", "validation"])
+def test_a_stopped_rank_is_named_before_nccl_ends_the_others(
+    during: str, image_root: Path, tmp_path: Path
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    check_stopped(during, image_root, tmp_path, "train.device=cuda")
