@@ -57,7 +57,7 @@ from engine.evaluate import hits, sums
 from engine.finetune import decide
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
-from engine.out_of_memory import explain_out_of_memory
+from engine.out_of_memory import explain_out_of_memory, state_bytes
 from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
@@ -121,7 +121,7 @@ def train(config: Config) -> dict[str, Any]:
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = use(build_step(plan, state, world))
-        stop = use(StopSignal(world, run.failed))
+        stop = use(StopSignal(world, run.failed, unsaved=lambda: state.step != run.saved_step))
         use(
             explain_out_of_memory(
                 state,
@@ -132,31 +132,32 @@ def train(config: Config) -> dict[str, Any]:
                 image_bytes=plan.activation_bytes,
             )
         )
-        log.tuned(*tune_loader(feed, step, plan, state, run, datasets.train.fingerprint()))
+        log.tuned(*tune_loader(feed, step, plan, state, run, stop, datasets.train.fingerprint()))
         validate = Validator(validation_loss, feed=feed, plan=plan, world=world, log=log, stop=stop)
-        use(log.watch(feed, step))
+        use(log.watch(feed, step, stop))
 
         if validate.missing(state):  # an earlier start was stopped before it could validate
             validate(state)
             save(state, run, log, stop)
         use(garbage_collection_paused())
-        # No step is left if a signal came during that validation.
-        for batch in feed.train.batches(state.step, state.step if stop else plan.stop_step):
+        # A signal ends the loop before the same step on all ranks, also while one waits for input.
+        for batch in stop.together(feed.train.batches(state.step, plan.stop_step)):
             log.begin_step(batch)
             values = step(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
             due = plan.due(state.step)  # log, epoch, validate, save
-            stop.poll()  # all ranks get the same answer, one step late
-            log.end_step(values, send=due.log or bool(stop))
+            log.end_step(values, send=due.log)
             if due.epoch:
                 log.end_epoch()
-            if due.validate and not stop:
+            if due.validate and not stop.poll():
                 validate(state)
-            if due.save or stop:
+            if due.save and not stop:
                 save(state, run, log, stop)
-            if stop:
-                break
-        return log.finish(stop)
+        if stop and run.begun_step != state.step:
+            log.end_early()
+            save(state, run, log, stop)
+        with stop.saving(run.path, state_bytes(state)):
+            return log.finish(stop)
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
@@ -302,7 +303,7 @@ def compiled(function: F, mode: str) -> F:
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
     """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
-    with log.pause("checkpoint"):
+    with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
         run.save(state, log.tracker.flusher())  # also flushes the curves: a kill leaves no gap
         gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
@@ -421,6 +422,7 @@ def tune_loader(
     plan: Plan,
     state: TrainState,
     run: RunDirectory,
+    stop: StopSignal,
     train_fingerprint: str,
 ) -> tuple[autotune.Answer | None, list[str]]:
     """Set decoder and workers for loader.workers=auto, and compile the step for later sizes.
@@ -432,7 +434,7 @@ def tune_loader(
         and the lines to print.
     """
     run.world.enter("measurement")
-    take_steps_of_later_sizes(step, feed, plan, state)
+    take_steps_of_later_sizes(step, feed, plan, state, stop)
     config, loader = plan.config, plan.loader
     unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
     if loader.not_measured is not None:
@@ -447,18 +449,24 @@ def tune_loader(
         setup=plan.setup,
         choices=config.loader,
         ranks=run.world,
+        stop=stop,
     )
     question = tuning_question(plan, run.world, train_fingerprint, step=state.step)
-    with untouched(state):
-        answer, lines = autotune.settle(
-            tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
-        )
+    try:
+        with untouched(state):
+            answer, lines = autotune.settle(
+                tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
+            )
+    except autotune.StoppedError:
+        return None, [f"not measured: {autotune.SIGNAL}"]
     step.reset()
     run.set_pixels(pixels_of(feed.decoder))
     return answer, lines
 
 
-def take_steps_of_later_sizes(step: StepGraph, feed: Feed, plan: Plan, state: TrainState) -> None:
+def take_steps_of_later_sizes(
+    step: StepGraph, feed: Feed, plan: Plan, state: TrainState, stop: StopSignal
+) -> None:
     """Compile the step for the later sizes of data.sizes. The steps do not change `state`.
 
     Otherwise the first step of a size would compile, or find out that the memory is too small.
@@ -468,9 +476,9 @@ def take_steps_of_later_sizes(step: StepGraph, feed: Feed, plan: Plan, state: Tr
         return
     with untouched(state):
         for first in firsts:
-            batch = next(feed.train.batches(first, first + 1))
-            for _ in range(step.ordinary_steps):
-                step(batch)
+            for batch in stop.together(feed.train.batches(first, first + 1)):
+                for _ in range(step.ordinary_steps):
+                    step(batch)
     step.reset()
 
 

@@ -5,6 +5,8 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+from conf import streams
+
 # Module -> package that provides it. Without tensorboard a run prints a warning and continues.
 PACKAGES = {
     "hydra": "hydra-core",
@@ -45,5 +47,6 @@ def _refuse_missing_packages() -> None:
 
 
 # Before any other import of the project, so that no script needs checks of its own.
+streams.make_unbreakable()
 _refuse_windows()
 _refuse_missing_packages()

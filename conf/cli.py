@@ -66,12 +66,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
 
 
 def _show(text: str) -> NoReturn:
-    """Print a text and exit; quietly if its reader, such as head, has read enough."""
-    try:
-        print(text, end="", flush=True)
-    except BrokenPipeError:
-        # The interpreter flushes stdout once more at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Print a text and exit."""
+    print(text, end="")
     sys.exit(0)
 
 

@@ -6,6 +6,7 @@ Every method may raise an error; engine/tracker.py then warns once and stops wri
 import contextlib
 import io
 import logging
+import multiprocessing
 import os
 import queue
 import re
@@ -428,26 +429,30 @@ def close_wandb() -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with the status that it returns.
 
-    If wandb hangs, its hook at exit would never return: the process ends without hooks.
+    If wandb or a worker hangs, a hook at exit would never return: the process ends without hooks.
+    So it does after a signal, because the interpreter needs seconds to free torch on a busy host.
     """
     try:
         status = main()
     except Exception:
-        if not _wandb_hangs():
+        if not _hangs():
             raise
         traceback.print_exc()
         status = 1
-    if not _wandb_hangs():
+    if status <= 128 and not _hangs():
         sys.exit(status)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # a full disk, or a pipe without a reader
-            stream.flush()
+    sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 
-def _wandb_hangs() -> bool:
-    """Whether its thread is still there after the tracker has closed the board, or given it up."""
-    return any(thread.name == WANDB_THREAD for thread in threading.enumerate())
+def _hangs() -> bool:
+    """Whether wandb's thread or a worker is still there after it was closed, or given up.
+
+    A killed worker remains while a read on a stuck mount or a stopped forkserver holds it.
+    """
+    wandb = any(thread.name == WANDB_THREAD for thread in threading.enumerate())
+    return wandb or bool(multiprocessing.active_children())
 
 
 # Name in log.trackers -> board.

@@ -52,6 +52,7 @@ FIXED = (
 )
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
 MOST_CHANGES = 5  # largest number of changes to list in a message
+HANGING_SECONDS = 60.0  # a wait for a checkpoint is reported after each of these
 ALIGNMENT = 64  # bytes, of each tensor in a Writer's memory; as torch aligns on a CPU
 # Required content of a checkpoint, by type.
 CONTENT: dict[str, type] = {"step": int, "state": dict, "identity": dict, "config": dict}
@@ -137,13 +138,19 @@ class Writer:
         return writing is not None and writing.done() and writing.exception() is not None
 
     def wait(self) -> None:
-        """Wait until `write` has returned.
+        """Wait until `write` has returned. Warn if the disk does not answer.
 
         Raises:
             Exception: what `write` has raised, once.
         """
         if self._writing is not None:
-            futures.wait([self._writing])  # Ctrl-C may end it: the error is kept for `close`
+            # Ctrl-C may end it: the error is kept for `close`
+            while not futures.wait([self._writing], HANGING_SECONDS).done:
+                logger.warning(
+                    "training waits for a checkpoint that is still being written after %.0f s: "
+                    "check the disk; Ctrl-C or SIGTERM ends the run without this checkpoint",
+                    HANGING_SECONDS,
+                )
             writing, self._writing = self._writing, None
             writing.result()
 

@@ -1,13 +1,18 @@
 """Ranks, their devices and their communication. A single process is a world of size 1."""
 
+import logging
 import os
+import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
+from itertools import count
 from types import FrameType
 from typing import Any, TypeVar, cast
 
@@ -21,10 +26,16 @@ from engine.launch import Launch, read_launch
 
 T = TypeVar("T")
 
+logger = logging.getLogger(__name__)
+
 # A rank that answers may take this long for its part of a collective: it compiles, or saves.
 LONGEST_SECONDS = 1800.0
 # The store of torchrun exists before the ranks start: a refusal lasting longer means it has ended.
 STORE_SECONDS = 5.0
+ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
+SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
+WATCH_SECONDS = 0.5  # between two looks at whether another rank has a signal
+ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
 class RankError(RuntimeError):
@@ -331,16 +342,28 @@ def _wait_for_port(host: str, port: int, seconds: float) -> None:
 
 
 class StopSignal:
-    """Receives SIGINT, SIGTERM and SIGUSR1, so that the loop can save and stop.
+    """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
 
-    A second Ctrl-C interrupts at once. With several ranks, a signal to one of them stops all at the
-    same step: an all-reduce finds the highest signal number while a step runs, and the next call
-    of `poll` reads it.
+    A signal ends a wait for input at once. A step is always completed, and a second Ctrl-C
+    interrupts anything.
+
+    With several ranks, a signal to one of them stops all after the same step. No rank begins a step
+    before all of them have a batch for it: otherwise, the others would wait for a rank without
+    input in the middle of a step, where nothing can be saved. A rank that waits for others, in C++,
+    runs no signal handler, and a rank that waits for input does not know about the signal. So a
+    thread notices the signal and passes it on to all ranks through the store of the process group.
+
+    The same thread ends the process if the main thread does not answer within ANSWER_SECONDS and
+    nothing is lost by it: all steps are in a checkpoint, as before the first step, which compiles;
+    or the disk hangs, and they will never be.
+
+    SIGHUP stays ignored if it is, as under nohup.
 
     Args:
         world: its ranks stop together.
         failed: returns whether a checkpoint of this rank could not be written. If so, all ranks
             stop as after a signal, and the next save raises the error.
+        unsaved: returns whether there are steps that are not in a checkpoint on disk.
 
     Attributes:
         received: number of the signal that this process received; 0 for none.
@@ -348,44 +371,178 @@ class StopSignal:
             could not be written; 0 if training continues.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     FAILED = 1000  # above all signals
+    _count = count()  # of objects, in the same order on every rank
 
-    def __init__(self, world: World, failed: Callable[[], bool] = lambda: False) -> None:
-        self.world, self.failed = world, failed
+    def __init__(
+        self,
+        world: World,
+        failed: Callable[[], bool] = lambda: False,
+        *,
+        unsaved: Callable[[], bool] = lambda: True,
+    ) -> None:
+        self.world, self.failed, self.unsaved = world, failed, unsaved
         self.received = 0
         self.number = 0
-        self._highest: Tensor | None = None
-        self._work: Any = None
+        self._key = f"stop {next(self._count)}"  # in the store: the number of the signal
+        self._waiting = False  # the main thread is in `attempt`
+        self._since = 0.0  # when it received the first signal
+        self._saving: tuple[float, float, str] | None = None  # since when, for how long, what
 
     def __enter__(self) -> "StopSignal":
-        self._before = {number: signal.signal(number, self._receive) for number in self.SIGNALS}
+        self._main = threading.get_ident()
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)  # required of a wakeup fd
+        self._wakeup = theirs
+        self._thread = threading.Thread(target=self._watch, args=(ours,), name="stop", daemon=True)
+        self._thread.start()
+        # The interpreter writes each signal's number to it, also if the main thread is in C++.
+        self._wakeup_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        self._before = {
+            number: signal.signal(number, self._receive)
+            for number in self.SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        }
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._work is not None and kind is None:
-            self._work.wait()  # gloo can abort if its group is destroyed during a collective
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._wakeup.send(b"\0")  # no signal: ends the thread. A forked worker may keep it open
+        self._thread.join()
+        self._wakeup.close()
 
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""
         return self.number != 0
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGINT and self.received == signal.SIGINT:
+        echo = self.world.size > 1 and time.monotonic() - self._since < ECHO_SECONDS
+        if number == signal.SIGINT == self.received and not echo:
             raise KeyboardInterrupt
+        self._since = self._since if self.received else time.monotonic()
         self.received = number
+        if self._waiting:
+            self._waiting = False
+            raise _WaitEnded
 
-    def poll(self) -> None:
-        """Update `number`. Every rank calls this once per step and after each checkpoint."""
+    def poll(self) -> bool:
+        """Update `number`; return whether training stops. Collective.
+
+        All ranks call this once per step, and before and after what takes long between two steps.
+        """
         own = self.FAILED if self.failed() else self.received
         if self.world.size == 1:
             self.number = own
+        elif self.number == 0:
+            # Waits for the other ranks, but not for the GPU, which still has a step to compute.
+            highest = torch.tensor(own)
+            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+            self.number = int(highest)
+        return self.number != 0
+
+    def attempt(self, wait: Callable[[], T]) -> T | None:
+        """Call `wait`, which waits for input, such as a read; return its result.
+
+        A signal ends the call, wherever it is, and the result is None. What `wait` has used must
+        only be closed then.
+        """
+        self._waiting = True
+        try:
+            return None if self.received else wait()
+        except _WaitEnded:
+            return None
+        finally:
+            self._waiting = False
+
+    def together(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield batches as long as all ranks have one and none has to stop. Collective.
+
+        Every rank has the same number of batches.
+        """
+        while not self:
+            batch = self.attempt(partial(next, batches, None))
+            if self.poll() or batch is None:
+                return
+            yield batch
+
+    @contextmanager
+    def saving(self, what: object, num_bytes: int) -> Iterator[None]:
+        """Give up the `with` block after a signal if the disk takes far too long.
+
+        Args:
+            what: is written, for the message.
+            num_bytes: to write, at most.
+        """
+        patience = ANSWER_SECONDS + num_bytes / SLOWEST_DISK
+        self._saving = (time.monotonic(), patience, str(what))
+        try:
+            yield
+        finally:
+            self._saving = None
+
+    def _watch(self, wakeup: socket.socket) -> None:
+        """Pass signals on between the ranks, and end this process if it does not answer."""
+        store = _own_store() if self.world.size > 1 else None
+        number, since = 0, 0.0
+        while True:
+            pause = WATCH_SECONDS if store is not None or number else None
+            if select.select([wakeup], [], [], pause)[0]:
+                numbers = wakeup.recv(64)
+                if 0 in numbers:
+                    wakeup.close()
+                    return
+                number = next((n for n in numbers if n in self.SIGNALS), number)
+                since = since or (time.monotonic() if number else 0.0)
+            try:
+                if store is not None:
+                    store = self._exchange(store, number)
+            except RuntimeError:  # the process with the store has ended, and all ranks will
+                store = None
+            if number:
+                self._give_up(number, since)
+
+    def _exchange(self, store: Any, number: int) -> Any:
+        """Tell the other ranks about a signal, or get one from them; return None after that."""
+        if number:
+            store.set(self._key, str(number))
+            return None
+        if not store.check([self._key]):
+            return store
+        # To the main thread, whose system call it interrupts.
+        signal.pthread_kill(self._main, int(store.get(self._key)))
+        return None
+
+    def _give_up(self, number: int, since: float) -> None:
+        """End the process if nothing is lost, or if a save does not end."""
+        now, name, saving = time.monotonic(), signal.Signals(number).name, self._saving
+        if saving is not None:
+            began, patience, what = saving
+            if now - max(began, since) < patience:
+                return
+            reason = (
+                f"{what} is not written {now - began:.0f} s after it was begun: the disk does not "
+                "answer; run the same command again to resume from the newest checkpoint"
+            )
+        elif now - since < ANSWER_SECONDS or self.unsaved():
             return
-        if self._work is not None and self._highest is not None:
-            self._work.wait()
-            self.number = int(self._highest)
-        if self.number == 0:
-            self._highest = torch.tensor(own)
-            self._work = dist.all_reduce(self._highest, op=dist.ReduceOp.MAX, async_op=True)
+        else:
+            reason = "nothing is lost: no step has been completed since the last checkpoint"
+        if self.world.leads:
+            logger.error("%s: %s", name, reason)
+        os._exit(128 + number)
+
+
+class _WaitEnded(BaseException):
+    """A signal has ended `StopSignal.attempt`. Not an Exception: nothing else may handle it."""
+
+
+def _own_store() -> Any:
+    """Return a connection of its own to the store through which the ranks have met.
+
+    A thread with a shared connection would wait for a call of another thread to return.
+    """
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()

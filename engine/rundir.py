@@ -106,6 +106,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     Attributes:
         resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
         accepted: the accepted changes, key -> sentence. Set by `open`.
+        begun_step: step of the last call of `save`.
+        saved_step: step of the newest checkpoint that is known to be on disk; the step at which
+            this start begins if there is none.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -114,6 +117,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
         self.accepted: dict[str, str] = {}
+        self.begun_step: int | None = None
+        self.saved_step = 0
         self._identity: dict[str, Any] = {}
         self._made_by: dict[str, str] = {}
         self._plan: dict[str, Any] = {}
@@ -243,6 +248,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if "data.train" in self.accepted:  # other images
             stored["state"]["losses"] = None
         state.load_state_dict(stored["state"])
+        self.saved_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
         if self.is_first_start or self.accepted.keys() & VALIDATED_ON:
@@ -291,6 +297,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             self._write(copied)
 
         self.world.agree(lambda: self._writer.start(content, write))
+        self.saved_step = self.saved_step if self.begun_step is None else self.begun_step
+        self.begun_step = state.step
         if self._compiled is not None:
             self._compiled.save()
 
@@ -312,6 +320,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.agree(self._writer.wait)
+        self.saved_step = self.saved_step if self.begun_step is None else self.begun_step
 
     def _find(self) -> _Found | None:
         """Return the checkpoint to resume. The file may be large, so it is read only once."""

@@ -150,9 +150,9 @@ class RunLog:
         self.tracker.picture("autotune/supply and demand", chart)
 
     @contextmanager
-    def watch(self, feed: Feed, step: StepGraph) -> Iterator[None]:
+    def watch(self, feed: Feed, step: StepGraph, stop: StopSignal) -> Iterator[None]:
         """Observe the training steps of the `with` block, which take their batches from `feed`."""
-        self.feed, self._step = feed, step
+        self.feed, self._step, self._stop = feed, step, stop
         plan = self.plan
         self.ledger = Ledger(
             replace(plan.setup, decoder=feed.decoder),
@@ -215,6 +215,11 @@ class RunLog:
     def _send(self, step: int) -> None:
         """End the interval of a log row with step `step`."""
         self.meter.send(step, self.plan.curve.at(step - 1))
+
+    def end_early(self) -> None:
+        """Send the steps since the last log row: a signal has ended training between two rows."""
+        if self.meter.steps:
+            self._send(self.state.step)
 
     def end_epoch(self) -> None:
         """Report the verdict of the epoch and the GPU's slowdowns."""
@@ -462,7 +467,8 @@ class RunLog:
         loader = self.feed.train.loader
         source = loader.pool.sources[loader.source]
         draw_only = source.operations is not None
-        measure = partial(measure_gains, source.dataset, draw_only=draw_only)
+        gains = partial(measure_gains, source.dataset, draw_only=draw_only)  # reads files
+        measure = partial(self._stop.attempt, gains)
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
         if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
             self.ledger.images_changed()

@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import math
-import os
 import shlex
 import sys
 import time
@@ -397,14 +396,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             self._print("\r\033[K")
 
     def _print(self, text: str) -> None:
-        try:
-            print(text, end="", flush=True)
-        except OSError as error:  # a full disk, or a pipe without a reader
-            logger.warning(
-                "the console cannot be written (%s); training continues without it", error
-            )
-            # also discards the text that is still in the buffer
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(text, end="", flush=True)
 
 
 def duration(seconds: float) -> str:

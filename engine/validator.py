@@ -77,11 +77,12 @@ class Validator:
                 seconds = time.perf_counter() - began
                 counts = {"split": "val", "images": found.images, "seconds": seconds}
                 self.log.validated({**row, **counts}, mistakes, best=best, previous=previous)
+        self.stop.poll()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for batch in self.feed.val.batches(0, self.feed.val_batches):
-            if self.stop.received and self.world.size == 1:
-                return
+        batches = self.feed.val.batches(0, self.feed.val_batches)
+        # A rank that ends early needs no other rank for it: the count of images is too low for all.
+        while (batch := self.stop.attempt(lambda: next(batches, None))) is not None:
             # In parts as in training, because a whole batch may not fit the GPU.
             for part in batch.split(self.plan.config.train.accumulate):
                 yield part.images, part.labels

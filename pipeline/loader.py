@@ -303,7 +303,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             if self.workers:
                 self._receive(timeout=min(self.timeout_seconds, 5.0))
                 if time.monotonic() - self._last_reply > self.timeout_seconds:
-                    raise LoaderError(self._stuck(numbers))
+                    raise LoaderError(self._stuck())
             else:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
@@ -460,16 +460,20 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.workers[self.workers.index(dead)] = self._start()
         self.waiting.extendleft(reversed(dead.tasks.values()))
 
-    def _stuck(self, numbers: Sequence[int]) -> str:
+    def _stuck(self) -> str:
+        """Name the first unfinished sample of each worker that has a task.
+
+        The one that holds up the batch may be stuck in a task of another batch, which it got first.
+        """
         late = [
-            f"{self._current(task)} (worker {worker.process.pid})"
+            f"{self._current(next(iter(worker.tasks.values())))} (worker {worker.process.pid})"
             for worker in self.workers
-            for task in worker.tasks.values()
-            if task.number in numbers
+            if worker.tasks
         ]
+        more = f" and {len(late) - 4} more workers" if len(late) > 4 else ""
         return (
             f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
-            f"still reading {', '.join(late[:4]) or 'nothing'}"
+            f"still reading {', '.join(late[:4]) or 'nothing'}{more}; check this storage"
         )
 
     def _current(self, task: Task) -> str:
@@ -485,7 +489,11 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         for worker in self.workers:
             worker.pipe.close()
         for worker in self.workers:
-            self._end(worker)
+            worker.process.kill()
+        # One pause for all: a worker that reads from a stuck mount does not end.
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self.workers = []
         self.waiting.clear()
         self.open.clear()

@@ -100,7 +100,7 @@ from PIL import Image
 
 import train
 from engine import checkpoint
-from engine.distributed import World, join_world
+from engine.distributed import StopSignal, World, join_world
 from engine.meters import Meter
 from engine.optim import Curve
 from engine.pictures import bars
@@ -480,7 +480,8 @@ class Stepper:
                         if watched:
                             log = RunLog(self.plan, self.world, run, self.state, started=0.0)
                             stack.enter_context(log.tracker)
-                            stack.enter_context(log.watch(feed, self._train_step))
+                            stop = StopSignal(self.world)
+                            stack.enter_context(log.watch(feed, self._train_step, stop))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None
                 pairs.append((found[True], found[False]))

@@ -46,6 +46,8 @@ from conf.schema import UserError, typed_keys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a message
+    # The output is all that this program makes: a closed or full one is an error.
+    sys.stdin, sys.stdout = sys.__stdin__, sys.__stdout__
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 

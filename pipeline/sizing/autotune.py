@@ -20,7 +20,8 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
@@ -49,7 +50,7 @@ from pipeline.sizing.diagnosis import (
     diagnose,
     supply_of,
 )
-from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks, workers_for
+from pipeline.sizing.plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks, Stop, workers_for
 from pipeline.sizing.prices import measure_gains
 from pipeline.worker import EMPTY_ROW
 
@@ -76,8 +77,15 @@ PROBE_ROWS = 8  # images in a task of the probe: few, so that a slow disk does n
 WARM_STEPS = 15  # the first compiles, the next choose kernels, and one captures a CUDA graph
 
 
+SIGNAL = "a signal came"  # a rank gives up its part of the measurement
+
+
 class NotMeasuredError(RuntimeError):
     """The reason why there is no answer; training uses as many workers as the cores allow."""
+
+
+class StoppedError(RuntimeError):
+    """A signal has ended the measurement, on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -221,6 +229,7 @@ class Tuner:
         setup: properties of the run that are known before its first step.
         choices: the user's values; "auto" leaves a key to the measurement.
         ranks: all ranks of the run.
+        stop: ends the measurement at a signal, on all ranks at the same batch.
     """
 
     feed: Feed
@@ -229,6 +238,7 @@ class Tuner:
     setup: Setup
     choices: schema.Loader
     ranks: Ranks
+    stop: Stop
 
     @property
     def loader(self) -> Loader:
@@ -246,8 +256,9 @@ class Tuner:
         Raises:
             NotMeasuredError: an image of the probe cannot be read; the pool has no tasks.
             LoaderError: one of the first batches cannot be made: training could not start either.
+            StoppedError: a signal came.
         """
-        resident = next(self.feed.train.batches(self.first_step, self.first_step + 1)).clone()
+        (resident,) = [batch.clone() for batch in self._batches(1)]
         for _ in range(WARM_STEPS):
             self.step(resident)
         self._synchronize()
@@ -297,15 +308,34 @@ class Tuner:
         if self.feed.train.cuda:
             torch.cuda.synchronize()
 
+    def _batches(self, count: int) -> Iterator[Batch]:
+        """Yield batches from the first step on, as many on all ranks.
+
+        Raises:
+            StoppedError: a signal came before all of them; every rank raises it.
+        """
+        left = count
+        for batch in self.stop.together(
+            self.feed.train.batches(self.first_step, self.first_step + count)
+        ):
+            left -= 1
+            yield batch
+        if left:
+            raise StoppedError
+
     def _probe(self, *, encoded: float) -> Supply:
         """The supply of the node's slowest rank; all ranks give up when one cannot read a file."""
-        found: Supply | str
+        found: Supply | str | None
         try:
-            found = measure_supply(self.loader, encoded=encoded, step=self.first_step)
+            found = self.stop.attempt(
+                lambda: measure_supply(self.loader, encoded=encoded, step=self.first_step)
+            )
         except LoaderError as error:
             self.loader.pool.abandon()
             found = str(error)
         supplies: list[Any] = self.ranks.gather(found)
+        if None in supplies:
+            raise StoppedError
         for failure in (one for one in supplies if isinstance(one, str)):
             raise NotMeasuredError(failure)
         slowest: Supply = max(
@@ -437,14 +467,16 @@ class Tuner:
 
         Raises:
             LoaderError: an image cannot be read.
+            StoppedError: a signal came.
         """
         feed, failure = self.feed, None
         assert feed.engines is not None
         taken = feed.engines.taken
         feed.decode_with("gpu")
         try:
-            for _ in feed.train.batches(self.first_step, self.first_step + WARM_BATCHES):
-                pass
+            batches = feed.train.batches(self.first_step, self.first_step + WARM_BATCHES)
+            if self.stop.attempt(lambda: deque(batches, maxlen=0)) is None:
+                failure = SIGNAL
         except LoaderError:
             raise
         except Exception as error:  # Triton without a compiler, CUDA, ...
@@ -455,6 +487,8 @@ class Tuner:
             failure = "augment.train or the files need the CPU"
         feed.decode_with(feed.plan.decoder)
         failures: list[str | None] = self.ranks.gather(failure)
+        if SIGNAL in failures:
+            raise StoppedError
         return next(filter(None, failures), None)
 
     def _expected_seconds(self, candidate: Candidate, workers: int, demand: float) -> float:
@@ -493,8 +527,7 @@ class Tuner:
         """`steps` steps on the pool's batches, after `warm` others."""
         train = self.feed.train
         recent = self.loader.pool.recent[self.loader.source]
-        stop = self.first_step + warm + steps
-        for place, batch in enumerate(train.batches(self.first_step, stop)):
+        for place, batch in enumerate(self._batches(warm + steps)):
             if place == warm:
                 self._synchronize()
                 train.clock.timing()
@@ -527,6 +560,7 @@ def settle(
 
     Raises:
         LoaderError: the first batches cannot be made.
+        StoppedError: a signal came.
     """
     known: Answer | None = tuner.ranks.agree(lambda: None if refresh else recall(question))
     if known is not None:
@@ -542,9 +576,11 @@ def settle(
     seen = answer.observation(tuner.setup)
     source = tuner.loader.pool.sources[tuner.loader.source]
     if diagnose(seen).cause in DECODING:
+        draw_only = source.operations is not None
+        gains = partial(measure_gains, source.dataset, draw_only=draw_only)  # reads files
         seen = replace(
             seen,
-            gains=measure_gains(source.dataset, draw_only=source.operations is not None),
+            gains=tuner.stop.attempt(gains),
             has_engines=has_engines(tuner.feed.train.format.device),
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +23,8 @@ from pipeline.gpu_decode.decoder import why_no_engines
 from pipeline.gpu_decode.encoded import file_bytes_per_row
 from pipeline.loader import buffer_layout, slots_needed
 from pipeline.sizing import machine
+
+T = TypeVar("T")
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
 FEWEST_BATCHES = 16  # a shorter epoch is over before the number of workers matters
@@ -70,6 +72,16 @@ class Ranks(Protocol):
 
     def of_node(self, values: list[Any]) -> list[Any]:
         """Of one value per rank, those of the ranks of this node."""
+
+
+class Stop(Protocol):
+    """Ends waiting for input at a signal, as `engine.distributed.StopSignal` does."""
+
+    def attempt(self, wait: Callable[[], T]) -> T | None:
+        """Call `wait` and return its result; None if a signal has ended it."""
+
+    def together(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yield batches until a signal to one of the ranks ends this on all of them. Collective."""
 
 
 @dataclass(frozen=True)

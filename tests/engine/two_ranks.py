@@ -6,9 +6,11 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +216,31 @@ def after_a_failed_checkpoint(world: World) -> list[int]:
         return [step, stop.number]
 
 
+def stalled(world: World, signalled: int) -> list[int]:
+    """Rank 1 waits for input that never comes: for its third batch, then in a validation.
+
+    Args:
+        signalled: the rank that receives a signal while rank 0 waits for rank 1.
+    """
+
+    def batches() -> Iterator[int]:
+        for step in range(1000):
+            if step == 2 and world.rank == signalled:
+                threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            if step == 2 and world.rank == 1:
+                time.sleep(100)  # hangs
+            yield step
+
+    with StopSignal(world) as stop:
+        steps = list(stop.together(batches()))
+        world.sum(torch.zeros(1))  # rank 0 is as far as rank 1
+    with StopSignal(world) as validating:
+        images = validating.attempt(lambda: next(islice(batches(), 2, None)))
+        world.sum(torch.zeros(1))
+        validating.poll()
+    return [*steps, stop.number, validating.number, images or 0]
+
+
 def from_outside(world: World, ready: Path) -> list[int]:
     """Run until the test sends a signal to one of the ranks."""
     with StopSignal(world) as stop:
@@ -260,6 +287,8 @@ def main(folder: Path) -> None:
             "first_step": stopping(world, {0: (0, signal.SIGTERM)}),
             "signalled_once": stopping(world, {0: (2, signal.SIGUSR1)}),
             "after_a_failed_checkpoint": after_a_failed_checkpoint(world),
+            "stalled_0": stalled(world, 0),
+            "stalled_1": stalled(world, 1),
             "from_outside": from_outside(world, folder / f"ready-{world.rank}"),
         }
         (folder / f"found-{world.rank}.json").write_text(json.dumps(found))

@@ -700,6 +700,20 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
     assert not any(is_running(pid) for pid in pids)
 
 
+def test_worker_stuck_in_an_earlier_task_is_named_with_its_file(changeable: Path) -> None:
+    """The worker that holds up a validation may still read a training image."""
+    dataset = open_dataset(changeable)
+    sources = [start_source(dataset, batch_size=8, size=SIZE, slots=2) for _ in range(2)]
+    trap = Trap(dataset.name(5))
+    with WorkerPool(sources, workers=1, start_method="fork", timeout_seconds=0.5) as pool:
+        first, later = (np.array([(0, index)]) for index in (5, 6))
+        sources[0].labels.array[0] = sources[1].labels.array[0] = EMPTY_ROW
+        pool.submit(0, 0, 0, first)
+        with pytest.raises(LoaderError) as error:
+            pool.wait([pool.submit(1, 0, 0, later)])
+    assert f"still reading {trap.path} (worker " in str(error.value)
+
+
 def test_slow_consumer_does_not_time_out(changeable: Path) -> None:
     """A validation may take longer than the timeout, and a worker may die meanwhile."""
     dataset = open_dataset(changeable)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conf import cli, schema
-from engine.distributed import World
+from engine.distributed import StopSignal, World
 from pipeline import worker
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
@@ -108,7 +108,13 @@ def tune(
     setup = replace(SETUP, batch_size=32, on_gpu=False, most_workers=budget)
     choices = schema.Loader(**loader)
     return Tuner(
-        feed, step, first_step=first_step, setup=setup, choices=choices, ranks=ranks
+        feed,
+        step,
+        first_step=first_step,
+        setup=setup,
+        choices=choices,
+        ranks=ranks,
+        stop=StopSignal(ranks),
     ).measure()
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from conf import schema
-from engine.distributed import World
+from engine.distributed import StopSignal, World
 from pipeline.gpu_decode.decoder import MOST_SHARE
 from pipeline.sizing.autotune import (
     ENGINE_MARGIN,
@@ -128,6 +128,7 @@ def tune(
         setup=SimpleNamespace(most_workers=host.cores - 1),  # type: ignore[arg-type]
         choices=schema.Loader(),
         ranks=ranks,
+        stop=StopSignal(ranks),
         host=host,
         noise=noise,
         trials=trials,

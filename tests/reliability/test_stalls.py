@@ -1,0 +1,287 @@
+"""Input or a disk that does not answer: it is named, and a signal still saves the finished steps.
+
+Faults come from outside: stopped workers, FIFOs in place of images, and stall.c, a library that is
+preloaded and never returns from open, read or fsync, as on a stuck mount.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import train
+from tests import measured_on_cpu
+from tests.processes import (
+    HANGS_SECONDS,
+    descendants,
+    family,
+    is_running,
+    needs_linux,
+    process_state,
+    processes,
+    wait_until,
+)
+from tests.results import rows
+from tests.small_run import command, compose, overrides_of, torchrun
+
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+NEVER_SAVED = ["train.epochs=10000", "checkpoint.every_steps=100000"]
+ROOT = Path(train.__file__).parent
+Figure = Callable[[str, int, int], None]
+
+
+def steps_of(folder: Path) -> list[int]:
+    """Return the steps in metrics.jsonl, which a process is writing."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [row["step"] for row in map(json.loads, lines) if row["split"] == "train"]
+
+
+def replace_by_fifos(images: Path) -> None:
+    for path in images.rglob("*.jpg"):
+        fifo = path.with_suffix(".fifo")
+        os.mkfifo(fifo)
+        fifo.replace(path)
+
+
+def has_reader(fifo: Path) -> bool:
+    """Whether a process reads it. It then waits, because the writer stays open."""
+    try:
+        os.open(fifo, os.O_WRONLY | os.O_NONBLOCK)
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        return False
+    return True
+
+
+def check_saved(folder: Path, number: int) -> None:
+    """Every step that was logged is in the one checkpoint."""
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["signal"]) == ("interrupted", number)
+    assert [row["step"] for row in rows(folder, "train")] == [*range(1, summary["step"] + 1)]
+    (path,) = (folder / "checkpoints").glob("step-*.pt")
+    assert path.name == f"step-{summary['step']:08d}.pt"
+
+
+@pytest.mark.parametrize(
+    ("workers", "number"), [(0, signal.SIGTERM), (1, signal.SIGHUP)], ids=["in process", "worker"]
+)
+def test_signal_during_a_read(workers: int, number: int, image_root: Path, tmp_path: Path) -> None:
+    needs_linux()
+    root, folder = shutil.copytree(image_root, tmp_path / "images"), tmp_path / "run"
+
+    def stall() -> None:
+        wait_until(lambda: len(steps_of(folder)) >= 2)
+        replace_by_fifos(root / "train")
+        wait_until(lambda: any(map(has_reader, root.glob("train/*/*.jpg"))))
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=stall)
+    thread.start()
+    config = compose(
+        root,
+        folder,
+        *NEVER_SAVED,
+        f"loader.workers={workers}",
+        "loader.start_method=fork",
+        "loader.timeout_seconds=1000",
+    )
+    assert train.main(config) == 128 + number
+    thread.join()
+    check_saved(folder, number)
+
+
+@dataclass(frozen=True)
+class Stall:
+    """What does not answer.
+
+    Attributes:
+        how: `stop` the workers of the last rank, replace the images by a `fifo`, or `preload`.
+        where: part of the path of the files, or `fsync`.
+        options: overrides of the run.
+        ranks: number of ranks.
+        signalled: the rank that gets a signal; None for the agent of torchrun.
+        named: pattern of the line that names the stall.
+    """
+
+    how: str
+    where: str = "train"
+    options: tuple[str, ...] = ()
+    ranks: int = 1
+    signalled: int | None = 0
+    named: str = r"train\.py: loader\.timeout_seconds=20: .*still reading \S+\.jpg \(worker \d+\)"
+
+
+VALIDATES = ("train.validate_every_epochs=2",)
+MEASURES = ("loader.workers=auto", "autotune.refresh=true")
+STALLS = {
+    "stopped workers": Stall("stop"),
+    "stopped workers, fork": Stall("stop", options=("loader.start_method=fork",)),
+    "mount": Stall("preload", "/train/"),
+    "FIFO": Stall("fifo"),
+    "mount, validation": Stall("preload", "/val/", VALIDATES),
+    "FIFO, validation": Stall("fifo", "val", VALIDATES),
+    "mount, measurement": Stall("preload", "/train/", MEASURES, named=r"still reading \S+\.jpg"),
+    "stopped workers of a rank": Stall("stop", ranks=2, signalled=0),
+    "mount, ranks": Stall("preload", "/train/", ranks=2, signalled=None),
+    "mount, validation, ranks": Stall("preload", "/val/dots/00", VALIDATES, ranks=2),
+    "mount, ranks, the stalled one": Stall("preload", "/train/", ranks=2, signalled=1),
+    "save": Stall(
+        "preload", "fsync", ("checkpoint.every_steps=7",), named=r"still being written after \d+ s"
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled stall.c."""
+    needs_linux()
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("preload") / "stall.so"
+    source = Path(__file__).with_name("stall.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+class Stalled:
+    """A training with a stall.
+
+    Attributes:
+        process: the trainer, or the agent of torchrun.
+        folder: the run directory.
+        trainers: the process of each rank.
+    """
+
+    def __init__(self, stall: Stall, images: Path, folder: Path, preload: Path) -> None:
+        self.stall, self.folder = stall, folder / "run"
+        self.root = shutil.copytree(images, folder / "images")
+        self.console = folder / "console"
+        measures = stall.options == MEASURES
+        # The stall begins when this file exists.
+        self.when = folder / ("measuring-0" if measures else "when")
+        options = [*NEVER_SAVED, *stall.options, "loader.timeout_seconds=20"]
+        arguments = command(self.root, self.folder, *options)
+        if measures:
+            overrides = overrides_of(self.root, self.folder, *options)
+            arguments = [sys.executable, measured_on_cpu.__file__, str(folder), *overrides]
+        if stall.ranks > 1:
+            arguments = torchrun(arguments, stall.ranks)
+        fault = {
+            "LD_PRELOAD": str(preload),
+            "STALL_WHEN": str(self.when),
+            "STALL_WHAT": stall.where,
+        }
+        with open(self.console, "w") as console:
+            self.process = subprocess.Popen(
+                arguments,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    **(fault if stall.how == "preload" else {}),
+                },
+                stdout=console,
+                stderr=console,
+                start_new_session=True,
+            )
+        self.measures = measures
+
+    def begin(self) -> None:
+        """Let the stall begin, and wait until the run does not proceed."""
+        if not self.measures:
+            wait_until(lambda: len(steps_of(self.folder)) >= 3, self.process)
+        self.trainers = self._trainers()
+        if self.stall.how == "preload":
+            self.when.touch()
+            wait_until(Path(f"{self.when}.reached").exists, self.process)
+        elif self.stall.how == "fifo":
+            replace_by_fifos(self.root / self.stall.where)
+            fifos = list((self.root / self.stall.where).rglob("*.jpg"))
+            wait_until(lambda: any(map(has_reader, fifos)), self.process)
+        else:
+            for worker in self._workers(self.trainers[-1]):
+                os.kill(worker, signal.SIGSTOP)
+        seen = -1
+        while seen != (seen := len(steps_of(self.folder))):
+            time.sleep(2)
+
+    def _trainers(self) -> list[int]:
+        """Return the process of each rank, in the order of their start."""
+        if self.stall.ranks == 1:
+            return [self.process.pid]
+        return sorted(pid for pid, one in processes().items() if one.parent == self.process.pid)
+
+    def _workers(self, trainer: int) -> list[int]:
+        """Return the workers: children of the forkserver, or of the trainer itself."""
+        found = descendants(trainer)
+        children = {pid for pid in found if processes()[pid].parent != trainer}
+        return sorted(children or found)
+
+    def end(self) -> None:
+        for left in family(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(left, signal.SIGKILL)
+        self.process.wait()
+
+
+@pytest.fixture
+def start(image_root: Path, tmp_path: Path, preload: Path) -> Iterator[Callable[[Stall], Stalled]]:
+    started = []
+
+    def start(stall: Stall) -> Stalled:
+        started.append(Stalled(stall, image_root, tmp_path, preload))
+        started[-1].begin()
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STALLS)
+def test_sigterm(name: str, start: Callable[[Stall], Stalled], figure: Figure) -> None:
+    stall = STALLS[name]
+    run = start(stall)
+    target = run.process.pid if stall.signalled is None else run.trainers[stall.signalled]
+    began = time.monotonic()
+    os.kill(target, signal.SIGTERM)
+    wait_until(lambda: not any(map(is_running, run.trainers)))
+    seconds = time.monotonic() - began
+    run.process.wait(HANGS_SECONDS)
+    figure("SIGTERM during a stall answered within 10 s", int(seconds <= 10), 1)
+    text = run.console.read_text()
+    assert run.process.returncode == (143 if stall.ranks == 1 else 1), text
+    assert "Traceback" not in text.partition("torch.distributed.elastic")[0]
+    if name == "save":  # the checkpoint cannot be written: it is named instead
+        assert "checkpoints is not written" in text
+    elif not run.measures:
+        check_saved(run.folder, signal.SIGTERM)
+    for left in family(run.process.pid):
+        assert process_state(left) != "T"
+    assert seconds <= 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", STALLS)
+def test_named(name: str, start: Callable[[Stall], Stalled], figure: Figure) -> None:
+    run = start(STALLS[name])
+    pattern = re.compile(STALLS[name].named)
+    with contextlib.suppress(AssertionError):
+        wait_until(lambda: bool(pattern.search(run.console.read_text())))
+    found = bool(pattern.search(run.console.read_text()))
+    figure("stalls named within the timeout", int(found), 1)
+    assert found, run.console.read_text()
