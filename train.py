@@ -121,7 +121,7 @@ def train(config: Config) -> dict[str, Any]:
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = use(build_step(plan, state, world))
-        stop = use(StopSignal(world, run.failed, unsaved=lambda: state.step != run.saved_step))
+        stop = use(StopSignal(world, log.failed, unsaved=lambda: state.step != run.saved_step))
         use(
             explain_out_of_memory(
                 state,

@@ -292,9 +292,17 @@ class Data:
     on_error: str = key(
         "raise",
         NOTHING,
-        "if a training image cannot be read: raise, or skip to the next readable one; "
+        "if a training image cannot be read: raise, or skip to the next readable one of its class; "
         "validation always raises",
         one_of("raise", "skip"),
+    )
+    max_bad_fraction: float = key(
+        0.01,
+        NOTHING,
+        "fraction of the training images that data.on_error=skip may replace; training stops above "
+        "it",
+        number(0, 1),
+        when={"data.on_error": ("skip",)},
     )
     mean: list[float] = key(
         [0.485, 0.456, 0.406],

@@ -63,6 +63,7 @@ LAYOUT = {
     },
     "memory": {"counts and shares": r"memory/(?!.*_gib$).*", "on the GPU, GiB": r"memory/.*_gib$"},
     "host": {"memory, GiB": r"host/.*"},
+    "data": {"unreadable images": r"data/.*"},
 }
 
 # The first columns of TensorBoard's HPARAMS.

@@ -361,14 +361,15 @@ class StopSignal:
 
     Args:
         world: its ranks stop together.
-        failed: returns whether a checkpoint of this rank could not be written. If so, all ranks
-            stop as after a signal, and the next save raises the error.
+        failed: returns whether this rank cannot continue: a checkpoint could not be written, or too
+            many images cannot be read. If so, all ranks stop as after a signal, and the next save
+            raises the error.
         unsaved: returns whether there are steps that are not in a checkpoint on disk.
 
     Attributes:
         received: number of the signal that this process received; 0 for none.
-        number: the signal that stops all ranks, as of the last `poll`; FAILED if a checkpoint
-            could not be written; 0 if training continues.
+        number: the signal that stops all ranks, as of the last `poll`; FAILED if one of them
+            cannot continue; 0 if training continues.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)

@@ -27,6 +27,7 @@ from engine.out_of_memory import state_bytes
 from engine.plan import Plan
 from engine.state import TrainingError, TrainState, diverged
 from pipeline.build import Datasets
+from pipeline.dataset import in_form_of
 from pipeline.sizing.plan import pixels_of
 
 logger = logging.getLogger(__name__)
@@ -209,6 +210,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             # earlier versions did not store it.
             stored.pop("model.compile", None)
             now.pop("model.compile", None)
+        for name in now.keys() & {"data.train", "data.val"}:
+            now[name] = in_form_of(stored.get(name), now[name])
         changes = checkpoint.compare(
             stored,
             now,

@@ -16,6 +16,8 @@ from torch import Tensor
 import models
 from conf import strict_json
 from conf.schema import RESULT, Config, in_effect, show, walk
+from engine.bad_files import NAME as BAD_FILES
+from engine.bad_files import BadFiles
 from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
 from engine.expectation import Expectation, compare
@@ -86,6 +88,7 @@ class RunLog:
         self._wants_images = run.is_first_start or plan.due(state.step).epoch
         self._tuned: Observation | None = None
         self.leaks = Leaks()
+        self.bad_files: BadFiles | None = None
 
     def __enter__(self) -> "RunLog":
         self.tracker.__enter__()
@@ -153,7 +156,14 @@ class RunLog:
     def watch(self, feed: Feed, step: StepGraph, stop: StopSignal) -> Iterator[None]:
         """Observe the training steps of the `with` block, which take their batches from `feed`."""
         self.feed, self._step, self._stop = feed, step, stop
-        plan = self.plan
+        plan, data = self.plan, self.plan.config.data
+        self.bad_files = BadFiles(
+            feed.train.loader,
+            self.world,
+            self.run.path,
+            self.tracker,
+            limit=data.max_bad_fraction if data.on_error == "skip" else None,
+        )
         self.ledger = Ledger(
             replace(plan.setup, decoder=feed.decoder),
             self.state.spent,
@@ -221,6 +231,10 @@ class RunLog:
         if self.meter.steps:
             self._send(self.state.step)
 
+    def failed(self) -> bool:
+        """Whether this rank cannot continue; the next `save` in train.py raises the error."""
+        return self.run.failed() or (self.bad_files is not None and self.bad_files.too_many)
+
     def end_epoch(self) -> None:
         """Report the verdict of the epoch and the GPU's slowdowns."""
         step = self.state.step
@@ -250,6 +264,8 @@ class RunLog:
         self.world.enter(kind)
         with self._paused(), self.ledger.lost(kind):
             yield
+            if kind == "checkpoint" and self.bad_files is not None:
+                self.bad_files.share()  # later starts do not repeat the steps before it
 
     @contextmanager
     def _paused(self) -> Iterator[None]:
@@ -359,6 +375,8 @@ class RunLog:
             **allocator_figures(self.world.device),
             **host_figures(pool.pids),
         }
+        if self.bad_files is not None and self.bad_files.limit is not None:
+            figures["data/unreadable_images"] = self.bad_files.write()
         self.tracker.train_row(row, figures)
         pool.warn_about_slow_workers()
 
@@ -394,6 +412,8 @@ class RunLog:
         self.tracker.outcome(summary, compiles=self.plan.compile != "off")
         if not signal_number and self.world.leads:
             self._write_suspects()
+        if unreadable := summary["unreadable_images"]:
+            self.say(f"skipped   {unreadable:,} unreadable images: {self.run.path / BAD_FILES}")
         if signal_number and config.checkpoint.resume == "auto":
             self.say(f"resume    run the same command again to resume at step {self.state.step:,}")
         lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
@@ -445,6 +465,7 @@ class RunLog:
             **speed,
             **self.ledger.balance(),
             "mfu": self.ledger.mfu(speed["images_per_second"]),
+            "unreadable_images": len(self.bad_files.listed) if self.bad_files else 0,
             "workers": self.feed.train.loader.pool.active,
             "verdict": self._verdict("run", self._slowdowns("run")),
         }

@@ -199,6 +199,11 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if self.folder is not None:
             self._guard(name, write_json, self.folder / name, content)
 
+    def write(self, name: str, text: str) -> None:
+        """Write a text file for the user into the run directory."""
+        if self.folder is not None:
+            self._guard(name, replace_file, self.folder / name, text)
+
     def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
         """Write a grid of up to 64 images to the boards, with a later row or flush.
 

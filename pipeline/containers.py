@@ -50,7 +50,15 @@ class Container:
         Raises:
             OSError: the file cannot be read, has changed or is too short.
         """
-        data = os.pread(self._descriptor(), length, start)
+        descriptor = self._descriptor()
+        try:
+            data = os.pread(descriptor, length, start)
+        except OSError:
+            # The next attempt opens the file anew: a stale file handle (ESTALE) stays stale. Other
+            # threads may still read from this one, so it stays open.
+            if self._opened.get("fd") == descriptor:
+                self._opened[f"failed {descriptor}"] = self._opened.pop("fd")
+            raise
         if len(data) != length:
             raise OSError(f"{self.path} ends {length - len(data)} bytes too early")
         return data

@@ -7,15 +7,15 @@ pipeline/build.py, and conf/data/NAME.yaml.
 """
 
 import copy
+import errno
 import hashlib
-import os
 import random
 import re
 import time
-import traceback
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
@@ -56,6 +56,14 @@ class Dataset(ABC):
     def label(self, index: int) -> int:
         """Return the label of a sample. Override it if that is possible without decoding."""
         return self.load(0, index)[1]
+
+    def replacements(self, index: int) -> Iterator[int]:
+        """Yield the samples to try in place of an unreadable one (data.on_error=skip), in order.
+
+        They must not depend on which ones have been tried before, or by whom: the result of a run
+        must not depend on the number of workers.
+        """
+        return ((index + step) % len(self) for step in range(1, len(self)))
 
     @abstractmethod
     def fingerprint(self) -> str:
@@ -144,8 +152,16 @@ SHRUNK_SIDE = 352
 LARGE_FILE = 80e3
 
 
+SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
+CONTENT = ", content "  # before their hash
+# Errors of a network file system or a disk that may be over a moment later. Python itself repeats
+# a read that a signal interrupted (EINTR).
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+PAUSES = (0.1, 1.0, 3.0)  # seconds before another attempt; together far below loader.timeout
+
+
 class BadImageError(RuntimeError):
-    """A file that cannot become a sample: names the path and the reason."""
+    """A file that cannot be read or decoded: names the path and the reason."""
 
 
 class FolderDataset(FileDataset):
@@ -169,6 +185,7 @@ class FolderDataset(FileDataset):
         self.transform = transform
         self.decoder = decode.resolve(decoder)
         self.seed = seed
+        self._retries = True
 
     def __len__(self) -> int:
         return len(self.index)
@@ -185,10 +202,10 @@ class FolderDataset(FileDataset):
         """Read, decode and augment a sample.
 
         Raises:
-            BadImageError: the file cannot be read, decoded or cropped.
+            BadImageError: the file cannot be read or decoded. An error of a transform is raised
+                unchanged.
         """
-        with self._naming_file(index):
-            picture = decode.open_picture(self.read(index), self.decoder)
+        with self._opened(index) as picture:
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, self.label(index)
 
@@ -200,10 +217,9 @@ class FolderDataset(FileDataset):
         """Read, decode and augment a sample, but only draw the operations of RandAugment.
 
         Raises:
-            BadImageError: the file cannot be read, decoded or cropped.
+            BadImageError: as `load`.
         """
-        with self._naming_file(index):
-            picture = decode.open_picture(self.read(index), self.decoder)
+        with self._opened(index) as picture:
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
         return pixels, self.label(index), drawn
@@ -217,13 +233,13 @@ class FolderDataset(FileDataset):
         with self._naming_file(index):
             data = self.read(index)
             picture = open_noted(data)
-            if picture is None:
-                return None
-            try:
-                noted, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
-            except NeedsPixelsError:
-                return None
-            assert isinstance(noted, NotedPicture)
+        if picture is None:
+            return None
+        try:
+            noted, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
+        except NeedsPixelsError:
+            return None
+        assert isinstance(noted, NotedPicture)
         return Encoded(data, picture.size, noted, drawn, self.label(index))
 
     def first_on_pixels(self) -> int | None:
@@ -253,33 +269,103 @@ class FolderDataset(FileDataset):
         return float(np.mean(sizes)) if sizes else 0.0
 
     def fingerprint(self) -> str:
-        """Hash the names, the labels and the sizes of a sample of the files.
+        """Hash the names and labels of all files, and sizes and content of a sample of them.
 
-        The sizes distinguish copies with the same names, such as those of scripts/shrink.py.
+        The sizes distinguish copies with the same names, such as those of scripts/shrink.py; the
+        content, files that were replaced in place. Earlier versions did not hash the content, so
+        it stands apart (see `in_form_of`).
         """
         digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes}".encode())
-        return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
+        names = f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
+        return f"{names}{CONTENT}{self._content}"
+
+    @property
+    def _sample(self) -> list[int]:
+        """Up to 256 files spread over the split."""
+        places = np.linspace(0, len(self) - 1, min(len(self), SAMPLED))
+        return [int(place) for place in places]
 
     @cached_property
     def _sizes(self) -> list[int]:
-        """Sizes in bytes of up to 256 files spread over the split; 0 for a missing file."""
-        places = np.linspace(0, len(self) - 1, min(len(self), 256)).astype(int)
-        return [self.index.size(place) for place in places]
+        """Sizes in bytes of the sample; 0 for a missing file."""
+        return [self.index.size(place) for place in self._sample]
+
+    @cached_property
+    def _content(self) -> str:
+        """Hash of both ends of the files of the sample: two short reads of each."""
+
+        def ends(place: int) -> bytes:
+            with suppress(OSError):  # training says more about a file that cannot be read
+                return self._persistently(lambda: self.index.ends(place, END_BYTES))
+            return b""
+
+        digest = hashlib.sha256()
+        with ThreadPoolExecutor(16) as pool:  # network storage takes milliseconds for each
+            for data in pool.map(ends, self._sample):
+                digest.update(hashlib.sha256(data).digest())
+        return digest.hexdigest()[:12]
 
     def read(self, index: int) -> bytes:
-        return self.index.read(index)
+        return self._persistently(lambda: self.index.read(index))
+
+    def _persistently(self, read: Callable[[], bytes]) -> bytes:
+        """Call `read`; after a transient error, pause and call it again, up to three times.
+
+        If that was in vain, the next error counts at once, until a call succeeds: the pauses of
+        many files would outlast loader.timeout if the storage is gone.
+
+        Raises:
+            OSError: the file cannot be read.
+        """
+        for pause in PAUSES if self._retries else ():
+            try:
+                return read()
+            except OSError as error:
+                if error.errno not in TRANSIENT:
+                    raise
+                time.sleep(pause)
+        self._retries = False
+        data = read()
+        self._retries = True
+        return data
+
+    @contextmanager
+    def _opened(self, index: int) -> Iterator[Picture]:
+        """Open a file for the transforms of the block, in which most files are decoded.
+
+        Raises:
+            BadImageError: the file cannot be read or decoded.
+        """
+        with self._naming_file(index):
+            picture = decode.open_picture(self.read(index), self.decoder)
+        try:
+            yield picture
+        except Exception:
+            if picture.failure is None:
+                raise
+            with self._naming_file(index):
+                raise picture.failure from None
 
     @contextmanager
     def _naming_file(self, index: int) -> Iterator[None]:
-        """Turn every error into one that names the file."""
+        """Turn an error of reading or decoding into one that names the file."""
         try:
             yield
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise BadImageError(
+                f"{self.name(index)}: {describe(error)}: the data changed since the scan; restore "
+                f"the file, or start again{self.index.advice}"
+            ) from error
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            # The place in the source tells a broken file from a mistake in a transform.
-            last = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(last.filename)}:{last.lineno}"
-            raise BadImageError(f"{self.name(index)}: {describe(error)} ({where})") from error
+            raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
+
+    def replacements(self, index: int) -> Iterator[int]:
+        """Yield the other images of the same class: those behind it, then those from the first."""
+        labels = self.index.labels.array  # a pass over them all, once an unreadable image is met
+        same = np.flatnonzero(labels == labels[index])
+        place = int(np.searchsorted(same, index))
+        yield from [*same[place + 1 :].tolist(), *same[:place].tolist()]
 
     def name(self, index: int) -> str:
         return self.index.path(index)
@@ -335,6 +421,11 @@ class FakeDataset(Dataset):
 
     def fingerprint(self) -> str:
         return f"{len(self)} fake images"
+
+
+def in_form_of(stored: Any, fingerprint: str) -> str:
+    """Return a fingerprint without the content if `stored` is of a version that had none."""
+    return fingerprint if CONTENT in str(stored) else fingerprint.partition(CONTENT)[0]
 
 
 def describe(error: BaseException) -> str:

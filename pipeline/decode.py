@@ -39,7 +39,14 @@ ImageFile.LOAD_TRUNCATED_IMAGES = False
 
 
 class Picture:
-    """An image between two transforms. Every method returns a new picture."""
+    """An image between two transforms. Every method returns a new picture.
+
+    Attributes:
+        failure: why the file cannot be decoded, after an attempt that raised this error. It tells
+            an error of the file from one of a transform.
+    """
+
+    failure: Exception | None = None
 
     def __init__(self, pixels: np.ndarray) -> None:
         self._pixels = pixels
@@ -136,6 +143,15 @@ class EncodedPicture(Picture):
 
     def _region(self, box: Box, scale: int) -> np.ndarray:
         """Decode the region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
+        if box[0] >= box[2] or box[1] >= box[3]:
+            raise ValueError(f"the region {box} is empty")  # an error of the transform
+        try:
+            return self._decode_or_fall_back(box, scale)
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _decode_or_fall_back(self, box: Box, scale: int) -> np.ndarray:
         try:
             return self._decode(self._data, box, scale)
         except DecodeError:  # Pillow reads more files, and its errors are clearer

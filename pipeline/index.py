@@ -36,7 +36,16 @@ logger = logging.getLogger(__name__)
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
 KINDS = (".tar", ".zip", ".csv")
 SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?(\.tar|\.zip)")
-CACHE_FORMAT = 3  # 1 counted images below links to a parent folder, 2 did not know containers
+# 1 counted images below links to a parent folder, 2 did not know containers, 3 did not know what is
+# not a file.
+CACHE_FORMAT = 4
+MOST_IGNORED = 0.01  # of the entries of a split that are named as images but are not files
+SPECIAL = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
@@ -58,6 +67,7 @@ class Index:
         sources: folders and containers that hold the images; none stands for the folder `root`.
         places: int64 [samples, 3]: number of the source, and offset and length in bytes in a
             container. None if the only source is a folder.
+        caches: files from which later starts read the scan.
     """
 
     root: str
@@ -67,6 +77,7 @@ class Index:
     labels: SharedArray
     sources: tuple[str | Container, ...] = ()
     places: SharedArray | None = None
+    caches: tuple[Path, ...] = ()
 
     @classmethod
     def of_files(cls, root: str, files: Mapping[str, Sequence[bytes]]) -> "Index":
@@ -109,6 +120,28 @@ class Index:
         with open(self.path(i), "rb") as file:
             return file.read()
 
+    def ends(self, i: int, length: int) -> bytes:
+        """Return the first and the last `length` bytes of a file, or all of a shorter one."""
+        source, start, size = self.place(i)
+        if isinstance(source, Container):
+            if size <= 2 * length:
+                return source.read(start, size)
+            return source.read(start, length) + source.read(start + size - length, length)
+        with open(self.path(i), "rb", buffering=0, opener=_open_at_once) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size <= 2 * length:
+                return file.readall()
+            first = os.pread(file.fileno(), length, 0)
+            return first + os.pread(file.fileno(), length, size - length)
+
+    @property
+    def advice(self) -> str:
+        """What to do if files are missing: a scan that is cached may be out of date."""
+        if not self.caches:
+            return ""
+        # Folders changed twice within one tick of the clock, or an old time was restored.
+        return f" (first delete the cached list, {' and '.join(map(str, self.caches))})"
+
     def size(self, i: int) -> int:
         """Return the size of a file in bytes; 0 if there is no such file."""
         source, _, length = self.place(i)
@@ -143,6 +176,10 @@ class Index:
         return digest.hexdigest()
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # if a FIFO has taken the place of the file
+
+
 def joined(
     root: str,
     indexes: Sequence[Index],
@@ -168,7 +205,8 @@ def joined(
     paths, offsets, _ = map(SharedArray.copy_of, _packed([[names[row] for row in rows]]))
     whole = SharedArray.copy_of(np.concatenate(places)[rows])
     new = SharedArray.copy_of(labels.astype(np.int64))
-    return Index(root, classes, paths, offsets, new, tuple(sources), whole)
+    caches = tuple(dict.fromkeys(cache for index in indexes for cache in index.caches))
+    return Index(root, classes, paths, offsets, new, tuple(sources), whole, caches)
 
 
 def stored_as(place: str) -> dict[str, list[str]]:
@@ -206,7 +244,8 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
 
     Raises:
         UserError: the folder is missing, cannot be read or holds no class folders, a class holds no
-            images, or two classes share a folder; a container is damaged.
+            images, or two classes share a folder; more than MOST_IGNORED of the entries named as
+            images are not files; a container is damaged.
     """
     root = os.path.abspath(os.fspath(folder))
     name, files = _storage(os.fspath(folder), key)
@@ -214,10 +253,11 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
         return Index.of_files(*read_list(files[0], key))
     is_folder = name.endswith("/")
     root = root if is_folder else os.path.join(os.path.dirname(files[0]), name)
-    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    cache = (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
+    cache = _cache_of(files, cache_dir)
     scan = _read_cache(cache, root)
-    if scan is None:
+    if scan is not None:
+        _report_ignored(root, key, _names(scan["ignored"]), len(scan["labels"]))
+    else:
         started = time.time()
         try:
             scan = _scan(root, key) if is_folder else _scan_containers(root, files, key)
@@ -227,7 +267,32 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
             ) from None
         if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
             _write_cache(cache, scan)
-    return _of_scan(root, scan)
+    return replace(_of_scan(root, scan), caches=(cache,) if cache.exists() else ())
+
+
+def outdated_cache(root: str, paths: Sequence[str]) -> Path | None:
+    """Return the cached scan of a folder if the next start would use it in vain.
+
+    The times of the folders tell nothing if they changed twice within one tick of the clock, or if
+    an old time was restored.
+
+    Args:
+        root: the split's folder.
+        paths: its images.
+    """
+    root = os.path.abspath(root)
+    cache = _cache_of([root], None)
+    scan = _read_cache(cache, root)
+    if scan is None:
+        return None
+    index = _of_scan(root, scan)
+    same = [index.path(i) for i in range(len(index))] == list(map(os.path.abspath, paths))
+    return None if same else cache
+
+
+def _cache_of(files: Sequence[str], cache_dir: Path | None) -> Path:
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
+    return (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
 
 
 def _storage(place: str, key: str) -> tuple[str, list[str]]:
@@ -316,17 +381,50 @@ def _scan(root: str, key: str) -> dict[str, np.ndarray]:
     # Threads hide the latency of a network file system: 1,000 folders in sequence take minutes.
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda name: _scan_class(base, name, parents), names))
-    _refuse_two_labels(root, key, [folders for _, folders in found])
-    empty = [os.fsdecode(name) for name, (files, _) in zip(names, found, strict=True) if not files]
+    _refuse_two_labels(root, key, [folders for _, _, folders in found])
+    ignored = list(chain.from_iterable(names for _, names, _ in found))
+    _report_ignored(root, key, ignored, sum(len(files) for files, _, _ in found))
+    empty = [os.fsdecode(name) for name, (files, *_) in zip(names, found, strict=True) if not files]
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
         raise UserError(
             f"{key}={root}: class folder {empty[0]}{more} holds no images "
             f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
         )
-    folders = [b"."] + [folder for _, looked in found for folder in looked.values()]
-    images = (files for files, _ in found)
-    return _arrays(base, key, folders, dict(zip(names, images, strict=True)))
+    folders = [b"."] + [folder for *_, looked in found for folder in looked.values()]
+    images = (files for files, *_ in found)
+    arrays = _arrays(base, key, folders, dict(zip(names, images, strict=True)))
+    return {**arrays, "ignored": np.frombuffer(b"\0".join(ignored), np.uint8)}
+
+
+def _report_ignored(root: str, key: str, ignored: Sequence[bytes], images: int) -> None:
+    """Warn of entries that are named as images but are not files, which training leaves out.
+
+    Args:
+        ignored: their paths below the root.
+        images: number of the others.
+
+    Raises:
+        UserError: they are more than MOST_IGNORED, such as links to a disk that is not mounted.
+    """
+    if not ignored:
+        return
+    total = len(ignored) + images
+    named = ", ".join(f"{os.fsdecode(name)} ({_kind(root, name)})" for name in ignored[:3])
+    more = ", ..." if len(ignored) > 3 else ""
+    text = f"{key}={root}: {len(ignored):,} of {total:,} images are not files: {named}{more}"
+    if len(ignored) > MOST_IGNORED * total:
+        raise UserError(f"{text}; restore or remove them")
+    logger.warning("%s; they are left out", text)
+
+
+def _kind(root: str, name: bytes) -> str:
+    """Say what an entry is that is not a file."""
+    path = os.path.join(os.fsencode(root), name)
+    try:
+        return SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode), "not a file")
+    except OSError as error:
+        return "a link to itself" if error.errno == errno.ELOOP else "a dangling link"
 
 
 def _scan_containers(root: str, files: Sequence[str], key: str) -> dict[str, np.ndarray]:
@@ -364,7 +462,12 @@ def _scan_containers(root: str, files: Sequence[str], key: str) -> dict[str, np.
     if before is None or not np.array_equal(before, arrays["stamps"]):
         raise UserError(f"{key}={root}: changed during the scan; start again when it is complete")
     rows = [found[paths[path]] for paths in classes.values() for path in sorted(paths)]
-    return {**arrays, "root": np.frombuffer(os.fsencode(root), np.uint8), "places": np.array(rows)}
+    return {
+        **arrays,
+        "root": np.frombuffer(os.fsencode(root), np.uint8),
+        "places": np.array(rows),
+        "ignored": np.zeros(0, np.uint8),
+    }
 
 
 def _parts(member: bytes) -> list[bytes]:
@@ -426,7 +529,7 @@ def _arrays(
 
 
 def _names(joined: np.ndarray) -> list[bytes]:
-    return joined.tobytes().split(b"\0")
+    return joined.tobytes().split(b"\0") if len(joined) else []
 
 
 def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -445,20 +548,26 @@ _Identity = tuple[int, int]  # device and inode: the same for every path to a fo
 
 def _scan_class(
     base: bytes, name: bytes, parents: frozenset[_Identity]
-) -> tuple[list[bytes], dict[_Identity, bytes]]:
-    """Return the sorted images below a class folder and the scanned folders, relative to `base`."""
+) -> tuple[list[bytes], list[bytes], dict[_Identity, bytes]]:
+    """Scan a class folder. All results are relative to `base`.
+
+    Returns:
+        The sorted images; the entries that are named as images but are not files; the folders.
+    """
     files: list[bytes] = []
+    ignored: list[bytes] = []
     folders: dict[_Identity, bytes] = {}
     for folder in _walk(base, name, parents, folders):
         with os.scandir(os.path.join(base, folder)) as entries:
-            # is_file follows links: a dangling link, a FIFO or a socket is not an image.
-            names = [
-                e.name
-                for e in entries
-                if e.name.lower().endswith(EXTENSIONS) and _leads_to(e.is_file)
-            ]
-        files += [os.path.join(folder, name) for name in names]
-    return sorted(files), folders
+            for entry in entries:
+                if not entry.name.lower().endswith(EXTENSIONS):
+                    continue
+                # is_file follows links: a dangling link, a FIFO or a socket is not an image.
+                if _leads_to(entry.is_file):
+                    files.append(os.path.join(folder, entry.name))
+                elif not _leads_to(entry.is_dir):
+                    ignored.append(os.path.join(folder, entry.name))
+    return sorted(files), sorted(ignored), folders
 
 
 def _walk(
@@ -551,7 +660,11 @@ def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
             scan = dict(stored)
         base = os.fsencode(os.path.dirname(root) if "places" in scan else root)
         stamps = _stamps(base, _names(scan["folders"]))
-        return scan if stamps is not None and np.array_equal(stamps, scan["stamps"]) else None
+        if stamps is None or not np.array_equal(stamps, scan["stamps"]):
+            return None
+        # A link leads to a file again once a disk is mounted, which changes no folder here.
+        restored = (os.path.isfile(os.path.join(base, name)) for name in _names(scan["ignored"]))
+        return None if any(restored) else scan
     except FileNotFoundError:
         return None
     except Exception as error:  # zipfile and numpy raise almost anything on a damaged file

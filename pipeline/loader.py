@@ -44,6 +44,7 @@ PRELOAD = ["pipeline.worker"]  # modules that the forkserver imports once for al
 STOP_SECONDS = 1.0
 SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is reported
 SLOW_PAUSE_SECONDS = 10.0  # between two such reports
+MOST_NAMED = 10  # unreadable images on the console
 FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 
 
@@ -168,18 +169,6 @@ class Pinned(contextlib.AbstractContextManager["Pinned"]):
         self.locked = []
 
 
-def raise_or_warn(reply: Reply) -> None:
-    """Log the samples that a task skipped.
-
-    Raises:
-        LoaderError: the task failed.
-    """
-    if reply.error is not None:
-        raise LoaderError(reply.error)
-    for line in reply.skipped:
-        logger.warning("skipped %s", line)
-
-
 @dataclass
 class RunningMean:
     """The mean of the first `window` values; later values move it exponentially.
@@ -234,6 +223,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         active: number of workers that receive tasks, the first ones of `workers`.
         recent: the newest replies of each source.
         decode_seconds: for each source, the wall time per image that a worker decoded.
+        unreadable: the training samples that were replaced because they cannot be read: index ->
+            message.
     """
 
     def __init__(
@@ -252,6 +243,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.open: set[int] = set()
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
         self.decode_seconds = [RunningMean(window=50) for _ in self.sources]
+        self.unreadable: dict[int, str] = {}
         self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
         self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
         self._deaths: dict[int, int] = {}  # task number -> workers that died at it
@@ -325,6 +317,22 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             if worker.tasks:
                 self._end(worker)
                 self.workers[place] = self._start()
+
+    def accept(self, reply: Reply) -> None:
+        """Note the unreadable samples that a task replaced.
+
+        Raises:
+            LoaderError: the task failed. The traceback of an error in a transform is logged.
+        """
+        for index, message in reply.skipped:
+            if index not in self.unreadable:
+                self.unreadable[index] = message
+                if len(self.unreadable) <= MOST_NAMED:
+                    logger.warning("skipped %s", message)
+        if reply.error is not None:
+            if reply.trace:
+                logger.error("%s", reply.trace.rstrip())
+            raise LoaderError(reply.error)
 
     def _note_slow(self, reply: Reply) -> None:
         """Record a very slow sample. Logs at most one per SLOW_PAUSE_SECONDS."""
@@ -424,7 +432,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     def _finish(self, reply: Reply) -> None:
         self._last_reply = time.monotonic()
-        raise_or_warn(reply)
+        self.accept(reply)
         self.recent[reply.source].append(reply)
         self._seconds[reply.source] += reply.seconds
         self._note_slow(reply)
@@ -608,7 +616,7 @@ class Loader:
         """
         samples, size = self.samples(batch.step), self.size(batch.step)
         task = Task(-1, self.source, batch.slot, 0, samples, size=size)
-        raise_or_warn(run_task(task, self.pool.sources))
+        self.pool.accept(run_task(task, self.pool.sources))
 
     def _release(self, slot: int, event: Any) -> None:
         self._held.discard(slot)

@@ -8,10 +8,12 @@ import os
 import signal
 import threading
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain, islice
 from multiprocessing import connection, parent_process
 
 import numpy as np
@@ -23,10 +25,9 @@ from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
-REMEDY = (
-    "run scripts/doctor.py --all to check every file; "
-    "data.on_error=skip skips unreadable training images, not validation images"
-)
+CHECK = "run scripts/doctor.py --all to check every file"
+REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
+MOST_TRIED = 100  # samples in place of an unreadable one
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
@@ -43,7 +44,8 @@ class Source:
         encoded: buffers for rows that the GPU decodes; None if the workers decode all rows.
         operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
             `augment.as_rows`; None if the workers apply them.
-        skip_unreadable: replace an unreadable sample by the next readable one instead of failing.
+        skip_unreadable: replace an unreadable sample by the first readable one of its
+            `Dataset.replacements` instead of failing.
         smaller: side in pixels -> the dataset of the same samples as images of this size.
         side: side of the images if they are smaller than S, as of `of_size`; 0 if they are not.
     """
@@ -115,8 +117,9 @@ class Reply:
         core_seconds: time runnable without a core; the rest of `seconds` is waiting for storage.
         slowest: seconds of the slowest sample and its index.
         decoded: rows decoded by the worker; the GPU decodes the others.
-        skipped: messages about unreadable samples that were replaced.
+        skipped: unreadable samples that were replaced: index and message.
         error: why the task failed; None if it did not.
+        trace: traceback of an error that is not about a file.
     """
 
     number: int
@@ -127,8 +130,13 @@ class Reply:
     core_seconds: float = 0.0
     slowest: tuple[float, int] = (0.0, -1)
     decoded: int = 0
-    skipped: list[str] = field(default_factory=list)
+    skipped: list[tuple[int, str]] = field(default_factory=list)
     error: str | None = None
+    trace: str = ""
+
+
+class SampleError(RuntimeError):
+    """A transform or a dataset failed, whatever the file: names the sample; __cause__ is why."""
 
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
@@ -136,7 +144,7 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
     source = sources[task.source].of_size(task.size)
     labels = source.labels.array[task.slot]
-    skipped: list[str] = []
+    skipped: list[tuple[int, str]] = []
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
@@ -153,8 +161,10 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
             slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(task.number, error=str(error))
-    except Exception as error:  # e.g. out of memory; the training process would wait forever
-        return Reply(task.number, error=describe(error))
+    except SampleError as error:
+        assert error.__cause__ is not None
+        trace = "".join(traceback.format_exception(error.__cause__))
+        return Reply(task.number, error=str(error), trace=trace)
     return Reply(
         task.number,
         source=task.source,
@@ -186,7 +196,8 @@ def _fill_row(
     """Write a sample into its row, encoded or as pixels, and return its label.
 
     Raises:
-        BadImageError: it cannot be read, or its size after the transforms is not that of the batch.
+        BadImageError: it cannot be read.
+        ValueError: its size after the transforms is not that of the batch.
     """
     if files is not None and row < task.row + task.encoded:
         label = files.write(row, epoch, index)
@@ -200,9 +211,9 @@ def _fill_row(
         source.operations.array[task.slot, row] = as_rows(drawn)
     batch = source.images(task.slot)
     if image.shape != batch.shape[1:]:
-        raise BadImageError(
-            f"{source.dataset.name(index)}: the transforms made {image.shape[1]}x{image.shape[0]} "
-            f"pixels, the batch holds {batch.shape[2]}x{batch.shape[1]}"
+        raise ValueError(
+            f"the transforms made {image.shape[1]}x{image.shape[0]} pixels, the batch holds "
+            f"{batch.shape[2]}x{batch.shape[1]}"
         )
     batch[row] = image
     if source.encoded is not None:
@@ -211,23 +222,33 @@ def _fill_row(
 
 
 def _first_readable(
-    source: Source, index: int, skipped: list[str], fill: Callable[[int], int]
+    source: Source, index: int, skipped: list[tuple[int, str]], fill: Callable[[int], int]
 ) -> tuple[int, int]:
     """Fill a row with a sample; return the sample's index and its label.
 
-    With `source.skip_unreadable`, the next readable sample replaces an unreadable one.
+    With `source.skip_unreadable`, the first readable one of `Dataset.replacements` replaces an
+    unreadable sample.
+
+    Raises:
+        BadImageError: the sample cannot be read, nor can any that may replace it.
+        SampleError: a transform or the dataset failed.
     """
-    size = len(source.dataset)
-    for step in range(min(size, 100)):
-        found = (index + step) % size
+    first, tried = "", 0
+    for found in chain([index], islice(source.dataset.replacements(index), MOST_TRIED)):
         try:
             return found, fill(found)
         except BadImageError as error:
             if not source.skip_unreadable:
                 raise BadImageError(f"{error}; {REMEDY}") from error
-            skipped.append(str(error))
+            skipped.append((found, str(error)))
+            first, tried = first or str(error), tried + 1
+        except Exception as error:  # e.g. out of memory; the training process would wait forever
+            raise SampleError(
+                f"{source.dataset.name(found)}: {describe(error)}: the file was read; a transform "
+                "or the dataset failed, see the traceback above"
+            ) from error
     raise BadImageError(
-        f"{skipped[-1]} (and the {len(skipped) - 1} images before it: none can be read)"
+        f"{first}; of the {tried - 1} images that may replace it, none can be read; {CHECK}"
     )
 
 

@@ -81,7 +81,8 @@ from pipeline.build import Datasets, build_datasets, train_transform, val_transf
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
-from pipeline.index import KINDS, stored_as
+from pipeline.index import KINDS, MOST_IGNORED, outdated_cache, stored_as
+from pipeline.loader import SLOW_SAMPLE_SECONDS
 from pipeline.sizing import machine
 from pipeline.sizing.plan import worker_limit
 from pipeline.splits import load_splits, roots_of
@@ -249,12 +250,7 @@ def folder_layout(case: Case, places: dict[str, str]) -> Iterator[Row]:
                 "give this user permission, or remove them",
                 listed(split.denied),
             )
-        if split.skipped:
-            yield warn(
-                f"{name}: {len(split.skipped):,} entries named as images are not files: ignored",
-                "restore or remove them",
-                listed(split.skipped),
-            )
+        yield from left_out(name, root, split)
         loose = len(split.loose)
         if not split.classes:
             flat = f", but {loose:,} images" if loose else ""
@@ -272,6 +268,25 @@ def folder_layout(case: Case, places: dict[str, str]) -> Iterator[Row]:
             )
         elif not empty and not denied:
             yield ok(f"{name}: {len(split.files):,} images in {len(split.classes):,} class folders")
+
+
+def left_out(name: str, root: str, split: Split) -> Iterator[Row]:
+    """Report images that training does not see."""
+    if split.skipped:
+        total = len(split.skipped) + len(split.files)
+        refused = len(split.skipped) > MOST_IGNORED * total
+        yield (fail if refused else warn)(
+            f"{name}: {len(split.skipped):,} of {total:,} images are not files, "
+            + ("training refuses to start" if refused else "training leaves them out"),
+            "restore or remove them",
+            listed(split.skipped),
+        )
+    if cache := outdated_cache(root, [path for path, _ in split.files]):
+        yield fail(
+            f"{name}: the cached list of the images is out of date, but the times of the "
+            "folders are equal",
+            f"delete {cache}",
+        )
 
 
 def indexed_layout(case: Case) -> Iterator[Row]:
@@ -348,7 +363,9 @@ def readable(case: Case) -> Iterator[Row]:
     for name, paths in chosen.items():
         case.opened[name] = [by_path[path] for path in paths]
         bad = [(o.path, o.problem) for o in case.opened[name] if o.problem]
-        skips = name == "train" and case.config.data.on_error == "skip"
+        data = case.config.data
+        skips = name == "train" and data.on_error == "skip"
+        skips = skips and len(bad) <= data.max_bad_fraction * len(paths)
         if bad:
             cure = "replace or remove them"
             if name == "train":
@@ -360,6 +377,13 @@ def readable(case: Case) -> Iterator[Row]:
             )
         elif paths:
             yield ok(f"{name}: {case.how_many(name)} decoded without errors")
+        if late := slowest((o.path, o.seconds) for o in case.opened[name]):
+            how_long = f"took over {SLOW_SAMPLE_SECONDS:g} s to read"
+            yield warn(
+                f"{name}: {len(late):,} of {case.how_many(name)} {how_long}",
+                "copy them again or to another disk, or check the storage",
+                late,
+            )
 
 
 def odd_files(case: Case) -> Iterator[Row]:
@@ -686,13 +710,17 @@ def storage(case: Case) -> Iterator[Row]:
     made, _, world = case.planned()
     files = case.splits["train"].files
     threads = max(1, made.loader.workers) * case.ranks
-    rate, count = read_rate(files, threads, case.config.train.seed)
+    rate, count, late = read_rate(files, threads, case.config.train.seed)
     reads = f"reads {rate / 1e6:,.0f} MB/s ({count:,} files, {threads} at a time)"
+    if late:
+        reads += f", {len(late):,} of them took over {SLOW_SAMPLE_SECONDS:g} s"
     if world.device.type == "cpu":
-        yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
+        text = f"{reads}; not compared with the step, as training runs on the CPU"
+        yield ok(text, details=late)
         return
     case.tell("measuring the training step")
-    yield compare_storage(case, made, step_rate(case.config, case.ranks), rate, reads)
+    row = compare_storage(case, made, step_rate(case.config, case.ranks), rate, reads)
+    yield replace(row, details=late)
 
 
 def compare_storage(case: Case, made: Plan, step: float, rate: float, reads: str) -> Row:
@@ -846,16 +874,23 @@ def write_rate(folder: Path) -> tuple[float, int]:
         return written / (time.perf_counter() - began), written
 
 
-def read_rate(files: Files, threads: int, seed: int) -> tuple[float, int]:
+def slowest(files: Iterable[tuple[str, float]]) -> tuple[str, ...]:
+    """List the files whose reading took over SLOW_SAMPLE_SECONDS, the slowest first."""
+    slow = sorted((f for f in files if f[1] > SLOW_SAMPLE_SECONDS), key=lambda f: -f[1])
+    return tuple(f"{path}: {seconds:.1f} s" for path, seconds in slow)
+
+
+def read_rate(files: Files, threads: int, seed: int) -> tuple[float, int, tuple[str, ...]]:
     """Measure bytes/s from storage: read whole files, spread over the split, in threads.
 
     Where the system can, copies in the page cache are dropped first.
 
     Returns:
-        Bytes/s, and the number of files that were read.
+        Bytes/s, the number of files that were read, and the slow ones of them.
     """
     paths = [files[i][0] for i in survey.spread(len(files), READ_FILES, seed + 1)]
     began = time.perf_counter()
+    seconds: dict[str, float] = {}
 
     def read(path: str) -> int:
         if time.perf_counter() - began > READ_SECONDS:
@@ -863,15 +898,19 @@ def read_rate(files: Files, threads: int, seed: int) -> tuple[float, int]:
         name, start, length = path, 0, 0
         if isinstance(path, survey.Member):
             name, start, length = path.container.path, path.start, path.length
+        opened = time.perf_counter()
         with suppress(OSError), open(name, "rb", buffering=0) as file:
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
-            return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))
+            data = os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start)
+            seconds[path] = time.perf_counter() - opened
+            return len(data)
         return 0
 
     with ThreadPoolExecutor(threads) as pool:
         lengths = list(pool.map(read, paths))
-    return sum(lengths) / (time.perf_counter() - began), sum(map(bool, lengths))
+    rate = sum(lengths) / (time.perf_counter() - began)
+    return rate, sum(map(bool, lengths)), slowest(seconds.items())
 
 
 def step_rate(config: Config, ranks: int) -> float:

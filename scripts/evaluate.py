@@ -98,7 +98,7 @@ from engine.evaluate import MOST_CLASSES, Metrics, evaluate
 from engine.predictions import Predictions, Recorder
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import FolderDataset, in_form_of
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
 from pipeline.shared import SharedArray
@@ -327,7 +327,7 @@ def refuse_check(trained: Trained, datasets: Datasets, world: World) -> None:
     now = {
         "ranks": world.size,
         **{name: attrgetter(name)(trained.config) for name in REPEATED},
-        "data.val": datasets.val.fingerprint(),
+        "data.val": in_form_of(stored["identity"].get("data.val"), datasets.val.fingerprint()),
         "train.device": world.device.type,
         "train.precision": trained.precision(world.device),
     }

@@ -546,6 +546,7 @@ FACTS = [
     Fact("last training loss", last("loss", "train")),
     Fact("epochs", stored("epoch", last("epoch", "train"))),
     Fact("steps", stored("step", last_step), "{:,.0f}".format),
+    Fact("unreadable images", most("data_unreadable_images"), "{:,.0f}".format),
     Fact("images/s", Run.rate, number, max),
     Fact("duration", Run.seconds, duration),
     Fact("starts", stored("starts", stored("lives")), "{:,.0f}".format),

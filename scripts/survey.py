@@ -8,6 +8,7 @@ import errno
 import hashlib
 import os
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -22,7 +23,7 @@ from PIL import Image, UnidentifiedImageError
 from pipeline import decode
 from pipeline.containers import Container
 from pipeline.dataset import describe
-from pipeline.index import EXTENSIONS, Index
+from pipeline.index import EXTENSIONS, SPECIAL, Index
 from scripts import pool
 
 Tell = Callable[[str], None]
@@ -44,12 +45,6 @@ FORMATS = {
     ".tif": "TIFF",
     ".tiff": "TIFF",
     ".gif": "GIF",
-}
-SPECIAL = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
 }
 MODES = {
     "RGB": "",
@@ -115,6 +110,7 @@ class Opened:
         about: Format, mode and size.
         odd: Keys of doctor.ODD.
         problem: Why training cannot read it, or "".
+        seconds: To read it, without decoding.
         mean, square: Mean of each channel and of its square, of pixels in [0, 1].
     """
 
@@ -123,6 +119,7 @@ class Opened:
     about: str = ""
     odd: tuple[str, ...] = ()
     problem: str = ""
+    seconds: float = 0.0
     mean: Channels = (0.0, 0.0, 0.0)
     square: Channels = (0.0, 0.0, 0.0)
 
@@ -217,9 +214,10 @@ def spread(count: int, number: int, seed: int) -> list[int]:
 
 def examine(path: str, decoder: str) -> Opened:
     """Decode a file in full, as training does, and find what is unusual about it."""
-    data = b""
+    data, seconds, began = b"", 0.0, time.perf_counter()
     try:
         data = _content(path)
+        seconds = time.perf_counter() - began
         if not data:
             return Opened(path, problem="empty, 0 bytes")
         with decode.open_image(data) as image:
@@ -230,10 +228,12 @@ def examine(path: str, decoder: str) -> Opened:
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
         mean, square = (tuple(values.mean(0).tolist()) for values in (grid, grid**2))
     except UnidentifiedImageError:
-        return Opened(path, problem=f"not an image, begins with {data[:16]!r}")
+        problem = f"not an image, begins with {data[:16]!r}"
+        return Opened(path, problem=problem, seconds=seconds)
     except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
-        return Opened(path, problem=describe(error))
-    return Opened(path, size, about, odd, mean=mean, square=square)
+        seconds = seconds or time.perf_counter() - began
+        return Opened(path, problem=describe(error), seconds=seconds)
+    return Opened(path, size, about, odd, seconds=seconds, mean=mean, square=square)
 
 
 def _oddities(image: Image.Image, suffix: str) -> Iterator[str]:

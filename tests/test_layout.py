@@ -228,6 +228,7 @@ def test_the_keys() -> None:
         "data.sizes",
         "data.val_size",
         "data.on_error",
+        "data.max_bad_fraction",
         "data.mean",
         "data.std",
         "data.repeats",

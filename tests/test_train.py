@@ -1091,24 +1091,6 @@ def test_corrupt_training_image(
     assert "scripts/doctor.py --all" in error and "data.on_error=skip" in error
 
 
-def test_corrupt_training_image_skipped(
-    image_root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The replacement of a skipped image does not depend on the number of workers."""
-    root = tmp_path / "images"
-    shutil.copytree(image_root, root)
-    broken = root / "train" / "stripes" / "11.jpg"  # the last one: its replacement is the first
-    broken.write_bytes(b"")
-    skipped = [
-        run(root, tmp_path / f"run{n}", "data.on_error=skip", f"loader.workers={n}") for n in (0, 2)
-    ]
-    assert caplog.text.count(f"skipped {broken}") == 4  # 2 epochs of 2 runs
-    assert (
-        skipped[0]["status"] == "finished"
-        and skipped[0]["params_sha256"] == skipped[1]["params_sha256"]
-    )
-
-
 def test_corrupt_validation_image(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

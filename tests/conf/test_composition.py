@@ -317,6 +317,7 @@ def test_every_key_states_what_it_affects() -> None:
     # A new key: decide what it affects, and add it here if it does not affect the result.
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
         "data.on_error",
+        "data.max_bad_fraction",
         "loader.timeout_seconds",
         "train.max_steps",
         "train.validate_every_epochs",

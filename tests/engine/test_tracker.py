@@ -523,7 +523,7 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
     found_charts = {
         (group, chart): tag for group, each in LAYOUT.items() for chart, tag in each.items()
     }
-    groups = ["learning", "throughput", "time", "gpu", "memory", "host"]
+    groups = ["learning", "throughput", "time", "gpu", "memory", "host", "data"]
     assert list(dict.fromkeys(group for group, _ in found_charts)) == groups
     new = {
         "gpu/sm_clock_mhz_max",
@@ -531,6 +531,7 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
         "gpu/something_new",
         "memory/fragmentation",
         "host/workers_rss_gib",
+        "data/unreadable_images",
         "final/best_top1",
         "final/images_per_second",
         "gpu/throttled_power_fraction",
@@ -545,9 +546,7 @@ def test_layout_shows_every_curve(tmp_path: Path) -> None:
     for tag in {*events.Tags()["scalars"], *ROW_TAGS.values(), *new}:
         (found,) = [where for where, pattern in found_charts.items() if re.match(pattern, tag)]
         group = "throughput" if "images_per_second" in tag else tag.split("/")[0]
-        assert found[0] == (
-            group if group in ("throughput", "time", "gpu", "memory", "host") else "learning"
-        ), tag
+        assert found[0] == (group if group in groups else "learning"), tag
     assert re.match(found_charts["gpu", "clocks, MHz"], "gpu/sm_clock_mhz_max")
     top1 = found_charts["learning", "top-1 and top-5, %"]  # next to the band of good runs
     assert all(re.match(top1, tag) for tag in ("val/top1", "val/reference_top1_min"))

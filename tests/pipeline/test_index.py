@@ -120,16 +120,63 @@ def test_linked_folders_are_listed_once_and_special_files_never(tmp_path: Path) 
     (a / "loop").symlink_to(a)
     (a / "up").mkdir()
     (a / "up" / "loop").symlink_to("..")
-    (a / "dangling.jpg").symlink_to("nowhere.jpg")
-    (a / "self.jpg").symlink_to("self.jpg")
     (tmp_path / "root" / "self").symlink_to("self")
     (a / "linked.jpg").symlink_to(tmp_path / "elsewhere" / "2.jpg")
     (tmp_path / "root" / "b").symlink_to(tmp_path / "elsewhere")
-    os.mkfifo(a / "pipe.jpg")
-    with socket.socket(socket.AF_UNIX) as server:
-        with contextlib.chdir(a):  # a path to a socket is limited to 107 bytes
-            server.bind("socket.jpg")
-        assert paths(tmp_path / "root") == ["a/1.jpg", "a/linked.jpg", "b/2.jpg", "b/sub/3.jpg"]
+    assert paths(tmp_path / "root") == ["a/1.jpg", "a/linked.jpg", "b/2.jpg", "b/sub/3.jpg"]
+
+
+SPECIAL = ("dangling.jpg (a dangling link)", "pipe.JPG (a FIFO)", "self.jpg (a link to itself)")
+
+
+def make_special_files(folder: Path) -> None:
+    (folder / "dangling.jpg").symlink_to("nowhere.jpg")
+    (folder / "self.jpg").symlink_to("self.jpg")
+    os.mkfifo(folder / "pipe.JPG")
+    os.mkfifo(folder / "pipe.txt")  # does not count: its name is not that of an image
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(folder):
+        server.bind("socket.jpg")  # a path to a socket is limited to 107 bytes
+
+
+def test_special_files_are_left_out_and_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the scan and at each later start, which reads the cached scan."""
+    images = [f"a/{number:03d}.jpg" for number in range(396)]
+    root = make(tmp_path / "root", *images)
+    make_special_files(root / "a")
+    settle(root)
+    named = ", ".join(f"a/{text}" for text in SPECIAL)
+    for start in range(2):
+        assert paths(root) == images
+        expected = f"data.train={root}: 4 of 400 images are not files: {named}, ...; they are left"
+        assert len(caplog.messages) == start + 1 and caplog.messages[start].startswith(expected)
+
+
+def test_a_link_to_a_disk_that_is_mounted_later(tmp_path: Path) -> None:
+    """The scan with a dangling link is cached, but not used once the link leads to a file."""
+    images = [f"a/{number:03d}.jpg" for number in range(1, 100)]
+    root = make(tmp_path / "root", *images)
+    (root / "a" / "000.jpg").symlink_to(tmp_path / "disk" / "0.jpg")
+    settle(root)
+    assert paths(root) == images
+    make(tmp_path / "disk", "0.jpg")
+    assert paths(root) == ["a/000.jpg", *images]
+
+
+@pytest.mark.parametrize("images", [395, 0])
+def test_more_than_a_hundredth_of_special_files_is_refused(tmp_path: Path, images: int) -> None:
+    """Also if they are all: links to a disk that is not mounted."""
+    root = make(tmp_path / "root", *(f"a/{number:03d}.jpg" for number in range(images)), "a/x.txt")
+    make_special_files(root / "a")
+    settle(root)
+    for _ in range(2):
+        with pytest.raises(UserError) as error:
+            load_index(root, key="data.train")
+        assert str(error.value).startswith(
+            f"data.train={root}: 4 of {images + 4} images are not files: a/{SPECIAL[0]}, "
+        )
+        assert str(error.value).endswith("; restore or remove them")
 
 
 def test_classes_are_sorted_by_bytes_as_in_torchvision(tmp_path: Path) -> None:

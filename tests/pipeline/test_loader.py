@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import random
 import resource
 import shutil
 import signal
@@ -22,6 +23,7 @@ import torch
 
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import FakeDataset, FolderDataset
+from pipeline.decode import Picture
 from pipeline.index import load_index
 from pipeline.loader import (
     HostBatch,
@@ -642,23 +644,98 @@ def test_unreadable_file_is_skipped_and_counted(
     changeable: Path, caplog: pytest.LogCaptureFixture, workers: int
 ) -> None:
     dataset = open_dataset(changeable)
-    bad = {20, 21, 35}  # two neighbours, and the last, whose successor is the first
+    bad = {20, 21, 35}  # two neighbours, and the last one of its class and of all
     for index in bad:
         Path(dataset.name(index)).write_bytes(b"<html>404</html>")
     with open_loader(dataset, workers=workers, skip=True) as loader:
         for batch in loader.batches(0, 9):  # two epochs
             samples = loader.samples(batch.step)
             replaced = [
-                (epoch, {20: 22, 21: 22, 35: 0}.get(index, index))
+                (epoch, {20: 22, 21: 22, 35: 24}.get(index, index))
                 for epoch, index in samples.tolist()
             ]
             check(batch, dataset, np.array(replaced))
             batch.release(None)
-        skipped = [line for reply in loader.pool.recent[loader.source] for line in reply.skipped]
+        skipped = [each for reply in loader.pool.recent[loader.source] for each in reply.skipped]
+        assert loader.pool.unreadable.keys() == bad
     assert len(skipped) == 2 * (2 + 1 + 1)  # 20 tries 21 before 22
-    assert {line.split(":")[0] for line in skipped} == {dataset.name(index) for index in bad}
-    assert len(caplog.records) == len(skipped)
-    assert all(record.message.startswith("skipped /") for record in caplog.records)
+    assert {(n, line.split(":")[0]) for n, line in skipped} == {(n, dataset.name(n)) for n in bad}
+    named = [record.message.split(":")[0] for record in caplog.records]
+    assert sorted(named) == sorted(f"skipped {dataset.name(n)}" for n in bad)  # each once
+
+
+def test_a_class_of_unreadable_files_is_an_error_even_when_skipping(changeable: Path) -> None:
+    """An image of another class would have another label."""
+    dataset = open_dataset(changeable)
+    for index in range(12, 24):
+        Path(dataset.name(index)).write_bytes(b"")
+    with (
+        open_loader(dataset, skip=True) as loader,
+        pytest.raises(LoaderError, match=r"of the 11 images that may replace it, none can be read"),
+    ):
+        drain(loader.batches(0, 9))
+
+
+class Buggy:
+    """A transform that fails for some images."""
+
+    def __init__(self, error: Exception, *, before: bool) -> None:
+        self.error, self.before = error, before
+        self.image_size = SIZE
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        if self.before and picture.size[0] % 2:
+            raise self.error
+        picture = picture.resized((SIZE, SIZE))  # decodes the file
+        if rng.random() < 0.5:
+            raise self.error
+        return picture
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    "error", [KeyError("gamma"), MemoryError(), OSError("no lookup table"), ZeroDivisionError()]
+)
+@pytest.mark.parametrize("before", [True, False], ids=["before decoding", "after decoding"])
+def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
+    image_root: Path,
+    caplog: pytest.LogCaptureFixture,
+    workers: int,
+    error: Exception,
+    before: bool,
+) -> None:
+    dataset = open_dataset(image_root / "train")
+    dataset.transform = Compose([Buggy(error, before=before)])
+    kind = type(error).__name__
+    with (
+        open_loader(dataset, workers=workers, skip=True) as loader,
+        pytest.raises(LoaderError, match=rf"^{image_root}/\S+\.jpg: {kind}.*traceback above$"),
+    ):
+        drain(loader.batches(0, 4))
+    assert loader.pool.unreadable == {}
+    (trace,) = caplog.messages
+    assert trace.startswith("Traceback ") and "in __call__\n    raise self.error\n" in trace
+    assert trace.splitlines()[-1].startswith(kind)
+
+
+def test_a_transform_cannot_hide_that_a_file_is_unreadable(changeable: Path) -> None:
+    """Decoding happens inside the transform, which may turn its error into another."""
+
+    class Wrapping(Buggy):
+        def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+            try:
+                return picture.resized((SIZE, SIZE))
+            except OSError:
+                raise self.error from None
+
+    dataset = open_dataset(changeable)
+    dataset.transform = Compose([Wrapping(KeyError("x"), before=False)])
+    path = Path(dataset.name(20))
+    path.write_bytes(path.read_bytes()[:-500])
+    with open_loader(dataset, workers=0, skip=True) as loader:
+        drain(loader.batches(0, 5))
+        assert loader.pool.unreadable.keys() == {20}
+        assert loader.pool.unreadable[20].startswith(f"{path}: OSError: image file is truncated")
 
 
 def test_nothing_readable_is_an_error_even_when_skipping(changeable: Path) -> None:
@@ -667,7 +744,7 @@ def test_nothing_readable_is_an_error_even_when_skipping(changeable: Path) -> No
         Path(dataset.name(index)).write_bytes(b"")
     with (
         open_loader(dataset, skip=True) as loader,
-        pytest.raises(LoaderError, match=r"35 images before it: none can be read"),
+        pytest.raises(LoaderError, match=r"of the 11 images that may replace it, none can be read"),
     ):
         next(loader.batches(0, 1))
 
@@ -677,7 +754,7 @@ def test_images_of_another_size_than_the_buffer_are_named(image_root: Path) -> N
     with open_loader(dataset) as loader:
         path = dataset.name(int(loader.samples(0)[0, 1]))
         with pytest.raises(
-            LoaderError, match=f"^{path}: the transforms made 30x30 pixels, the batch holds 24x24"
+            LoaderError, match=f"^{path}: ValueError: the transforms made 30x30 pixels, the batch "
         ):
             next(loader.batches(0, 1))
 

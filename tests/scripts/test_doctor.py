@@ -425,9 +425,8 @@ def test_entries_that_are_not_files_are_reported_and_not_opened(root: Path) -> N
         with contextlib.chdir(folder):  # a path to a socket is limited to 107 bytes
             server.bind("socket.jpg")
         row = only(row for row in look(root)["layout"] if row.status != "ok")
-    assert row.status == "warn" and row.found.startswith(
-        "train: 5 entries named as images are not files"
-    )
+    text = "train: 5 of 41 images are not files, training refuses to start"
+    assert (row.status, row.found) == ("fail", text)
     assert sorted(line.split("/")[-1] for line in row.details) == [
         "gone.JPEG: a dangling link",
         "pipe.jpg: a FIFO",
@@ -453,7 +452,6 @@ def test_the_files_are_those_that_training_uses(root: Path) -> None:
         (folder / name).write_bytes(JPEG)
     (folder / "dots" / "._a.jpg").write_bytes(JPEG)
     (folder / os.fsdecode(b"dots/\xff.jpg")).write_bytes(JPEG)
-    os.mkfifo(folder / "dots" / "pipe.jpg")
     (folder / "linked").symlink_to(root / "val" / "checks")
     index = load_index(folder, key="data.train")
     split = survey.list_split(str(folder), lambda text: None)
@@ -557,6 +555,8 @@ def test_training_may_skip_unreadable_files_but_validation_may_not(root: Path) -
         for i in range(12 if split == "train" else 3):
             (root / split / "dots" / f"bad{i:02d}.jpg").write_bytes(b"bad")
     found = look(root, "data.on_error=skip")["readable"]
+    assert [row.status for row in found] == ["fail", "fail"]  # more than data.max_bad_fraction
+    found = look(root, "data.on_error=skip", "data.max_bad_fraction=0.25")["readable"]
     assert [row.status for row in found] == ["warn", "fail"]
     lines = list(doctor.lines(found[0]))
     assert len(found[0].details) == 12 and len(lines) == 2 + 10 + 1 and "and 2 more" in lines[-1]
@@ -812,8 +812,45 @@ def test_read_rate(tmp_path: Path) -> None:
     files = [(str(tmp_path / f"{i}"), 100_000) for i in range(20)]
     for path, size in files[:15]:
         Path(path).write_bytes(bytes(size))
-    rate, count = doctor.read_rate(files, 4, 0)
-    assert count == 15 and rate > 0
+    rate, count, slow = doctor.read_rate(files, 4, 0)
+    assert count == 15 and rate > 0 and slow == ()
+
+
+def test_slow_files_are_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without their decoding, the slowest first."""
+    path = str(root / "train" / "dots" / "00.jpg")
+    content = survey._content
+
+    def slow(path: str) -> bytes:
+        time.sleep(0.05)
+        return content(path)
+
+    monkeypatch.setattr(survey, "_content", slow)
+    assert survey.examine(path, "pillow").seconds >= 0.05
+    monkeypatch.setattr(survey, "_content", content)
+    assert survey.examine(path, "pillow").seconds < survey.FILE_SECONDS
+    seconds = {path: 2.5, str(root / "train" / "dots" / "01.jpg"): 12.0}
+    monkeypatch.setattr(
+        survey,
+        "examine_all",
+        lambda paths, **_: [survey.Opened(p, (99, 99), seconds=seconds.get(p, 0.1)) for p in paths],
+    )
+    row = only(row for row in look(root)["readable"] if row.status == "warn")
+    assert row.found == "train: 2 of all 36 took over 2 s to read"
+    assert [line.split("/")[-1] for line in row.details] == ["01.jpg: 12.0 s", "00.jpg: 2.5 s"]
+
+
+def test_an_outdated_cached_list_is_found(root: Path) -> None:
+    """A file was added and the time of its folder restored."""
+    for folder in [root / "train", *(root / "train").iterdir()]:
+        os.utime(folder, (0, 0))
+    (cache,) = load_index(root / "train", key="data.train").caches
+    assert [row.status for row in look(root)["layout"]] == ["ok", "ok"]
+    shutil.copy(root / "train" / "dots" / "00.jpg", root / "train" / "dots" / "more.jpg")
+    assert [row.status for row in look(root)["layout"]] == ["ok", "ok"]  # a start scans again
+    os.utime(root / "train" / "dots", (0, 0))
+    row = only(row for row in look(root)["layout"] if row.status == "fail")
+    assert row.found.startswith("train: the cached list") and row.do == f"delete {cache}"
 
 
 def test_read_rate_of_a_container(image_root: Path, tmp_path: Path) -> None:

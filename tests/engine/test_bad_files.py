@@ -1,0 +1,147 @@
+"""data.on_error=skip: unreadable training images are replaced by a rule, listed and limited."""
+
+import json
+import random
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+import train
+from engine.state import TrainingError
+from pipeline.augment import TRANSFORMS
+from pipeline.decode import Picture
+from scripts import report
+from tests.ranks import Ranks
+from tests.results import rows
+from tests.small_run import command, compose, run
+
+pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+SKIP = ["data.on_error=skip", "data.max_bad_fraction=0.1"]
+
+
+@pytest.fixture
+def damaged(image_root: Path, tmp_path: Path) -> tuple[Path, list[Path]]:
+    """A copy of the images, and three that cannot be read: 2 neighbours and the last of a class."""
+    root = shutil.copytree(image_root, tmp_path / "images")
+    broken = [root / "train" / name for name in ("dots/03.jpg", "dots/04.jpg", "stripes/11.jpg")]
+    for path in broken:
+        path.write_bytes(b"")
+    return root, broken
+
+
+def bad_files(folder: Path) -> list[str]:
+    """Return the paths in bad_files.txt. Each line has a reason."""
+    lines = [line.split("\t") for line in (folder / "bad_files.txt").read_text().splitlines()]
+    assert all(reason.startswith("UnidentifiedImageError") for _, reason in lines)
+    return sorted(path for path, _ in lines)
+
+
+def test_corrupt_training_images_are_skipped_and_counted(
+    damaged: tuple[Path, list[Path]],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """What replaces a skipped image does not depend on the number of workers."""
+    root, broken = damaged
+    skipped = [run(root, tmp_path / f"run{n}", *SKIP, f"loader.workers={n}") for n in (0, 2)]
+    for path in broken:
+        assert caplog.text.count(f"skipped {path}: ") == 2  # once in each run of 2 epochs
+    for n, summary in enumerate(skipped):
+        folder = tmp_path / f"run{2 * n}"
+        assert (summary["status"], summary["unreadable_images"]) == ("finished", 3)
+        assert bad_files(folder) == sorted(map(str, broken))
+        counts = [row["data_unreadable_images"] for row in rows(folder, "train")]
+        assert counts == sorted(counts) and counts[-1] == 3
+        assert "unreadable images" in str(report.facts([report.read_run(folder)]))
+    assert f"\nskipped   3 unreadable images: {folder / 'bad_files.txt'}\n" in capfd.readouterr()[0]
+    assert skipped[0]["params_sha256"] == skipped[1]["params_sha256"]
+
+
+def test_the_list_of_bad_files_survives_a_resume(
+    damaged: tuple[Path, list[Path]], tmp_path: Path
+) -> None:
+    """A file that was repaired stays listed, and does not count any more."""
+    root, broken = damaged
+    folder = tmp_path / "run"
+    options = ["data.on_error=skip", "data.max_bad_fraction=0.08", "loader.workers=0"]
+    good = (root / "train" / "dots" / "00.jpg").read_bytes()
+    with pytest.raises(TrainingError, match=r"^data.max_bad_fraction=0.08: 3 of 36 training ima"):
+        run(root, folder, *options, "checkpoint.every_steps=1")
+    assert bad_files(folder) == sorted(map(str, broken))
+    broken[0].write_bytes(good)
+    options.append("checkpoint.accept_changes=true")
+    assert run(root, folder, *options)["unreadable_images"] == 3
+    assert bad_files(folder) == sorted(map(str, broken))
+
+
+def test_too_many_corrupt_training_images_end_the_run(
+    damaged: tuple[Path, list[Path]], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, broken = damaged
+    folder = tmp_path / "run"
+    assert train.main(compose(root, folder, "data.on_error=skip")) == 1
+    (error,) = (x for x in capfd.readouterr().err.splitlines() if not x.startswith("WARNING"))
+    assert re.match(
+        r"train.py: data.max_bad_fraction=0.01: \d of 36 training images cannot be read, such as "
+        rf"{root}/train/\S+: UnidentifiedImageError: .*; replace them \({folder}/bad_files.txt "
+        r"lists them\), or allow more$",
+        error,
+    )
+    assert set(bad_files(folder)) <= set(map(str, broken))
+    assert not (folder / "summary.json").exists()
+    # The steps until then are kept: this start resumes, but meets another unreadable image.
+    assert train.main(compose(root, folder, *SKIP)) == 0
+    assert "resumed from step-" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.07])
+def test_bad_files_of_all_ranks(
+    limit: float, damaged: tuple[Path, list[Path]], tmp_path: Path, ranks: Ranks
+) -> None:
+    """Rank 0 lists those of both ranks, and the limit is on their sum."""
+    root, broken = damaged
+    folder = tmp_path / "run"
+    options = ["data.on_error=skip", f"data.max_bad_fraction={limit}", "loader.workers=0"]
+    done = ranks.run(command(root, folder, *options), 2)
+    assert bad_files(folder) == sorted(map(str, broken))
+    if limit == 0.1:
+        assert done.returncode == 0, done.stderr
+        assert json.loads((folder / "summary.json").read_text())["unreadable_images"] == 3
+    else:
+        assert done.returncode == 1
+        lines = [x for x in done.stderr.splitlines() if not x.startswith("WARNING")]
+        assert len(lines) == 2  # one for each rank
+        assert all("data.max_bad_fraction=0.07: 3 of 36 training images" in x for x in lines)
+
+
+class Gamma:
+    """A user's transform with a mistake: it fails on images that are not 400 pixels wide."""
+
+    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
+        table = {400: 1.0}
+        assert table[picture.size[0]]
+        return picture
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_transform_has_a_traceback_and_the_name_of_the_image(
+    workers: int,
+    image_root: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is not skipped: the image is intact."""
+    monkeypatch.setitem(TRANSFORMS, "gamma", Gamma)
+    options = [*SKIP, f"loader.workers={workers}", "loader.start_method=fork"]
+    options.append("augment.train=[gamma,{random_resized_crop:{size:32}}]")
+    assert train.main(compose(image_root, tmp_path / "run", *options)) == 1
+    *trace, last = capfd.readouterr().err.splitlines()
+    assert trace[0] == "ERROR: Traceback (most recent call last):"
+    assert "    assert table[picture.size[0]]" in trace
+    assert re.match(
+        rf"train.py: {image_root}/train/\S+: KeyError: \d+: the file was read; a ", last
+    )
