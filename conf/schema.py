@@ -202,6 +202,8 @@ def stage(value: Any) -> str | None:
 
 
 COUNT = number(1)
+# Pillow's own limit, above which it warns. A PNG of 500 kB can have so many, and takes 1.3 GB.
+MAX_PIXELS = 178_956_970
 SMALLEST = 8  # side of an image in pixels
 MOST_SIZES = 8  # torch.compile keeps this many versions of a function
 EPOCHS = 1e6  # a larger value is a typo, and the number of steps would lose precision as a float
@@ -303,6 +305,12 @@ class Data:
         "it",
         number(0, 1),
         when={"data.on_error": ("skip",)},
+    )
+    max_pixels: int = key(
+        MAX_PIXELS,
+        NOTHING,
+        "an image whose header has more pixels than this is unreadable, and is not decoded",
+        COUNT,
     )
     mean: list[float] = key(
         [0.485, 0.456, 0.406],

@@ -144,9 +144,10 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     train_index, val_index = load_splits(data)
+    options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
     return (
-        FolderDataset(train_index, train, decoder=decoder, seed=seed),
-        FolderDataset(val_index, val, decoder=decoder, seed=seed),
+        FolderDataset(train_index, train, **options),
+        FolderDataset(val_index, val, **options),
         train_index.classes,
     )
 
@@ -157,9 +158,10 @@ def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> S
     root = Path(roots_of(data)[0])
     if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
         return folder(data, train, val, decoder, seed)
+    options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
     return (
-        UndrawnDataset(root, data.train, train, decoder=decoder, seed=seed),
-        UndrawnDataset(root, data.val, val, decoder=decoder, seed=seed),
+        UndrawnDataset(root, data.train, train, **options),
+        UndrawnDataset(root, data.val, val, **options),
         tuple(sorted(CLASSES)),
     )
 

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from conf.schema import UserError
+from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
 from pipeline.decode import Picture
@@ -172,13 +172,20 @@ class FolderDataset(FileDataset):
         transform: from `augment.build`.
         decoder: a name in `decode.DECODERS`, or auto.
         seed: seed of the augmentation.
+        max_pixels: larger images are unreadable.
 
     Raises:
         UserError: the decoder is not installed.
     """
 
     def __init__(
-        self, index: Index, transform: Compose, *, decoder: str = "pillow", seed: int = 0
+        self,
+        index: Index,
+        transform: Compose,
+        *,
+        decoder: str = "pillow",
+        seed: int = 0,
+        max_pixels: int = MAX_PIXELS,
     ) -> None:
         super().__init__()
         self.index = index
@@ -186,6 +193,7 @@ class FolderDataset(FileDataset):
         self.decoder = decode.resolve(decoder)
         self.seed = seed
         self._retries = True
+        self.max_pixels = max_pixels
 
     def __len__(self) -> int:
         return len(self.index)
@@ -232,7 +240,7 @@ class FolderDataset(FileDataset):
         """
         with self._naming_file(index):
             data = self.read(index)
-            picture = open_noted(data)
+            picture = open_noted(data, self.max_pixels)
         if picture is None:
             return None
         try:
@@ -257,7 +265,7 @@ class FolderDataset(FileDataset):
 
     def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         began = time.thread_time()
-        picture = decode.open_picture(data, decoder)
+        picture = decode.open_picture(data, decoder, self.max_pixels)
         rng = sample_rng(self.seed, 0, index)
         made = self.transform.draw(picture, rng)[0] if draw_only else self.transform(picture, rng)
         made.pixels()
@@ -337,7 +345,7 @@ class FolderDataset(FileDataset):
             BadImageError: the file cannot be read or decoded.
         """
         with self._naming_file(index):
-            picture = decode.open_picture(self.read(index), self.decoder)
+            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
         try:
             yield picture
         except Exception:

@@ -358,6 +358,7 @@ def readable(case: Case) -> Iterator[Row]:
         decoder=decode.resolve("auto"),
         workers=usable_cores(),
         tell=case.tell,
+        max_pixels=case.config.data.max_pixels,
     )
     by_path = {opened.path: opened for opened in found}
     for name, paths in chosen.items():

@@ -146,8 +146,9 @@ from scripts.trained import Trained, open_trained
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 SHOWN_PATH, SHOWN_CLASS = 200, 24  # longest path in a message and class in a table, characters
-# Twice what the largest accepted image has uncompressed: a list may name disk images and videos.
-MAX_FILE_BYTES = 2 * 2 * decode.MAX_PIXELS * 3
+# Four times what the largest image has uncompressed, with the default of data.max_pixels: a
+# list may name disk images and videos.
+MAX_FILE_BYTES = 4 * decode.MAX_PIXELS * 3
 
 
 @dataclass(frozen=True)
@@ -296,6 +297,7 @@ class Predictor:
         on_gpu = config.loader.decoder in decode.ON_GPU
         self.decoder = decode.resolve("auto" if on_gpu else config.loader.decoder)
         self.seed, self.top, self.device = config.train.seed, top, device
+        self.max_pixels = data.max_pixels
         self.precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
@@ -342,7 +344,7 @@ class Predictor:
         if isinstance(item, Unreadable):
             return item
         try:
-            picture = decode.open_picture(_read(item), self.decoder)
+            picture = decode.open_picture(_read(item), self.decoder, self.max_pixels)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if pixels.shape != (self.size, self.size, 3):
                 raise ValueError(f"the transforms made {pixels.shape[1]}x{pixels.shape[0]} pixels")

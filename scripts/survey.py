@@ -212,7 +212,7 @@ def spread(count: int, number: int, seed: int) -> list[int]:
     return [int(i) for i in np.random.default_rng(seed).integers(edges[:-1], edges[1:])]
 
 
-def examine(path: str, decoder: str) -> Opened:
+def examine(path: str, decoder: str, max_pixels: int = decode.MAX_PIXELS) -> Opened:
     """Decode a file in full, as training does, and find what is unusual about it."""
     data, seconds, began = b"", 0.0, time.perf_counter()
     try:
@@ -220,10 +220,10 @@ def examine(path: str, decoder: str) -> Opened:
         seconds = time.perf_counter() - began
         if not data:
             return Opened(path, problem="empty, 0 bytes")
-        with decode.open_image(data) as image:
+        with decode.open_image(data, max_pixels) as image:
             size, about = image.size, f"{image.format} {image.mode} {image.width}x{image.height}"
             odd = tuple(kind for kind in _oddities(image, Path(path).suffix.lower()) if kind)
-        pixels = decode.open_picture(data, decoder).pixels()
+        pixels = decode.open_picture(data, decoder, max_pixels).pixels()
         step = max(1, min(size) // GRID)
         grid = pixels[::step, ::step].reshape(-1, 3) / 255
         mean, square = (tuple(values.mean(0).tolist()) for values in (grid, grid**2))
@@ -255,6 +255,7 @@ def examine_all(
     decoder: str,
     workers: int,
     tell: Tell,
+    max_pixels: int = decode.MAX_PIXELS,
     seconds: float = FILE_SECONDS,
 ) -> list[Opened]:
     """Examine files in worker processes.
@@ -267,7 +268,7 @@ def examine_all(
     found: list[Opened] = []
     lost = 0
     answers = pool.run(
-        partial(examine, decoder=decoder),
+        partial(examine, decoder=decoder, max_pixels=max_pixels),
         paths,
         workers=workers,
         preload=["scripts.survey", "train"],  # torch and the imports of doctor.py

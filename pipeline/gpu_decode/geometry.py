@@ -7,7 +7,8 @@ computing them.
 
 import numpy as np
 
-from pipeline.decode import Box, Picture, has_end, open_image
+from conf.schema import MAX_PIXELS
+from pipeline.decode import Box, Picture, check_length, has_end, open_image
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
 # The file of the row; LENGTH 0: the row holds pixels.
@@ -106,15 +107,19 @@ class NotedPicture(Picture):
         row[BICUBIC] = self._bicubic
 
 
-def open_noted(data: bytes) -> NotedPicture | None:
+def open_noted(data: bytes, max_pixels: int = MAX_PIXELS) -> NotedPicture | None:
     """A picture that records transforms, or None if the JPEG engines do not support the file.
 
-    The engines do not report a truncated file, so this looks for its end marker.
+    The engines do not report a truncated file, so this looks for its end marker, and compares its
+    length with its size.
+
+    Args:
+        max_pixels: data.max_pixels.
 
     Raises:
-        OSError, ValueError, SyntaxError: Pillow cannot read the image.
+        OSError, ValueError, SyntaxError: Pillow cannot read the image, or it is too large.
     """
-    image = open_image(data)
+    image = open_image(data, max_pixels)
     if (
         image.format != "JPEG"
         or image.mode != "RGB"
@@ -125,4 +130,5 @@ def open_noted(data: bytes) -> NotedPicture | None:
     layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]
     if layers not in CHROMA or not has_end(data):
         return None
+    check_length(data, image.size, [factor for layer in layers for factor in layer], bits=2)
     return NotedPicture(image.size, (0, 0, *image.size))

@@ -113,6 +113,9 @@ class MemoryPlan:
         checkpoint: this rank's share of the copy of the training state from which rank 0 writes
             checkpoints; 0 on other nodes.
         device: batches kept ready on the GPU.
+        largest_image: what decoding an image of data.max_pixels takes in a worker, beyond
+            `worker_bytes`. Such images are rare, and decoded in turns if memory is scarce
+            (`decode.memory_for`), so `host` leaves them out.
         free: free memory of the machine for this rank.
     """
 
@@ -126,6 +129,7 @@ class MemoryPlan:
     worker_bytes: int
     checkpoint: int
     device: int
+    largest_image: int
     free: int
 
     @property
@@ -140,10 +144,16 @@ class MemoryPlan:
         slots = f"{self.slots} slots for each split"
         if self.slots < self.slots_wanted:
             slots += f" instead of {self.slots_wanted}: free memory allows no more"
+        image = ""
+        if self.host + self.largest_image > self.free:
+            image = (
+                f"; an image of data.max_pixels would take {self.largest_image / GIB:.1f} GiB: "
+                "lower it if there can be such images"
+            )
         return (
             f"{self.buffers / GIB:.2f} GiB of batch buffers ({slots}, {pinned}), workers about "
             f"{self.worker_bytes / GIB:.2f} GiB{checkpoint}; {self.free / GIB:.1f} GiB are free, "
-            f"/dev/shm is not used{device}"
+            f"/dev/shm is not used{device}{image}"
         )
 
 
@@ -519,6 +529,7 @@ def plan_memory(
         prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
         prefetch_batches=loader.prefetch_batches,
     )
+    largest_image = config.data.max_pixels * decode.BYTES_PER_PIXEL
     for ceiling, slots in _sizes(workers, lambda number: wanted(workers=number)):
         ready = (batches_ready(config, slots) + 1) * share * pixels * (1 + dtype.itemsize)
         plan = MemoryPlan(
@@ -532,6 +543,7 @@ def plan_memory(
             worker_bytes=ceiling * WORKER_BYTES[loader.start_method],
             checkpoint=state_bytes // world.local_size if with_rank_0 else 0,
             device=ready if cuda else 0,
+            largest_image=0 if decoder == "none" else largest_image,
             free=free,
         )
         if plan.host <= plan.free:

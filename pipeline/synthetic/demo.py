@@ -191,19 +191,17 @@ class UndrawnDataset(FolderDataset):
     Args:
         root: folder of the demo dataset.
         split: a name in SPLITS.
-        transform, decoder, seed: as for FolderDataset.
+        transform, options: as for FolderDataset.
     """
 
-    def __init__(
-        self, root: Path, split: str, transform: Compose, *, decoder: str, seed: int
-    ) -> None:
+    def __init__(self, root: Path, split: str, transform: Compose, **options: Any) -> None:
         count = (TRAIN_IMAGES if split == "train" else VAL_IMAGES) // len(CLASSES)
         files = {
             label: [f"{label}/{number:04d}.jpg".encode() for number in range(count)]
             for label in sorted(CLASSES)
         }
         index = Index.of_files(os.path.abspath(root / split), files)
-        super().__init__(index, transform, decoder=decoder, seed=seed)
+        super().__init__(index, transform, **options)
 
     def prepare(self) -> None:
         root = Path(self.index.root).parent

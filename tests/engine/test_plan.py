@@ -49,6 +49,7 @@ LOADER = LoaderPlan(
         worker_bytes=0,
         checkpoint=0,
         device=0,
+        largest_image=0,
         free=0,
     ),
     measured=False,

@@ -1,6 +1,8 @@
 """Bytes to pixels: equal to Pillow's conversion for every kind of file in a dataset."""
 
 import io
+import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -242,6 +244,103 @@ def test_a_damaged_jpeg_is_an_error_for_every_decoder(decoder: str) -> None:
     data = encoded(photo(333, 251))
     with pytest.raises(OSError, match="truncated"):
         opened(data[: len(data) // 2], decoder).resized((224, 224)).pixels()
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_plain_grey_jpeg_is_no_damaged_one(decoder: str, mode: str) -> None:
+    """libjpeg makes missing blocks grey of this level."""
+    data = encoded(Image.new("RGB", (90, 70), (128, 128, 128)).convert(mode))
+    assert (opened(data, decoder).pixels() == 128).all()
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("kind", JPEGS)
+@pytest.mark.parametrize("quick", [False, True])
+def test_grey_in_place_of_missing_data_is_an_error(decoder: str, kind: str, quick: bool) -> None:
+    """For each decoder alike, at full size and smaller; pixels above the missing ones are right."""
+    whole = JPEGS[kind](photo(333, 251))
+    data = whole[: len(whole) * 2 // 3] + b"\xff\xd9"
+    if kind == "progressive":  # in the first of its scans: later ones only sharpen it
+        first = whole.index(b"\xff\xda")
+        data = whole[: (2 * whole.index(b"\xff\xc4", first) + first) // 3] + b"\xff\xd9"
+    if kind not in ("grey", "CMYK", "progressive"):  # decoded as a whole, or less sharp
+        box = (0, 0, 332, 80)
+        top, intact = (
+            opened(content, decoder).resized((166, 40), box, quick=quick).pixels()
+            for content in (data, whole)
+        )
+        np.testing.assert_array_equal(top, intact)
+    with pytest.raises(OSError, match="the file ends before the image does"):
+        opened(data, decoder).resized((40, 30), (200, 150, 333, 251), quick=quick)
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+@pytest.mark.parametrize("kind", [*JPEGS, "PNG", "WEBP", "TIFF"])
+def test_max_pixels_is_checked_before_decoding(decoder: str, kind: str) -> None:
+    data = JPEGS[kind](photo(50, 40)) if kind in JPEGS else encoded(photo(50, 40), kind)
+    assert decode.open_picture(data, decoder, 2000).pixels().shape == (40, 50, 3)
+    with pytest.raises(ValueError, match=r"50x40 pixels .* data\.max_pixels=1999"):
+        decode.open_picture(data, decoder, 1999)
+
+
+@pytest.mark.parametrize("decoder", decode.installed())
+def test_a_narrow_image_is_not_resized_to_gigabytes(decoder: str) -> None:
+    data = encoded(photo(65500, 1))
+    with pytest.raises(ValueError, match="16768000x256 pixels of 65500x1"):
+        opened(data, decoder).resized((65500 * 256, 256))
+
+
+def test_large_images_are_decoded_in_turns_if_memory_is_scarce(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two at a time, then one; small ones never wait."""
+    large = (10_000, 10_000)
+    needed = large[0] * large[1] * decode.BYTES_PER_PIXEL
+    inside: list[int] = []
+    done = [threading.Event() for _ in range(3)]
+
+    def decode_one(number: int) -> None:
+        with decode.memory_for(large):
+            inside.append(number)
+            done[number].wait(60)
+        inside.remove(number)
+
+    monkeypatch.setattr(decode, "free_memory", lambda: 4 * needed)
+    threads = [threading.Thread(target=decode_one, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(inside) == 2)
+    with decode.memory_for((500, 375)):
+        assert len(inside) == 2
+    for number in inside[:]:
+        done[number].set()
+    wait_until(lambda: len(inside) == 1)
+    for event in done:
+        event.set()
+    for thread in threads:
+        thread.join(60)
+    assert not inside
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    ends = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < ends
+        time.sleep(0.001)
+
+
+def test_16_bit_grey_of_a_ppm_keeps_its_upper_byte() -> None:
+    values = np.arange(65536, dtype=">u2").reshape(256, 256)
+    pixels = opened(b"P5 256 256 65535\n" + values.tobytes()).pixels()
+    np.testing.assert_array_equal(pixels[..., 0], values // 256)
+
+
+def test_strips_of_a_large_image(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encoded(with_alpha(), "PNG")
+    whole = opened(data).pixels()
+    monkeypatch.setattr(decode, "STRIP", 1000)
+    np.testing.assert_array_equal(opened(data).pixels(), whole)
 
 
 def test_crop_and_mirror() -> None:

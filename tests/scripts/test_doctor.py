@@ -865,13 +865,13 @@ def test_step_rate(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor.step_rate(case_of(image_root, "loader.batch_size=8").config, 2) > 0
 
 
-def examine_or_fail(path: str, decoder: str) -> survey.Opened:
+def examine_or_fail(path: str, decoder: str, max_pixels: int) -> survey.Opened:
     """Like survey.examine, but some files hang it and others kill the process."""
     if path.startswith("/hang"):
         time.sleep(60)
     if path.startswith("/die"):
         os.kill(os.getpid(), signal.SIGKILL)
-    return EXAMINE(path, decoder)
+    return EXAMINE(path, decoder, max_pixels)
 
 
 EXAMINE = survey.examine

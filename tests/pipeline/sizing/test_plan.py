@@ -240,6 +240,19 @@ def test_the_ranks_of_a_node_take_the_smallest_memory(host: Machine) -> None:
         assert limited.memory == memory
 
 
+def test_the_plan_says_if_the_largest_image_does_not_fit(host: Machine) -> None:
+    host()
+    config = small("loader.workers=1", "loader.decoder=pillow", "data.max_pixels=100_000_000")
+    memory = planned(config).memory
+    assert memory.largest_image == 1_700_000_000
+    host(free=memory.host + memory.largest_image)
+    assert "data.max_pixels" not in planned(config).memory.line()
+    host(free=memory.host + memory.largest_image - 1)
+    assert (
+        "an image of data.max_pixels would take 1.6 GiB: lower it" in planned(config).memory.line()
+    )
+
+
 def test_lines(host: Machine) -> None:
     host()
     config = small("loader.workers=auto", "loader.decoder=pillow")

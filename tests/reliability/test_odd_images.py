@@ -1,0 +1,117 @@
+"""Odd and hostile image files are trained or named, in bounded memory and time."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipeline import decode
+from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.dataset import BadImageError, FolderDataset
+from pipeline.index import load_index
+from tests.reliability.odd_images import KINDS, load_mutated
+
+ROOT = Path(__file__).parents[2]
+MUTATED = 100_000  # JPEGs for each decoder in the long form
+
+
+def child(*arguments: object, seconds: float) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.reliability.odd_images", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each decoder makes of each kind of file, all of them named .jpg: decoder -> kind."""
+    split = tmp_path_factory.mktemp("odd") / "train"
+    (split / "a").mkdir(parents=True)
+    for number, (make, _) in enumerate(KINDS.values()):
+        (split / "a" / f"{number:03d}.jpg").write_bytes(make())
+    result = child(",".join(decode.installed()), "kinds", split, seconds=120)
+    assert result.returncode == 0, f"{result.stderr[-2000:]} after {result.stdout[-300:]}"
+    made: dict[str, dict[str, Any]] = {name: {} for name in decode.installed()}
+    for line in map(json.loads, result.stdout.splitlines()):
+        made[line["decoder"]][line["kind"]] = line
+    return made
+
+
+def wrong(kind: str, answer: dict[str, Any], pillows: dict[str, Any]) -> bool:
+    """Whether a decoder neither trains a file as it should nor names it in one line."""
+    verdict = KINDS[kind][1]
+    if isinstance(verdict, str):
+        error = answer.get("error", "")
+        named = f"{list(KINDS).index(kind):03d}.jpg: " in error and verdict in error
+        return not named or "\n" in error or "MemoryError" in error
+    as_pillow = answer.get("hash") == pillows.get("hash")
+    return answer.get("size") != list(verdict) or answer["flat"] or not as_pillow
+
+
+def test_each_kind_is_trained_or_named(found: dict[str, dict[str, Any]]) -> None:
+    assert len(KINDS) >= 60
+    for decoder, answers in found.items():
+        assert answers.keys() == KINDS.keys()
+        bad = [f"{k}: {a}" for k, a in answers.items() if wrong(k, a, found["pillow"][k])]
+        assert not bad, f"{decoder}: {bad}"
+
+
+def test_mutated_jpegs() -> None:
+    """The long form has other files."""
+    for counts in load_mutated(decode.installed(), range(MUTATED, MUTATED + 500)).values():
+        assert counts["trained"] > 100 and counts["named"] > 100
+
+
+@pytest.mark.slow
+def test_many_mutated_jpegs(tmp_path: Path, figure: Callable[[str, int, int], None]) -> None:
+    """In a process of its own, whose memory is limited: a crash or a hang names the file."""
+    progress, decoders = tmp_path / "progress", decode.installed()
+    try:
+        result = child(",".join(decoders), "mutated", 0, MUTATED, progress, seconds=7200)
+        ended, message = result.returncode == 0, result.stderr[-2000:]
+    except subprocess.TimeoutExpired:
+        ended, message = False, "no end within two hours"
+    reached = MUTATED if ended else int(progress.read_text())
+    for name in decoders:
+        figure(f"mutated JPEGs through {name} named or trained", reached, MUTATED)
+    assert ended, f"random.Random({reached}): {message}"
+
+
+@pytest.mark.slow
+def test_figure_of_the_kinds(
+    found: dict[str, dict[str, Any]], figure: Callable[[str, int, int], None]
+) -> None:
+    pairs = [(d, k) for d, answers in found.items() for k in answers]
+    good = sum(not wrong(k, found[d][k], found["pillow"][k]) for d, k in pairs)
+    figure("odd image files named or trained", good, len(KINDS) * len(decode.installed()))
+    assert good == len(KINDS) * len(decode.installed())
+
+
+def test_new_memory_reaches_no_batch(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The region decoder writes every byte of the memory that it gets."""
+    if "region" not in decode.installed():
+        pytest.skip("no C compiler")
+    path = next((image_root / "train").rglob("*.jpg"))
+    made = []
+    for level in (0, 171):
+        monkeypatch.setattr(
+            decode.np, "empty", lambda shape, dtype, level=level: np.full(shape, level, dtype)
+        )
+        picture = decode.open_picture(path.read_bytes(), "region")
+        made.append(picture.resized((50, 40), (5, 7, 55, 47)).pixels())
+    np.testing.assert_array_equal(*made)
+
+
+def test_a_narrow_validation_image_is_named(tmp_path: Path) -> None:
+    """Its resize to 256 px would take 13 GB."""
+    folder = tmp_path / "val" / "a"
+    folder.mkdir(parents=True)
+    (folder / "narrow.jpg").write_bytes(KINDS["jpeg 65500x1"][0]())
+    entries = [{"resize": {"size": 256}}, {"center_crop": {"size": 256}}]
+    chain = Compose(build(entries, TRANSFORMS, key="augment.val"))
+    dataset = FolderDataset(load_index(tmp_path / "val", key="data.val"), chain)
+    with pytest.raises(BadImageError, match=r"narrow\.jpg: .*too narrow"):
+        dataset.load(0, 0)
