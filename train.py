@@ -71,6 +71,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError, start_forkserver
 from pipeline.prefetcher import Batch
 from pipeline.sizing import autotune
+from pipeline.sizing.machine import reached_limit
 from pipeline.sizing.plan import pixels_of
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -493,6 +494,12 @@ def main(config: Config) -> int:
         return 2
     except (LoaderError, CheckpointError, RankError, TrainingError) as error:
         cli.complain(str(error))
+        return 1
+    except (OSError, RuntimeError) as error:
+        limit = reached_limit(error)
+        if limit is None:
+            raise
+        cli.complain(limit)
         return 1
     except KeyboardInterrupt:
         return 130

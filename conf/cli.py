@@ -98,8 +98,12 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
     """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path.
 
     Raises:
-        UserError: DIR is missing.
+        UserError: DIR is missing, or no path can be absolute.
     """
+    try:
+        os.getcwd()
+    except OSError:
+        raise UserError("the current folder has been removed; change to another one") from None
     words = list(arguments)
     for i in reversed(range(len(words))):
         flag, equals, folder = words[i].partition("=")
@@ -206,7 +210,12 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
 
 def complain(message: str, script: str = "train.py") -> None:
     """Print one line on stderr, even if a path in it contains a line break."""
-    print(f"{script}: {' '.join(message.splitlines())}", file=sys.stderr)
+    print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """Escape what does not belong on a terminal; a file name may hold any character."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def complain_of_mistake(message: str, script: str = "train.py") -> None:

@@ -10,16 +10,18 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
-from yaml import MarkedYAMLError, YAMLError
+from yaml import CollectionNode, MarkedYAMLError, Node, YAMLError
 
 from conf import schema
 from conf.overrides import (
@@ -44,6 +46,9 @@ from conf.schema import (
 
 DEFAULT_RECIPE: str = OmegaConf.load(schema.FOLDER / "config.yaml").defaults[-2].recipe
 SECTIONS = {name.split(".")[0] for name in KEYS}
+MOST_NODES = 10_000  # values in a YAML file; the longest here has some hundred
+# Keys that may take a path from an environment variable. The path is stored with the run.
+PATHS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
 
 
@@ -86,6 +91,7 @@ def load(
             _choose(tree, group, _file(group, choice, config_dir))
         for override in keys:
             OmegaConf.update(tree, override.key_or_group, override.value(), merge=False)
+        _refuse_resolvers(OmegaConf.to_container(tree))
         changed = changes(planned, tree)
         if tree.run.name is None:
             tree.run.name = run_name(recipe, changed, tree.checkpoint.resume)
@@ -138,6 +144,7 @@ def load_stored(values: Mapping[str, Any], overrides: Sequence[str] = ()) -> Con
                 _choose(tree, name, _file(name, show(value), config_dir))
             else:
                 OmegaConf.update(tree, name, value, merge=True)
+        _refuse_resolvers(OmegaConf.to_container(tree))
         config = OmegaConf.to_object(tree)
     except (HydraException, OmegaConfBaseException, MarkedYAMLError) as error:
         raise UserError(_explain(error, parsed)) from None
@@ -201,6 +208,38 @@ def _literal(name: str, value: Any) -> Any:
     return value
 
 
+def _refuse_resolvers(node: Any, name: str = "") -> None:
+    """Refuse `${oc.env:SECRET}` in all keys but PATHS, and other functions of OmegaConf in any key.
+
+    The value would be stored in the clear: in config.yaml, in the event files and in checkpoints.
+    `${data.image_size}` and `${now:%H}` are allowed.
+
+    Args:
+        node: of the config, with interpolations as written.
+        name: the dotted key of the node.
+
+    Raises:
+        UserError: names the key.
+    """
+    if isinstance(node, dict):
+        for key, value in node.items():
+            _refuse_resolvers(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(node, list):
+        for value in node:
+            _refuse_resolvers(value, name)
+    elif isinstance(node, str) and "${" in node:
+        functions = r"now|oc\.env" if name in PATHS else "now"
+        allowed = rf"(?<!\\)\$\{{((?:{functions}):[^${{}}]*|[\w.\[\]]*)\}}"
+        rest, before = node, ""
+        while rest != before:  # an interpolation may be in another
+            rest, before = re.sub(allowed, "_", rest), rest
+        if "${" in rest:
+            what = "not allowed"
+            if "oc.env" in rest:
+                what = f"only a path may be read from the environment ({', '.join(PATHS)})"
+            raise UserError(f"{name}={node}: {what}; write the value itself")
+
+
 def _following(transforms: Sequence[Any], size: int) -> list[Any]:
     """Replace parameters `size` of this value by a reference to data.val_size."""
     return schema.with_size(transforms, size, "${data.val_size}")
@@ -218,6 +257,8 @@ def _compose(recipe: str, folder: Path, config_dir: Path | None) -> DictConfig:
     overrides = [f"recipe={quoted(recipe)}"]  # 10 is a name here
     _refuse_missing(recipe, folder)
     if config_dir is not None:
+        for path in _group_files(config_dir):
+            _refuse_bomb(path)
         _refuse_missing(recipe, config_dir)
         own = config_dir / "recipe" / f"{recipe}.yaml"
         if own.exists() and "@package _global_" not in _read(own):
@@ -270,6 +311,33 @@ def _refuse_missing(recipe: str, folder: Path) -> None:
         if "???" in _read(path):
             for name in sorted(OmegaConf.missing_keys(OmegaConf.load(path))):
                 raise UserError(f"{path}: {name}=??? is not allowed; give it a value")
+
+
+def _refuse_bomb(path: Path) -> None:
+    """Refuse a YAML file whose aliases (`*name`) repeat a few lines until they fill the memory.
+
+    Raises:
+        UserError: names the file.
+    """
+    sizes: dict[int, int] = {}  # nodes below a node, which an alias repeats
+
+    def size(node: Node | None) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = MOST_NODES  # in case it contains itself
+            value = node.value if isinstance(node, CollectionNode) else ()
+            pairs = (item if isinstance(item, tuple) else (item,) for item in value)
+            sizes[id(node)] = 1 + sum(map(size, chain.from_iterable(pairs)))
+        return sizes[id(node)]
+
+    try:
+        root = yaml.compose(path.read_bytes(), yaml.SafeLoader)
+        if size(root) < MOST_NODES:
+            return
+    except (OSError, YAMLError):  # explained where the file is used
+        return
+    except RecursionError:
+        pass
+    raise UserError(f"{path}: holds more than {MOST_NODES:,} values; correct or remove it")
 
 
 def _read(path: Path) -> str:

@@ -20,7 +20,16 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
 
 from conf import hints
-from conf.schema import FOLDER, Config, UserError, did_you_mean, group_names, show, walk
+from conf.schema import (
+    FOLDER,
+    Config,
+    UserError,
+    did_you_mean,
+    group_names,
+    show,
+    unreadable,
+    walk,
+)
 
 GROUPS = sorted(p.name for p in FOLDER.iterdir() if p.is_dir() and not p.name.startswith("_"))
 FIELDS = {name: field for name, field, _ in walk(Config())}
@@ -71,6 +80,10 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     Raises:
         UserError: names the override and what to write instead.
     """
+    is_word = text.partition("=")[0].lstrip("+") in WORDS  # a list may contain tabs
+    reason = unreadable(text) if is_word else unreadable("".join(text.split()))
+    if reason:
+        raise UserError(f"{text}: {reason}")
     override = _parse(_with_quotes(text))
     name, typed = override.key_or_group, override.input_line or override.key_or_group
     if name not in NAMES:
@@ -99,7 +112,7 @@ def quoted(value: str) -> str:
 def _with_quotes(text: str) -> str:
     """Quote a value, usually a path, that Hydra's grammar would not take literally."""
     name, _, value = text.partition("=")
-    if name.lstrip("+") not in WORDS or not value or not value.isprintable():
+    if name.lstrip("+") not in WORDS or not value:
         return text
     with contextlib.suppress(HydraException):
         parsed = OverridesParser.create().parse_override(text)

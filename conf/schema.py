@@ -9,6 +9,7 @@ import hashlib
 import math
 import os
 import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from enum import Flag, auto
@@ -85,6 +86,21 @@ def group_names(group: str, config_dir: Path | None = None) -> list[str]:
 def all_but(group: str, *names: str) -> dict[str, tuple[str, ...]]:
     """For `when`: every choice of a group except `names`. A new choice is included by default."""
     return {f"{group}.name": tuple(n for n in group_names(group) if n not in names)}
+
+
+def unreadable(text: str) -> str | None:
+    """Say why a text cannot be a value or a path in one; None if it can.
+
+    It would not survive in the YAML and JSON files of a run, or would control the terminal.
+    """
+    kinds = {unicodedata.category(character) for character in text}
+    if "Cs" in kinds:  # how Python holds a byte that it cannot decode
+        encoding = sys.getfilesystemencoding().upper()
+        other = "" if encoding == "UTF-8" else "; or set PYTHONUTF8=1 if it is UTF-8"
+        return f"is not {encoding}; give a plain name, or a link that has one{other}"
+    if "Cc" in kinds:
+        return "contains a line break or another control character; give a plain name, or a link"
+    return None
 
 
 def one_of(*allowed: str) -> Check:
@@ -883,6 +899,8 @@ def check(config: Config, *, runnable: bool = True) -> None:
         UserError: names the key, the value and the allowed values.
     """
     for name, f, value in walk(config):
+        if reason := unreadable(str(value)):
+            raise UserError(f"{name}={show(value)}: {reason}")
         test = f.metadata["check"]
         allowed = test(value) if test else None
         if allowed:

@@ -282,6 +282,8 @@ def make_plan(
     flops = count_flops(model, train_size)
     smaller_flops = {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
     count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
+    if size == world.size * config.train.accumulate and not config.model.sync_bn:
+        check_single_image(model, min((train_size, *datasets.smaller)))
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
     losses = SampleLosses(images, len(datasets.classes), first_epoch=0, device=torch.device("meta"))
@@ -572,6 +574,31 @@ def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[st
     if repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
         return "default", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES))}"
     return "tuned", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES - TUNED_SAVES))}"
+
+
+def check_single_image(model: nn.Module, image_size: int) -> None:
+    """Refuse to train on one image at a time if batch normalisation then sees a single value.
+
+    Args:
+        model: on the meta device; left in the mode it was in.
+        image_size: side of the smallest images, pixels.
+
+    Raises:
+        UserError: a feature map before a batch normalisation has one pixel.
+    """
+    mode = model.training
+    model.train()
+    try:
+        with torch.no_grad():
+            model(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except ValueError as error:  # of torch's batch normalisation
+        raise UserError(
+            f"loader.batch_size: one image of {image_size} px at a time leaves batch "
+            "normalisation a single value per channel; give a larger loader.batch_size or "
+            "data.image_size"
+        ) from error
+    finally:
+        model.train(mode)
 
 
 def _rounded(seconds: float) -> str:

@@ -29,6 +29,7 @@ from engine.state import TrainingError, TrainState, diverged
 from pipeline.build import Datasets
 from pipeline.dataset import in_form_of
 from pipeline.sizing.plan import pixels_of
+from pipeline.splits import refuse_inside
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +133,10 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """Refuse a folder that `open` would refuse for any data. Nothing is created.
 
         Raises:
-            UserError: the folder holds something else.
+            UserError: the folder holds something else, or is inside a split.
         """
         with self._usable():
+            refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
             if not self.path.exists():
                 return
             if not self.path.is_dir():

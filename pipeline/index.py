@@ -344,7 +344,18 @@ def _of_scan(root: str, scan: Mapping[str, np.ndarray]) -> Index:
 
 
 def default_cache_dir() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "imagenet-trainer"
+    """Return the folder of this program in XDG_CACHE_HOME, or in ~/.cache.
+
+    A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory Specification requires.
+
+    Raises:
+        UserError: neither is set, and this user has no home.
+    """
+    given = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")
+    if not os.path.isabs(given) and not os.path.isabs(home):
+        raise UserError("there is no home folder for the cache; set HOME or XDG_CACHE_HOME")
+    return Path(given if os.path.isabs(given) else f"{home}/.cache") / "imagenet-trainer"
 
 
 def check_splits(train: Index, val: Index) -> None:

@@ -32,6 +32,7 @@ from pipeline.dataset import Dataset
 from pipeline.gpu_decode.encoded import EncodedRows
 from pipeline.gpu_decode.geometry import COLUMNS
 from pipeline.shared import SharedArray, page_lock, page_unlock
+from pipeline.sizing import machine
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
 logger = logging.getLogger(__name__)
@@ -381,7 +382,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             target=worker_main, args=(theirs, self.sources), daemon=True, name="loader"
         )
         forks = self._context.get_start_method() == "fork"
-        with _signals_blocked(tracker=not forks), _main_module_hidden():
+        with _signals_blocked(tracker=not forks), _main_module_hidden(), _explained():
             try:
                 process.start()
             except (ConnectionError, EOFError):  # the forkserver was killed a moment ago
@@ -638,8 +639,18 @@ def start_forkserver() -> None:
     Its imports take a second; otherwise the first worker would have to wait for them.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    with _signals_blocked(tracker=True), _main_module_hidden():
+    with _explained(), _signals_blocked(tracker=True), _main_module_hidden():
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raise a LoaderError if the system does not let this process start another one."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from conf.schema import UserError
+from pipeline.sizing import machine
 
 logger = logging.getLogger(__name__)
 
@@ -40,15 +41,15 @@ class SharedArray:
 
     def __init__(self, shape: tuple[int, ...], dtype: Any) -> None:
         size = max(1, int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize)
-        fd = _nameless_file()
         try:
-            os.ftruncate(fd, size)
-            self._map(fd, shape, np.dtype(dtype))
+            self._fd = _nameless_file()  # closed with this object
+            os.ftruncate(self._fd, size)
+            self._map(self._fd, shape, np.dtype(dtype))
         except OSError as error:
-            self._fd = fd  # closed with this object
             raise UserError(
-                f"{size / 2**20:.1f} MiB of shared memory cannot be allocated ({error.strerror}); "
-                "raise ulimit -f or the memory limit of the container"
+                machine.reached_limit(error)
+                or f"{size / 2**20:.1f} MiB of shared memory cannot be allocated "
+                f"({error.strerror}); raise ulimit -f or the memory limit of the container"
             ) from None
 
     @classmethod

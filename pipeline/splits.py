@@ -29,6 +29,30 @@ def has_split(data: Data, split: str) -> bool:
     return any(stored_as(os.path.abspath(os.path.join(root, split))) for root in roots_of(data))
 
 
+def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
+    """Refuse an output folder inside a split: the next scan would take its folders for classes.
+
+    Args:
+        output: the folder, which need not exist.
+        given: what the user gave, for the message.
+
+    Raises:
+        UserError: names the split.
+    """
+    if data.root is None or data.source == "fake":
+        return
+    roots, inner = roots_of(data), os.path.realpath(output)
+    splits = [os.path.join(root, split) for root in roots for split in (data.train, data.val)]
+    if data.val_fraction:  # without a training split, the root itself holds the class folders
+        splits += [root for root in roots if not has_split(data, data.train)]
+    for split in map(os.path.realpath, splits):
+        if os.path.commonpath([split, inner]) == split:
+            raise UserError(
+                f"{given}: is inside {split}, where every folder is a class of images; "
+                "give a folder outside it"
+            )
+
+
 def load_splits(data: Data) -> tuple[Index, Index]:
     """Find and scan the images of both splits, and choose those to use.
 

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
+from conf import cli
 from conf.schema import UserError
 from scripts.report_page import duration
 
@@ -344,7 +345,7 @@ def listed(name: str, reason: str) -> bytes:
 def print_unreadable(unreadable: list[tuple[str, str]], where: str) -> None:
     """Print the first names and reasons."""
     for name, reason in unreadable[:20]:
-        print(f"unreadable: {name}: {reason}")
+        print(cli.printable(f"unreadable: {name}: {reason}"))
     if len(unreadable) > 20:
         print(f"and {len(unreadable) - 20:,} more, see {where}")
 

@@ -967,7 +967,7 @@ def main() -> int:
         ):
             rows.append(row)
             print(clear, end="", file=sys.stderr, flush=True)
-            print("\n".join(lines(row)), flush=True)
+            print("\n".join(map(cli.printable, lines(row))), flush=True)
     except KeyboardInterrupt:
         print(f"{clear}doctor.py: interrupted", file=sys.stderr)
         return 130

@@ -103,6 +103,7 @@ from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
 from pipeline.shared import SharedArray
 from pipeline.sizing.plan import LoaderPlan, plan_loader
+from pipeline.splits import refuse_inside
 from scripts.trained import Trained, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
@@ -526,6 +527,7 @@ def evaluate_all() -> int:
     with join_world(config.train.device, loader.timeout_seconds) as world:
         for number, (trained, folder) in enumerate(zip(opened, folders, strict=True)):
             trained = with_config(trained, OVERRIDES, world)
+            refuse_inside(folder, trained.config.data, f"--out {folder}")
             found = run(trained, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check)
             differs = differs or found.differs
             if world.leads:

@@ -373,7 +373,7 @@ def main(options: argparse.Namespace) -> int:
     except UserError as error:
         cli.fail(str(error), SCRIPT)
     except (WriteError, OSError) as error:
-        print(f"{SCRIPT}: {error}", file=sys.stderr)
+        cli.complain(str(error), SCRIPT)
         return 1
     except KeyboardInterrupt:
         print(f"{SCRIPT}: interrupted; {RESUME}", file=sys.stderr)

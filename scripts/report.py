@@ -347,6 +347,9 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
     try:
+        # A config of a run has no aliases. With them, some lines can hold a billion values.
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(run.config_text)):
+            raise ValueError
         tree = yaml.safe_load(run.config_text)
         run.config = dict(leaves(tree)) if isinstance(tree, dict) else {}
     except (yaml.YAMLError, ValueError, RecursionError):

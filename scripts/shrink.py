@@ -449,7 +449,7 @@ def main() -> int:
     except UserError as error:
         cli.fail(str(error), SCRIPT)
     except (WriteError, OSError) as error:
-        print(f"shrink.py: {error}", file=sys.stderr)
+        cli.complain(str(error), SCRIPT)
         return 1
     except KeyboardInterrupt:
         print(f"shrink.py: interrupted; {RESUME}", file=sys.stderr)

@@ -73,6 +73,9 @@ def test_workflow_runs_the_checks_and_builds_the_image() -> None:
     }
     assert commands["checks"] == [".ci/run"]
     assert commands["docker"][0].startswith("docker build ")
+    (audit,) = commands["advisories"]
+    locks = sorted(path.name for path in ROOT.glob("*.lock"))
+    assert sorted(word for word in audit.split() if word.endswith(".lock")) == locks
     systems = {
         entry["system"] for entry in workflow["jobs"]["checks"]["strategy"]["matrix"]["include"]
     }

@@ -7,9 +7,11 @@ no /proc: there, the functions use what the system does report, as their docstri
 """
 
 import contextlib
+import errno
 import math
 import os
 import resource
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,6 +102,27 @@ def spare_files() -> int:
                 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
                 break
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/dev/fd"))
+
+
+def reached_limit(error: BaseException) -> str | None:
+    """Say in one line which limit of this process caused an error, and what to do about it.
+
+    None if it was none of open files, processes, or the folder for temporary files.
+    """
+    text = str(error)
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return f"{allowed} open files are not enough; raise ulimit -n"
+    if isinstance(error, BlockingIOError) or "can't start new thread" in text:
+        return "no more processes or threads can be started; raise ulimit -u, or give fewer workers"
+    if "AF_UNIX path too long" in text:
+        folder = tempfile.gettempdir()
+        return f"TMPDIR={folder}: is too long for a socket; give a shorter path, such as /tmp"
+    if "No usable temporary directory" in text:
+        return (
+            "no folder for temporary files can be written; check TMPDIR, free space and ulimit -f"
+        )
+    return None
 
 
 def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:

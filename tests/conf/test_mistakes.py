@@ -362,12 +362,52 @@ def test_too_little_memory_is_refused_before_the_demo_is_drawn(
     assert ": the loader needs " in refusal("data=demo", "train.device=cpu")
 
 
+def test_path_that_is_not_utf_8(refusal: Refusal, images: Path, workplace: Path) -> None:
+    """A link with a plain name leads to it."""
+    place = workplace / os.fsdecode(b"im\xe9")
+    place.symlink_to(images)
+    for key in ("data.root", "run.dir", "model.weights", "checkpoint.resume"):
+        line = refusal(f"{key}={place}")
+        assert line.startswith(f"{key}={workplace}/im\\udce9: is not UTF-8; give a plain name")
+    assert refusal("\udce9=1").startswith("\\udce9=1: is not UTF-8")
+    (workplace / "link").symlink_to(place)
+    assert train.main(cli.load([*SMALL, "data.root=link", "train.max_steps=1"])) == 0
+
+
+def test_escape_sequence_in_a_value(refusal: Refusal) -> None:
+    assert refusal("run.name='\x1b[31m'").startswith(
+        "run.name='\\x1b[31m': contains a line break or another control character"
+    )
+
+
+def test_spaces_of_other_scripts_in_a_path() -> None:
+    """The names of macOS's screenshots hold U+202F."""
+    path = "/Screenshot 9.41\u202fAM\xa0(1)"
+    assert cli.load(["recipe=demo", f"data.root={path}"]).data.root == path
+
+
+def test_folder_that_has_been_removed(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (workplace / "gone").mkdir()
+    os.chdir(workplace / "gone")
+    os.rmdir(workplace / "gone")
+    with pytest.raises(SystemExit, match="2"):
+        cli.parse(["recipe=demo"], script="train.py", purpose="")
+    assert capsys.readouterr().err == (
+        "train.py: the current folder has been removed; change to another one\n"
+    )
+
+
+def test_batch_of_one_image_of_a_few_pixels(refusal: Refusal, image_root: Path) -> None:
+    line = refusal(f"data.root={image_root}", "loader.batch_size=1", "data.image_size=8")
+    assert line.startswith("loader.batch_size: one image of 8 px at a time leaves batch")
+
+
 def test_line_break_in_a_path(
     refusal: Refusal, images: Path, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message is one line, for user errors and for damaged files."""
     assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith(
-        "data.root=two lines: no such folder"
+        "data.root='two lines': contains a line break or another control character; give a plain"
     )
     (images / "train" / "dots" / "0\n0.jpg").write_bytes(b"")
     assert train.main(cli.load([*SMALL, f"data.root={images}", "loader.batch_size=37"])) == 1

@@ -5,13 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from conf.schema import Checkpoint, Config, Run, UserError
+from conf.schema import Checkpoint, Config, Data, Run, UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.distributed import World
@@ -281,6 +282,7 @@ def test_second_open_in_the_same_process_is_refused(run: Path) -> None:
 
 HOLDER = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 from tests.engine.test_rundir import directory
 run = directory(Path(sys.argv[1]))
@@ -363,3 +365,50 @@ def test_path_of_a_file_that_is_not_a_checkpoint(run: Path, tmp_path: Path) -> N
         ):
             open_run(tmp_path / "other", str(run / "checkpoints" / name))
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    "given", ["train/run", "train", "val/a/../run", "link/run", "train/dots/x"]
+)
+def test_folder_inside_a_split_is_refused(tmp_path: Path, given: str) -> None:
+    """The next scan would take it for a class."""
+    for split in ("train", "val"):
+        (tmp_path / split / "dots").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("val")
+    before = tree(tmp_path)
+    for root in (str(tmp_path), ["/elsewhere", str(tmp_path)]):
+        config = Config(data=Data(root=root), run=Run(dir=str(tmp_path / given)))
+        with (
+            RunDirectory(config, ALONE) as run,
+            pytest.raises(UserError, match=r"^run\.dir=.*: is inside /.*; give a folder outside"),
+        ):
+            run.open(IDENTITY)
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("data", "given", "refused"),
+    [
+        (Data(), "runs/a", False),
+        (Data(), "training/a", False),
+        (Data(train="/images"), "/images/a", True),
+        (Data(val_fraction=0.1), "runs/a", True),  # the root holds the classes
+        (Data(val_fraction=0.1), "../runs/a", False),
+        (Data(source="fake"), "train/a", False),
+    ],
+)
+def test_folder_beside_the_splits(tmp_path: Path, data: Data, given: str, refused: bool) -> None:
+    data = replace(data, root=str(tmp_path))
+    run = RunDirectory(Config(data=data, run=Run(dir=str(tmp_path / given))), ALONE)
+    if refused:
+        with pytest.raises(UserError, match="where every folder is a class"):
+            run.check()
+    else:
+        run.check()
+
+
+def test_data_with_a_training_split_and_a_run_beside_it(tmp_path: Path) -> None:
+    """With data.val_fraction, data.root holds the classes only if there is no training split."""
+    (tmp_path / "train" / "dots").mkdir(parents=True)
+    data = Data(root=str(tmp_path), val_fraction=0.1)
+    RunDirectory(Config(data=data, run=Run(dir=str(tmp_path / "runs"))), ALONE).check()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from conf.schema import UserError
-from pipeline.index import Index, check_splits, load_index
+from pipeline.index import Index, check_splits, default_cache_dir, load_index
 
 NOBODY = 65534  # root may read and write what permissions forbid
 
@@ -503,6 +503,19 @@ def test_scan_works_without_a_home_directory(
     if os.geteuid() == 0:  # could create it
         monkeypatch.setenv("HOME", str(make(tmp_path, "file") / "file"))
     assert paths(settle(make(tmp_path / "root", "a/1.jpg"))) == ["a/1.jpg"]
+
+
+@pytest.mark.parametrize("given", ["", "relative"])
+def test_cache_folder_is_absolute(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The XDG specification: "If an implementation encounters a relative path, ignore it"."""
+    monkeypatch.setenv("XDG_CACHE_HOME", given)
+    monkeypatch.setenv("HOME", "/home/me")
+    assert default_cache_dir() == Path("/home/me/.cache/imagenet-trainer")
+    monkeypatch.setenv("HOME", "nowhere")
+    with pytest.raises(UserError, match="no home folder for the cache; set HOME or XDG_CACHE"):
+        default_cache_dir()
+    monkeypatch.setenv("XDG_CACHE_HOME", "/cache")
+    assert default_cache_dir() == Path("/cache/imagenet-trainer")
 
 
 # The fingerprint.
