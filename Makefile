@@ -31,8 +31,8 @@ quick: env  ## the test files that start no process and do not train: under a mi
 	    $$(grep -rLE --include='test_*.py' \
 	        '^(import|from) (subprocess|train|scripts|pipeline\.(build|feed|loader)|tests.*small_run)( |\.|$$)' tests)
 
-soak: env  ## the tests that `make test` leaves out, to stay short
-	@$(PYTEST) -m slow $(ARGS)
+soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
+	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)
 
 lint: env  ## ruff and mypy
 	@$(RUN) -m ruff check

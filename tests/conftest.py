@@ -16,6 +16,7 @@ import torch
 from pipeline.synthetic.demo import draw_image
 from tests.ranks import Ranks
 
+pytest_plugins = ["tests.figures"]
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
 

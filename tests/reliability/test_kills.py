@@ -1,0 +1,139 @@
+"""SIGKILL at any instant: the same command, given again, ends with the weights of an unkilled run.
+
+The short forms are test_sigkill of tests/test_train.py and tests/engine/test_order_of_writes.py.
+"""
+
+import random
+import shutil
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.figures import Record
+from tests.processes import needs_linux
+from tests.reliability.starts import Starts
+from tests.results import rows, same, stored
+from tests.small_run import SMALL_RUN
+
+pytestmark = pytest.mark.slow
+# 36 images in batches of 8: 18 steps, validated after steps 9 and 18.
+RUN = [
+    *SMALL_RUN,
+    "train.epochs=4",
+    "train.validate_every_epochs=2",
+    "train.ema_decay=0.9",
+    "checkpoint.every_steps=3",
+    "loader.timeout_seconds=1000",  # workers start slowly on a busy machine
+]
+LOADERS = (  # the others need no new interpreter
+    ["loader.workers=1", "loader.start_method=forkserver"],
+    ["loader.workers=0"],
+    ["loader.workers=1", "loader.start_method=fork"],
+    ["loader.workers=2", "loader.start_method=fork"],
+)
+KILLED = -9
+
+
+@pytest.fixture(scope="module")
+def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The compiled kill_at.c."""
+    needs_linux()
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("preload") / "kill_at.so"
+    source = Path(__file__).with_name("kill_at.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
+
+
+def is_whole(folder: Path, whole: Path) -> bool:
+    """Whether a run ended in the state of an unkilled run, with each row of it once."""
+    return (
+        same(stored(folder), stored(whole))
+        and rows(folder, "val") == rows(whole, "val")
+        and [row["step"] for row in rows(folder, "train")]
+        == [row["step"] for row in rows(whole, "train")]
+    )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_random_instants(
+    seed: int, image_root: Path, tmp_path: Path, figure: Record
+) -> None:
+    """Each training is killed until it ends before its next kill, and restarted at once."""
+    kills_wanted = 50
+    chosen = random.Random(seed)
+    done, kept, training, differ = 0, 0, 0, []
+    with Starts(tmp_path / "console") as starts:
+
+        def run(folder: Path, loader: list[str], **kill: Any) -> int:
+            folder.mkdir(exist_ok=True)
+            return starts.run([*RUN, *loader, f"data.root={image_root}"], folder, **kill)
+
+        for loader in LOADERS:  # the last one finds what the others have cached
+            shutil.rmtree(tmp_path / "whole", ignore_errors=True)
+            started = time.monotonic()
+            status = run(tmp_path / "whole", loader)
+            assert status == 0, starts.console.read_text()
+            seconds = time.monotonic() - started
+        while done < kills_wanted:
+            training += 1
+            folder, kills, status = tmp_path / str(training), 0, KILLED
+            while status == KILLED:
+                enough = done + kills == kills_wanted
+                status = run(
+                    folder,
+                    chosen.choice(LOADERS),
+                    kill_after=None if enough else chosen.uniform(0, seconds),
+                    whole_group=chosen.random() < 0.5,
+                )
+                kills += status == KILLED
+            done += kills
+            if status == 0 and is_whole(folder / "run", tmp_path / "whole" / "run"):
+                kept += kills
+                shutil.rmtree(folder)
+            else:
+                differ.append((folder, status, starts.console.read_text()))
+        starts.wait_for_left_processes()
+    figure("kills at random instants, final weights equal", kept, done)
+    assert not differ
+
+
+@pytest.mark.parametrize("call", ["rename", "fsync", "unlink", "open", "write"])
+def test_kills_at_a_system_call(
+    call: str, image_root: Path, tmp_path: Path, preload: Path, figure: Record
+) -> None:
+    """Kills at 12 calls of each kind; the restart is killed at one of its first calls, too."""
+    done, kept, differ = 0, 0, []
+    with Starts(tmp_path / "console", preload) as starts:
+
+        def run(folder: Path, **variables: str) -> int:
+            folder.mkdir(exist_ok=True)
+            # Without "region", whose compiler would die instead.
+            loader = ["loader.workers=0", "loader.decoder=pillow"]
+            variables["XDG_CACHE_HOME"] = str(folder / "cache")
+            return starts.run(
+                [*RUN, *loader, f"data.root={image_root}"], folder, variables=variables
+            )
+
+        assert run(tmp_path / "whole", KILL_LOG=str(tmp_path / "log")) == 0
+        count = (tmp_path / "log").read_text().count(call[0])
+        assert count > 1
+        for number in range(12):
+            place, folder = round(1 + number * (count - 1) / 11), tmp_path / str(number)
+            while run(folder, KILL_AT=f"{call[0]}{place}") != KILLED:
+                shutil.rmtree(folder)  # threads made fewer calls this time
+                place -= 1
+            again = run(folder, KILL_AT=f"a{1 + 3 * number}") == KILLED
+            status = run(folder)
+            done += 1 + again
+            if status == 0 and is_whole(folder / "run", tmp_path / "whole" / "run"):
+                kept += 1 + again
+                shutil.rmtree(folder)
+            else:
+                differ.append((folder, place, status, starts.console.read_text()))
+    figure("kills at the n-th system call, final weights equal", kept, done)
+    assert not differ
