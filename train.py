@@ -43,6 +43,7 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
+from engine import slurm
 from engine.boards import check_installed, exit_with
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import (
@@ -485,6 +486,7 @@ def take_steps_of_later_sizes(
 
 def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
+    os.environ.update(slurm.ranks(os.environ))  # as if torchrun had started the tasks of srun
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=True)
     try:

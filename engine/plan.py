@@ -343,6 +343,7 @@ def make_plan(
         else (),
         notes=(
             *config.notes,
+            *other_gpus(world),
             *precision_note(config.train.precision, world.device),
             *few_steps(size, config.optim.lr, images, world.size),
             *data_notes(config, datasets),
@@ -408,9 +409,11 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
             "images); give at most that"
         )
     if batch_size % world_size:
+        most = train_images // world_size
+        nearest = min(max(1, round(batch_size / world_size)), most) * world_size
         raise UserError(
             f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
-            f"{world_size} ranks"
+            f"{world_size} ranks; the nearest is {nearest}"
         )
 
 
@@ -463,6 +466,15 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
         f"{steps:.1f} optimiser steps per epoch are too few to train well; for {train_images:,} "
         f"images, try loader.batch_size={better} optim.lr={lr * better / batch_size:.3g}"
     ]
+
+
+def other_gpus(world: World) -> list[str]:
+    """Say how to use all GPUs of the machine if a single process uses one of them."""
+    count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
+    if count < 2:
+        return []
+    command = f"torchrun --nproc-per-node {count} train.py ..."
+    return [f"this machine has {count} GPUs and the run uses one; `{command}` uses all of them"]
 
 
 def data_notes(config: Config, datasets: Datasets) -> list[str]:

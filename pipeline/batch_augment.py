@@ -1,17 +1,21 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
 Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a
-function of (images, targets, rng): float32 [B, 3, S, S] and float32 [B, classes], for every decoder
-and training dtype. The prefetcher rounds to the training dtype once, after the last transform.
+function of (images, targets, part): float32 [B, 3, S, S] and float32 [B, classes], for every
+decoder and training dtype, and which part of the global batch they are. The prefetcher rounds to
+the training dtype once, after the last transform.
 
 Parameters are drawn on the host, one set per image, from a generator that is a pure function of
-(seed, step, rank), so GPU and CPU see the same draws. For random numbers per pixel, use
-`torch.Generator(images.device).manual_seed(int(rng.integers(2**63)))`: torch's global generator
-would give different numbers after a restart.
+(seed, step), so GPU and CPU see the same draws. Every rank draws for the global batch and takes its
+own, so the draws of an image, and the image it is mixed with, do not depend on the number of ranks.
+For random numbers per pixel, use
+`torch.Generator(images.device).manual_seed(int(part.rng.integers(2**63)))`: torch's global
+generator would give different numbers after a restart.
 """
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -19,17 +23,53 @@ from torch import Tensor
 
 from pipeline.parameters import choice, number, positive, span
 
-BatchTransform = Callable[[Tensor, Tensor, np.random.Generator], tuple[Tensor, Tensor]]
+# Images are mixed within blocks of this many rows. A rank whose share of the batch is a multiple of
+# it mixes the same images as a single process does.
+BLOCK = 4
 
 
-def batch_rng(seed: int, step: int, rank: int) -> np.random.Generator:
-    """Return the generator of one batch's transforms."""
+@dataclass(frozen=True)
+class Part:
+    """A rank's rows of the global batch, and the random numbers of all rows.
+
+    Attributes:
+        rng: generator of this step, in the same state on every rank.
+        total: rows of the global batch: draw this many of everything.
+        first: this rank's first row.
+        count: its number of rows.
+    """
+
+    rng: np.random.Generator
+    total: int
+    first: int
+    count: int
+
+    def own(self, values: np.ndarray) -> np.ndarray:
+        """Return this rank's rows of values [total, ...]; a single row is that of all images."""
+        return values if len(values) == 1 else values[self.first : self.first + self.count]
+
+    def partners(self, rows: Tensor) -> Tensor:
+        """Return, for each row, the row before it in its block; the first row gets the last."""
+        block = math.gcd(self.total, self.count, BLOCK)
+        rolled = rows.roll(1, 0)
+        if 1 < block < len(rows):
+            rolled[::block] = rows[block - 1 :: block]
+        return rolled
+
+
+def batch_part(seed: int, step: int, *, total: int, rank: int = 0, world_size: int = 1) -> Part:
+    """Return a rank's part of the global batch of a step."""
     # The 1 distinguishes it from the sampler's generator.
-    return np.random.Generator(np.random.PCG64([seed, step, rank, 1]))
+    rng = np.random.Generator(np.random.PCG64([seed, step, 0, 1]))
+    count = total // world_size
+    return Part(rng, total, rank * count, count)
+
+
+BatchTransform = Callable[[Tensor, Tensor, Part], tuple[Tensor, Tensor]]
 
 
 class Mixup:
-    """Blend each image and its target with the next one in the batch (arXiv 1710.09412).
+    """Blend each image and its target with another one of the batch (arXiv 1710.09412).
 
     Args:
         alpha: the weight is drawn from Beta(alpha, alpha): near 0 or 1 for 0.2, uniform for 1.
@@ -40,18 +80,16 @@ class Mixup:
         self.alpha = positive("alpha", alpha)
         self.p = number("p", p, 0, 1)
 
-    def __call__(
-        self, images: Tensor, targets: Tensor, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
-        count = len(images)
+    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        rng, count = part.rng, part.total
         keep = np.where(rng.random(count) < self.p, rng.beta(self.alpha, self.alpha, count), 1.0)
-        weight = to_device(keep, images)[:, None]
-        images = torch.lerp(images.roll(1, 0), images, weight[:, :, None, None])
-        return images, torch.lerp(targets.roll(1, 0), targets, weight)
+        weight = to_device(part.own(keep), images)[:, None]
+        images = torch.lerp(part.partners(images), images, weight[:, :, None, None])
+        return images, torch.lerp(part.partners(targets), targets, weight)
 
 
 class Cutmix:
-    """Paste a random box of the next image in the batch into each image (arXiv 1905.04899).
+    """Paste a random box of another image of the batch into each image (arXiv 1905.04899).
 
     The targets are mixed in proportion to the area. Boxes are those of torchvision's CutMix.
 
@@ -64,15 +102,14 @@ class Cutmix:
         self.alpha = positive("alpha", alpha)
         self.p = number("p", p, 0, 1)
 
-    def __call__(
-        self, images: Tensor, targets: Tensor, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
-        count = len(images)
+    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        rng, count = part.rng, part.total
         chosen = rng.random(count) < self.p
         share = np.where(chosen, 1 - rng.beta(self.alpha, self.alpha, count), 0.0)
-        boxes, area = _pasted(share, images.shape[-1], rng)
-        images = torch.where(_inside(boxes, images), images.roll(1, 0), images)
-        return images, torch.lerp(targets, targets.roll(1, 0), to_device(area, images)[:, None])
+        boxes, area = map(part.own, _pasted(share, images.shape[-1], rng))
+        images = torch.where(_inside(boxes, images), part.partners(images), images)
+        weight = to_device(area, images)[:, None]
+        return images, torch.lerp(targets, part.partners(targets), weight)
 
 
 class MixupOrCutmix:
@@ -105,20 +142,18 @@ class MixupOrCutmix:
         self.switch_p = number("switch_p", switch_p, 0, 1)
         self.per_image = choice("per", per, ("batch", "image")) == "image"
 
-    def __call__(
-        self, images: Tensor, targets: Tensor, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
-        count = len(images) if self.per_image else 1
+    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        rng, count = part.rng, part.total if self.per_image else 1
         chosen = rng.random(count) < self.p
         cut = rng.random(count) < self.switch_p
         alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
         keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
-        weight = to_device(np.where(cut, 1.0, keep), images)[:, None, None, None]
-        weight = torch.where(_inside(boxes, images), 0.0, weight)  # of each pixel
-        images = torch.lerp(images.roll(1, 0), images, weight)
-        weight = to_device(np.where(cut, 1 - area, keep), images)[:, None]
-        return images, torch.lerp(targets.roll(1, 0), targets, weight)
+        weight = to_device(part.own(np.where(cut, 1.0, keep)), images)[:, None, None, None]
+        weight = torch.where(_inside(part.own(boxes), images), 0.0, weight)  # of each pixel
+        images = torch.lerp(part.partners(images), images, weight)
+        weight = to_device(part.own(np.where(cut, 1 - area, keep)), images)[:, None]
+        return images, torch.lerp(part.partners(targets), targets, weight)
 
 
 class RandomErasing:
@@ -143,10 +178,8 @@ class RandomErasing:
         self.scale = span("scale", scale, 1)
         self.ratio = span("ratio", ratio, 1000)
 
-    def __call__(
-        self, images: Tensor, targets: Tensor, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
-        boxes = self.boxes(len(images), images.shape[-1], rng)
+    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
+        boxes = part.own(self.boxes(part.total, images.shape[-1], part.rng))
         # After normalisation, 0 is the mean.
         return images.masked_fill(_inside(boxes, images), 0.0), targets
 

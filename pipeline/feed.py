@@ -142,7 +142,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         val_loader = Loader(pool, 1, val_sampler.samples, hold=depth + 1)
         data = config.data
         format = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)
-        mixing = _mixing(config, len(datasets.classes), world.rank)
+        mixing = _mixing(config, len(datasets.classes), world)
         train = Prefetcher(train_loader, format, depth=depth, mixing=mixing)
         val = Prefetcher(val_loader, format, depth=depth)
         engines = None
@@ -157,6 +157,8 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         yield feed
 
 
-def _mixing(config: Config, num_classes: int, rank: int) -> Mixing | None:
+def _mixing(config: Config, num_classes: int, world: Ranks) -> Mixing | None:
     transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    return Mixing(transforms, num_classes, config.train.seed, rank) if transforms else None
+    if not transforms:
+        return None
+    return Mixing(transforms, num_classes, config.train.seed, world.rank, world.size)

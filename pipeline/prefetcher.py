@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeline.batch_augment import BatchTransform, batch_rng
+from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
 from pipeline.gpu_augment import apply_operations
 from pipeline.loader import HostBatch, Loader
@@ -190,20 +190,22 @@ class Mixing:
         transforms: applied in this order.
         num_classes: width of the targets.
         seed: of the random numbers.
-        rank: ranks draw different random numbers.
+        rank, world_size: a batch is this rank's part of the global batch.
     """
 
     transforms: list[BatchTransform]
     num_classes: int
     seed: int
     rank: int = 0
+    world_size: int = 1
 
     def apply(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
         """Transform float32 [B, 3, S, S] and the one-hot targets, float32 [B, classes]."""
         targets = torch.nn.functional.one_hot(labels, self.num_classes).to(torch.float32)
-        rng = batch_rng(self.seed, step, self.rank)
+        total = len(images) * self.world_size
+        part = batch_part(self.seed, step, total=total, rank=self.rank, world_size=self.world_size)
         for transform in self.transforms:
-            images, targets = transform(images, targets, rng)
+            images, targets = transform(images, targets, part)
         return images, targets
 
 

@@ -36,7 +36,7 @@ from tests import small_run
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = ("sh timm", "sh pytorch/examples")
-NOTED = ("python", "torchrun", "make", "pip", "tensorboard", "docker")
+NOTED = ("python", "torchrun", "make", "pip", "tensorboard", "docker", "sbatch")
 REAL = ("bash", "cat", "find", "grep", "ls", "mkdir", "mktemp", "seq", "wc", "xargs")
 NOTE = """#!/bin/bash
 file=$(mktemp "$NOTES/XXXXXX")
@@ -235,10 +235,10 @@ def check_command(words: list[str], given: str, monkeypatch: pytest.MonkeyPatch)
             options = get_args_parser().parse_args(rest)
             assert options.training_script == "train.py"
             check_train(options.training_script_args)
-        case ["make", *targets]:
-            check_make(targets)
-        case ["pip", *rest]:
-            check_pip(rest)
+        case ["sbatch", *rest]:
+            check_train(rest[rest.index("scripts/train.sbatch") + 1 :])
+        case ["make" | "pip" as program, *rest]:
+            {"make": check_make, "pip": check_pip}[program](rest)
         case ["docker", "run", *rest] if "imagenet-trainer" in rest:
             check_command(rest[rest.index("imagenet-trainer") + 1 :], given, monkeypatch)
         case ["tensorboard", "--logdir", "runs"] | ["docker", "build", "-t", _, "."]:

@@ -329,7 +329,8 @@ def test_invalid_batch_sizes() -> None:
         check_batch(12, 11, 1)
     with pytest.raises(
         UserError,
-        match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks",
+        match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks; "
+        r"the nearest is 10$",
     ):
         check_batch(12, 100, 5)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from conf.packages import import_torchvision
 from conf.schema import UserError
 from pipeline.augment import build
-from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
+from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Part, batch_part
 from tests.distributions import same_distribution
 from tests.libraries import timm_module
 
@@ -30,8 +30,13 @@ def batch() -> tuple[Tensor, Tensor]:
     return images, torch.eye(COUNT)
 
 
+def part(seed: int = 0, step: int = 0, *, total: int = COUNT) -> Part:
+    return batch_part(seed, step, total=total)
+
+
 def neighbours() -> np.ndarray:
-    return (np.arange(COUNT) - 1) % COUNT
+    rows = np.arange(COUNT)
+    return rows // BLOCK * BLOCK + (rows - 1) % BLOCK
 
 
 def is_box(inside: np.ndarray) -> bool:
@@ -41,7 +46,7 @@ def is_box(inside: np.ndarray) -> bool:
 
 @pytest.mark.parametrize("alpha", [0.2, 1.0, 5.0])
 def test_mixup_blends_pixels_and_targets_alike(alpha: float) -> None:
-    images, targets = one("mixup", alpha=alpha)(*batch(), batch_rng(0, 0, 0))
+    images, targets = one("mixup", alpha=alpha)(*batch(), part())
     own = targets[range(COUNT), range(COUNT)]
     other = targets[range(COUNT), neighbours()]
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
@@ -54,16 +59,14 @@ def test_mixup_blends_pixels_and_targets_alike(alpha: float) -> None:
 
 def test_mixup_draws_its_weights_from_a_beta_distribution() -> None:
     mixup, images, targets = one("mixup", alpha=0.2), torch.zeros(COUNT, 3, 1, 1), torch.eye(COUNT)
-    weights = torch.cat(
-        [mixup(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(50)]
-    )
+    weights = torch.cat([mixup(images, targets, part(0, step))[1].diagonal() for step in range(50)])
     # Beta(a, a): mean 1/2, variance 1 / (4 (2a + 1)); 3,200 draws
     assert weights.mean().item() == pytest.approx(0.5, abs=0.03)
     assert weights.var().item() == pytest.approx(1 / (4 * 1.4), abs=0.01)
 
 
 def test_cutmix_pastes_a_box_and_its_area_is_the_weight() -> None:
-    images, targets = one("cutmix", alpha=1.0)(*batch(), batch_rng(0, 0, 0))
+    images, targets = one("cutmix", alpha=1.0)(*batch(), part())
     torch.testing.assert_close(targets.sum(1), torch.ones(COUNT))
     areas = []
     for i, j in enumerate(neighbours().tolist()):
@@ -83,7 +86,7 @@ def test_boxes_cover_every_pixel_about_equally() -> None:
     hits = np.zeros((SIDE, SIDE))
     cutmix = one("cutmix", alpha=1.0)
     for step in range(60):
-        images, _ = cutmix(*batch(), batch_rng(0, step, 0))
+        images, _ = cutmix(*batch(), part(0, step))
         hits += (images[:, 0] != batch()[0][:, 0]).float().mean(0).numpy() / 60
     assert hits.min() > 0.1
     assert abs(hits[: SIDE // 2].mean() - hits[SIDE // 2 :].mean()) < 0.03
@@ -94,7 +97,7 @@ def test_erasing_clears_a_box_and_keeps_the_targets() -> None:
     erasing = one("random_erasing", p=0.25, scale=[0.1, 0.2], ratio=[0.5, 2.0])
     erased = 0
     for step in range(20):
-        images, targets = erasing(*batch(), batch_rng(0, step, 0))
+        images, targets = erasing(*batch(), part(0, step))
         torch.testing.assert_close(targets, torch.eye(COUNT), rtol=0, atol=0)
         for i in range(COUNT):
             cleared = (images[i] == 0).numpy()
@@ -127,9 +130,7 @@ def test_erased_boxes_are_distributed_as_torchvisions(
         [RandomErasing.get_params(image, scale, ratio, [0.0])[:4] for _ in range(draws)]
     ).T.numpy()
     erased = height < side  # all of the image stands for a box that was not found
-    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(
-        draws, side, batch_rng(0, 0, 0)
-    )
+    boxes = one("random_erasing", p=1.0, scale=scale, ratio=ratio).boxes(draws, side, part().rng)
     ours = boxes[:, 2] > boxes[:, 0]
     assert abs(ours.mean() - erased.mean()) < 0.03
     x, y, right, bottom = boxes[ours].T
@@ -156,7 +157,7 @@ def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
     weights = np.array([theirs.make_params([image])["lam_adjusted"] for _ in range(2000)])
     images, targets = torch.zeros(200, 1, 224, 224), torch.eye(200)
     ours = torch.cat(
-        [cutmix(images, targets, batch_rng(0, step, 0))[1].diagonal() for step in range(10)]
+        [cutmix(images, targets, part(0, step, total=200))[1].diagonal() for step in range(10)]
     ).numpy()
     assert same_distribution(ours, weights)
     assert not same_distribution(
@@ -169,7 +170,7 @@ Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 def drawn(step: int, count: int, size: int) -> Draws:
     """Whether cutmix, weights and (x, y) centres that mixup_or_cutmix draws by default."""
-    rng = batch_rng(0, step, 0)
+    rng = part(0, step).rng
     rng.random(count)
     cut = rng.random(count) < 0.5
     alpha = np.where(cut, 1.0, 0.2)
@@ -179,21 +180,22 @@ def drawn(step: int, count: int, size: int) -> Draws:
 def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One choice, one weight and one box for the batch; 64 steps."""
+    """One choice, one weight and one box for the batch, which is one block; 64 steps."""
     assert import_torchvision()
     from torchvision.transforms import v2
 
-    transform, images, labels = one("mixup_or_cutmix"), torch.randn(8, 3, 33, 33), torch.arange(8)
+    transform, images = one("mixup_or_cutmix"), torch.randn(BLOCK, 3, 33, 33)
+    labels = torch.arange(BLOCK)
     kinds = []
     for step in range(64):
         (cut,), (weight,), centres = drawn(step, 1, 33)
-        theirs: Any = (v2.CutMix if cut else v2.MixUp)(num_classes=8)
+        theirs: Any = (v2.CutMix if cut else v2.MixUp)(num_classes=BLOCK)
         theirs._dist = SimpleNamespace(sample=lambda _, weight=weight: weight)
         with monkeypatch.context() as patch:
             places = iter(torch.from_numpy(centres))  # x, then y
             patch.setattr(torch, "randint", lambda *_, places=places, **__: next(places))
             expected = theirs(images, labels)
-        found = transform(images, torch.eye(8), batch_rng(0, step, 0))
+        found = transform(images, torch.eye(BLOCK), part(0, step, total=BLOCK))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         kinds.append(cut)
     assert 20 < sum(kinds) < 44
@@ -223,7 +225,7 @@ def test_mixup_or_cutmix_is_timms_for_the_same_draws(
             patch.setattr(np.random, "beta", lambda *_, w=weights, **__: w[0] if len(w) == 1 else w)
             patch.setattr(np.random, "randint", lambda *_, places=places, **__: next(places))
             expected = theirs(images.clone(), torch.arange(2))
-        found = transform(images, torch.eye(2), batch_rng(0, step, 0))
+        found = transform(images, torch.eye(2), part(0, step, total=2))
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
         compared.add(tuple(cut))
     assert len(compared) == 2**count
@@ -235,7 +237,7 @@ def weights_of(per: str, **parameters: Any) -> np.ndarray:
     count, draws = (100, 100) if per == "image" else (2, 1)
     images, targets = torch.zeros(count, 1, 224, 224), torch.eye(count)
     rows = [
-        transform(images, targets, batch_rng(0, step, 0))[1].diagonal()[:draws]
+        transform(images, targets, part(0, step, total=count))[1].diagonal()[:draws]
         for step in range(1500 // draws)
     ]
     return torch.cat(rows).numpy()
@@ -279,14 +281,43 @@ def test_mixup_or_cutmix_is_distributed_as_timms() -> None:
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
-def test_draws_depend_on_seed_step_and_rank_and_nothing_else(name: str) -> None:
+def test_draws_depend_on_seed_and_step_and_nothing_else(name: str) -> None:
     transform, again = one(name, p=1.0), one(name, p=1.0)
-    keys = list(itertools.product((0, 1), (0, 1, 5), (0, 1)))
-    first = {key: transform(*batch(), batch_rng(*key)) for key in keys}
+    keys = list(itertools.product((0, 1), (0, 1, 5)))
+    first = {key: transform(*batch(), part(*key)) for key in keys}
     for key in reversed(keys):  # in another order
-        for ours, theirs in zip(again(*batch(), batch_rng(*key)), first[key], strict=True):
+        for ours, theirs in zip(again(*batch(), part(*key)), first[key], strict=True):
             assert torch.equal(ours, theirs)
     assert len({images.numpy().tobytes() for images, _ in first.values()}) == len(keys)
+
+
+@pytest.mark.parametrize("total", [16, 48, 64])
+@pytest.mark.parametrize("per", ["batch", "image"])
+@pytest.mark.parametrize("name", BATCH_TRANSFORMS)
+def test_ranks_together_make_the_batch_of_one_process(name: str, per: str, total: int) -> None:
+    more = {"per": per} if name == "mixup_or_cutmix" else {}
+    transform = one(name, p=0.7, **more)
+    images, targets = torch.randn(total, 3, 8, 8), torch.eye(total)
+    whole = transform(images, targets, part(3, 5, total=total))
+    for ranks in (2, 4, 6):
+        if total % (ranks * BLOCK):
+            continue
+        for rank in range(ranks):
+            mine = batch_part(3, 5, total=total, rank=rank, world_size=ranks)
+            rows = slice(mine.first, mine.first + mine.count)
+            found = transform(images[rows], targets[rows], mine)
+            assert torch.equal(found[0], whole[0][rows])
+            assert torch.equal(found[1], whole[1][rows])
+
+
+@pytest.mark.parametrize(("total", "ranks"), [(24, 2), (12, 2), (9, 3), (10, 2), (7, 1), (6, 3)])
+def test_every_image_of_a_small_share_gets_another_one(total: int, ranks: int) -> None:
+    for rank in range(ranks):
+        mine = batch_part(0, 0, total=total, rank=rank, world_size=ranks)
+        rows = torch.arange(mine.count)
+        partners = mine.partners(rows)
+        assert sorted(partners.tolist()) == rows.tolist()
+        assert not (partners == rows).any()
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
@@ -294,7 +325,7 @@ def test_input_is_not_modified_and_p_0_changes_nothing(name: str) -> None:
     images, targets = torch.randn(8, 3, 16, 16), torch.eye(8)
     before = images.clone(), targets.clone()
     for p in (0.0, 1.0):
-        mixed = one(name, p=p)(images, targets, batch_rng(0, 0, 0))
+        mixed = one(name, p=p)(images, targets, part(total=8))
         assert torch.equal(images, before[0])
         assert torch.equal(targets, before[1])
         assert torch.equal(mixed[0], images) == (p == 0)
@@ -310,7 +341,7 @@ def test_input_is_not_modified_and_p_0_changes_nothing(name: str) -> None:
 def test_one_of_them_is_chosen_always_with_a_probability_of_0_or_1(name: str) -> None:
     """The weights of the targets are those of the pixels, as of the transform alone."""
     switch = one("mixup_or_cutmix", switch_p=float(name == "cutmix"), per="image")
-    images, targets = switch(*batch(), batch_rng(0, 0, 0))
+    images, targets = switch(*batch(), part())
     weights = targets.diagonal()[:, None, None, None]
     values = torch.arange(1.0, COUNT + 1)
     own, other = (v[:, None, None, None] for v in (values, values[neighbours()]))
@@ -328,17 +359,15 @@ def test_one_of_them_is_chosen_always_with_a_probability_of_0_or_1(name: str) ->
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 def test_p_is_the_fraction_of_mixed_images(name: str) -> None:
     transform = one(name, p=0.3)
-    mixed = [transform(*batch(), batch_rng(0, step, 0))[1].diagonal() < 1 for step in range(40)]
+    mixed = [transform(*batch(), part(0, step))[1].diagonal() < 1 for step in range(40)]
     assert 0.25 < torch.cat(mixed).float().mean().item() < 0.33
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 def test_memory_format_makes_no_difference(name: str) -> None:
     images, targets = torch.randn(8, 3, 16, 16), torch.eye(8)
-    plain, _ = one(name, p=1.0)(images, targets, batch_rng(0, 0, 0))
-    last, _ = one(name, p=1.0)(
-        images.to(memory_format=torch.channels_last), targets, batch_rng(0, 0, 0)
-    )
+    plain, _ = one(name, p=1.0)(images, targets, part(total=8))
+    last, _ = one(name, p=1.0)(images.to(memory_format=torch.channels_last), targets, part(total=8))
     assert torch.equal(plain, last)
 
 
@@ -346,7 +375,7 @@ def test_memory_format_makes_no_difference(name: str) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 def test_smallest_batches(name: str, count: int) -> None:
     images, targets = one(name, p=1.0)(
-        torch.ones(count, 3, 8, 8), torch.eye(count), batch_rng(0, 0, 0)
+        torch.ones(count, 3, 8, 8), torch.eye(count), part(total=count)
     )
     assert images.isfinite().all()
     torch.testing.assert_close(targets.sum(1), torch.ones(count))
@@ -400,7 +429,7 @@ def test_unknown_name_or_parameter_is_refused() -> None:
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)
 def test_gpu_and_cpu_see_the_same_draws(name: str) -> None:
     images, targets = torch.randn(16, 3, 32, 32), torch.eye(16)
-    ours = one(name)(images, targets, batch_rng(3, 4, 0))
-    theirs = one(name)(images.cuda(), targets.cuda(), batch_rng(3, 4, 0))
+    ours = one(name)(images, targets, part(3, 4, total=16))
+    theirs = one(name)(images.cuda(), targets.cuda(), part(3, 4, total=16))
     for cpu, gpu in zip(ours, theirs, strict=True):
         torch.testing.assert_close(gpu.cpu(), cpu, rtol=1e-6, atol=1e-6)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.batch_augment import BATCH_TRANSFORMS, batch_rng
+from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
@@ -79,7 +79,7 @@ def open_prefetcher(
         options: dict[str, Any] = {}
         if transforms:
             built = build(transforms, BATCH_TRANSFORMS, key="augment.batch")
-            options["mixing"] = Mixing(list(built), CLASSES, seed=11, rank=rank)
+            options["mixing"] = Mixing(list(built), CLASSES, seed=11, rank=rank, world_size=2)
         image = ImageFormat(device, mean, std, dtype, channels_last)
         prefetcher = kind(loader, image, depth=depth, **options)
         if engines is not None:
@@ -150,9 +150,10 @@ def test_batch_transforms_run_in_order_with_their_random_numbers(
     ):
         for before, after in zip(plain.batches(4, 7), mixing.batches(4, 7), strict=True):
             images, targets = before.images, torch.eye(CLASSES)[before.labels]
-            rng = batch_rng(11, before.step, rank)
+            total = 2 * len(images)
+            part = batch_part(11, before.step, total=total, rank=rank, world_size=2)
             for transform in build(names, BATCH_TRANSFORMS, key="augment.batch"):
-                images, targets = transform(images, targets, rng)
+                images, targets = transform(images, targets, part)
             assert torch.equal(after.images, images)
             assert torch.equal(after.targets, targets)
             assert torch.equal(after.labels, before.labels)
@@ -182,9 +183,7 @@ class NotedDtype:
     def __init__(self) -> None:
         self.seen: list[torch.dtype] = []
 
-    def __call__(
-        self, images: Tensor, targets: Tensor, rng: np.random.Generator
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, images: Tensor, targets: Tensor, part: Part) -> tuple[Tensor, Tensor]:
         self.seen.append(images.dtype)
         return images, targets
 
@@ -511,11 +510,12 @@ def facts(batch: Batch) -> Tensor:
 def facts_by_hand(samples: np.ndarray, step: int, transforms: Sequence[Any]) -> Tensor:
     """The same on the CPU, without buffers."""
     pixels, labels = loaded(NOISE, samples)
-    images, targets, rng = pixels.float(), labels, batch_rng(11, step, 0)
+    images, targets = pixels.float(), labels
+    part = batch_part(11, step, total=2 * len(images), world_size=2)
     if transforms:
         targets = torch.eye(CLASSES)[labels]
     for transform in build(transforms, BATCH_TRANSFORMS, key="augment.batch"):
-        images, targets = transform(images, targets, rng)
+        images, targets = transform(images, targets, part)
     return facts(Batch(images, labels, targets, step, torch.from_numpy(samples)))
 
 
@@ -756,7 +756,9 @@ def test_every_batch_transform_with_every_decoder_and_precision(
     plain, mixed = first_batch(), first_batch(transforms=entries, dtype=dtype)
     (transform,) = build(entries, BATCH_TRANSFORMS, key="augment.batch")
     one_hot = torch.nn.functional.one_hot(plain.labels, CLASSES).float()
-    images, targets = transform(plain.images, one_hot, batch_rng(11, 4, 0))
+    images, targets = transform(
+        plain.images, one_hot, batch_part(11, 4, total=2 * BATCH, world_size=2)
+    )
     assert mixed.images.dtype == dtype
     assert not torch.equal(images, plain.images)
     assert torch.equal(mixed.images, images.to(dtype))

@@ -1,0 +1,71 @@
+"""scripts/train.sbatch with stand-ins for Slurm's commands."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import HANGS_SECONDS
+from tests.results import rows
+from tests.small_run import command
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+ROOT = Path(__file__).parents[2]
+# Starts two tasks, with the variables that the real srun sets, and returns the highest status.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1; do
+    SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 \\
+        SLURM_STEP_NODELIST=localhost SLURM_NODEID=0 SLURM_PROCID=$task SLURM_LOCALID=$task \\
+        OMP_NUM_THREADS=1 "$@" &
+    tasks[task]=$!
+done
+echo "${tasks[@]}" >"$TASKS"
+highest=0
+for task in "${tasks[@]}"; do
+    wait "$task"; status=$?
+    (( status > highest )) && highest=$status
+done
+exit $highest
+"""
+SCONTROL = '#!/bin/bash\necho "$@" >>"$REQUEUED"\n'
+
+
+def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_path: Path) -> None:
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    options = ["loader.workers=0", "train.epochs=40"]
+    folder = tmp_path / "run"
+    words = command(image_root, folder, *options)[2:]
+    environment = {
+        **os.environ,
+        "PATH": f"{tools}:{os.environ['PATH']}",
+        "PYTHON": sys.executable,
+        "SLURM_JOB_ID": "4711",
+        "TASKS": str(tmp_path / "tasks"),
+        "REQUEUED": str(tmp_path / "requeued"),
+    }
+    job = ["bash", "scripts/train.sbatch", *words]
+    with subprocess.Popen(job, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as first:
+        limit = time.monotonic() + HANGS_SECONDS
+        while not (folder / "metrics.jsonl").exists() or len(rows(folder, "train")) < 3:
+            assert time.monotonic() < limit and first.poll() is None
+            time.sleep(0.1)
+        for pid in (tmp_path / "tasks").read_text().split():
+            os.kill(int(pid), signal.SIGTERM)
+        console, _ = first.communicate(timeout=HANGS_SECONDS)
+    assert first.returncode == 143
+    assert b"4 on each of 2 ranks" in console
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
+    again = subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step-" in again.stdout
+    assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not again
+    assert rows(folder, "train")[-1]["step"] == 180

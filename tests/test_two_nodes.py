@@ -1,0 +1,120 @@
+"""Two nodes: network namespaces of this machine with a cable between them, and torchrun on each."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import HANGS_SECONDS, descendants
+from tests.results import rows
+from tests.small_run import command, run
+
+pytestmark = pytest.mark.usefixtures("own_logging")
+ADDRESSES = "10.0.0.1", "10.0.0.2"
+
+
+@pytest.fixture
+def nodes() -> Iterator[list[list[str]]]:
+    """Two namespaces; what to write before a command so that it runs in one of them."""
+    holders: list[subprocess.Popen[bytes]] = []
+    try:
+        for _ in ADDRESSES:
+            try:
+                holder = subprocess.Popen(["unshare", "--net", "sleep", "600"])
+            except OSError:
+                pytest.skip("needs unshare")
+            holders.append(holder)
+        time.sleep(0.5)
+        pids = [str(holder.pid) for holder in holders]
+        prefixes = [["nsenter", f"--net=/proc/{pid}/ns/net"] for pid in pids]
+        cable = ["ip", "link", "add", "wire", "netns", pids[0], "type", "veth", "peer", "name"]
+        commands = [[*cable, "wire", "netns", pids[1]]]
+        for prefix, address in zip(prefixes, ADDRESSES, strict=True):
+            commands += [
+                [*prefix, "ip", "link", "set", "lo", "up"],
+                [*prefix, "ip", "address", "add", f"{address}/24", "dev", "wire"],
+                [*prefix, "ip", "link", "set", "wire", "up"],
+            ]
+        for words in commands:
+            try:
+                done = subprocess.run(words, capture_output=True, text=True)
+            except OSError:
+                pytest.skip("needs nsenter and ip")
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield prefixes
+    finally:
+        for holder in holders:
+            holder.kill()
+            holder.wait()
+
+
+def start(prefix: list[str], arguments: list[str], node: int, log: Path) -> Any:
+    """Start one rank on a node. Node 0 is the meeting point."""
+    launcher = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1"),
+        *("--nnodes", "1:2", "--max-restarts", "3", "--rdzv-backend", "c10d"),
+        *("--rdzv-endpoint", f"{ADDRESSES[0]}:29400", "--rdzv-id", "test"),
+        # Both nodes have the host name of this machine, so torchrun cannot tell which one it is on.
+        *("--rdzv-conf", f"last_call_timeout=5,is_host={int(node == 0)}"),
+        *("--local-addr", ADDRESSES[node]),
+    ]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "wire", "OMP_NUM_THREADS": "1"}
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            [*prefix, *launcher, *arguments[1:]],
+            env=environment,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    """End a node without a goodbye."""
+    for pid in [process.pid, *descendants(process.pid)]:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    process.wait()
+
+
+def steps(folder: Path) -> list[int]:
+    return [row["step"] for row in rows(folder, "train")] if folder.is_dir() else []
+
+
+@pytest.mark.slow
+def test_two_nodes_train_and_one_continues_without_the_other(
+    nodes: list[list[str]], image_root: Path, tmp_path: Path
+) -> None:
+    options = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
+    folder = tmp_path / "two"
+    arguments = command(image_root, folder, *options)
+    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    started = [start(nodes[i], arguments, i, logs[i]) for i in (0, 1)]
+    try:
+        limit = time.monotonic() + HANGS_SECONDS
+        while not steps(folder) or steps(folder)[-1] < 25:
+            assert time.monotonic() < limit and started[0].poll() is None, logs[0].read_text()
+            time.sleep(0.1)
+        kill(started[1])
+        assert started[0].wait(HANGS_SECONDS) == 0, logs[0].read_text()
+    finally:
+        for process in started:
+            kill(process)
+    console = logs[0].read_text()
+    assert "4 on each of 2 ranks" in console
+    assert "resumed from step-000000" in console
+    summary = json.loads((folder / "summary.json").read_text())
+    assert (summary["status"], summary["step"]) == ("finished", 180)
+    run(image_root, tmp_path / "one", *options, "train.max_steps=9")
+    # Neighbouring steps differ by far more: the first steps saw the same samples.
+    two, one = (rows(path, "train")[0]["loss"] for path in (folder, tmp_path / "one"))
+    assert two == pytest.approx(one, abs=0.2)
