@@ -362,6 +362,7 @@ def test_engines_that_cannot_be_used(
     assert summary["params_sha256"] == plain["params_sha256"]
 
 
+@pytest.mark.slow
 def test_ranks_choose_together(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """All ranks get the same number, within one rank's share of the cores, and the same weights.
 

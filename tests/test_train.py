@@ -1514,6 +1514,7 @@ def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path, ranks: Ran
     assert alone == {**rows(straight, "val")[-1], "loss": pytest.approx(alone["loss"], rel=1e-4)}
 
 
+@pytest.mark.slow
 def test_two_ranks_and_a_corrupt_image(image_root: Path, tmp_path: Path) -> None:
     """The rank that reads it reports it, and the other one does not wait forever."""
     root = tmp_path / "images"

@@ -467,6 +467,7 @@ for arguments in command_lines:
 """
 
 
+@pytest.mark.slow
 def test_missing_resources_of_the_machine(image_root: Path, workplace: Path) -> None:
     """In a subprocess, with a limit of 128 open files and no GPU."""
     fake = ["data=fake", "train.device=cpu"]

@@ -75,6 +75,7 @@ def run(tmp_path: Path, compiled_step: None) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_later_start_compiles_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path: path.stat() for path in (run / "compiled").iterdir()}
     assert sorted(path.name for path in files) == ["rank0.bin", "rank0.json"]

@@ -124,6 +124,7 @@ def test_validation_is_not_in_the_profile(
     assert validated and b"convolution_backward" in trace and b"a validation" not in trace
 
 
+@pytest.mark.slow
 def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> None:
     """The error is one line, without a crash of the interpreter."""
     arguments = small_run.command(

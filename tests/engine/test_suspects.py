@@ -97,6 +97,7 @@ def test_half_of_the_epochs_count(trained: Path) -> None:
     assert counts.tolist() == [EPOCHS // 2] * (len(COLOURS) * PER_CLASS)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_lists_the_same(trained: Path, root: Path, tmp_path: Path) -> None:
     """It stops in the middle of an epoch that counts."""
     run(root, tmp_path, *OPTIONS, "train.max_steps=38")

@@ -49,7 +49,12 @@ def blurred(name: str, size: int) -> nn.Module:
 @pytest.mark.parametrize("channels_last", [False, True])
 @pytest.mark.parametrize(
     ("name", "size", "count"),
-    [("resnet18", 64, 6), ("resnet50", 64, 6), ("resnet50", 50, 6), ("resnet_tiny", 32, 4)],
+    [
+        ("resnet18", 64, 6),
+        pytest.param("resnet50", 64, 6, marks=pytest.mark.slow),
+        ("resnet50", 50, 6),
+        ("resnet_tiny", 32, 4),
+    ],
 )
 def test_function_is_the_published_one(
     name: str, size: int, count: int, channels_last: bool

@@ -74,7 +74,7 @@ def test_layers_of_a_resnet_are_replaced() -> None:
     assert [type(module) for module in again.modules()] == kinds
 
 
-@pytest.mark.parametrize("size", [64, 65])
+@pytest.mark.parametrize("size", [64, pytest.param(65, marks=pytest.mark.slow)])
 def test_rewritten_resnet_computes_the_same(size: int) -> None:
     """float64, except the float32 sums of the statistics: an error of 2**-24 in each layer."""
     plain, rewritten = pair()

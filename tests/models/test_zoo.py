@@ -149,6 +149,7 @@ def create_model(name, pretrained, num_classes):
 """
 
 
+@pytest.mark.slow
 def test_timm_imports_a_torchvision_whose_operators_do_not_load(tmp_path: Path) -> None:
     """timm imports torchvision by itself."""
     (tmp_path / "timm.py").write_text(TIMM)

@@ -239,6 +239,7 @@ def test_the_output_of_a_sweep(image_root: Path, tmp_path: Path) -> None:
     assert " x" in first and " x" not in second  # not in the earlier sweep
 
 
+@pytest.mark.slow
 def test_a_setting_that_cannot_run_is_reported_and_skipped(
     image_root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,6 +293,7 @@ def test_a_sweep_of_decoders(image_root: Path) -> None:
     assert image.height == 76 + len(sweep.MEASURES) * len(cells) * (heat_map.HEIGHT + 80)
 
 
+@pytest.mark.slow
 def test_no_file_is_read_by_two_cells(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the first cell would warm the page cache for the others."""
     taken: list[range] = []

@@ -188,6 +188,7 @@ def without_privileges() -> None:
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
+@pytest.mark.slow
 def test_many_faults_at_once(root: Path, tmp_path: Path) -> None:
     needs_linux()
     folder = root / "train"
@@ -266,6 +267,7 @@ def read_terminal(terminal: int, seconds: float) -> str:
         return ""
 
 
+@pytest.mark.slow
 def test_progress_on_a_terminal_and_an_interrupt(root: Path) -> None:
     folder = root / "train" / "dots"
     (folder / "large.jpg").write_bytes(encoded(drawn().resize((3000, 2500))))

@@ -473,6 +473,7 @@ def await_images(process: subprocess.Popen[str], to: Path) -> set[int]:
     return family
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_no_process_and_can_resume(
     large: Path, tmp_path: Path, start: Start
 ) -> None:
