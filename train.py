@@ -63,6 +63,7 @@ from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
 from engine.runlog import RunLog
 from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
+from engine.state_check import check_state
 from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
 from engine.suspects import SampleLosses, image_losses
 from engine.validator import Validator
@@ -109,7 +110,8 @@ def train(config: Config) -> dict[str, Any]:
         config = agree_on(config, world)
         run = use(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        run.open(run_identity(config, datasets, plan), stop_step=plan.stop_step)
+        check = partial(check_state, state, most_steps=plan.schedule_steps)
+        run.open(run_identity(config, datasets, plan), check=check, stop_step=plan.stop_step)
         changes = run.restore(state)
         log = use(RunLog(plan, world, run, state, started=started))
         log.introduce(changes, cli.to_yaml(config))

@@ -94,11 +94,15 @@ class Job:
     def _read_summary(self) -> dict[str, Any]:
         try:
             summary = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+        except (OSError, ValueError, RecursionError):
             return {}  # a run that is killed or fails has none
         if not isinstance(summary, dict):
             return {}
-        self.result = {key: summary.get(key) for key in RESULTS}
+        numbers = {key: summary.get(key) for key in RESULTS}
+        self.result = {
+            key: value if isinstance(value, (int, float)) and abs(value) < 1e12 else None
+            for key, value in numbers.items()
+        }
         return summary
 
 

@@ -18,6 +18,7 @@ import logging
 import mmap
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from conf import strict_json
 from conf.schema import UserError, show
+from models.archive import open_regular, read_archive
 from pipeline.shared import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)
@@ -54,8 +56,9 @@ UNUSED = "unused"  # shown for a key that another key disables, as optim.betas w
 MOST_CHANGES = 5  # largest number of changes to list in a message
 HANGING_SECONDS = 60.0  # a wait for a checkpoint is reported after each of these
 ALIGNMENT = 64  # bytes, of each tensor in a Writer's memory; as torch aligns on a CPU
-# Required content of a checkpoint, by type.
-CONTENT: dict[str, type] = {"step": int, "state": dict, "identity": dict, "config": dict}
+MOST_VALUES = 10_000  # in `identity` or `config` of a checkpoint; a config has about 100
+LONGEST_TEXT = 100_000  # letters of such a value
+MOST_MANIFEST = 100_000  # bytes
 
 
 class CheckpointError(RuntimeError):
@@ -257,6 +260,18 @@ def file_name(step: int) -> str:
     return f"step-{step:08d}.pt"
 
 
+def files(folder: Path, suffix: str = ".pt") -> list[Path]:
+    """Return the checkpoints in a folder, or their manifests (.json), in the order of the steps.
+
+    From step 100,000,000 on, the order of the names is another one.
+    """
+    found = []
+    for path in folder.glob(f"step-*{suffix}"):
+        if match := re.fullmatch(r"step-([0-9]+)", path.stem):
+            found.append((int(match[1]), path))
+    return [path for _, path in sorted(found)]
+
+
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint to the CPU, without executing code from it.
 
@@ -266,13 +281,10 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         verify(path)
-        content: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:  # torch.load raises many types for a file of another kind
-        raise CheckpointError(
-            f"{path}: cannot be read as a checkpoint: {type(error).__name__}"
-        ) from error
+        content: dict[str, Any] = read_archive(path)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error
     if not isinstance(content, dict) or type(content.get("format")) is not int:
         raise CheckpointError(f"{path}: not a checkpoint of this program")
     if content["format"] != FORMAT:
@@ -283,21 +295,51 @@ def load(path: Path) -> dict[str, Any]:
             f"model.weights={path} to start from its weights, or checkpoint.resume=never to start "
             "over in this directory"
         )
-    missing = [name for name, kind in CONTENT.items() if not isinstance(content.get(name), kind)]
-    if missing:
-        raise CheckpointError(
-            f"{path}: not a checkpoint of this program: it has no {' and no '.join(missing)}"
-        )
+    if wrong := _wrong(content):
+        raise CheckpointError(f"{path}: not a checkpoint of this program: {wrong}")
     return content
 
 
 def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint of this version's format."""
-    return (
-        isinstance(content, dict)
-        and content.get("format") == FORMAT
-        and all(isinstance(content.get(name), kind) for name, kind in CONTENT.items())
-    )
+    return isinstance(content, dict) and content.get("format") == FORMAT and not _wrong(content)
+
+
+def _wrong(content: dict[str, Any]) -> str:
+    """Return which required part of a checkpoint is missing or of another type; "" if none is."""
+    kinds = {"step": int, "state": dict, "identity": dict, "config": dict}
+    missing = [name for name in kinds if name not in content]
+    if missing:
+        return f"it has no {' and no '.join(missing)}"
+    other = [name for name, kind in kinds.items() if type(content[name]) is not kind]
+    if other:
+        return f"its {' and '.join(other)} cannot be used"
+    step = content["state"].get("step", content["step"])
+    if type(step) is not int or not 0 <= step == content["step"]:
+        return "its step cannot be used"
+    tables = [name for name in ("identity", "config") if not _is_plain(content[name])]
+    return f"its {' and '.join(tables)} cannot be used" if tables else ""
+
+
+def _is_plain(table: dict[Any, Any]) -> bool:
+    """Return whether a table holds what a config can hold, and not more."""
+    waiting: list[Any] = [table]
+    for _ in range(MOST_VALUES):
+        if not waiting:
+            return True
+        value = waiting.pop()
+        if isinstance(value, dict):
+            if not all(isinstance(name, (str, int)) for name in value):
+                return False
+            waiting += [*value, *value.values()]
+        elif isinstance(value, (list, tuple)):
+            waiting += value
+        elif isinstance(value, str):
+            if len(value) > LONGEST_TEXT:
+                return False
+        elif value is not None and type(value) not in (bool, int, float):
+            return False
+    return False
 
 
 def plan_in(content: dict[str, Any]) -> dict[str, Any]:
@@ -324,6 +366,9 @@ def verify(path: Path) -> None:
     manifest = _read_manifest(manifest_path)
     if not manifest:
         raise CheckpointError(f"{path}: its manifest {manifest_path.name} is damaged")
+    # The size first: it takes long to read a terabyte. It is unknown while a step is saved again.
+    if path.stat().st_size != manifest.get("bytes", path.stat().st_size):
+        raise CheckpointError(f"{path}: damaged: its size differs from the manifest")
     if _sha256(path) not in _valid_digests(manifest):
         raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
 
@@ -369,7 +414,7 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
         UserError: the checkpoint has another format.
     """
     damaged = []
-    paths = sorted(folder.glob("step-*.pt"), reverse=True)
+    paths = files(folder)[::-1]
     with_manifests = any(path.with_suffix(".json").exists() for path in paths)
     for path in paths:
         if with_manifests and not path.with_suffix(".json").exists():
@@ -475,13 +520,13 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
     """
     for path in folder.glob("*.tmp"):
         path.unlink(missing_ok=True)
-    paths = list(folder.glob("step-*.pt"))
+    paths = files(folder)
     without = [path for path in paths if not path.with_suffix(".json").exists()]
     for path in without if len(without) < len(paths) else ():
         if keep is None or not path.samefile(keep):
             logger.info("removing %s: the process was killed before it wrote the manifest", path)
             _remove(path)
-    manifests = map(_read_manifest, sorted(folder.glob("step-*.json"), reverse=True))
+    manifests = map(_read_manifest, files(folder, ".json")[::-1])
     best = next((manifest for manifest in manifests if manifest.get("best")), None)
     if best is not None and best != _read_manifest(folder / "best.json"):
         # The pointer is damaged, or the process was killed after the manifest, before the pointer.
@@ -546,19 +591,21 @@ def _sync_folder(folder: Path) -> None:
 def _read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest or pointer; return {} if it is missing or damaged."""
     try:
-        manifest = json.loads(path.read_text())
-    except (OSError, ValueError):
+        with open_regular(path) as file:
+            manifest = json.loads(file.read(MOST_MANIFEST))
+    except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
 
 
-def _valid_digests(manifest: dict[str, Any]) -> list[str | None]:
-    return [manifest.get("sha256"), *manifest.get("replaces", [])]
+def _valid_digests(manifest: dict[str, Any]) -> list[Any]:
+    replaced = manifest.get("replaces")
+    return [manifest.get("sha256"), *(replaced if isinstance(replaced, list) else [])]
 
 
 def _prune(folder: Path, keep: int, needed: set[str]) -> None:
     """Remove all checkpoints except the newest `keep` and those named in `needed`."""
-    paths = sorted(path for path in folder.glob("step-*.pt") if path.with_suffix(".json").exists())
+    paths = [path for path in files(folder) if path.with_suffix(".json").exists()]
     for path in paths[:-keep]:
         if path.name not in needed:
             # The manifest first: a file without a manifest is ignored, the reverse is an error.
@@ -608,7 +655,7 @@ def _tensors(content: Any) -> Iterator[Tensor]:
 
 
 def _sha256(path: Path) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

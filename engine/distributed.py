@@ -306,16 +306,15 @@ def _check_port(port: int) -> None:
     Raises:
         UserError: it cannot.
     """
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as server:
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            server.bind(("", port))
-            server.listen()
-        except OSError as error:
-            raise UserError(
-                f"MASTER_PORT={port}: {os.strerror(error.errno or 0)}; choose another number, or "
-                "use `torchrun --standalone`"
-            ) from None
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    try:
+        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
+    except OSError as error:
+        raise UserError(
+            f"MASTER_PORT={port}: {os.strerror(error.errno or 0)}; choose another number, or use "
+            "`torchrun --standalone`"
+        ) from None
 
 
 def _wait_for_port(host: str, port: int, seconds: float) -> None:

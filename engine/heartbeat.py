@@ -88,6 +88,8 @@ class Heartbeat:
         self._thread.join()
         if kind is None:
             self._send("", left=True)
+        if self._socket is not None:
+            self._socket.close()
 
     def enter(self, section: str) -> None:
         """Note what this rank begins to do, for messages: "step 12", "validation"."""
@@ -188,8 +190,8 @@ class Heartbeat:
             os._exit(1)
         names = ", ".join(f"rank {rank} ({self._peers[rank].process})" for rank in silent)
         self._exit(
-            f"loader.timeout_seconds={self.timeout_seconds:g}: {names} has not answered for that "
-            f"long, and rank {self.rank} waits for it ({self._section}); the process is stopped, "
+            f"loader.timeout_seconds={self.timeout_seconds:g}: no answer for that long from "
+            f"{names}, for which rank {self.rank} waits ({self._section}); the process is stopped, "
             "or its machine hangs: end it, and run the same command again"
         )
 

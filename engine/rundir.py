@@ -4,11 +4,13 @@ import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 import models
 from conf.schema import (
@@ -26,6 +28,7 @@ from engine.distributed import World, same_on_all_ranks
 from engine.out_of_memory import state_bytes
 from engine.plan import Plan
 from engine.state import TrainingError, TrainState, diverged
+from models.archive import open_regular
 from pipeline.build import Datasets
 from pipeline.dataset import in_form_of
 from pipeline.sizing.plan import pixels_of
@@ -33,6 +36,7 @@ from pipeline.splits import refuse_inside
 
 logger = logging.getLogger(__name__)
 
+Check = Callable[[dict[str, Any]], None]  # of a state whose tensors are on the meta device
 # What Tracker.outcome shows of a finished run.
 SUMMARY = {
     "status",
@@ -45,6 +49,7 @@ SUMMARY = {
     "best_epoch",
     "images_per_second",
 }
+VALIDATION = {"top1", "top5", "best_top1", "best_epoch"}  # null if nothing was validated
 # Memory of a checkpoint in addition to `state_bytes`: counters of the optimiser, and alignment.
 SPARE_BYTES = 1 << 20
 # Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
@@ -82,17 +87,36 @@ class _Found:
     """A checkpoint to resume.
 
     Attributes:
-        origin: the checkpoint of another run from which this run started, if any.
+        state: the training state; its tensors have shapes and dtypes, but no memory.
     """
 
     path: Path
     step: int
     identity: dict[str, Any]
-    origin: str | None
+    state: dict[str, Any]
 
     @classmethod
     def of(cls, path: Path, content: dict[str, Any]) -> "_Found":
-        return cls(path, content["step"], content["identity"], content["state"].get("origin"))
+        return cls(path, content["step"], content["identity"], _on_meta(content["state"]))
+
+    @property
+    def origin(self) -> Any:
+        """The checkpoint of another run from which this run started, if any."""
+        return self.state.get("origin")
+
+
+def _on_meta(content: Any) -> Any:
+    """Return nested containers with all tensors on the meta device, where they take no memory."""
+    if isinstance(content, Tensor):
+        return content.to("meta")
+    if isinstance(content, dict):
+        return {name: _on_meta(value) for name, value in content.items()}
+    return [_on_meta(item) for item in content] if isinstance(content, (list, tuple)) else content
+
+
+def _for(changes: Mapping[str, str], state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a stored state that counts after the accepted changes."""
+    return {**state, "losses": None} if "data.train" in changes else state  # other images
 
 
 class RunDirectory(AbstractContextManager["RunDirectory"]):
@@ -158,13 +182,20 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         found = self._find()
         return (found.step, found.identity) if found is not None else (0, {})
 
-    def open(self, identity: dict[str, Any], *, stop_step: int | None = None) -> None:
+    def open(
+        self,
+        identity: dict[str, Any],
+        *,
+        check: Check | None = None,
+        stop_step: int | None = None,
+    ) -> None:
         """Claim the folder and find the checkpoint to resume. Collective.
 
         Nothing is created if this raises.
 
         Args:
             identity: everything that affects the result, by the name to use in messages.
+            check: raises a ValueError if `restore` could not load the state that it is given.
             stop_step: where training ends. Changes are not accepted for a checkpoint that has
                 reached it.
 
@@ -175,15 +206,17 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """
         same_on_all_ranks(self.world.gather(identity))
         self._identity = identity
-        self.resumed, self.accepted = self.world.agree(lambda: self._open(stop_step))
+        self.resumed, self.accepted = self.world.agree(lambda: self._open(check, stop_step))
 
-    def _open(self, stop_step: int | None) -> tuple[Path | None, dict[str, str]]:
+    def _open(
+        self, check: Check | None, stop_step: int | None
+    ) -> tuple[Path | None, dict[str, str]]:
         self.check()
         with self._usable():
             while True:
                 before = self._listing()
                 found = self._find()
-                changes = self._changes(found, stop_step) if found is not None else {}
+                changes = self._changes(found, check, stop_step) if found is not None else {}
                 if self.path.exists() and self._lock is None:
                     self._claim()
                 if self._listing() == before:  # else another process has trained here meanwhile
@@ -200,11 +233,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self._made_by = checkpoint.provenance()
         return (found.path if found is not None else None), changes
 
-    def _changes(self, found: _Found, stop_step: int | None) -> dict[str, str]:
+    def _changes(self, found: _Found, check: Check | None, stop_step: int | None) -> dict[str, str]:
         """Return the accepted changes since a checkpoint was written.
 
         Raises:
-            UserError: a change is not accepted, or would have no effect.
+            UserError: a change is not accepted, or would have no effect; or the state in the
+                checkpoint does not fit.
         """
         stored, now = dict(found.identity), dict(self._identity)
         if not stored.keys() & now.keys() & {"model.compile"}:
@@ -226,6 +260,14 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
                 "or start over with checkpoint.resume=never"
             )
+        try:
+            if check is not None:
+                check(_for(changes, found.state))
+        except ValueError as error:
+            raise UserError(
+                f"cannot resume {found.path}: its state is not one of this training: {error}; give "
+                "the path of another step-*.pt, or start over with checkpoint.resume=never"
+            ) from None
         return changes
 
     def set_pixels(self, pixels: str) -> None:
@@ -250,9 +292,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if self.resumed is None:
             return []
         stored = checkpoint.load(self.resumed)
-        if "data.train" in self.accepted:  # other images
-            stored["state"]["losses"] = None
-        state.load_state_dict(stored["state"])
+        state.load_state_dict(_for(self.accepted, stored["state"]))
         self.saved_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
@@ -341,10 +381,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         own = _Found.of(*newest) if newest is not None else None
         if resume == "auto":
             return own
-        if own is not None and own.origin == str(Path(resume).resolve()):
+        if own is not None and own.origin == os.path.realpath(resume):
             return own  # the same command again; the checkpoint it began with may be gone
         if not os.path.isfile(resume):
-            reason = "is a folder" if os.path.isdir(resume) else "no such file"
+            exists = "is not a regular file" if os.path.exists(resume) else "no such file"
+            reason = "is a folder" if os.path.isdir(resume) else exists
             raise UserError(
                 f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), "
                 "auto or never"
@@ -425,12 +466,21 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def finished_summary(self, step: int) -> dict[str, Any] | None:
         """Return the summary of an earlier start that finished at `step`, or None."""
         try:
-            summary = json.loads((self.path / "summary.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
+            with open_regular(self.path / "summary.json") as file:
+                summary = json.loads(file.read())
+        except (OSError, ValueError, RecursionError):
             return None
         complete = isinstance(summary, dict) and summary.keys() >= SUMMARY
-        done = complete and summary["status"] == "finished" and summary["step"] == step
-        return summary if done else None
+        if not complete or summary["status"] != "finished" or summary["step"] != step:
+            return None
+        # Tracker.outcome formats these. A value of another type is damage.
+        unknown = {key for key in SUMMARY if summary[key] is None}
+        known = [summary[key] for key in SUMMARY - unknown - {"status"}]
+        if not all(type(value) in (int, float) and abs(value) < 1e12 for value in known):
+            return None
+        if unknown & {"epoch", "seconds"} or unknown & VALIDATION not in (set(), VALIDATION):
+            return None
+        return summary
 
     def close(self) -> None:
         if self._lock is not None:

@@ -139,7 +139,8 @@ class TrainState:
         self.model.load_state_dict(stored["model"])
         if self.ema is not None:
             # If the average is turned on at a resume, it starts from the current weights.
-            self.ema.module.load_state_dict(stored["ema"] or stored["model"])
+            average = stored["model"] if stored["ema"] is None else stored["ema"]
+            self.ema.module.load_state_dict(average)
             if stored["ema_steps"] is not None:
                 self.ema.n_averaged.copy_(stored["ema_steps"])
         # None in a checkpoint of an earlier version, or if the images have changed.
@@ -149,7 +150,7 @@ class TrainState:
         # weight decay, come from the current config.
         # Options such as `capturable` also decide on which device the state is kept.
         groups = [
-            {**group, **chosen}
+            {"params": group["params"], **chosen}
             for group, chosen in zip(
                 stored["optimizer"]["param_groups"], _options(self.optimizer), strict=True
             )

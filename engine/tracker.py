@@ -112,7 +112,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
             kept = []
             for line in path.read_text(errors="replace").splitlines():
                 # A killed process leaves an incomplete line.
-                with contextlib.suppress(ValueError, KeyError, TypeError):
+                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))

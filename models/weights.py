@@ -3,7 +3,6 @@
 Reading a file never executes code from it.
 """
 
-import argparse
 import hashlib
 import json
 import logging
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from conf.schema import UserError
+from models.archive import open_regular, read_archive
 from models.stages import stages
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ POSITIONS: dict[str, dict[str, bool]] = {
     "pos_embedding": {"align_corners": True},
     "pos_embed": {"antialias": True},
 }
-LONGEST_HEADER = 100_000_000  # bytes; the limit of the safetensors package
+# Bytes; that of a model has less than 1 MB. 100 MB, the limit of the package, can take 2 GB of RAM.
+LONGEST_HEADER = 16 << 20
 # The types of https://github.com/huggingface/safetensors (section "Format") that weights have.
 SAFETENSORS = {
     "F64": torch.float64,
@@ -88,17 +89,16 @@ def read_file(path: Path, *, origin: str) -> Any:
     try:
         if path.suffix == ".safetensors":
             return _read_safetensors(path)
-        # timm and torchvision store their arguments. A Namespace only holds attributes.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(path, map_location="cpu", weights_only=True)
+        return read_archive(path)
     except FileNotFoundError:
         raise UserError(
             f"{origin}: no such file or folder; give a checkpoint, the folder of a run, or a file "
             "with weights (.pth, .pt, .safetensors)"
         ) from None
-    except Exception as error:  # torch.load raises many types
+    except (OSError, ValueError, RecursionError, MemoryError) as error:
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
         raise UserError(
-            f"{origin}: cannot be read ({_reason(path, error)}); give a state_dict or a checkpoint"
+            f"{origin}: cannot be read ({reason}); give a state_dict or a checkpoint"
         ) from None
 
 
@@ -113,7 +113,8 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     """
     stored = content
     if isinstance(content, dict) and isinstance(content.get("state"), dict):
-        stored = content["state"].get("ema") or content["state"].get("model")
+        averaged = content["state"].get("ema")
+        stored = content["state"].get("model") if averaged is None else averaged
     elif isinstance(content, dict):
         inner = (content[name] for name in CONTAINERS if isinstance(content.get(name), dict))
         stored = next(inner, content)
@@ -254,7 +255,7 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the file is damaged.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return dict(_safetensors_header(file).get("__metadata__", {}))
 
 
@@ -265,12 +266,13 @@ def file_fingerprint(path: Path) -> str:
         UserError: the file cannot be read.
     """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
-    except OSError as error:
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"model.weights={path}: {error.strerror}; every start reads the file, even if the run "
-            "resumes: give its path"
+            f"model.weights={path}: {reason}; every start reads the file, even if the run resumes: "
+            "give its path"
         ) from None
 
 
@@ -285,18 +287,6 @@ def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
         return name
     names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
     return next((new for new in names if new in own), name)
-
-
-def _reason(path: Path, error: Exception) -> str:
-    """Describe an error of torch.load in a few words; its own text has many lines."""
-    try:
-        needed = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-    except Exception:  # not a file of torch.save
-        needed = []
-    needed = sorted(name for name in needed if name != "argparse.Namespace")
-    if needed:
-        return f"it would import {', '.join(needed[:NAMED])}"
-    return str(error) if isinstance(error, ValueError) else type(error).__name__
 
 
 def _without_prefixes(weights: Mapping[str, Tensor]) -> Weights:
@@ -315,11 +305,18 @@ def _read_safetensors(path: Path) -> Weights:
     Raises:
         ValueError: the file is damaged, or holds another type of numbers.
     """
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         header = _safetensors_header(file)
         data = memoryview(file.read())
     header.pop("__metadata__", None)
-    return {name: _tensor(name, entry, data) for name, entry in header.items()}
+    weights: Weights = {}
+    left = len(data)
+    for name, entry in header.items():
+        weights[name] = _tensor(name, entry, data)
+        left -= weights[name].nbytes
+        if left < 0:
+            raise ValueError("its tensors overlap")
+    return weights
 
 
 def _safetensors_header(file: BinaryIO) -> dict[str, Any]:
@@ -328,7 +325,7 @@ def _safetensors_header(file: BinaryIO) -> dict[str, Any]:
     if not 2 <= length <= min(os.fstat(file.fileno()).st_size - 8, LONGEST_HEADER):
         raise ValueError("not a safetensors file")
     header = json.loads(file.read(length))
-    if not isinstance(header, dict):
+    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
         raise ValueError("not a safetensors file")
     return header
 
@@ -343,5 +340,6 @@ def _tensor(name: str, entry: Any, data: memoryview) -> Tensor:
         if size == 0:
             return torch.empty(shape, dtype=dtype)
         return torch.frombuffer(bytearray(data[begin:end]), dtype=dtype).reshape(shape)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"tensor {name}: {type(error).__name__}: {error}") from None
+    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
+        reason = str(error).partition("\n")[0]  # torch adds its stack
+        raise ValueError(f"tensor {name}: {type(error).__name__}: {reason[:200]}") from None

@@ -649,7 +649,7 @@ def run_directory(case: Case) -> Iterator[Row]:
     run = RunDirectory(case.config, World(0, 1, 0, 1, torch.device("cpu")))
     path = run.path
     _, stored = run.stored()
-    kept = sorted(path.glob("checkpoints/step-*.pt"))
+    kept = checkpoint.files(path / "checkpoints")
     if stored and case.plan is not None:  # the plan's datasets have no fingerprint of the files
         made, datasets, _ = case.plan
         identity = run_identity(case.config, datasets, made)

@@ -313,6 +313,8 @@ def read_runs(folder: Path) -> list[Run]:
     Raises:
         UserError: The folder is not a run directory, or no run of the sweep is left.
     """
+    if not os.path.isfile(folder / "sweep.json"):  # reading a FIFO would wait
+        return [read_run(folder)]
     try:
         jobs = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"]
         names = {folder / job["run"]: job["values"].items() for job in jobs}
@@ -357,7 +359,8 @@ def read_run(folder: Path) -> Run:
     run.summary = read_object(run, "summary.json")
     run.autotune = read_object(run, "autotune.json")
     # Config changes that a resume accepted: config.yaml has only the last values.
-    run.notes += [str(line) for line in run.summary.get("history") or []]
+    history = run.summary.get("history")
+    run.notes += map(str, history if isinstance(history, list) else [])
     run.so_far = read_object(run, "verdict.json")
     read_rows(run)
     run.name = str(run.config.get("run.name") or folder.resolve().name)
@@ -366,8 +369,12 @@ def read_run(folder: Path) -> Run:
 
 
 def read_text(run: Run, name: str) -> str:
+    path = run.folder / name
+    if os.path.exists(path) and not os.path.isfile(path):  # reading a FIFO would wait
+        run.notes.append(f"{name} is not a regular file")
+        return ""
     try:
-        return (run.folder / name).read_text(errors="replace")
+        return path.read_text(errors="replace")
     except FileNotFoundError:
         if name in FILES:
             run.notes.append(f"{name} does not exist")

@@ -81,9 +81,13 @@ def family(pid: int) -> set[int]:
     return found & relatives.keys()
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[Any] | None = None) -> None:
-    """Wait for a condition. Fail after HANGS_SECONDS, or if `process` ends before."""
-    deadline = time.monotonic() + HANGS_SECONDS
+def wait_until(
+    condition: Callable[[], bool],
+    process: subprocess.Popen[Any] | None = None,
+    seconds: float = HANGS_SECONDS,
+) -> None:
+    """Wait for a condition. Fail after `seconds`, or if `process` ends before."""
+    deadline = time.monotonic() + seconds
     while not condition():
         assert process is None or process.poll() is None, (
             f"ended early with status {process.returncode}"

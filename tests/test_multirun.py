@@ -211,6 +211,17 @@ def test_cfg_job_prints_every_job(capsys: pytest.CaptureFixture[str]) -> None:
     assert "# job 2 of 2: optim.lr=2\n" in out
 
 
+@pytest.mark.parametrize(
+    "summary", ['{"total_seconds": NaN}', '{"total_seconds": 1e400}', '{"top1": "x"}', "[" * 10**5]
+)
+def test_a_damaged_summary_leaves_the_result_empty(summary: str, tmp_path: Path) -> None:
+    job = multirun.expand([DEMO, "train.seed=1,2", f"run.dir={tmp_path}/${{train.seed}}"])[0]
+    job.folder.mkdir()
+    (job.folder / "summary.json").write_text(summary)
+    job.end(0)
+    assert multirun._lines(tmp_path, [job])[1].split() == ["1", "finished"]
+
+
 # Jobs whose outcome is given by their place in the sweep. They import nothing slow.
 SCRIPT = """\
 import json, os, signal, sys

@@ -128,6 +128,66 @@ def test_newest_is_the_highest_step(tmp_path: Path) -> None:
     assert newest(tmp_path) == 100
 
 
+def test_order_beyond_8_digits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As text, step-100000000 comes before step-99999999."""
+    steps = (99_999_998, 99_999_999, 100_000_000, 1_000_000_000)
+    for step in steps[:3]:
+        save(tmp_path, content(step), keep=2, best_step=steps[1])
+    assert newest(tmp_path) == steps[2]
+    assert {path.stem for path in checkpoint.files(tmp_path)} == {
+        "step-99999999",
+        "step-100000000",
+    }
+    save(tmp_path, content(steps[3]), keep=2, best_step=steps[3])
+    assert [path.stem for path in checkpoint.files(tmp_path)] == [
+        "step-100000000",
+        "step-1000000000",
+    ]
+    (tmp_path / "best.json").unlink()
+    manifest = json.loads((tmp_path / "step-100000000.json").read_text())
+    (tmp_path / "step-100000000.json").write_text(json.dumps({**manifest, "best": True}))
+    remove_leftovers(tmp_path)  # of two best checkpoints, the newer one
+    assert pointed(tmp_path, "best.json") == "step-1000000000.pt"
+    flip(tmp_path / "step-1000000000.pt", 500)
+    assert newest(tmp_path) == steps[2]
+
+
+def test_names_without_a_step_are_left_alone(folder: Path) -> None:
+    for name in ("step-mine.pt", "step-.pt", "step-5x.pt", "step--5.pt"):
+        (folder / name).write_bytes(b"mine")
+    remove_leftovers(folder)
+    assert newest(folder) == 20
+    assert {"step-mine.pt", "step-.pt", "step-5x.pt", "step--5.pt"} <= files(folder)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"replaces": 5}, {"sha256": ["x"]}, {"bytes": "many"}, {"bytes": 10**12}, {"sha256": None}],
+)
+def test_manifest_that_lies(folder: Path, damage: dict[str, Any]) -> None:
+    path = folder / "step-00000020.json"
+    manifest = {**json.loads(path.read_text()), **damage}
+    path.write_text(json.dumps(manifest))
+    assert newest(folder) == (20 if damage == {"replaces": 5} else 10)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "deep", "large"])
+def test_manifest_that_is_no_file(folder: Path, kind: str) -> None:
+    path = folder / "step-00000020.json"
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text("[" * 100_000 if kind == "deep" else " " * 10**6)
+    (folder / "best.json").symlink_to(path)
+    remove_leftovers(folder)
+    assert newest(folder) == 10
+    with pytest.raises(UserError, match="names no checkpoint"):
+        checkpoint.find(path)
+
+
 def test_keep_and_best(tmp_path: Path) -> None:
     kept = {}
     for step, best in ((1, 1), (2, 1), (3, 3), (4, 3), (5, 3), (6, 3)):

@@ -16,7 +16,7 @@ from conf.schema import Checkpoint, Config, Data, Run, UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.distributed import World
-from engine.rundir import SUMMARY, RunDirectory
+from engine.rundir import SUMMARY, VALIDATION, RunDirectory
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"dataset": "abc", "model.name": "resnet_tiny"}
@@ -348,6 +348,15 @@ COMPLETE = dict.fromkeys(SUMMARY, 5) | {"status": "finished", "step": 20}
         ("null", None),
         ("", None),
         ('{"status": "fin', None),
+        ("[" * 100_000, None),
+        (json.dumps({**COMPLETE, "top1": "5"}), None),
+        (json.dumps({**COMPLETE, "best_top1": None}), None),
+        (json.dumps({**COMPLETE, "seconds": float("inf")}), None),
+        (json.dumps({**COMPLETE, "epoch": True}), None),
+        (
+            json.dumps({**COMPLETE, **dict.fromkeys(VALIDATION)}),
+            COMPLETE | dict.fromkeys(VALIDATION),
+        ),
         (None, None),
     ],
 )

@@ -95,8 +95,22 @@ def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks)
         done = job.wait()
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert line.startswith(f"train.py: loader.timeout_seconds=4: rank 1 (process {job.pids[2]} on ")
-    assert "rank 0 waits for it (" in line
+    named = f"no answer for that long from rank 1 (process {job.pids[2]} on "
+    assert line.startswith(f"train.py: loader.timeout_seconds=4: {named}")
+    assert ", for which rank 0 waits (step " in line
+
+
+def test_a_killed_rank_ends_the_others_with_one_line(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
+    with ranks.running(start, 2) as job:
+        wait_until(lambda: steps(tmp_path / "run") >= 3)
+        os.kill(job.pids[2], KILL)
+        done = job.wait()
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"train.py: rank 0: another rank ended during (step|validation|checkp)", line)
 
 
 LATE = """
@@ -281,7 +295,7 @@ def started(way: Way, root: Path, folder: Path, *more: str) -> Iterator[Running]
         root = many_validation_images(root, folder / "images")
     job = Running(way, root, folder, *more)
     try:
-        wait_until(job.reached, job.process)
+        wait_until(job.reached, job.process, seconds=3 * HANGS_SECONDS)
         yield job
     finally:
         job.clean_up()

@@ -387,6 +387,9 @@ def test_files_may_be_missing(
     made(runs / "first", copied, out=tmp_path / "both.html")
 
 
+LATER = range(ord("b"), ord("z") + 1)  # each alias stands for twice as many values
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -405,12 +408,21 @@ def test_files_may_be_missing(
         b'{"step": "x", "loss": 1}\n{"step": null}\n[1]\n\n{"step": -1}',
         b'{"step": 1}\n{"step": 2, "split": ["train"]}',
         b'{"status": ["a"], "verdict": 3, "seconds_lost": [1], "signal": "x"}',
+        b"a: &a [x, x]\n" + b"".join(b"%c: &%c [*%c, *%c]\n" % (n, n, n - 1, n - 1) for n in LATER),
+        b'{"history": 5}',
         b'{"supply": 3, "workers": {"a": 1}, "copy_ms": [null, 1]}',
     ],
 )
 @pytest.mark.parametrize("name", [*report.FILES, "autotune.json"])
 def test_a_file_may_hold_anything(copied: Path, name: str, content: bytes) -> None:
     (copied / name).write_bytes(content)
+    made(copied)
+
+
+@pytest.mark.parametrize("name", [*report.FILES, "sweep.json"])
+def test_a_file_may_be_a_fifo(copied: Path, name: str) -> None:
+    (copied / name).unlink(missing_ok=True)
+    os.mkfifo(copied / name)
     made(copied)
 
 
