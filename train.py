@@ -110,8 +110,11 @@ def train(config: Config) -> dict[str, Any]:
         config = agree_on(config, world)
         run = use(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        check = partial(check_state, state, most_steps=plan.schedule_steps)
-        run.open(run_identity(config, datasets, plan), check=check, stop_step=plan.stop_step)
+        run.open(
+            run_identity(config, datasets, plan),
+            check=partial(check_state, state, most_steps=plan.schedule_steps),
+            stop_step=plan.stop_step,
+        )
         changes = run.restore(state)
         log = use(RunLog(plan, world, run, state, started=started))
         log.introduce(changes, cli.to_yaml(config))

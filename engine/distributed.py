@@ -174,7 +174,8 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     if need > have:
         raise UserError(
             f"train.device={choice}: torch sees {have} GPUs, this node has {need} rank(s); "
-            "start fewer ranks or use train.device=cpu"
+            "start fewer ranks, give each of them all GPUs of its node (srun --gpu-bind=none), or "
+            "use train.device=cpu"
         )
     return torch.device("cuda", local_rank)
 

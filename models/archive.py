@@ -82,7 +82,9 @@ def read_archive(path: Path) -> Any:
         file.seek(0)
         try:
             _check_zip(file) if is_zip else _check_legacy(file)
-        except (zipfile.BadZipFile, KeyError, IndexError, NotImplementedError) as error:
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # zipfile raises many types too
             raise ValueError(f"damaged, or not of torch.save: {type(error).__name__}") from None
     try:
         # timm and torchvision store their arguments. A Namespace only holds attributes.
@@ -111,7 +113,7 @@ def _check_zip(file: BinaryIO) -> None:
 
     Raises:
         ValueError: they are larger than the file, or the pickle exceeds the limits.
-        zipfile.BadZipFile, KeyError: it is no zip file of torch.save.
+        Exception: it is no zip file of torch.save.
     """
     with zipfile.ZipFile(file) as archive:
         records = archive.infolist()

@@ -451,6 +451,8 @@ def lacks_data(data: bytes) -> bool:
         markers.append(marker)
         if marker not in WITHOUT_LENGTH:
             at += int.from_bytes(data[at : at + 2], "big")
+    if PROGRESSIVE in markers and data[at - 3]:
+        return True  # the first scan, with the mean of each block
     end = data.find(END_OF_IMAGE, at)
     body = data[at:end]
     restarts = [RESTART.findall(scan) for scan in SCAN.findall(body)]
@@ -460,7 +462,7 @@ def lacks_data(data: bytes) -> bool:
     for content in (data, data[:at] + SCAN.sub(_filled, body) + data[end:]):
         image = Image.open(io.BytesIO(content), formats=FORMATS)
         if LOSSLESS not in markers:
-            image.draft(image.mode, (image.width // 8, image.height // 8))
+            image.draft(image.mode, (max(1, image.width // 8), max(1, image.height // 8)))
         made.append(image.tobytes())
     return made[0] != made[1]
 

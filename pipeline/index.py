@@ -669,6 +669,8 @@ def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
             if stored["format"] != CACHE_FORMAT or stored["root"].tobytes() != os.fsencode(root):
                 return None
             scan = dict(stored)
+        if missing := {"classes", "paths", "offsets", "labels"} - scan.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")  # a damaged zip directory
         base = os.fsencode(os.path.dirname(root) if "places" in scan else root)
         stamps = _stamps(base, _names(scan["folders"]))
         if stamps is None or not np.array_equal(stamps, scan["stamps"]):

@@ -8,10 +8,10 @@ import platform
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 
 Record = Callable[[str, int, int], None]
 BEGIN, END = "<!-- figures: written by make soak -->\n", "<!-- end of the figures -->\n"
@@ -85,7 +85,7 @@ def with_figures(text: str, new: dict[str, tuple[str, str]]) -> str:
     before, _, rest = text.partition(BEGIN)
     table, _, after = rest.partition(END)
     kept = {line.split(" | ")[0].removeprefix("| "): f"{line}\n" for line in table.splitlines()}
-    versions = f"Python {platform.python_version()}, torch {torch.__version__}"
+    versions = f"Python {platform.python_version()}, torch {version('torch')}"
     lines = [HEADER]
     for row, goal in GOALS.items():
         if row in new:

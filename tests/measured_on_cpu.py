@@ -10,11 +10,13 @@ import math
 import os
 import sys
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import train
 from conf import cli
+from engine.boards import exit_with
 from engine.launch import end_with_torchrun
 from pipeline import feed
 from pipeline.sizing import autotune, machine, plan
@@ -56,4 +58,4 @@ def main(folder: Path, overrides: list[str]) -> int:
 
 if __name__ == "__main__":
     end_with_torchrun()
-    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
+    exit_with(partial(main, Path(sys.argv[1]), sys.argv[2:]))

@@ -23,7 +23,13 @@ def test_other(figure):
 """
 
 
-@pytest.mark.parametrize("processes", [[], ["-n", "2"]], ids=["one process", "xdist"])
+@pytest.mark.parametrize(
+    "processes",
+    [
+        pytest.param([], id="one process"),
+        pytest.param(["-n", "2"], id="xdist", marks=pytest.mark.slow),
+    ],
+)
 def test_counts_are_added_up_and_written(tmp_path: Path, processes: list[str]) -> None:
     """Also those of failed tests; other rows and the text around the table stay."""
     (tmp_path / "test_parts.py").write_text(TESTS)

@@ -1,6 +1,7 @@
 """The sample table: accepted files, refused folders, and a cache that is never stale."""
 
 import contextlib
+import io
 import os
 import random
 import resource
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from conf.schema import UserError
@@ -453,6 +455,11 @@ def test_damaged_cache_is_scanned_again(tmp_path: Path, caplog: pytest.LogCaptur
         flipped = bytearray(good)
         flipped[rng.randrange(len(good))] ^= 1 << rng.randrange(8)
         damaged.append(bytes(flipped))
+    with np.load(io.BytesIO(good)) as stored:
+        for name in stored:  # as if the directory of the zip file had lost a member
+            file = io.BytesIO()
+            np.savez(file, **{other: stored[other] for other in stored if other != name})
+            damaged.append(file.getvalue())
     for data in damaged:
         caplog.clear()
         cache.write_bytes(data)
