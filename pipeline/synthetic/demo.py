@@ -209,7 +209,8 @@ class UndrawnDataset(FolderDataset):
             ensure_demo_dataset(root)
         except OSError as error:
             raise UserError(f"data.root={root}: {error}") from None
-        self.__dict__.pop("_sizes", None)  # those of the missing files
+        for cached in ("_sizes", "_content"):  # of the missing files
+            self.__dict__.pop(cached, None)
 
 
 def ensure_demo_dataset(
