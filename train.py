@@ -493,7 +493,7 @@ def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
     os.environ.update(slurm.ranks(os.environ))  # as if torchrun had started the tasks of srun
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=True)
+    cli.log_to_stderr(level, force=True)
     try:
         summary = train(config)
     except UserError as error:

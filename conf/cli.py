@@ -4,6 +4,7 @@ A mistake ends the program with status 2 before it has created anything.
 """
 
 import argparse
+import logging
 import os
 import re
 import shlex
@@ -216,6 +217,20 @@ def complain(message: str, script: str = "train.py") -> None:
 def printable(text: str) -> str:
     """Escape what does not belong on a terminal; a file name may hold any character."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+class _PrintableLines(logging.Formatter):
+    """Formats log messages for a terminal: the names of files in them may hold any character."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(map(printable, super().format(record).split("\n")))
+
+
+def log_to_stderr(level: int = logging.INFO, *, force: bool = False) -> None:
+    """Set up logging as `logging.basicConfig` does, with messages that a terminal can show."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(_PrintableLines("%(levelname)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=force)
 
 
 def complain_of_mistake(message: str, script: str = "train.py") -> None:

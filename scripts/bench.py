@@ -86,7 +86,6 @@ if __name__ == "__main__":
     )
 
 import io
-import logging
 import tempfile
 import time
 from collections.abc import Callable
@@ -523,7 +522,7 @@ def chart(rungs: list[Rung], title: str) -> Image.Image:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    cli.log_to_stderr()
     machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     about = f"{CONFIG.model.name} on {machine}, images/s"
     try:

@@ -304,7 +304,7 @@ def main() -> int:
     """Run the test; return the exit status: 0 done, 1 failed, 2 user error."""
     leads = os.environ.get("RANK", "0") == "0"
     level = logging.WARNING if leads else logging.ERROR
-    logging.basicConfig(level=level, format="%(levelname)s: %(message)s", force=True)
+    cli.log_to_stderr(level, force=True)
     try:
         test = range_test(
             CONFIG, steps=OPTIONS.steps, lowest=LOWEST, highest=HIGHEST, out=OPTIONS.out

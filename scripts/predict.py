@@ -116,7 +116,6 @@ if __name__ == "__main__":
 
 import csv
 import io
-import logging
 import select
 import stat
 import warnings
@@ -500,7 +499,7 @@ def predict_all(options: argparse.Namespace) -> int:
 
 
 def main(options: argparse.Namespace) -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    cli.log_to_stderr()
     # "Corrupt EXIF data" and the like: the pixels are not affected
     warnings.filterwarnings("ignore", module="PIL")
     try:

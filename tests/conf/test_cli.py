@@ -1,5 +1,6 @@
 """The command line: composing, --help, --cfg job, and the messages for mistakes."""
 
+import logging
 import os
 import re
 import shlex
@@ -755,6 +756,15 @@ def test_only_local_rank_0_prints_a_mistake(
     assert (ended.value.code, capsys.readouterr().err) == (2, "")
     cli.complain("a file cannot be read")  # every rank prints its own failures
     assert capsys.readouterr().err == "train.py: a file cannot be read\n"
+
+
+@pytest.mark.usefixtures("own_logging")
+def test_a_log_message_cannot_control_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.log_to_stderr(force=True)
+    logging.getLogger("index").warning("%s: no image\nuse another folder", "d\x1b[31m/\r\udcff")
+    assert capsys.readouterr().err == (
+        "WARNING: d\\x1b[31m/\\r\\udcff: no image\nuse another folder\n"
+    )
 
 
 def test_mistakes_name_the_script(capsys: pytest.CaptureFixture[str]) -> None:
