@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import select
 import signal
 import socket
@@ -35,6 +36,8 @@ STORE_SECONDS = 5.0
 ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
 SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
 WATCH_SECONDS = 0.5  # between two looks at whether another rank has a signal
+# How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
+GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
 ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
@@ -257,8 +260,9 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors.
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        # gloo raises plain RuntimeErrors; a LoaderError may name a folder `igloo`.
+        of_gloo = type(error) is RuntimeError and GLOO.match(str(error))
+        if not isinstance(error, dist.DistError) and not of_gloo:
             raise
         raise RankError(heartbeat.explain(str(error))) from error
 

@@ -18,11 +18,20 @@ from torch import nn
 
 from conf import cli
 from conf.schema import UserError
-from engine.distributed import RankError, StopSignal, World, join_world, resolve_device
+from engine.distributed import (
+    RankError,
+    StopSignal,
+    World,
+    _lost_ranks_explained,
+    join_world,
+    resolve_device,
+)
 from engine.evaluate import Mistakes, evaluate
+from engine.heartbeat import Heartbeat
 from engine.plan import make_plan
 from engine.state import TrainState, params_sha256
 from pipeline.build import build_datasets
+from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from tests.ranks import free_port
 from train import build_state, train_step, training_loss
@@ -80,6 +89,24 @@ def test_an_unknown_host_and_a_port_without_torchrun(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(RankError, match=r"^MASTER_ADDR=localhost, MASTER_PORT=\d+: Connection "):
         join_world("cpu", 0.1).__enter__()
+
+
+@pytest.mark.parametrize(
+    ("error", "explained"),
+    [
+        (RuntimeError("[../gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"), True),
+        (RuntimeError("Gloo connectFullMesh failed with [../gloo/pair.cc:1] no error"), True),
+        (torch.distributed.DistBackendError("NCCL error"), True),
+        (LoaderError("/images/igloo/1.jpg: truncated"), False),
+        (LoaderError("[gloo/1.jpg]: truncated"), False),
+        (RuntimeError("/images/igloo/1.jpg: truncated"), False),
+    ],
+)
+def test_only_errors_about_other_ranks_are_explained(error: Exception, explained: bool) -> None:
+    with pytest.raises(RankError if explained else type(error)) as caught:
+        with _lost_ranks_explained(Heartbeat(0, 120)):
+            raise error
+    assert isinstance(caught.value, RankError) == explained
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
