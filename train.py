@@ -160,7 +160,7 @@ def train(config: Config) -> dict[str, Any]:
                 validate(state)
             if due.save and not stop:
                 save(state, run, log, stop)
-        if stop and run.begun_step != state.step:
+        if not run.has(state):
             log.end_early()
             save(state, run, log, stop)
         with stop.saving(run.path, state_bytes(state)):

@@ -132,7 +132,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     Attributes:
         resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
         accepted: the accepted changes, key -> sentence. Set by `open`.
-        begun_step: step of the last call of `save`.
         saved_step: step of the newest checkpoint that is known to be on disk; the step at which
             this start begins if there is none.
     """
@@ -143,8 +142,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
         self.accepted: dict[str, str] = {}
-        self.begun_step: int | None = None
-        self.saved_step = 0
+        self.saved_step = self._begun_step = 0  # the latter: of the last call of `save`
         self._identity: dict[str, Any] = {}
         self._made_by: dict[str, str] = {}
         self._plan: dict[str, Any] = {}
@@ -293,7 +291,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             return []
         stored = checkpoint.load(self.resumed)
         state.load_state_dict(_for(self.accepted, stored["state"]))
-        self.saved_step = state.step
+        self.saved_step = self._begun_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
         if self.is_first_start or self.accepted.keys() & VALIDATED_ON:
@@ -310,6 +308,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     def _values(self) -> dict[str, Any]:
         return {**config_values(self.config), "ranks": self.world.size}
+
+    def has(self, state: TrainState) -> bool:
+        """Whether this start has no steps to save: the last checkpoint has them, or there are none.
+
+        A checkpoint of no steps would fix what only the measurement before the first step chooses.
+        """
+        return state.step == self._begun_step
 
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread. Collective.
@@ -342,8 +347,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             self._write(copied)
 
         self.world.agree(lambda: self._writer.start(content, write))
-        self.saved_step = self.saved_step if self.begun_step is None else self.begun_step
-        self.begun_step = state.step
+        self.saved_step, self._begun_step = self._begun_step, state.step
         if self._compiled is not None:
             self._compiled.save()
 
@@ -365,7 +369,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.agree(self._writer.wait)
-        self.saved_step = self.saved_step if self.begun_step is None else self.begun_step
+        self.saved_step = self._begun_step
 
     def _find(self) -> _Found | None:
         """Return the checkpoint to resume. The file may be large, so it is read only once."""
