@@ -398,11 +398,6 @@ def _reason(error: Exception) -> str:
 # Output
 
 
-def printable(text: str) -> str:
-    """Replace the characters of a path that would control a terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def json_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
     def write(results: list[Predicted]) -> None:
         for result in results:
@@ -439,13 +434,13 @@ def csv_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[P
 
 def table_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
     """The first column is as wide as the longest path so far: later paths are not known yet."""
-    shown = [printable(readable(name))[:SHOWN_CLASS] for name in names]
+    shown = [cli.printable(readable(name))[:SHOWN_CLASS] for name in names]
     wide = max(map(len, [*shown, "top 1"]))
     width = 0
 
     def write(results: list[Predicted]) -> None:
         nonlocal width
-        paths = [printable(result.path) for result in results]
+        paths = [cli.printable(result.path) for result in results]
         first = width == 0 and bool(paths)
         width = max([width, *map(len, paths)])
         if first:
@@ -474,7 +469,7 @@ def write_all(batches: Iterable[list[Result]], write: Callable[[list[Predicted]]
         for result in batch:
             if isinstance(result, Unreadable):
                 failed += 1
-                cli.complain(f"{printable(result.path)[:SHOWN_PATH]}: {result.reason}", SCRIPT)
+                cli.complain(f"{cli.printable(result.path)[:SHOWN_PATH]}: {result.reason}", SCRIPT)
     if failed and read + failed > 1:
         cli.complain(f"{failed:,} of {read + failed:,} files could not be read", SCRIPT)
     return 0 if read else 1

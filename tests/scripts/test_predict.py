@@ -250,7 +250,7 @@ def test_table() -> None:
     assert file.getvalue() == (
         "image  top 1     %  top 2     %\n"
         "a.jpg  dog    75.0  cat    25.0\n"
-        "long?.jpg  cat    50.0  dog    50.0\n"
+        "long\\x1b.jpg  cat    50.0  dog    50.0\n"
     )
 
 
