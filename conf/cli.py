@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf import hints, multirun
+from conf import hints, multirun, streams
 from conf.compose import SECTIONS, load, to_yaml
 from conf.overrides import (
     CONFIG_DIR,
@@ -43,7 +43,8 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     With --multirun, train.py runs the jobs of a sweep and exits.
 
     Raises:
-        SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
+        SystemExit: status 0 after --help or --cfg job (1 if the disk is full), 2 after a mistake;
+            that of a sweep.
     """
     try:
         words = with_config_dir(arguments)
@@ -67,9 +68,9 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
 
 
 def _show(text: str) -> NoReturn:
-    """Print a text and exit."""
+    """Print a text, which is all that this program makes, and exit."""
     print(text, end="")
-    sys.exit(0)
+    sys.exit(1 if streams.lost_output() else 0)
 
 
 def _sweep(words: list[str], script: str, *, show_only: bool, section: str | None) -> NoReturn:
@@ -82,7 +83,8 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
         raise UserError(f"-m: {hints.REMEDIES['m']}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError(
-            "-m: a sweep does not run under torchrun; run `torchrun ... train.py` once per value"
+            "-m: a sweep does not run under torchrun or srun; run `torchrun ... train.py` once per "
+            "value"
         )
     jobs = multirun.expand(words, runnable=not show_only)
     if show_only:

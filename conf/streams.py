@@ -13,23 +13,35 @@ import sys
 from typing import Any
 
 logger = logging.getLogger(__name__)
+_lost: set[int] = set()  # streams of which something was discarded, other than by `| head`
 
 
 class _Output(io.FileIO):
-    """A standard stream that discards everything from its first error on."""
+    """A standard stream that discards what cannot be written.
+
+    A full disk may have space again later. After any other error, everything is discarded.
+    """
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data)
         except OSError as error:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             # A reader such as head has read enough. And there is no place for news of stderr.
-            if self.fileno() == 1 and error.errno != errno.EPIPE:
-                logger.warning(
-                    "standard output cannot be written (%s); the program continues without it",
-                    error.strerror,
-                )
+            if error.errno != errno.EPIPE and self.fileno() not in _lost:
+                _lost.add(self.fileno())
+                if self.fileno() == 1:
+                    logger.warning(
+                        "standard output cannot be written (%s); its lines are lost", error.strerror
+                    )
             return len(data)
+
+
+def lost_output() -> bool:
+    """Flush standard output; return whether a full disk or another error has discarded lines."""
+    sys.stdout.flush()
+    return 1 in _lost
 
 
 def make_unbreakable() -> None:
@@ -41,7 +53,8 @@ def make_unbreakable() -> None:
         try:
             os.fstat(number)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number, which is this one
+            # It gets the lowest free number, which is this one. Subprocesses get it, too.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     if sys.stdin is None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115 - open as long as the program runs
     # A test runner has replaced them.

@@ -199,7 +199,9 @@ def test_refused_elsewhere(
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SystemExit):
         cli.parse(["--multirun", "optim.lr=1,2", DEMO], script="train.py", purpose="")
-    assert "-m: a sweep does not run under torchrun; run `torchrun" in capsys.readouterr().err
+    assert (
+        "-m: a sweep does not run under torchrun or srun; run `torchrun" in capsys.readouterr().err
+    )
 
 
 def test_cfg_job_prints_every_job(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,6 +50,13 @@ def test_closed(closed: str, tmp_path: Path) -> None:
     assert result.stderr.count("\n") == (0 if "2>&-" in closed else 10_000)
 
 
+def test_a_subprocess_may_write_to_a_closed_stream() -> None:
+    program = "import conf, subprocess; subprocess.run(['bash', '-c', 'echo line'], check=True)"
+    script = f'"{sys.executable}" -c "{program}" >&-'
+    done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.parametrize("options", [[], ["-u"]])
 @pytest.mark.parametrize("broken", ["", "2>&1", "2>&1 >/dev/null"])
 def test_broken_pipe(broken: str, options: list[str], tmp_path: Path) -> None:
@@ -65,6 +72,27 @@ def test_full_disk_is_named_once(tmp_path: Path) -> None:
     assert result.returncode == 0 and (tmp_path / "done").read_text() == "finished"
     lines = [line for line in result.stderr.splitlines() if not line.startswith("error")]
     assert lines == [
-        "standard output cannot be written (No space left on device); the program continues "
-        "without it"
+        "standard output cannot be written (No space left on device); its lines are lost"
     ]
+
+
+def test_a_full_disk_is_tried_again() -> None:
+    """There may be space later: the stream is not /dev/null from the first error on."""
+    needs_linux()
+    program = """if True:
+        import conf, os
+        print("lost", flush=True)
+        assert os.fstat(1).st_rdev == os.stat("/dev/full").st_rdev
+    """
+    with open("/dev/full", "w") as full:
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=full, check=True)
+
+
+@pytest.mark.parametrize("option", ["--help", "--cfg=job"])
+def test_a_result_that_is_lost_is_a_failure(option: str) -> None:
+    needs_linux()
+    words = [sys.executable, "train.py", option]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(words, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith("standard output cannot be written (No space left on device)")
