@@ -15,16 +15,16 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
-from pipeline.decode import Picture
+from pipeline.decode import Picture, TooNarrowError
 from pipeline.gpu_decode.encoded import Encoded
 from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
@@ -158,6 +158,19 @@ CONTENT = ", content "  # before their hash
 # a read that a signal interrupted (EINTR).
 TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
 PAUSES = (0.1, 1.0, 3.0)  # seconds before another attempt; together far below loader.timeout
+# Errors that a file keeps until somebody changes it. Other errors, such as too many open files, say
+# nothing about the file, so the identity of a run must not depend on them.
+LASTING = {
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EISDIR,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENXIO,  # a socket
+}
+Answer = TypeVar("Answer")
 
 
 class BadImageError(RuntimeError):
@@ -282,6 +295,9 @@ class FolderDataset(FileDataset):
         The sizes distinguish copies with the same names, such as those of scripts/shrink.py; the
         content, files that were replaced in place. Earlier versions did not hash the content, so
         it stands apart (see `in_form_of`).
+
+        Raises:
+            UserError: the storage fails now, so the same files could have another hash later.
         """
         digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes}".encode())
         names = f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
@@ -296,16 +312,15 @@ class FolderDataset(FileDataset):
     @cached_property
     def _sizes(self) -> list[int]:
         """Sizes in bytes of the sample; 0 for a missing file."""
-        return [self.index.size(place) for place in self._sample]
+        return [self._lasting(place, self.index.size, 0) for place in self._sample]
 
     @cached_property
     def _content(self) -> str:
         """Hash of both ends of the files of the sample: two short reads of each."""
 
         def ends(place: int) -> bytes:
-            with suppress(OSError):  # training says more about a file that cannot be read
-                return self._persistently(lambda: self.index.ends(place, END_BYTES))
-            return b""
+            # Training says more about a file that cannot be read.
+            return self._lasting(place, lambda i: self.index.ends(i, END_BYTES), b"")
 
         digest = hashlib.sha256()
         with ThreadPoolExecutor(16) as pool:  # network storage takes milliseconds for each
@@ -313,10 +328,26 @@ class FolderDataset(FileDataset):
                 digest.update(hashlib.sha256(data).digest())
         return digest.hexdigest()[:12]
 
+    def _lasting(self, place: int, ask: Callable[[int], Answer], otherwise: Answer) -> Answer:
+        """Ask about a file; return `otherwise` if an error answers that a later start gets too.
+
+        Raises:
+            UserError: a later start may get another answer; names the file.
+        """
+        try:
+            return self._persistently(lambda: ask(place))
+        except OSError as error:
+            if error.errno in LASTING:
+                return otherwise
+            raise UserError(
+                f"{self.name(place)}: cannot be read ({error.strerror or error}), so the images "
+                "cannot be identified; repair the storage or restore the file, then start again"
+            ) from error
+
     def read(self, index: int) -> bytes:
         return self._persistently(lambda: self.index.read(index))
 
-    def _persistently(self, read: Callable[[], bytes]) -> bytes:
+    def _persistently(self, read: Callable[[], Answer]) -> Answer:
         """Call `read`; after a transient error, pause and call it again, up to three times.
 
         If that was in vain, the next error counts at once, until a call succeeds: the pauses of
@@ -348,11 +379,12 @@ class FolderDataset(FileDataset):
             picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
         try:
             yield picture
-        except Exception:
-            if picture.failure is None:
+        except Exception as error:
+            failure = error if isinstance(error, TooNarrowError) else picture.failure
+            if failure is None:
                 raise
             with self._naming_file(index):
-                raise picture.failure from None
+                raise failure from None
 
     @contextmanager
     def _naming_file(self, index: int) -> Iterator[None]:

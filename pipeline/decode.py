@@ -106,10 +106,9 @@ class Picture:
         """Refuse a resize of an image of a few rows or columns, which can make gigabytes of it."""
         if size[0] * size[1] > MAX_PIXELS:
             width, height = self.size
-            self.failure = ValueError(
+            raise TooNarrowError(
                 f"a resize would make {size[0]}x{size[1]} pixels of {width}x{height}: too narrow"
             )
-            raise self.failure
 
     def cropped(self, box: Box) -> "Picture":
         """Crop the region `box`; pixels outside the image are black."""
@@ -200,6 +199,10 @@ class EncodedPicture(Picture):
 Decode = Callable[[bytes, Box, int], np.ndarray]
 
 
+class TooNarrowError(ValueError):
+    """An image of a few rows or columns: an error of the file, in any picture made from it."""
+
+
 class DecodeError(Exception):
     """A quick decoder cannot decode this file."""
 
@@ -270,7 +273,7 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
     if size[0] * size[1] > max_pixels:
         raise ValueError(
             f"{size[0]}x{size[1]} pixels are more than data.max_pixels={max_pixels}; make the "
-            "image smaller (scripts/shrink.py), or raise data.max_pixels if workers have the memory"
+            "image smaller, or raise data.max_pixels if workers have the memory"
         )
 
 

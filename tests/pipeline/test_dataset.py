@@ -1,6 +1,7 @@
 """One sample: reproducible, and an error names its file."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -15,6 +16,8 @@ import numpy as np
 import pytest
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
+from conf.schema import UserError
+from pipeline import dataset as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_of
 from pipeline.decode import open_picture
@@ -270,6 +273,17 @@ def test_an_error_in_a_transform_is_not_one_of_the_file(image_root: Path) -> Non
         dataset.load(0, 0)
 
 
+def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:
+    """Also if another transform comes before the resize."""
+    dataset = open_dataset(changeable)
+    Image.new("RGB", (1, 60_000)).save(dataset.name(0))
+    steps = [lambda p, rng: p.mirrored(), lambda p, rng: p.resized((256, 256 * 60_000))]
+    for chain in (steps, steps[1:]):
+        dataset.transform = Compose(chain)
+        with pytest.raises(BadImageError, match=rf"^{dataset.name(0)}: .* too narrow$"):
+            dataset.load(0, 0)
+
+
 def test_a_file_deleted_after_the_scan_is_named(changeable: Path, tmp_path: Path) -> None:
     """And the cached scan, if a later start would use it."""
     for folder in [changeable, *changeable.iterdir()]:
@@ -316,6 +330,30 @@ def test_fingerprint_depends_on_the_content(changeable: Path, tmp_path: Path) ->
     path.unlink()
     os.mkfifo(path)
     assert dataset.fingerprint() != before  # reading it does not wait
+
+
+@pytest.mark.parametrize("call", ["ends", "size"])
+def test_fingerprint_does_not_depend_on_the_moment(
+    changeable: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """An error that passes is named; one that the file keeps is part of the identity."""
+    monkeypatch.setattr(module, "PAUSES", (0.001,))
+    number = 0
+
+    def fail(index: Index, i: int, *rest: int) -> bytes:
+        raise OSError(number, os.strerror(number), index.path(i))
+
+    good = open_dataset(changeable).fingerprint()
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, call, fail)
+        for number in (errno.EMFILE, errno.EIO):
+            dataset = open_dataset(changeable)
+            reason = rf"^{changeable}/.*\.jpg: cannot be read \({os.strerror(number)}\), so "
+            with pytest.raises(UserError, match=reason):
+                dataset.fingerprint()
+        number = errno.EACCES
+        assert open_dataset(changeable).fingerprint() != good
+    assert dataset.fingerprint() == good  # once the storage answers
 
 
 FAULTY = """
