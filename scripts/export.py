@@ -474,7 +474,9 @@ def evaluated(job: Job, overrides: Sequence[str], world: World) -> evaluate.Eval
     return evaluate.run(trained, world, flip=False, self_check=False)
 
 
-def predictions_of(files: FileDataset, predict: Predict, preprocessing: dict[str, Any]) -> Ints:
+def predictions_of(
+    files: FileDataset, predict: Predict, preprocessing: dict[str, Any], max_pixels: int
+) -> Ints:
     """Predict all files of a split with only what an exported file states.
 
     Returns:
@@ -490,7 +492,7 @@ def predictions_of(files: FileDataset, predict: Predict, preprocessing: dict[str
 
     def load(i: int) -> np.ndarray:
         try:
-            picture = decode.open_picture(files.read(i), "pillow")
+            picture = decode.open_picture(files.read(i), "pillow", max_pixels)
             pixels = transforms(picture, random.Random(0)).pixels()
         except Exception as error:  # Pillow raises many types
             raise BadImageError(f"{files.name(i)}: {type(error).__name__}: {error}") from error
@@ -521,7 +523,8 @@ def self_check(
     files = reference.datasets.val
     assert isinstance(files, FileDataset)
     expected = reference.predictions.predictions
-    found = predictions_of(files, predict, texts["preprocessing"])
+    most = reference.trained.config.data.max_pixels
+    found = predictions_of(files, predict, texts["preprocessing"], most)
     model = job.trained.build(CPU)
     close: list[str] = []
     wrong: list[str] = []
@@ -644,7 +647,7 @@ def run_command() -> None:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    cli.log_to_stderr()
     try:
         run_command()
     except UserError as error:

@@ -83,7 +83,7 @@ from functools import partial
 from typing import IO
 
 from conf import strict_json
-from conf.schema import Data, UserError, show
+from conf.schema import MAX_PIXELS, Data, UserError, show
 from pipeline import decode
 from pipeline.dataset import describe
 from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
@@ -111,6 +111,7 @@ class Job:
     quality: int
     decoder: str
     output: str = "folder"  # one of FORMATS
+    max_pixels: int = MAX_PIXELS  # data.max_pixels
 
     def settings(self) -> dict[str, object]:
         """Return the settings that determine the output; shrink.json contains them."""
@@ -160,17 +161,25 @@ class Tally:
             setattr(self, f.name, getattr(self, f.name) + getattr(other, f.name))
 
 
-def shrink(data: bytes, name: str, *, side: int, quality: int, decoder: str) -> tuple[bytes, str]:
+def shrink(
+    data: bytes,
+    name: str,
+    *,
+    side: int,
+    quality: int,
+    decoder: str,
+    max_pixels: int = MAX_PIXELS,
+) -> tuple[bytes, str]:
     """Return the bytes to write for file `name` with content `data`, and what is unusual, or "".
 
     Raises:
         Exception: It cannot be decoded; Pillow's plugins raise many types.
     """
-    image = decode.open_image(data)
+    image = decode.open_image(data, max_pixels)
     # MPO is a camera's JPEG followed by a preview.
     plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
     named_jpeg = name.lower().endswith((".jpg", ".jpeg"))
-    picture = decode.open_picture(data, decoder)
+    picture = decode.open_picture(data, decoder, max_pixels)
     width, height = picture.size
     short = min(width, height)
     if not named_jpeg or (plain and short <= side):
@@ -203,7 +212,14 @@ def shrink_image(job: Job, i: int) -> tuple[Tally, bytes]:
         return counts(index.size(row), after, earlier=True), b""
     try:
         data = index.read(row)
-        made, odd = shrink(data, name, side=job.side, quality=job.quality, decoder=job.decoder)
+        made, odd = shrink(
+            data,
+            name,
+            side=job.side,
+            quality=job.quality,
+            decoder=job.decoder,
+            max_pixels=job.max_pixels,
+        )
     except Exception as error:
         return Tally(unreadable=[(name, describe(error))]), b""
     if odd:  # listed before the file exists, because an existing file is not examined again
@@ -330,7 +346,7 @@ def plan(
     check_place(to, [root, *(index.root for index in indexes.values())])
     decoder = decode.resolve(decoder if decoder in decode.DECODERS else "auto")
     where = root, os.path.abspath(to), tuple(indexes), tuple(indexes.values())
-    return Job(*where, side, quality, decoder, output)
+    return Job(*where, side, quality, decoder, output, data.max_pixels)
 
 
 def check_place(to: Path, sources: Sequence[str]) -> None:

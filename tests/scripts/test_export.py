@@ -25,6 +25,7 @@ from engine.distributed import World, join_world
 from engine.finetune import decide
 from models import gpu_layers
 from models.vit import VisionTransformer
+from pipeline.dataset import BadImageError
 from scripts import evaluate, export
 from scripts.export import CPU, IMAGES, ExportError, Job
 from scripts.trained import Trained, open_trained
@@ -311,6 +312,18 @@ def test_self_check_finds_another_normalisation(trained: Trained) -> None:
     texts["preprocessing"]["mean"] = [-2.0, 3.0, -2.0]
     reference = export.evaluated(job, HERE, ALONE)
     with pytest.raises(ExportError, match=r"^--self-check: another prediction for /.*\.jpg: "):
+        export.self_check(job, trained.build(CPU), texts, reference)
+
+
+def test_self_check_has_the_limit_of_the_run(trained: Trained) -> None:
+    """For the largest image."""
+    job = job_for(trained, "pt2")
+    texts = {name: json.loads(text) for name, text in job.texts().items()}
+    reference = export.evaluated(job, HERE, ALONE)
+    config = reference.trained.config
+    config = replace(config, data=replace(config.data, max_pixels=99))
+    reference = replace(reference, trained=replace(reference.trained, config=config))
+    with pytest.raises(BadImageError, match=r"data\.max_pixels=99"):
         export.self_check(job, trained.build(CPU), texts, reference)
 
 

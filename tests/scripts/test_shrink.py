@@ -559,6 +559,16 @@ def planned(root: Path, to: Path, *overrides: str, side: int = 256) -> shrink.Jo
     return shrink.plan(config.data, config.loader.decoder, to, side=side, quality=90)
 
 
+def test_larger_images_than_max_pixels(source: Path, tmp_path: Path) -> None:
+    """The limit is that of training, so that shrinking can help."""
+    for most, readable in ((100, False), (10**6, True)):
+        job = planned(source, tmp_path / str(most), f"data.max_pixels={most}", side=8)
+        shrink.open_destination(job).close()
+        tally, _ = shrink.shrink_image(job, 0)
+        assert (not tally.unreadable) == readable
+        assert readable or f"data.max_pixels={most}; make" in tally.unreadable[0][1]
+
+
 def test_a_full_disk_error_reports_the_sizes(tmp_path: Path) -> None:
     error = OSError(errno.ENOSPC, "No space left on device")
     line = destination.cannot_write(error, str(tmp_path), left=26, mean=1e6)
