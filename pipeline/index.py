@@ -676,8 +676,10 @@ def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
         if stamps is None or not np.array_equal(stamps, scan["stamps"]):
             return None
         # A link leads to a file again once a disk is mounted, which changes no folder here.
-        restored = (os.path.isfile(os.path.join(base, name)) for name in _names(scan["ignored"]))
-        return None if any(restored) else scan
+        ignored = [os.path.join(base, name) for name in _names(scan["ignored"])]
+        with ThreadPoolExecutor(16) as pool:  # as in `_scan`
+            restored = any(pool.map(os.path.isfile, ignored))
+        return None if restored else scan
     except FileNotFoundError:
         return None
     except Exception as error:  # zipfile and numpy raise almost anything on a damaged file

@@ -8,6 +8,7 @@ import resource
 import shutil
 import socket
 import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -164,6 +165,28 @@ def test_a_link_to_a_disk_that_is_mounted_later(tmp_path: Path) -> None:
     assert paths(root) == images
     make(tmp_path / "disk", "0.jpg")
     assert paths(root) == ["a/000.jpg", *images]
+
+
+def test_entries_left_out_are_looked_at_in_parallel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each may take a millisecond on network storage, at every start."""
+    root = make(tmp_path / "root", *(f"a/{number:03d}.jpg" for number in range(396)))
+    for number in range(4):
+        (root / "a" / f"gone{number}.jpg").symlink_to("nowhere.jpg")
+    settle(root)
+    load_index(root, key="data.train")
+    caplog.clear()
+    all_at_once, isfile = threading.Barrier(4, timeout=10), os.path.isfile
+
+    def waiting(path: str | bytes) -> bool:
+        if b"gone" in os.fsencode(path):
+            all_at_once.wait()
+        return isfile(path)
+
+    monkeypatch.setattr(os.path, "isfile", waiting)
+    load_index(root, key="data.train")
+    assert len(caplog.messages) == 1 and "are left out" in caplog.messages[0]
 
 
 @pytest.mark.parametrize("images", [395, 0])
