@@ -103,6 +103,17 @@ def unreadable(text: str) -> str | None:
     return None
 
 
+def texts(value: Any) -> Iterator[str]:
+    """Yield the text of every element of a value; `str` of a list or a dict escapes characters."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        for each in value:
+            yield from texts(each)
+    else:
+        yield str(value)
+
+
 def one_of(*allowed: str) -> Check:
     return lambda value: None if value in allowed else f"one of {', '.join(allowed)}"
 
@@ -899,7 +910,7 @@ def check(config: Config, *, runnable: bool = True) -> None:
         UserError: names the key, the value and the allowed values.
     """
     for name, f, value in walk(config):
-        if reason := unreadable(str(value)):
+        if reason := unreadable("".join(texts(value))):
             raise UserError(f"{name}={show(value)}: {reason}")
         test = f.metadata["check"]
         allowed = test(value) if test else None

@@ -13,13 +13,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 import train
-from conf import cli
+from conf import cli, schema
 from pipeline.sizing import machine
 from tests.processes import descendants
 
@@ -378,6 +379,15 @@ def test_escape_sequence_in_a_value(refusal: Refusal) -> None:
     assert refusal("run.name='\x1b[31m'").startswith(
         "run.name='\\x1b[31m': contains a line break or another control character"
     )
+
+
+@pytest.mark.parametrize(("bad", "why"), [("\x1b", "contains"), ("\udce9", "is not UTF-8")])
+def test_bad_character_in_a_list_or_a_dict(bad: str, why: str) -> None:
+    """`str` of either escapes the characters of its elements."""
+    config = cli.load(["recipe=demo"])
+    for value in ([f"a{bad}"], {f"a{bad}": 1}, {"a": [{"b": bad}]}):
+        with pytest.raises(schema.UserError, match=rf"^model\.args=.*: {why}"):
+            schema.check(replace(config, model=replace(config.model, args={"x": value})))
 
 
 def test_spaces_of_other_scripts_in_a_path() -> None:
