@@ -77,7 +77,6 @@ if __name__ == "__main__":
     end_with_torchrun()
 
 import csv
-import logging
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -482,6 +481,13 @@ def line(found: Evaluated, width: int) -> str:
     )
 
 
+def as_given(folder: Path, out: Path | None) -> str:
+    """Return how an output folder follows from the command line, for messages."""
+    if out is None:
+        return f"--out ({folder} by default)"
+    return f"--out {out}" if folder == out else f"--out {out} ({folder})"
+
+
 def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
     """Return an output folder for each: `out` itself for one checkpoint, folders in it for more.
 
@@ -498,7 +504,8 @@ def output_folders(names: Sequence[str], out: Path | None) -> list[Path]:
     for folder in folders:
         place = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
         if not (place.is_dir() and os.access(place, os.W_OK)):
-            raise UserError(f"--out {folder}: {place} is not a writable folder; give another one")
+            given = as_given(folder, out)
+            raise UserError(f"{given}: {place} is not a writable folder; give another one")
     return folders
 
 
@@ -525,9 +532,10 @@ def evaluate_all() -> int:
         start_forkserver()  # it imports what the workers need, while this process builds the model
     differs = False
     with join_world(config.train.device, loader.timeout_seconds) as world:
+        opened = [with_config(trained, OVERRIDES, world) for trained in opened]
+        for trained, folder in zip(opened, folders, strict=True):
+            refuse_inside(folder, trained.config.data, as_given(folder, OPTIONS.out))
         for number, (trained, folder) in enumerate(zip(opened, folders, strict=True)):
-            trained = with_config(trained, OVERRIDES, world)
-            refuse_inside(folder, trained.config.data, f"--out {folder}")
             found = run(trained, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check)
             differs = differs or found.differs
             if world.leads:
@@ -540,7 +548,7 @@ def evaluate_all() -> int:
 
 
 def main() -> int:
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s: %(message)s")
+    cli.log_to_stderr()
     try:
         return evaluate_all()
     except UserError as error:

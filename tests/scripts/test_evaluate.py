@@ -209,6 +209,20 @@ def test_output_folders(tmp_path: Path) -> None:
         evaluate.output_folders(["a"], tmp_path / "file" / "out")
 
 
+def test_output_folder_inside_a_split(folder: Path, image_root: Path, tmp_path: Path) -> None:
+    """Found before the first checkpoint is evaluated."""
+    copy = shutil.copytree(folder, tmp_path / "copy") / "checkpoints" / "last.json"
+    name, images = opened(copy).name, tmp_path / "images"
+    val = shutil.copytree(image_root / "val", images / name)
+    data = f"data.root={images}", f"data.val='{name}'"
+    done = script(folder, copy, *data, "--out", images, folder=tmp_path)
+    assert (done.returncode, done.stdout) == (2, ""), done.stderr
+    assert done.stderr.startswith(f"evaluate.py: --out {images} ({val}): is inside {val}, where")
+    assert not list(images.glob("*/*.json"))
+    assert evaluate.as_given(Path("evaluation/a"), None) == "--out (evaluation/a by default)"
+    assert evaluate.as_given(images, images) == f"--out {images}"
+
+
 def test_result_that_cannot_be_written(found: Evaluated, tmp_path: Path) -> None:
     (tmp_path / "worst.csv").mkdir()
     with pytest.raises(CheckpointError, match="cannot be written: Is a directory"):
