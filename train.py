@@ -13,6 +13,10 @@ import sys
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
+    from engine import slurm
+
+    # As if torchrun had started the tasks of srun: only one per node prints a mistake.
+    os.environ.update(slurm.ranks(os.environ))
     from engine.launch import end_with_torchrun
 
     end_with_torchrun()
@@ -43,7 +47,6 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
-from engine import slurm
 from engine.boards import check_installed, exit_with
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import (
@@ -160,11 +163,11 @@ def train(config: Config) -> dict[str, Any]:
                 validate(state)
             if due.save and not stop:
                 save(state, run, log, stop)
-        if not run.has(state):
+        if stop:
             log.end_early()
+        if not run.has(state):
             save(state, run, log, stop)
-        with stop.saving(run.path, state_bytes(state)):
-            return log.finish(stop)
+        return log.finish(stop)
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
@@ -491,7 +494,6 @@ def take_steps_of_later_sizes(
 
 def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
-    os.environ.update(slurm.ranks(os.environ))  # as if torchrun had started the tasks of srun
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     cli.log_to_stderr(level, force=True)
     try:

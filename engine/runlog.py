@@ -24,6 +24,7 @@ from engine.expectation import Expectation, compare
 from engine.leaks import Leaks, memory_now
 from engine.ledger import Ledger, Period, peak_rate
 from engine.meters import Interval, Meter
+from engine.out_of_memory import state_bytes
 from engine.pictures import bars
 from engine.plan import Plan
 from engine.profiler import StepProfiler
@@ -232,7 +233,7 @@ class RunLog:
             self._send(self.state.step)
 
     def failed(self) -> bool:
-        """Whether this rank cannot continue; the next `save` in train.py raises the error."""
+        """Whether this rank cannot continue; `save` in train.py or `finish` raises the error."""
         return self.run.failed() or (self.bad_files is not None and self.bad_files.too_many)
 
     def end_epoch(self) -> None:
@@ -393,19 +394,24 @@ class RunLog:
             What summary.json holds.
 
         Raises:
-            TrainingError, CheckpointError: the last checkpoint could not be written.
+            TrainingError, CheckpointError: the last checkpoint could not be written; or too many
+                images cannot be read.
         """
-        self._report()
-        with self.ledger.lost("checkpoint"):
-            self.run.wait()
-        stop.poll()
-        signal_number = stop.number
-        if self.profiler.running:
-            with self.ledger.lost("profile"):
-                self.profiler.stop(self.state.step)
-        summary = self._summary(signal_number)
-        if self.world.leads:
-            self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
+        # Not what follows: wandb may take longer than the disk.
+        with stop.saving(self.run.path, state_bytes(self.state)):
+            self._report()
+            with self.ledger.lost("checkpoint"):
+                self.run.wait()
+            stop.poll()
+            if stop.number == stop.FAILED and self.bad_files is not None:
+                self.bad_files.share()
+            signal_number = stop.number
+            if self.profiler.running:
+                with self.ledger.lost("profile"):
+                    self.profiler.stop(self.state.step)
+            summary = self._summary(signal_number)
+            if self.world.leads:
+                self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         config = self.plan.config
         if not signal_number:
             self.tracker.results(summary, self.state.step)

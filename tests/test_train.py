@@ -40,6 +40,7 @@ import train
 from conf import cli
 from conf.schema import Config
 from engine import checkpoint, tracker, validator
+from engine.distributed import StopSignal
 from engine.ledger import SHORT, Ledger
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
@@ -816,9 +817,34 @@ def test_signal_while_saving(
 
     with monkeypatch.context() as patch:
         patch.setattr(RunDirectory, "save", signalled)
-        assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
+        status = train.main(compose(image_root, folder, "log.every_steps=2"))
+    assert status == 128 + signal.SIGTERM
     assert saved[-1] == at and saved.count(at) == 1
+    assert rows(folder, "train")[-1]["step"] == at
     assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
+
+
+def test_the_disk_has_answered_once_the_summary_is_written(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A signal while wandb takes its time does not blame the disk."""
+    saving, outcome, events = StopSignal.saving, tracker.Tracker.outcome, list[str]()
+
+    @contextmanager
+    def noted(*arguments: Any) -> Iterator[None]:
+        with saving(*arguments):
+            events.append("begin")
+            yield
+        events.append("summary" if (tmp_path / "run" / "summary.json").exists() else "end")
+
+    def slow(*arguments: Any, **options: Any) -> None:
+        events.append("outcome")
+        outcome(*arguments, **options)
+
+    monkeypatch.setattr(StopSignal, "saving", noted)
+    monkeypatch.setattr(tracker.Tracker, "outcome", slow)
+    run(image_root, tmp_path / "run", "train.max_steps=1")
+    assert events == ["begin", "end", "begin", "summary", "outcome"]
 
 
 def step_after_save(

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 import train
+from engine.bad_files import BadFiles
+from engine.rundir import RunDirectory
 from engine.state import TrainingError
 from pipeline.augment import TRANSFORMS
 from pipeline.decode import Picture
@@ -95,6 +97,26 @@ def test_too_many_corrupt_training_images_end_the_run(
     # The steps until then are kept: this start resumes, but meets another unreadable image.
     assert train.main(compose(root, folder, *SKIP)) == 0
     assert "resumed from step-" in capfd.readouterr().out
+
+
+def test_too_many_after_the_last_checkpoint(
+    damaged: tuple[Path, list[Path]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error then, too, and not the number of a signal."""
+    share, wait, listed = BadFiles.share, RunDirectory.wait, list[BadFiles]()
+
+    def noted(self: BadFiles) -> None:
+        listed[:] = [self]
+        share(self)
+
+    def found_late(self: RunDirectory) -> None:
+        wait(self)
+        listed[0].limit = 0.01
+
+    monkeypatch.setattr(BadFiles, "share", noted)
+    monkeypatch.setattr(RunDirectory, "wait", found_late)
+    with pytest.raises(TrainingError, match=r"^data.max_bad_fraction=0.01: 3 of 36 "):
+        run(damaged[0], tmp_path / "run", *SKIP, "loader.workers=0")
 
 
 @pytest.mark.parametrize("limit", [0.1, 0.07])
