@@ -296,9 +296,10 @@ def _meet(launch: Launch, heartbeat: Heartbeat) -> dist.Store:
     store.set(names[launch.rank], heartbeat.introduction(launch.host))
     while missing := [name for name in names if not store.check([name])]:
         if time.monotonic() > deadline:
+            told = "SLURM_STEP_NUM_TASKS" if launch.by_srun else "WORLD_SIZE"
             raise RankError(
                 f"{', '.join(missing)}: did not start within {seconds:g} s; the process is "
-                f"stopped, or was never started: WORLD_SIZE={launch.size}"
+                f"stopped, or was never started: {told}={launch.size}"
             )
         time.sleep(0.1)
     heartbeat.meet([store.get(name).decode() for name in names])

@@ -3,6 +3,7 @@
 Slurm's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 
@@ -15,10 +16,11 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
 
     Returns:
         Nothing if torchrun has set them, or if the step has one task. A batch script itself is no
-        step: a plain `python train.py` in it is a single process.
+        step: a plain `python train.py` in it is a single process. So it is in the shell of
+        `srun --pty bash`, which is the only task of its step that is still there.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
-    if tasks == 1 or "RANK" in environment:
+    if tasks == 1 or "RANK" in environment or _has_terminal():
         return {}
     node = int(environment["SLURM_NODEID"])
     per_node = [*_repeated(environment["SLURM_STEP_TASKS_PER_NODE"])]
@@ -33,6 +35,19 @@ def ranks(environment: Mapping[str, str]) -> dict[str, str]:
         or first_host(environment["SLURM_STEP_NODELIST"]),
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + step % PORTS),
     }
+
+
+def _has_terminal() -> bool:
+    """Whether this process belongs to a terminal, which srun gives to a task only with --pty.
+
+    It does so in a shell with `nohup python train.py </dev/null &`, too. The name of the job tells
+    less: in the shell of salloc, it is `interactive` also for the tasks of srun.
+    """
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 def _repeated(counts: str) -> Iterator[int]:

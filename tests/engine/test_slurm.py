@@ -1,9 +1,17 @@
 """Slurm's variables as those of torchrun."""
 
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+from engine import slurm
 from engine.slurm import first_host, ranks
 
+ROOT = Path(__file__).parents[2]
 # Task 5 of 7, on the second of two nodes.
 STEP = {
     "SLURM_JOB_ID": "4711",
@@ -15,6 +23,12 @@ STEP = {
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "1",
 }
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a task of srun; the tests may run in a terminal."""
+    monkeypatch.setattr(slurm, "_has_terminal", lambda: False)
 
 
 def test_a_task_of_a_step_is_a_rank() -> None:
@@ -50,6 +64,50 @@ def test_the_meeting_point_can_be_given() -> None:
 )
 def test_not_a_task_of_several(environment: dict[str, str]) -> None:
     assert ranks(environment) == {}
+
+
+def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
+    """srun --ntasks-per-node=8 --pty bash"""
+    program = """if True:
+        import fcntl, os, sys, termios
+        from engine.slurm import ranks
+        assert ranks(os.environ)["RANK"] == "5"
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        assert ranks(os.environ) == {}
+    """
+    outer, inner = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | STEP
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=inner,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    os.close(outer)
+    os.close(inner)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "printed"),
+    [("0", "train.py: -m: a sweep does not run under torchrun or srun; "), ("1", "")],
+)
+def test_a_mistake_under_srun_is_printed_once_per_node(task: str, printed: str) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "train.py", "-m", "data.root=/nowhere", "optim.lr=0.1,0.2"],
+        cwd=ROOT,
+        env=environment | STEP | {"SLURM_LOCALID": task},
+        capture_output=True,
+        start_new_session=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(printed) and done.stderr.count("\n") == len(printed[:1])
 
 
 @pytest.mark.parametrize(

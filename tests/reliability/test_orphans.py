@@ -72,14 +72,16 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
 def test_a_rank_that_does_not_start_is_named(
-    image_root: Path, tmp_path: Path, ranks: Ranks
+    variable: str, image_root: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
     start = command(image_root, tmp_path / "run", "loader.timeout_seconds=0.2")
-    with ranks.running(start, 1, WORLD_SIZE="2") as job:
+    with ranks.running(start, 1, **{"WORLD_SIZE": "2", variable: "2"}) as job:
         done = job.wait()
     assert done.returncode == 1
     assert done.stderr.startswith("train.py: rank 1: did not start within 1 s; the process is ")
+    assert done.stderr.endswith(f"{variable}=2\n")
     assert len(done.stderr.splitlines()) == 1
 
 

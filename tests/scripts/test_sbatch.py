@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("own_logging")
 ROOT = Path(__file__).parents[2]
 # Starts two tasks, with the variables that the real srun sets, and returns the highest status.
 SRUN = """#!/bin/bash
+echo "$@" >>"$STARTED"
 while [[ $1 == --* ]]; do shift; done
 for task in 0 1; do
     SLURM_STEP_ID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 \\
@@ -49,11 +50,16 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
         "PATH": f"{tools}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
         "SLURM_JOB_ID": "4711",
+        "SLURM_CPUS_PER_TASK": "12",
+        "STARTED": str(tmp_path / "started"),
         "TASKS": str(tmp_path / "tasks"),
         "REQUEUED": str(tmp_path / "requeued"),
     }
     job = ["bash", "scripts/train.sbatch", *words]
-    with subprocess.Popen(job, cwd=ROOT, env=environment, stdout=subprocess.PIPE) as first:
+    # srun gives its tasks no terminal, so a session of their own.
+    with subprocess.Popen(
+        job, cwd=ROOT, env=environment, stdout=subprocess.PIPE, start_new_session=True
+    ) as first:
         limit = time.monotonic() + HANGS_SECONDS
         while not (folder / "metrics.jsonl").exists() or len(rows(folder, "train")) < 3:
             assert time.monotonic() < limit and first.poll() is None
@@ -64,7 +70,12 @@ def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_pa
     assert first.returncode == 143
     assert b"4 on each of 2 ranks" in console
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"
-    again = subprocess.run(job, cwd=ROOT, env=environment, capture_output=True, text=True)
+    started = f" {(tmp_path / 'started').read_text()}"
+    # The processors of a task; and no task may end rank 0 before it has written summary.json.
+    assert " --cpus-per-task=12 " in started and " --kill-on-bad-exit=0 " in started
+    again = subprocess.run(
+        job, cwd=ROOT, env=environment, capture_output=True, text=True, start_new_session=True
+    )
     assert again.returncode == 0, again.stderr
     assert "resumed from step-" in again.stdout
     assert (tmp_path / "requeued").read_text() == "requeue 4711\n"  # not again
