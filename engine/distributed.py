@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -65,6 +65,11 @@ class World:
         """Note what this rank begins to do, for messages about ranks that wait for each other."""
         if self.heartbeat is not None:
             self.heartbeat.enter(section)
+
+    def leave(self) -> None:
+        """Note that this rank waits for no other from now on, whatever ends it."""
+        if self.heartbeat is not None:
+            self.heartbeat.leave()
 
     def agree(self, decide: Callable[[], T]) -> T:
         """Call `decide` on rank 0; all ranks return its result or raise its error. Collective."""
@@ -416,8 +421,9 @@ class StopSignal:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        self._wakeup.send(b"\0")  # no signal: ends the thread. A forked worker may keep it open
-        self._thread.join()
+        with suppress(OSError):  # full
+            self._wakeup.send(b"\0")  # no signal: ends the thread. A forked worker may keep it open
+        self._thread.join(timeout=WATCH_SECONDS)  # the store may not answer
         self._wakeup.close()
 
     def __bool__(self) -> bool:
@@ -491,8 +497,9 @@ class StopSignal:
 
     def _watch(self, wakeup: socket.socket) -> None:
         """Pass signals on between the ranks, and end this process if it does not answer."""
-        store = _own_store() if self.world.size > 1 else None
-        number, since = 0, 0.0
+        store, number, since = None, 0, 0.0
+        with suppress(RuntimeError):
+            store = _own_store() if self.world.size > 1 else None
         while True:
             pause = WATCH_SECONDS if store is not None or number else None
             if select.select([wakeup], [], [], pause)[0]:

@@ -75,6 +75,7 @@ class Heartbeat:
         self._clock = 0.0
         self._section = "start"
         self._entered = 0  # number of sections so far
+        self._waits = True  # for other ranks
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
@@ -95,6 +96,10 @@ class Heartbeat:
         """Note what this rank begins to do, for messages: "step 12", "validation"."""
         self._section = section
         self._entered += 1
+
+    def leave(self) -> None:
+        """Note that this rank waits for no other from now on: it only closes what it has opened."""
+        self._waits = False
 
     def explain(self, error: str) -> str:
         """Say in one line which collective failed, for torch's error about another rank."""
@@ -120,9 +125,9 @@ class Heartbeat:
                 probe.connect(target)  # sends nothing
                 own = probe.getsockname()[0]
             self._socket = socket.socket(family, kind)
-            self._socket.bind((own, 0))
+            self._socket.bind(("", 0))
             self._socket.setblocking(False)
-            address = self._socket.getsockname()[:2]
+            address = (own, self._socket.getsockname()[1])
         process = f"process {os.getpid()} on {socket.gethostname()}"
         return json.dumps([address, self._token, process])
 
@@ -157,7 +162,7 @@ class Heartbeat:
                 and not peer.left
                 and self._clock - max(peer.heard, since) > self.timeout_seconds
             ]
-            if silent:
+            if silent and self._waits:
                 self._fail(silent)
             if not self._peers and self._clock > self.start_seconds + LATER_SECONDS:
                 self._exit(
@@ -175,7 +180,8 @@ class Heartbeat:
     def _receive(self) -> None:
         while self._socket is not None:
             try:
-                token, rank, section, left = json.loads(self._socket.recv(4096))
+                content, sender = self._socket.recvfrom(4096)
+                token, rank, section, left = json.loads(content)
                 peer = self._peers[rank]
             except OSError:
                 return  # nothing more has arrived
@@ -183,6 +189,8 @@ class Heartbeat:
                 continue  # another program's
             if token == peer.token:
                 peer.heard, peer.section, peer.left = self._clock, section, left
+                # On Debian, a host takes its own name, MASTER_ADDR, for 127.0.1.1.
+                peer.address = sender[:2]
 
     def _fail(self, silent: list[int]) -> None:
         if not all(rank in silent for rank in range(self.rank)):

@@ -178,6 +178,7 @@ class RunLog:
             try:
                 yield
             finally:
+                self.world.leave()  # after an error, others may end while rank 0 still writes
                 self.profiler.close()
                 self.tracker.flush()  # before the feed is closed: after a crash, that may hang
 

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch import nn
 
 from conf import cli
 from conf.schema import UserError
+from engine import distributed
 from engine.distributed import (
     RankError,
     StopSignal,
@@ -165,6 +167,17 @@ def test_signal_ends_a_wait_for_input_and_nothing_else() -> None:
         assert list(stop.together(iter(range(3)))) == []
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
+
+
+def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torchrun's while torchrun is stopped. The end does not wait for it."""
+    answer = threading.Event()
+    monkeypatch.setattr(distributed, "_own_store", answer.wait)
+    began = time.monotonic()
+    with StopSignal(replace(alone(), size=2)):
+        pass
+    assert time.monotonic() - began < 30
+    answer.set()
 
 
 def test_ignored_hangup_stays_ignored() -> None:

@@ -40,6 +40,31 @@ def test_each_rank_learns_the_section_of_the_other(two: tuple[Heartbeat, Heartbe
         wait_until(lambda: first._clock > heard + 3 * first.timeout_seconds)
 
 
+def test_a_rank_that_only_closes_waits_for_no_other(two: tuple[Heartbeat, Heartbeat]) -> None:
+    """Rank 0 still writes its last checkpoint; rank 1, with the same error, has ended."""
+    first, second = two
+    with first:
+        second.__enter__()
+        wait_until(lambda: other(first).heard is not None)
+        first.leave()
+        second.__exit__(KeyError)
+        heard = other(first).heard
+        assert heard is not None and not other(first).left
+        wait_until(lambda: first._clock > heard + 3 * first.timeout_seconds)
+
+
+def test_a_host_whose_own_name_is_a_loopback_address() -> None:
+    """Its introduction cannot be reached from elsewhere: its datagrams tell where it is."""
+    first, second = Heartbeat(0, 5), Heartbeat(1, 5)
+    introductions = [first.introduction("localhost"), second.introduction("localhost")]
+    first.meet(introductions)
+    (_, port), *rest = json.loads(introductions[0])
+    second.meet([json.dumps([["127.0.1.1", port - 1], *rest])])
+    with first, second:
+        wait_until(lambda: other(second).address[1] == port)
+        wait_until(lambda: other(first).heard is not None)
+
+
 def test_other_datagrams_are_ignored(two: tuple[Heartbeat, Heartbeat]) -> None:
     first, second = two
     assert first._socket is not None
