@@ -30,7 +30,7 @@ if __name__ == "__main__":
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli
+from conf import cli, streams
 from conf.schema import UserError, typed_keys
 from engine.launch import end_with_torchrun
 
@@ -544,7 +544,7 @@ def evaluate_all() -> int:
                 report(found, folder, width)
         if world.leads and not OPTIONS.json:
             print(*(f"written to {folder}" for folder in folders), sep="\n")
-    return int(differs)
+    return int(differs or (OPTIONS.json and streams.lost_output()))
 
 
 def main() -> int:

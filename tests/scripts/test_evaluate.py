@@ -26,6 +26,7 @@ from scripts.evaluate import Evaluated, with_config, with_labels_of
 from scripts.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
+from tests.processes import needs_linux
 from tests.stored import as_tar
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +59,19 @@ def measured(
     return evaluate.run(opened(path, *overrides), ALONE, flip=flip, self_check=self_check)
 
 
-def script(*arguments: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def script(
+    *arguments: str | Path, folder: Path, stdout: Any = subprocess.PIPE
+) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "scripts" / "evaluate.py"), *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
     )
 
 
@@ -178,6 +187,14 @@ def test_command_line(folder: Path, tmp_path: Path) -> None:
         } | {"out": row["out"]}
     assert sorted(folder.rglob("*")) == before
     assert len(list((tmp_path / "evaluation").iterdir())) == 2
+
+
+def test_json_that_is_lost_is_a_failure(folder: Path, tmp_path: Path) -> None:
+    needs_linux()
+    with open("/dev/full", "w") as full:
+        done = script(folder, *HERE, "--json", folder=tmp_path, stdout=full)
+    assert done.returncode == 1
+    assert "standard output cannot be written (No space left on device)" in done.stderr
 
 
 @pytest.mark.parametrize(
