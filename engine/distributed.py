@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
 WATCH_SECONDS = 0.5  # between two looks at whether another rank has a signal
 # How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
 GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
+NOTHING_LOST = "nothing is lost: no step has been completed since the last checkpoint"
 ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
@@ -265,11 +266,16 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # gloo raises plain RuntimeErrors; a LoaderError may name a folder `igloo`.
-        of_gloo = type(error) is RuntimeError and GLOO.match(str(error))
-        if not isinstance(error, dist.DistError) and not of_gloo:
+        if not _of_another_rank(error):
             raise
         raise RankError(heartbeat.explain(str(error))) from error
+
+
+def _of_another_rank(error: object) -> bool:
+    """Whether this is an error of torch about another rank."""
+    # gloo raises plain RuntimeErrors; a LoaderError may name a folder `igloo`.
+    of_gloo = type(error) is RuntimeError and GLOO.match(str(error)) is not None
+    return of_gloo or isinstance(error, dist.DistError)
 
 
 def _meet(launch: Launch, heartbeat: Heartbeat) -> dist.Store:
@@ -340,8 +346,12 @@ def _wait_for_port(host: str, port: int, seconds: float) -> None:
         try:
             socket.create_connection((host, port), timeout=max(1.0, seconds)).close()
             return
-        except socket.gaierror as error:
-            raise UserError(f"MASTER_ADDR={host}: {error.strerror}; give rank 0's host") from None
+        except socket.gaierror as error:  # in Kubernetes, a host may get its name later
+            final = error.errno not in (socket.EAI_AGAIN, socket.EAI_NONAME)
+            if final or time.monotonic() > deadline:
+                raise UserError(
+                    f"MASTER_ADDR={host}: {error.strerror}; give rank 0's host"
+                ) from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RankError(
@@ -398,6 +408,7 @@ class StopSignal:
         self.number = 0
         self._key = f"stop {next(self._count)}"  # in the store: the number of the signal
         self._waiting = False  # the main thread is in `attempt`
+        self._sent_again = False  # the next signal comes from `_watch`
         self._since = 0.0  # when it received the first signal
         self._saving: tuple[float, float, str] | None = None  # since when, for how long, what
 
@@ -417,7 +428,9 @@ class StopSignal:
         }
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, _: object, error: object, __: object) -> None:
+        if self.received and _of_another_rank(error) and not self.unsaved():
+            self._end(self.received, NOTHING_LOST)  # as the other rank has, a moment before
         for number, handler in self._before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self._wakeup_before)
@@ -432,12 +445,12 @@ class StopSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         echo = self.world.size > 1 and time.monotonic() - self._since < ECHO_SECONDS
-        if number == signal.SIGINT == self.received and not echo:
+        again, self._sent_again = self._sent_again, False
+        if number == signal.SIGINT == self.received and not (echo or again):
             raise KeyboardInterrupt
         self._since = self._since if self.received else time.monotonic()
         self.received = number
         if self._waiting:
-            self._waiting = False
             raise _WaitEnded
 
     def poll(self) -> bool:
@@ -509,6 +522,9 @@ class StopSignal:
                     return
                 number = next((n for n in numbers if n in self.SIGNALS), number)
                 since = since or (time.monotonic() if number else 0.0)
+            elif number and self._waiting:  # Python ignores an exception raised in a destructor
+                self._sent_again = True
+                signal.pthread_kill(self._main, number)
             try:
                 if store is not None:
                     store = self._exchange(store, number)
@@ -530,7 +546,7 @@ class StopSignal:
 
     def _give_up(self, number: int, since: float) -> None:
         """End the process if nothing is lost, or if a save does not end."""
-        now, name, saving = time.monotonic(), signal.Signals(number).name, self._saving
+        now, saving = time.monotonic(), self._saving
         if saving is not None:
             began, patience, what = saving
             if now - max(began, since) < patience:
@@ -542,9 +558,12 @@ class StopSignal:
         elif now - since < ANSWER_SECONDS or self.unsaved():
             return
         else:
-            reason = "nothing is lost: no step has been completed since the last checkpoint"
+            reason = NOTHING_LOST
+        self._end(number, reason)
+
+    def _end(self, number: int, reason: str) -> NoReturn:
         if self.world.leads:
-            logger.error("%s: %s", name, reason)
+            logger.error("%s: %s", signal.Signals(number).name, reason)
         os._exit(128 + number)
 
 

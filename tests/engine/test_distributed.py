@@ -86,8 +86,8 @@ def test_an_unknown_host_and_a_port_without_torchrun(monkeypatch: pytest.MonkeyP
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_PORT", str(free_port()))):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_ADDR", "nowhere.invalid")
-    with pytest.raises(UserError, match=r"^MASTER_ADDR=nowhere.invalid: "), join_world("cpu"):
-        pass
+    with pytest.raises(UserError, match=r"^MASTER_ADDR=nowhere.invalid: "):
+        join_world("cpu", 0.1).__enter__()
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     with pytest.raises(RankError, match=r"^MASTER_ADDR=localhost, MASTER_PORT=\d+: Connection "):
         join_world("cpu", 0.1).__enter__()
@@ -167,6 +167,55 @@ def test_signal_ends_a_wait_for_input_and_nothing_else() -> None:
         assert list(stop.together(iter(range(3)))) == []
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_signal_that_a_destructor_has_swallowed() -> None:
+    """It ends the wait all the same, and Ctrl-C was pressed only once."""
+
+    class Closes:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    def wait() -> None:
+        Closes()
+        time.sleep(600)
+
+    with StopSignal(alone()) as stop:
+        assert stop.attempt(wait) is None
+        assert stop.poll()
+        assert stop.number == signal.SIGINT
+
+
+@pytest.mark.parametrize(("unsaved", "status"), [(False, 128 + signal.SIGTERM), (True, None)])
+def test_signal_before_another_rank_has_ended(
+    unsaved: bool, status: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks give up before the first step: the status is that of the signal."""
+    statuses = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    closed = RuntimeError("[../gloo/transport/tcp/pair.cc:534] Connection closed by peer")
+    stop = StopSignal(alone(), unsaved=lambda: unsaved).__enter__()
+    signal.raise_signal(signal.SIGTERM)
+    stop.__exit__(RuntimeError, closed, None)
+    assert statuses == ([] if status is None else [status])
+
+
+def test_a_name_that_is_not_yet_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As that of a pod of Kubernetes."""
+    connect, errors = socket.create_connection, [socket.EAI_AGAIN, socket.EAI_NONAME]
+
+    def connect_later(*arguments: Any, **options: Any) -> socket.socket:
+        if errors:
+            raise socket.gaierror(errors.pop(), "unknown")
+        return connect(*arguments, **options)
+
+    monkeypatch.setattr(socket, "create_connection", connect_later)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        distributed._wait_for_port("127.0.0.1", server.getsockname()[1], 60)
+    errors.append(socket.EAI_FAIL)
+    with pytest.raises(UserError, match=r"^MASTER_ADDR=127.0.0.1: unknown; "):
+        distributed._wait_for_port("127.0.0.1", 1, 60)
 
 
 def test_a_store_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
