@@ -141,7 +141,7 @@ class TrainState:
             # If the average is turned on at a resume, it starts from the current weights.
             average = stored["model"] if stored["ema"] is None else stored["ema"]
             self.ema.module.load_state_dict(average)
-            if stored["ema_steps"] is not None:
+            if stored["ema"] is not None:
                 self.ema.n_averaged.copy_(stored["ema_steps"])
         # None in a checkpoint of an earlier version, or if the images have changed.
         if self.losses is not None and stored.get("losses") is not None:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from engine.state import TrainState
 
+MOST = 1e12  # of any number in the record of a training
+
 
 def check_state(state: TrainState, stored: dict[str, Any], *, most_steps: int) -> None:
     """Check what `state.load_state_dict` will load.
@@ -115,6 +117,14 @@ def _check_moments(stored: Any, parameter: Tensor, needed: Mapping[str, Tensor])
             raise ValueError(f"optimizer: {name} does not have the shape of its parameter")
 
 
+def _is_figure(name: Any, value: Any) -> bool:
+    """Whether this is the name and value of a time, a step, an accuracy or a loss."""
+    if not isinstance(name, str) or type(value) not in (int, float):
+        return False
+    # A validation loss may overflow.
+    return 0 <= value < MOST or (type(value) is float and name.startswith("loss"))
+
+
 def _check_record(stored: Mapping[str, Any], most_steps: int) -> None:
     """Check the numbers and texts in the state of a training.
 
@@ -125,7 +135,7 @@ def _check_record(stored: Mapping[str, Any], most_steps: int) -> None:
         raise ValueError(f"step is not a number from 0 to {most_steps:,}, the end of the training")
     for name in ("best", "last", "spent"):
         row = stored[name]
-        if not isinstance(row, dict) or any(type(v) not in (int, float) for v in row.values()):
+        if not isinstance(row, dict) or not all(map(_is_figure, row.keys(), row.values())):
             raise ValueError(f"{name} is not a table of numbers")
     for name in ("best", "last"):
         row = stored[name]
