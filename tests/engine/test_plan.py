@@ -376,6 +376,18 @@ def test_sync_bn_on_cpus_is_refused() -> None:
     check_sync_bn(True, dataclasses.replace(cpu, device=torch.device("cuda")))
 
 
+def test_sync_bn_of_one_rank_needs_more_than_one_image() -> None:
+    """There is nothing to synchronise with."""
+    config = cli.load(
+        [
+            *("data=fake", "model=resnet_tiny", "data.image_size=8", "train.device=cpu"),
+            *("model.sync_bn=true", "loader.batch_size=1"),
+        ]
+    )
+    with join_world("cpu") as world, pytest.raises(UserError, match=r"^loader.batch_size: one im"):
+        make_plan(config, build_datasets(config), world)
+
+
 def test_lines() -> None:
     text = "\n".join(plan(1_281_167, 256, epochs=90, compile_reason="it is short").lines())
     for part in (
