@@ -93,13 +93,19 @@ def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "printed"),
-    [("0", "train.py: -m: a sweep does not run under torchrun or srun; "), ("1", "")],
+    ("task", "mistake", "printed"),
+    [
+        ("0", "-m", "train.py: -m: a sweep does not run under torchrun or srun; "),
+        ("0", "optim.lrr=1", "train.py: optim.lrr=1: "),
+        ("1", "optim.lrr=1", ""),
+    ],
 )
-def test_a_mistake_under_srun_is_printed_once_per_node(task: str, printed: str) -> None:
+def test_a_mistake_under_srun_is_printed_once_per_node(
+    task: str, mistake: str, printed: str
+) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(
-        [sys.executable, "train.py", "-m", "data.root=/nowhere", "optim.lr=0.1,0.2"],
+        [sys.executable, "train.py", mistake, "data.root=/nowhere"],
         cwd=ROOT,
         env=environment | STEP | {"SLURM_LOCALID": task},
         capture_output=True,
