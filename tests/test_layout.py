@@ -211,6 +211,7 @@ def test_environment_variables() -> None:
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *(f"TORCHELASTIC_{name}" for name in by_torchrun),
+        "SLURM_STEP_NUM_TASKS",
         "XDG_CACHE_HOME",
     }
 
