@@ -3,6 +3,10 @@
 One NaN in a gradient makes the weights useless, and the loss of that step may still be finite. So
 every step checks all gradients. From the first bad one on, nothing is updated: the host may learn
 about it many steps later, and the weights are still those of the last good step.
+
+Of the three checks for numbers that are not finite, this one finds gradients. `RunLog` checks the
+mean loss of a log row, which may overflow with finite gradients, and `RunDirectory` all weights and
+buffers before they are saved: an update or BatchNorm's statistics may overflow.
 """
 
 from collections.abc import Iterable
