@@ -91,6 +91,7 @@ from torch import Tensor
 import train
 from conf import strict_json
 from engine import pictures
+from engine.boards import exit_with
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import RankError, World, join_world
 from engine.evaluate import MOST_CLASSES, Metrics, evaluate
@@ -187,6 +188,7 @@ def run(trained: Trained, world: World, *, flip: bool, self_check: bool) -> Eval
     model = Recorder(trained.build(device), flip=flip)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     began = time.perf_counter()
+    world.enter("evaluation")
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
         measure = model.recording(train.validation_loss)
         batches = progress(feed, len(datasets.val), config.train.accumulate, world)
@@ -565,4 +567,4 @@ def main() -> int:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
-    sys.exit(main())
+    exit_with(main)

@@ -58,6 +58,7 @@ from PIL import Image
 
 import train
 from engine import checkpoint
+from engine.boards import exit_with
 from engine.checkpoint import CheckpointError
 from engine.distributed import RankError, join_world
 from engine.optim import Curve
@@ -149,6 +150,7 @@ def range_test(
         say_start(plan, curve, leads=world.leads)
         losses: list[float] = []
         for batch in feed.train.batches(0, steps):
+            world.enter(f"step {batch.step + 1}")
             loss = step(batch)["loss"].double()  # a copy: the next step overwrites the value
             losses.append(float(world.sum(loss)) / world.size)
             if has_diverged(losses) or state.divergence.found:  # then the weights stay the same
@@ -326,4 +328,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    exit_with(main)
