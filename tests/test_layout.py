@@ -177,6 +177,7 @@ def test_measured_values_become_valid_json() -> None:
     assert found == {
         "conf.strict_json",
         "engine.compile_cache",
+        "engine.heartbeat",
         "models.weights",
         "pipeline.sizing.autotune",
         "pipeline.synthetic.demo",
@@ -230,6 +231,7 @@ def test_the_keys() -> None:
         "data.val_size",
         "data.on_error",
         "data.max_bad_fraction",
+        "data.max_pixels",
         "data.mean",
         "data.std",
         "data.repeats",

@@ -77,9 +77,9 @@ def test_only_local_rank_0_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_environment_that_is_not_activated(tmp_path: Path) -> None:
     """`make env` has already installed the packages."""
-    (tmp_path / "conf").mkdir()
-    for name in ("train.py", "conf/__init__.py", "conf/cli.py"):
-        shutil.copy(ROOT / name, tmp_path / name)
+    shutil.copy(ROOT / "train.py", tmp_path)
+    for name in ("conf", "engine"):
+        shutil.copytree(ROOT / name, tmp_path / name)
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
     packages = tmp_path / "packages"

@@ -177,9 +177,9 @@ def test_one_checkpoint_at_a_time(writer: Writer, monkeypatch: pytest.MonkeyPatc
         assert release.wait(HANGS_SECONDS)
         order.append(f"has written {copied['state']['model']['weights'][0]:g}")
 
-    def wait(these: Any) -> Any:
+    def wait(these: Any, seconds: float) -> Any:
         release.set()
-        return waits(these)
+        return waits(these, seconds)
 
     writer.start(content_of(1), write)
     monkeypatch.setattr(futures, "wait", wait)

@@ -1167,7 +1167,7 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
     free = [number for number in range(1000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more
     try:
-        with pytest.raises(OSError, match="Too many open files"):
+        with pytest.raises(LoaderError, match="open files"):
             WorkerPool([source], workers=40, start_method=start_method)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

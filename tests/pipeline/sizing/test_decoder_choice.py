@@ -4,7 +4,7 @@ import itertools
 import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -214,8 +214,8 @@ def test_a_given_decoder_is_kept() -> None:
 class Node(World):
     """One of two nodes, in threads, with a GPU each: a missing call of a collective is an error."""
 
-    barrier: threading.Barrier
-    values: list[Any]
+    barrier: threading.Barrier = field(kw_only=True)
+    values: list[Any] = field(kw_only=True)
 
     def gather(self, value: Any) -> list[Any]:
         self.values[self.rank] = value
@@ -243,7 +243,7 @@ def test_different_nodes_take_the_same_trials_with_the_same_decoder(seed: int) -
             contention=0.1,
             uses=0.04,
         )
-        node = Node(rank, 2, 0, 1, torch.device("cpu"), barrier, values)
+        node = Node(rank, 2, 0, 1, torch.device("cpu"), barrier=barrier, values=values)
         misjudged = random.choice([0.7, 1, 1.3])
         found, _, trials = tune(host, misjudged, seed, (names[rank], "gpu", "hybrid"), node)
         return found, [decoder for decoder, _ in trials]
