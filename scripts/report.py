@@ -331,6 +331,15 @@ def read_runs(folder: Path) -> list[Run]:
     return runs
 
 
+class _WithoutAliases(yaml.SafeLoader):
+    """A config of a run has no aliases. With them, a few lines can hold a billion values."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError
+        return super().compose_node(parent, index)
+
+
 def read_run(folder: Path) -> Run:
     """Read the files of a run directory.
 
@@ -349,10 +358,7 @@ def read_run(folder: Path) -> Run:
     run = Run(folder)
     run.config_text = read_text(run, "config.yaml")
     try:
-        # A config of a run has no aliases. With them, some lines can hold a billion values.
-        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(run.config_text)):
-            raise ValueError
-        tree = yaml.safe_load(run.config_text)
+        tree = yaml.load(run.config_text, _WithoutAliases)
         run.config = dict(leaves(tree)) if isinstance(tree, dict) else {}
     except (yaml.YAMLError, ValueError, RecursionError):
         run.notes.append("config.yaml is not YAML")

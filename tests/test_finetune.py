@@ -103,6 +103,7 @@ def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights:
     return f"model.weights={path}"
 
 
+@pytest.mark.slow
 def test_fine_tuning_is_better_than_training_from_scratch(
     pretrained: Path, angles: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

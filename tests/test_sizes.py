@@ -17,6 +17,7 @@ pytestmark = pytest.mark.usefixtures("whole_runs")
 SIZES = "data.sizes={0: 16, 1: 32}"  # 36 images in batches of 8: epoch 1 begins with step 5
 
 
+@pytest.mark.slow
 def test_later_sizes_are_compiled_before_the_first_step(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,7 @@ exit $highest
 SCONTROL = '#!/bin/bash\necho "$@" >>"$REQUEUED"\n'
 
 
+@pytest.mark.slow
 def test_a_job_that_is_preempted_goes_back_to_the_queue(image_root: Path, tmp_path: Path) -> None:
     tools = tmp_path / "bin"
     tools.mkdir()
