@@ -106,7 +106,7 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
     try:
         os.getcwd()
     except OSError:
-        raise UserError("the current folder has been removed; change to another one") from None
+        raise UserError("the current folder no longer exists; cd to another one") from None
     words = list(arguments)
     for i in reversed(range(len(words))):
         flag, equals, folder = words[i].partition("=")

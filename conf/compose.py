@@ -234,9 +234,9 @@ def _refuse_resolvers(node: Any, name: str = "") -> None:
         while rest != before:  # an interpolation may be in another
             rest, before = re.sub(allowed, "_", rest), rest
         if "${" in rest:
-            what = "not allowed"
+            what = "only ${key} and ${now:FORMAT} are allowed"
             if "oc.env" in rest:
-                what = f"only a path may be read from the environment ({', '.join(PATHS)})"
+                what = f"only paths can use environment variables ({', '.join(PATHS)})"
             raise UserError(f"{name}={node}: {what}; write the value itself")
 
 
@@ -337,7 +337,7 @@ def _refuse_bomb(path: Path) -> None:
         return
     except RecursionError:
         pass
-    raise UserError(f"{path}: holds more than {MOST_NODES:,} values; correct or remove it")
+    raise UserError(f"{path}: contains over {MOST_NODES:,} values; remove its aliases (*)")
 
 
 def _read(path: Path) -> str:

@@ -97,9 +97,9 @@ def unreadable(text: str) -> str | None:
     if "Cs" in kinds:  # how Python holds a byte that it cannot decode
         encoding = sys.getfilesystemencoding().upper()
         other = "" if encoding == "UTF-8" else "; or set PYTHONUTF8=1 if it is UTF-8"
-        return f"is not {encoding}; give a plain name, or a link that has one{other}"
+        return f"is not valid {encoding}; rename it, or use a symbolic link to it{other}"
     if "Cc" in kinds:
-        return "contains a line break or another control character; give a plain name, or a link"
+        return "contains a line break or another control character; remove it, or use a link"
     return None
 
 
@@ -328,15 +328,15 @@ class Data:
     max_bad_fraction: float = key(
         0.01,
         NOTHING,
-        "fraction of the training images that data.on_error=skip may replace; training stops above "
-        "it",
+        "largest fraction of unreadable training images that data.on_error=skip accepts; training "
+        "stops above it",
         number(0, 1),
         when={"data.on_error": ("skip",)},
     )
     max_pixels: int = key(
         MAX_PIXELS,
         NOTHING,
-        "an image whose header has more pixels than this is unreadable, and is not decoded",
+        "an image with more pixels than this, by its header, counts as unreadable",
         COUNT,
     )
     mean: list[float] = key(
@@ -433,8 +433,8 @@ class Loader:
     timeout_seconds: float = key(
         120.0,
         NOTHING,
-        "stop the run and name the files when a batch takes longer than this, or name the rank "
-        "that has not answered for longer than this",
+        "stop the run when a batch takes longer than this, or a rank does not respond for longer; "
+        "the message names the files or the rank",
         number(0, above=True),
     )
     start_method: str = key(

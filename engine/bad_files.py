@@ -86,9 +86,9 @@ class BadFiles:
         if self.too_many:
             raise TrainingError(
                 f"data.max_bad_fraction={self.limit:g}: {len(self._all):,} of "
-                f"{len(self.dataset):,} training images cannot be read, such as "
+                f"{len(self.dataset):,} training images cannot be read, for example "
                 f"{next(reversed(self._all.values()))}; replace them ({self.folder / NAME} lists "
-                "them), or allow more"
+                "them), or raise this limit"
             )
 
 
@@ -99,6 +99,6 @@ def _read(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        logger.warning("%s cannot be read (%s); it is written anew", path, error)
+        logger.warning("%s cannot be read (%s); it will be rewritten", path, error)
         return {}
     return dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)

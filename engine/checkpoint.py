@@ -150,7 +150,7 @@ class Writer:
             # Ctrl-C may end it: the error is kept for `close`
             while not futures.wait([self._writing], HANGING_SECONDS).done:
                 logger.warning(
-                    "training waits for a checkpoint that is still being written after %.0f s: "
+                    "training is waiting for a checkpoint, still being written after %.0f s: "
                     "check the disk; Ctrl-C or SIGTERM ends the run without this checkpoint",
                     HANGING_SECONDS,
                 )
@@ -313,12 +313,12 @@ def _wrong(content: dict[str, Any]) -> str:
         return f"it has no {' and no '.join(missing)}"
     other = [name for name, kind in kinds.items() if type(content[name]) is not kind]
     if other:
-        return f"its {' and '.join(other)} cannot be used"
+        return f"invalid {' and '.join(other)}"
     step = content["state"].get("step", content["step"])
     if type(step) is not int or not 0 <= step == content["step"]:
-        return "its step cannot be used"
+        return "invalid step"
     tables = [name for name in ("identity", "config") if not _is_plain(content[name])]
-    return f"its {' and '.join(tables)} cannot be used" if tables else ""
+    return f"invalid {' and '.join(tables)}" if tables else ""
 
 
 def _is_plain(table: dict[Any, Any]) -> bool:

@@ -183,7 +183,7 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     if need > have:
         raise UserError(
             f"train.device={choice}: torch sees {have} GPUs, this node has {need} rank(s); "
-            "start fewer ranks, give each of them all GPUs of its node (srun --gpu-bind=none), or "
+            "start fewer ranks, let each rank see all GPUs of its node (srun --gpu-bind=none), or "
             "use train.device=cpu"
         )
     return torch.device("cuda", local_rank)
@@ -355,8 +355,8 @@ def _wait_for_port(host: str, port: int, seconds: float) -> None:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RankError(
-                    f"MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror or error}; rank 0 "
-                    "is not there, or torchrun has ended"
+                    f"MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror or error}; "
+                    "check that rank 0, or torchrun, is running on that host"
                 ) from None
         time.sleep(0.1)
 
@@ -552,8 +552,8 @@ class StopSignal:
             if now - max(began, since) < patience:
                 return
             reason = (
-                f"{what} is not written {now - began:.0f} s after it was begun: the disk does not "
-                "answer; run the same command again to resume from the newest checkpoint"
+                f"{what} has not been written after {now - began:.0f} s: the disk does not "
+                "respond; run the same command again to resume from the newest checkpoint"
             )
         elif now - since < ANSWER_SECONDS or self.unsaved():
             return

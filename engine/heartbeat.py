@@ -1,4 +1,4 @@
-"""A thread of each rank that notices when another rank does not answer.
+"""A thread of each rank that notices when another rank does not respond.
 
 A collective waits until all ranks take part. If one of them is stopped, or its machine hangs, the
 others would wait without a word. The threads send each other a datagram every second. They do not
@@ -18,8 +18,8 @@ from typing import NoReturn
 from uuid import uuid4
 
 BEAT_SECONDS = 1.0
-# The ranks of a job may start so many times loader.timeout_seconds apart: machines read torch from
-# a shared disk.
+# The ranks of a job may start this many times loader.timeout_seconds apart: machines may read torch
+# from a shared disk.
 START_FACTOR = 5
 # The rank with the lowest number that still answers prints the message; others exit this much later
 LATER_SECONDS = 10.0
@@ -105,11 +105,14 @@ class Heartbeat:
         """Say in one line which collective failed, for torch's error about another rank."""
         if "imed out" not in error:
             return (
-                f"rank {self.rank}: another rank ended during {self._section}; the message above, "
-                "or torchrun's below, gives the reason"
+                f"rank {self.rank}: another rank ended during {self._section}; for the reason, "
+                "see its message above or torchrun's message below"
             )
         places = ", ".join(f"rank {n} in {p.section or 'start'}" for n, p in self._peers.items())
-        return f"rank {self.rank}: a rank takes too long in {self._section}; last heard of {places}"
+        return (
+            f"rank {self.rank}: {self._section} timed out, as another rank takes too long; last "
+            f"known: {places}"
+        )
 
     def introduction(self, host: str) -> str:
         """Open the socket; return what `meet` of the other ranks needs to know.
@@ -166,8 +169,8 @@ class Heartbeat:
                 self._fail(silent)
             if not self._peers and self._clock > self.start_seconds + LATER_SECONDS:
                 self._exit(
-                    "MASTER_ADDR, MASTER_PORT: the process that listens there does not answer; it "
-                    "is stopped, or is not a rank of this job"
+                    "MASTER_ADDR, MASTER_PORT: the process that listens there does not respond; "
+                    "kill it if it is suspended, or set another MASTER_PORT"
                 )
 
     def _send(self, section: str, *, left: bool = False) -> None:
@@ -198,9 +201,9 @@ class Heartbeat:
             os._exit(1)
         names = ", ".join(f"rank {rank} ({self._peers[rank].process})" for rank in silent)
         self._exit(
-            f"loader.timeout_seconds={self.timeout_seconds:g}: no answer for that long from "
-            f"{names}, for which rank {self.rank} waits ({self._section}); the process is stopped, "
-            "or its machine hangs: end it, and run the same command again"
+            f"loader.timeout_seconds={self.timeout_seconds:g}: no response for that long from "
+            f"{names}, while rank {self.rank} waits for it in {self._section}; the process is "
+            "suspended, or its machine hangs: kill it, and run the same command again"
         )
 
     def _exit(self, message: str) -> NoReturn:

@@ -54,7 +54,7 @@ def read_launch() -> Launch:
         ("LOCAL_WORLD_SIZE", local_size, size),
     ):
         if value > most:
-            raise UserError(f"{name}={value}: does not fit WORLD_SIZE={size}; {REMEDY}")
+            raise UserError(f"{name}={value}: inconsistent with WORLD_SIZE={size}; {REMEDY}")
     if size == 1:
         return Launch()
     needed = {

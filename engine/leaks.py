@@ -1,4 +1,4 @@
-"""Memory that grows from epoch to epoch, which ends a long run: in whose hands, and how fast."""
+"""Find memory that grows from epoch to epoch, which ends a long run: its owner and its rate."""
 
 import itertools
 from collections.abc import Hashable, Iterable, Sequence
@@ -22,11 +22,11 @@ LEAST_BYTES, LEAST_SHARE = 4 * MIB, 0.01
 LATEST_SHARE = 0.4
 
 TRAINER = "the training process"
-WORKERS = "the loader workers together"
+WORKERS = "all loader workers"
 GPU = "tensors on the GPU"
 REMEDIES = {
-    TRAINER: "look for a list or a cache in your code that every step or epoch extends",
-    WORKERS: "look for a list or a cache in a transform or dataset that every image extends",
+    TRAINER: "look for a list or a cache in your code that grows with every step or epoch",
+    WORKERS: "look for a list or a cache in a transform or dataset that grows with every image",
     GPU: "look for tensors that are kept after their step, such as a loss without .detach()",
 }
 

@@ -414,7 +414,7 @@ def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
         nearest = min(max(1, round(batch_size / world_size)), most) * world_size
         raise UserError(
             f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
-            f"{world_size} ranks; the nearest is {nearest}"
+            f"{world_size} ranks; set it to {nearest}, the nearest one"
         )
 
 
@@ -606,8 +606,8 @@ def check_single_image(model: nn.Module, image_size: int) -> None:
             model(torch.empty(1, 3, image_size, image_size, device="meta"))
     except ValueError as error:  # of torch's batch normalisation
         raise UserError(
-            f"loader.batch_size: one image of {image_size} px at a time leaves batch "
-            "normalisation a single value per channel; give a larger loader.batch_size or "
+            f"loader.batch_size: with one image of {image_size} px at a time, batch "
+            "normalisation gets a single value per channel; increase loader.batch_size or "
             "data.image_size"
         ) from error
     finally:

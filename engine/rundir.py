@@ -263,7 +263,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 check(_for(changes, found.state))
         except ValueError as error:
             raise UserError(
-                f"cannot resume {found.path}: its state is not one of this training: {error}; give "
+                f"cannot resume {found.path}: its state does not fit this training: {error}; give "
                 "the path of another step-*.pt, or start over with checkpoint.resume=never"
             ) from None
         return changes

@@ -1,8 +1,8 @@
-"""Read a file of torch.save from anybody: no code in it runs, and it takes limited memory and time.
+"""Read an untrusted file of torch.save: no code in it runs, and memory and time are limited.
 
 `torch.load(weights_only=True)` runs no code. But a file of a few kB can make it allocate 10 GB (a
-call of bytearray), work for hours or end the process (a dictionary key of 500,000 tuples in each
-other overflows the stack). So the file is checked before torch reads it, and the result afterwards.
+call of bytearray), work for hours or crash the process (a dictionary key of 500,000 nested tuples
+overflows the stack). So the file is checked before torch reads it, and the result afterwards.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 # takes 400 MB and 10 s.
 MOST_BYTES = 32 << 20
 MOST_INSTRUCTIONS = 1_000_000
-DEEPEST = 100  # containers in each other
+DEEPEST = 100  # nested containers
 LEGACY_PICKLES = 5  # at the beginning of a file of the format before zip
 NAMED = 3  # names to list in a message
 
@@ -85,7 +85,7 @@ def read_archive(path: Path) -> Any:
         except (OSError, ValueError):
             raise
         except Exception as error:  # zipfile raises many types too
-            raise ValueError(f"damaged, or not of torch.save: {type(error).__name__}") from None
+            raise ValueError(f"damaged, or not by torch.save: {type(error).__name__}") from None
     try:
         # timm and torchvision store their arguments. A Namespace only holds attributes.
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -121,16 +121,16 @@ def _check_zip(file: BinaryIO) -> None:
         if sum(record.file_size for record in records) > size:
             raise ValueError("its records are larger than the file: it is compressed or hostile")
         if min((record.header_offset for record in records), default=0) != 0:
-            raise ValueError("damaged, or not of torch.save: bytes in front of the records")
+            raise ValueError("damaged, or not by torch.save: bytes in front of the records")
         # torch ignores the case of names, and takes the folder of the first one.
         if len({record.filename.lower() for record in records}) < len(records):
-            raise ValueError("two of its records have one name")
+            raise ValueError("two of its records have the same name")
         folder = records[0].filename.split("/")[0]
         if f"{folder}/constants.pkl" in archive.namelist():
             raise ValueError("it is a TorchScript program")
         program = archive.getinfo(f"{folder}/data.pkl")
         if program.file_size > MOST_BYTES:
-            raise ValueError(f"its pickle has more than {MOST_BYTES >> 20} MiB")
+            raise ValueError(f"its pickle is larger than {MOST_BYTES >> 20} MiB")
         _check_pickle(io.BytesIO(archive.read(program)))
 
 
@@ -151,7 +151,7 @@ class _Value:
 
     Attributes:
         items: number of items, with those of tuples in it.
-        depth: number of tuples in each other.
+        depth: number of nested tuples.
         parts: of a tuple.
         text: of a text, or the name of a function.
     """
@@ -222,7 +222,7 @@ def _made(name: str, parts: list[_Value]) -> _Value:
     """Return the tuple, or the result of a call."""
     depth = max((part.depth for part in parts), default=0) + name.startswith("TUPLE")
     if depth > DEEPEST:
-        raise ValueError(f"it has more than {DEEPEST} containers in each other")
+        raise ValueError(f"its containers are nested more than {DEEPEST} deep")
     if not name.startswith("TUPLE"):
         return _Value(depth=depth)
     return _Value(1 + sum(part.items for part in parts), depth, tuple(parts))
@@ -249,12 +249,12 @@ def _check_content(content: Any) -> None:
             _check_tensor(value)
         count += len(items)
         if count > MOST_INSTRUCTIONS or depth > DEEPEST:
-            raise ValueError("its containers are too large, too deep, or in themselves")
+            raise ValueError("its containers are too large, nested too deeply, or cyclic")
         waiting += [(item, depth + 1) for item in items]
 
 
 def _check_tensor(tensor: Tensor) -> None:
     if type(tensor) not in (Tensor, nn.Parameter) or tensor.is_quantized or tensor.is_meta:
-        raise ValueError("a tensor is not plain numbers")
+        raise ValueError("a tensor is not an ordinary dense tensor")
     if tensor.layout != torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes():
         raise ValueError("a tensor is larger than its data")

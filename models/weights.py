@@ -271,8 +271,8 @@ def file_fingerprint(path: Path) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"model.weights={path}: {reason}; every start reads the file, even if the run resumes: "
-            "give its path"
+            f"model.weights={path}: {reason}; give the path of the file, which every start reads, "
+            "even if the run resumes"
         ) from None
 
 

@@ -107,7 +107,7 @@ class Picture:
         if size[0] * size[1] > MAX_PIXELS:
             width, height = self.size
             raise TooNarrowError(
-                f"a resize would make {size[0]}x{size[1]} pixels of {width}x{height}: too narrow"
+                f"resizing {width}x{height} pixels would give {size[0]}x{size[1]}: too narrow"
             )
 
     def cropped(self, box: Box) -> "Picture":
@@ -273,7 +273,7 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
     if size[0] * size[1] > max_pixels:
         raise ValueError(
             f"{size[0]}x{size[1]} pixels are more than data.max_pixels={max_pixels}; make the "
-            "image smaller, or raise data.max_pixels if workers have the memory"
+            "image smaller, or raise data.max_pixels if the workers have enough memory"
         )
 
 
@@ -314,7 +314,7 @@ def check_scans(data: bytes) -> None:
     """
     scans = data.count(bytes((0xFF, START_OF_SCAN)))
     if scans > MOST_SCANS:
-        raise ValueError(f"about {scans} scans, at most {MOST_SCANS} are decoded")
+        raise ValueError(f"a JPEG of about {scans} scans; at most {MOST_SCANS} are decoded")
 
 
 def check_length(data: bytes, size: tuple[int, int], factors: Sequence[int], *, bits: int) -> None:
@@ -405,7 +405,7 @@ def load_all(data: bytes, image: Image.Image) -> Image.Image:
     if image.mode in ("I", "F"):
         low, high = cast(tuple[float, float], image.getextrema())
         if not 0 <= low <= high <= 255 or 0 < high <= 1:  # it would become black or white
-            raise ValueError(f"32-bit levels from {low} to {high}; store them in 8 or 16 bits")
+            raise ValueError(f"32-bit levels from {low} to {high}; save it with 8 or 16 bits")
     return image
 
 
@@ -417,7 +417,7 @@ def ends_unnoticed(image: Image.Image) -> bool:
 
 
 def load_into(image: Image.Image, level: int) -> list[bool]:
-    """Decode into memory of one level; return whether the ends of the last two rows still have it.
+    """Decode over a blank image of one level; return whether the last two rows still end with it.
 
     Two rows, because the last pass of an interlaced PNG has the odd ones.
     """

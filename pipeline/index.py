@@ -140,7 +140,7 @@ class Index:
         if not self.caches:
             return ""
         # Folders changed twice within one tick of the clock, or an old time was restored.
-        return f" (first delete the cached list, {' and '.join(map(str, self.caches))})"
+        return f" (delete the cached list first: {' and '.join(map(str, self.caches))})"
 
     def size(self, i: int) -> int:
         """Return the size of a file in bytes; 0 if there is no such file."""
@@ -423,7 +423,9 @@ def _report_ignored(root: str, key: str, ignored: Sequence[bytes], images: int) 
     total = len(ignored) + images
     named = ", ".join(f"{os.fsdecode(name)} ({_kind(root, name)})" for name in ignored[:3])
     more = ", ..." if len(ignored) > 3 else ""
-    text = f"{key}={root}: {len(ignored):,} of {total:,} images are not files: {named}{more}"
+    text = (
+        f"{key}={root}: {len(ignored):,} of {total:,} images are not regular files: {named}{more}"
+    )
     if len(ignored) > MOST_IGNORED * total:
         raise UserError(f"{text}; restore or remove them")
     logger.warning("%s; they are left out", text)

@@ -482,7 +482,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         more = f" and {len(late) - 4} more workers" if len(late) > 4 else ""
         return (
             f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
-            f"still reading {', '.join(late[:4]) or 'nothing'}{more}; check this storage"
+            f"still reading {', '.join(late[:4]) or 'nothing'}{more}; check the storage"
         )
 
     def _current(self, task: Task) -> str:

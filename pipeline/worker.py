@@ -212,7 +212,7 @@ def _fill_row(
     batch = source.images(task.slot)
     if image.shape != batch.shape[1:]:
         raise ValueError(
-            f"the transforms made {image.shape[1]}x{image.shape[0]} pixels, the batch holds "
+            f"the transforms made {image.shape[1]}x{image.shape[0]} pixels, the batch needs "
             f"{batch.shape[2]}x{batch.shape[1]}"
         )
     batch[row] = image
@@ -248,7 +248,7 @@ def _first_readable(
                 "or the dataset failed, see the traceback above"
             ) from error
     raise BadImageError(
-        f"{first}; of the {tried - 1} images that may replace it, none can be read; {CHECK}"
+        f"{first}; none of its {tried - 1} replacements can be read either; {CHECK}"
     )
 
 

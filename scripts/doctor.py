@@ -276,15 +276,15 @@ def left_out(name: str, root: str, split: Split) -> Iterator[Row]:
         total = len(split.skipped) + len(split.files)
         refused = len(split.skipped) > MOST_IGNORED * total
         yield (fail if refused else warn)(
-            f"{name}: {len(split.skipped):,} of {total:,} images are not files, "
+            f"{name}: {len(split.skipped):,} of {total:,} images are not regular files, "
             + ("training refuses to start" if refused else "training leaves them out"),
             "restore or remove them",
             listed(split.skipped),
         )
     if cache := outdated_cache(root, [path for path, _ in split.files]):
         yield fail(
-            f"{name}: the cached list of the images is out of date, but the times of the "
-            "folders are equal",
+            f"{name}: the cached list of images is out of date, although the modification times "
+            "of the folders have not changed",
             f"delete {cache}",
         )
 

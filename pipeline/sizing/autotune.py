@@ -77,7 +77,7 @@ PROBE_ROWS = 8  # images in a task of the probe: few, so that a slow disk does n
 WARM_STEPS = 15  # the first compiles, the next choose kernels, and one captures a CUDA graph
 
 
-SIGNAL = "a signal came"  # a rank gives up its part of the measurement
+SIGNAL = "interrupted by a signal"  # a rank gives up its part of the measurement
 
 
 class NotMeasuredError(RuntimeError):

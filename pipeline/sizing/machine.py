@@ -112,15 +112,16 @@ def reached_limit(error: BaseException) -> str | None:
     text = str(error)
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        return f"{allowed} open files are not enough; raise ulimit -n"
+        return f"the limit of {allowed} open files is too low; raise ulimit -n"
     if isinstance(error, BlockingIOError) or "can't start new thread" in text:
-        return "no more processes or threads can be started; raise ulimit -u, or give fewer workers"
+        return "cannot start more processes or threads; raise ulimit -u, or lower loader.workers"
     if "AF_UNIX path too long" in text:
         folder = tempfile.gettempdir()
         return f"TMPDIR={folder}: is too long for a socket; give a shorter path, such as /tmp"
     if "No usable temporary directory" in text:
         return (
-            "no folder for temporary files can be written; check TMPDIR, free space and ulimit -f"
+            "there is no writable folder for temporary files; "
+            "check TMPDIR, free space and ulimit -f"
         )
     return None
 

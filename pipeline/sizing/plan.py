@@ -147,8 +147,8 @@ class MemoryPlan:
         image = ""
         if self.host + self.largest_image > self.free:
             image = (
-                f"; an image of data.max_pixels would take {self.largest_image / GIB:.1f} GiB: "
-                "lower it if there can be such images"
+                "; decoding an image of data.max_pixels would take "
+                f"{self.largest_image / GIB:.1f} GiB: lower it if no image is that large"
             )
         return (
             f"{self.buffers / GIB:.2f} GiB of batch buffers ({slots}, {pinned}), workers about "

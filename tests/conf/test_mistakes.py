@@ -369,8 +369,8 @@ def test_path_that_is_not_utf_8(refusal: Refusal, images: Path, workplace: Path)
     place.symlink_to(images)
     for key in ("data.root", "run.dir", "model.weights", "checkpoint.resume"):
         line = refusal(f"{key}={place}")
-        assert line.startswith(f"{key}={workplace}/im\\udce9: is not UTF-8; give a plain name")
-    assert refusal("\udce9=1").startswith("\\udce9=1: is not UTF-8")
+        assert line.startswith(f"{key}={workplace}/im\\udce9: is not valid UTF-8; rename it")
+    assert refusal("\udce9=1").startswith("\\udce9=1: is not valid UTF-8")
     (workplace / "link").symlink_to(place)
     assert train.main(cli.load([*SMALL, "data.root=link", "train.max_steps=1"])) == 0
 
@@ -403,13 +403,13 @@ def test_folder_that_has_been_removed(workplace: Path, capsys: pytest.CaptureFix
     with pytest.raises(SystemExit, match="2"):
         cli.parse(["recipe=demo"], script="train.py", purpose="")
     assert capsys.readouterr().err == (
-        "train.py: the current folder has been removed; change to another one\n"
+        "train.py: the current folder no longer exists; cd to another one\n"
     )
 
 
 def test_batch_of_one_image_of_a_few_pixels(refusal: Refusal, image_root: Path) -> None:
     line = refusal(f"data.root={image_root}", "loader.batch_size=1", "data.image_size=8")
-    assert line.startswith("loader.batch_size: one image of 8 px at a time leaves batch")
+    assert line.startswith("loader.batch_size: with one image of 8 px at a time, batch")
 
 
 def test_line_break_in_a_path(
@@ -417,7 +417,7 @@ def test_line_break_in_a_path(
 ) -> None:
     """The message is one line, for user errors and for damaged files."""
     assert refusal(r"data.root='two\nlines'".replace(r"\n", "\n")).startswith(
-        "data.root='two lines': contains a line break or another control character; give a plain"
+        "data.root='two lines': contains a line break or another control character; remove it, or"
     )
     (images / "train" / "dots" / "0\n0.jpg").write_bytes(b"")
     assert train.main(cli.load([*SMALL, f"data.root={images}", "loader.batch_size=37"])) == 1

@@ -87,9 +87,10 @@ def test_too_many_corrupt_training_images_end_the_run(
     assert train.main(compose(root, folder, "data.on_error=skip")) == 1
     (error,) = (x for x in capfd.readouterr().err.splitlines() if not x.startswith("WARNING"))
     assert re.match(
-        r"train.py: data.max_bad_fraction=0.01: \d of 36 training images cannot be read, such as "
-        rf"{root}/train/\S+: UnidentifiedImageError: .*; replace them \({folder}/bad_files.txt "
-        r"lists them\), or allow more$",
+        r"train.py: data.max_bad_fraction=0.01: \d of 36 training images cannot be read, "
+        rf"for example {root}/train/\S+: UnidentifiedImageError: .*; "
+        rf"replace them \({folder}/bad_files.txt "
+        r"lists them\), or raise this limit$",
         error,
     )
     assert set(bad_files(folder)) <= set(map(str, broken))

@@ -109,5 +109,6 @@ def test_errors_of_torch_become_one_line() -> None:
     assert beat.explain(closed).startswith("rank 0: another rank ended during step 12; ")
     late = "[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
     assert beat.explain(late) == (
-        "rank 0: a rank takes too long in step 12; last heard of rank 1 in validation"
+        "rank 0: step 12 timed out, as another rank takes too long; last known: rank 1 in "
+        "validation"
     )

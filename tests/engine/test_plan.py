@@ -330,7 +330,7 @@ def test_invalid_batch_sizes() -> None:
     with pytest.raises(
         UserError,
         match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks; "
-        r"the nearest is 10$",
+        r"set it to 10, the nearest one$",
     ):
         check_batch(12, 100, 5)
 

@@ -296,7 +296,7 @@ def test_a_file_deleted_after_the_scan_is_named(changeable: Path, tmp_path: Path
         dataset.load(0, 7)
     assert str(error.value) == (
         f"{path}: FileNotFoundError: [Errno 2] No such file or directory: '{path}': the data "
-        "changed since the scan; restore the file, or start again (first delete the cached list, "
+        "changed since the scan; restore the file, or start again (delete the cached list first: "
         f"{cache})"
     )
     assert len(open_dataset(changeable)) == 35

@@ -152,7 +152,7 @@ def test_special_files_are_left_out_and_named(
     named = ", ".join(f"a/{text}" for text in SPECIAL)
     for start in range(2):
         assert paths(root) == images
-        expected = f"data.train={root}: 4 of 400 images are not files: {named}, ...; they are left"
+        expected = f"data.train={root}: 4 of 400 images are not regular files: {named}, ...; they "
         assert len(caplog.messages) == start + 1 and caplog.messages[start].startswith(expected)
 
 
@@ -199,7 +199,7 @@ def test_more_than_a_hundredth_of_special_files_is_refused(tmp_path: Path, image
         with pytest.raises(UserError) as error:
             load_index(root, key="data.train")
         assert str(error.value).startswith(
-            f"data.train={root}: 4 of {images + 4} images are not files: a/{SPECIAL[0]}, "
+            f"data.train={root}: 4 of {images + 4} images are not regular files: a/{SPECIAL[0]}, "
         )
         assert str(error.value).endswith("; restore or remove them")
 

@@ -671,7 +671,7 @@ def test_a_class_of_unreadable_files_is_an_error_even_when_skipping(changeable: 
         Path(dataset.name(index)).write_bytes(b"")
     with (
         open_loader(dataset, skip=True) as loader,
-        pytest.raises(LoaderError, match=r"of the 11 images that may replace it, none can be read"),
+        pytest.raises(LoaderError, match=r"none of its 11 replacements can be read either"),
     ):
         drain(loader.batches(0, 9))
 
@@ -744,7 +744,7 @@ def test_nothing_readable_is_an_error_even_when_skipping(changeable: Path) -> No
         Path(dataset.name(index)).write_bytes(b"")
     with (
         open_loader(dataset, skip=True) as loader,
-        pytest.raises(LoaderError, match=r"of the 11 images that may replace it, none can be read"),
+        pytest.raises(LoaderError, match=r"none of its 11 replacements can be read either"),
     ):
         next(loader.batches(0, 1))
 

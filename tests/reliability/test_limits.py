@@ -23,7 +23,7 @@ def test_too_few_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        with pytest.raises(UserError, match=r"^0 open files are not enough; raise ulimit -n$"):
+        with pytest.raises(UserError, match=r"^the limit of 0 open files is too low; raise ulimit"):
             SharedArray((1,), np.uint8)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -53,7 +53,7 @@ CASES = {
     "long TMPDIR": ("", "long", 1, "is too long for a socket; give a shorter path"),
     "TMPDIR that does not exist": ("", "nowhere", 0, ""),
     "12 open files": ("ulimit -n 12", "", 2, "Too many open files"),
-    "16 open files": ("ulimit -n 16", "", 2, "16 open files are not enough; raise ulimit -n"),
+    "16 open files": ("ulimit -n 16", "", 2, "limit of 16 open files is too low; raise ulimit -n"),
     "24 open files": ("ulimit -n 24", "", 2, "open files allow 0; give at most that, or raise"),
     "no file may grow": ("ulimit -f 0", "", 1, "check TMPDIR, free space and ulimit -f"),
     "files of 8 KiB": ("ulimit -f 16", "", 2, "ulimit -f allows 0.0; raise it"),

@@ -97,9 +97,9 @@ def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks)
         done = job.wait()
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    named = f"no answer for that long from rank 1 (process {job.pids[2]} on "
+    named = f"no response for that long from rank 1 (process {job.pids[2]} on "
     assert line.startswith(f"train.py: loader.timeout_seconds=4: {named}")
-    assert ", for which rank 0 waits (step " in line
+    assert ", while rank 0 waits for it in step " in line
 
 
 def test_a_killed_rank_ends_the_others_with_one_line(
@@ -134,7 +134,7 @@ def test_a_rank_that_answers_may_take_longer(tmp_path: Path, ranks: Ranks) -> No
     script.write_text(LATE)
     done = ranks.run([sys.executable, str(script)], 2)
     assert done.stdout == 2 * "[0, 1]\n"
-    assert "RankError: rank 0: a rank takes too long in start; last heard of rank 1" in done.stderr
+    assert "RankError: rank 0: start timed out, as another rank takes too long;" in done.stderr
 
 
 # Long: every way.

@@ -427,7 +427,7 @@ def test_entries_that_are_not_files_are_reported_and_not_opened(root: Path) -> N
         with contextlib.chdir(folder):  # a path to a socket is limited to 107 bytes
             server.bind("socket.jpg")
         row = only(row for row in look(root)["layout"] if row.status != "ok")
-    text = "train: 5 of 41 images are not files, training refuses to start"
+    text = "train: 5 of 41 images are not regular files, training refuses to start"
     assert (row.status, row.found) == ("fail", text)
     assert sorted(line.split("/")[-1] for line in row.details) == [
         "gone.JPEG: a dangling link",
