@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,13 @@ if __name__ == "__main__":
     def step(state: Any, *arguments: Any, **options: Any) -> Any:
         if state.step == 3 and Path("hold").exists():
             Path("hold").unlink()
-            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+            received = list[int]()
+            before = signal.signal(signal.SIGINT, lambda number, _: received.append(number))
             Path("held").write_text(str(os.getpid()))
-            signal.sigwait([signal.SIGINT])
+            while not received:
+                time.sleep(0.05)
+            signal.signal(signal.SIGINT, before)
             os.kill(os.getpid(), signal.SIGINT)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         return train_step(state, *arguments, **options)
 
     train.train_step = step

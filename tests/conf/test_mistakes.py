@@ -381,7 +381,7 @@ def test_escape_sequence_in_a_value(refusal: Refusal) -> None:
     )
 
 
-@pytest.mark.parametrize(("bad", "why"), [("\x1b", "contains"), ("\udce9", "is not UTF-8")])
+@pytest.mark.parametrize(("bad", "why"), [("\x1b", "contains"), ("\udce9", "is not valid UTF-8")])
 def test_bad_character_in_a_list_or_a_dict(bad: str, why: str) -> None:
     """`str` of either escapes the characters of its elements."""
     config = cli.load(["recipe=demo"])

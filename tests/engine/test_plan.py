@@ -384,7 +384,10 @@ def test_sync_bn_of_one_rank_needs_more_than_one_image() -> None:
             *("model.sync_bn=true", "loader.batch_size=1"),
         ]
     )
-    with join_world("cpu") as world, pytest.raises(UserError, match=r"^loader.batch_size: one im"):
+    with (
+        join_world("cpu") as world,
+        pytest.raises(UserError, match=r"^loader.batch_size: with one im"),
+    ):
         make_plan(config, build_datasets(config), world)
 
 

@@ -302,7 +302,7 @@ def test_a_file_deleted_after_the_scan_is_named(changeable: Path, tmp_path: Path
     assert len(open_dataset(changeable)) == 35
     os.utime(path.parent, (0, 0))  # as if both changes were within one tick of the clock
     dataset = open_dataset(changeable)
-    with pytest.raises(BadImageError, match=rf"delete the cached list, {cache}\)$"):
+    with pytest.raises(BadImageError, match=rf"delete the cached list first: {cache}\)$"):
         dataset.load(0, 7)
     cache.unlink()
     assert len(open_dataset(changeable)) == 35

@@ -287,7 +287,7 @@ def test_max_pixels_is_checked_before_decoding(decoder: str, kind: str) -> None:
 @pytest.mark.parametrize("decoder", decode.installed())
 def test_a_narrow_image_is_not_resized_to_gigabytes(decoder: str) -> None:
     data = encoded(photo(65500, 1))
-    with pytest.raises(ValueError, match="16768000x256 pixels of 65500x1"):
+    with pytest.raises(ValueError, match="resizing 65500x1 pixels would give 16768000x256"):
         opened(data, decoder).resized((65500 * 256, 256))
 
 
