@@ -1,6 +1,7 @@
 """Functions to observe processes, for tests that kill them; with `ps` where there is no /proc."""
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import time
@@ -18,6 +19,16 @@ def needs_linux() -> None:
     """Skip the test elsewhere: it uses a function or a file that only Linux has."""
     if sys.platform != "linux":
         pytest.skip("needs Linux")
+
+
+def compiled_preload(source: Path, folder: Path) -> Path:
+    """Compile a C file to a library for LD_PRELOAD, or skip the test without a compiler."""
+    needs_linux()
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    library = folder / source.with_suffix(".so").name
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return library
 
 
 class Process(NamedTuple):

@@ -24,7 +24,7 @@ from pipeline.decode import open_picture
 from pipeline.index import Index, load_index
 from pipeline.sizing.prices import measure_gains
 from scripts import shrink, survey
-from tests.processes import needs_linux
+from tests.processes import compiled_preload
 from tests.stored import as_shards, as_tar, as_zip
 
 
@@ -430,13 +430,11 @@ for root, path in zip(sys.argv[1::2], sys.argv[2::2]):
 """
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_transient_read_errors_are_retried(changeable: Path, tmp_path: Path) -> None:
     """Three times, in folders and containers; ESTALE needs the file to be opened anew."""
-    needs_linux()
-    source, library = tmp_path / "faulty.c", tmp_path / "faulty.so"
+    source = tmp_path / "faulty.c"
     source.write_text(FAULTY)
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    library = compiled_preload(source, tmp_path)
     as_tar(changeable, tmp_path / "packed.tar")
     arguments = [changeable, open_dataset(changeable).name(0)]
     arguments += [tmp_path / "packed", tmp_path / "packed.tar"]

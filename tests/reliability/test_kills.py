@@ -5,7 +5,6 @@ The short forms are test_sigkill of tests/test_train.py and tests/engine/test_or
 
 import random
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.figures import Record
-from tests.processes import needs_linux
+from tests.processes import compiled_preload
 from tests.reliability.starts import Starts
 from tests.results import rows, same, stored
 from tests.small_run import SMALL_RUN
@@ -40,13 +39,8 @@ KILLED = -9
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled kill_at.c."""
-    needs_linux()
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path_factory.mktemp("preload") / "kill_at.so"
     source = Path(__file__).with_name("kill_at.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
+    return compiled_preload(source, tmp_path_factory.mktemp("preload"))
 
 
 def is_whole(folder: Path, whole: Path) -> bool:

@@ -25,6 +25,7 @@ import train
 from tests import measured_on_cpu
 from tests.processes import (
     HANGS_SECONDS,
+    compiled_preload,
     descendants,
     family,
     is_running,
@@ -148,13 +149,8 @@ STALLS = {
 @pytest.fixture(scope="module")
 def preload(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled stall.c."""
-    needs_linux()
-    if shutil.which("cc") is None:
-        pytest.skip("needs a C compiler")
-    library = tmp_path_factory.mktemp("preload") / "stall.so"
     source = Path(__file__).with_name("stall.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
-    return library
+    return compiled_preload(source, tmp_path_factory.mktemp("preload"))
 
 
 class Stalled:
