@@ -75,8 +75,11 @@ def test_many_mutated_jpegs(tmp_path: Path, figure: Callable[[str, int, int], No
     except subprocess.TimeoutExpired:
         ended, message = False, "no end within two hours"
     reached = MUTATED if ended else int(progress.read_text())
-    for name in decoders:
-        figure(f"mutated JPEGs through {name} named or trained", reached, MUTATED)
+    figure(
+        "mutated JPEGs, each through every CPU decoder: memory bounded, no crash, no hang",
+        reached,
+        MUTATED,
+    )
     assert ended, f"random.Random({reached}): {message}"
 
 
@@ -84,10 +87,11 @@ def test_many_mutated_jpegs(tmp_path: Path, figure: Callable[[str, int, int], No
 def test_figure_of_the_kinds(
     found: dict[str, dict[str, Any]], figure: Callable[[str, int, int], None]
 ) -> None:
-    pairs = [(d, k) for d, answers in found.items() for k in answers]
-    good = sum(not wrong(k, found[d][k], found["pillow"][k]) for d, k in pairs)
-    figure("odd image files named or trained", good, len(KINDS) * len(decode.installed()))
-    assert good == len(KINDS) * len(decode.installed())
+    """A kind counts if it is right with every CPU decoder."""
+    pillows = found["pillow"]
+    bad = {k for answers in found.values() for k, a in answers.items() if wrong(k, a, pillows[k])}
+    figure("kinds of odd image files named or trained on", len(KINDS) - len(bad), len(KINDS))
+    assert not bad
 
 
 def test_new_memory_reaches_no_batch(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

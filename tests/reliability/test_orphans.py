@@ -360,11 +360,11 @@ def test_ways_to_die(
 
 
 SECTIONS = {
-    "start": r"(: did not start within|\(start\))",
-    "measurement": r"\(measurement\)",
-    "training": r"\(step \d+\)",
-    "validation": r"\(validation\)",
-    "save": r"\((step \d+|checkpoint)\)",
+    "start": r"(: did not start within|waits for it in start;)",
+    "measurement": r"waits for it in measurement;",
+    "training": r"waits for it in step \d+;",
+    "validation": r"waits for it in validation;",
+    "save": r"waits for it in (step \d+|checkpoint);",
 }
 
 
