@@ -53,6 +53,7 @@ from engine.distributed import (
     RankError,
     StopSignal,
     World,
+    average_gradients,
     join_world,
     same_on_all_ranks,
     without_sync,
@@ -171,7 +172,7 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
-    """Return the function that trains on one batch: `train_step` with a compiled loss and DDP."""
+    """Return the function that trains on one batch: `train_step` with a compiled loss."""
     config = plan.config
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
     weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
@@ -199,7 +200,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     return StepGraph(
         step,
         before=before,
-        ordinary_steps=ORDINARY_STEPS if world.size == 1 else ORDINARY_STEPS_DDP,
+        ordinary_steps=ORDINARY_STEPS if network is state.model else ORDINARY_STEPS_DDP,
         refused=None if on_gpu else "training runs on the CPU",
     )
 
@@ -214,16 +215,16 @@ def train_step(
     clip_norm: float | None = None,
     accumulate: int = 1,
 ) -> Values:
-    """Forward, loss, backward, clip, update, average. Nothing here waits for the device.
+    """Forward, loss, backward, exchange, clip, update, average. Nothing here waits for the device.
 
     Args:
-        network: the model, or DDP around it.
+        network: the model, or DDP around it if there are several nodes.
         loss: `training_loss`, or its compiled form.
         lr: learning rate of the optimiser step, a number or float [] on the device; a parameter
             group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
-        accumulate: number of micro-batches, whose gradients are averaged. Only the last backward
-            pass exchanges gradients between ranks.
+        accumulate: number of micro-batches, whose gradients are averaged. The ranks exchange
+            gradients once.
 
     Returns:
         Named values to log, "loss" among them. Return one more, and it appears on the console, in
@@ -240,6 +241,7 @@ def train_step(
                 (mean_loss / accumulate).backward()
             logged.append({"loss": mean_loss.detach(), **values})
             of_images.append(each)
+        average_gradients(network)
         means = {name: torch.stack([part[name] for part in logged]).mean() for name in logged[0]}
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)

@@ -135,14 +135,19 @@ class World:
                 dist.broadcast(buffer, src=0)
 
     def wrap(self, model: nn.Module, example: Tensor) -> nn.Module:
-        """Return the module to call in training, which averages gradients over the ranks.
+        """Return the module to call in training: the model, or DDP around it.
+
+        DDP exchanges gradients while the backward pass computes others, which hides the time of a
+        network between nodes. It also divides the compiled step into several graphs and copies each
+        gradient by itself. On one node this costs more than it hides, so there `average_gradients`
+        exchanges all of them at once, after the backward pass.
 
         DDP rebuilds its gradient buckets after the first backward pass; with three or more ranks,
         the sums then round differently. A first pass over `example`, a batch, makes the first step
         after a restart round like any other. It runs in evaluation mode: it changes no buffer and
         uses no random number.
         """
-        if self.size == 1:
+        if self.size == self.local_size:
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
         network = nn.parallel.DistributedDataParallel(
@@ -161,12 +166,42 @@ def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[
     """Keep DDP from averaging gradients in the backward passes of the `with` block.
 
     Args:
-        network: the model, or DDP around it.
+        network: what `World.wrap` returned.
         unless: average as usual.
     """
     if unless or not isinstance(network, nn.parallel.DistributedDataParallel):
         return nullcontext()
     return network.no_sync()
+
+
+def average_gradients(network: nn.Module) -> None:
+    """Average the gradients over all ranks, unless DDP has. Collective, without waiting for a GPU.
+
+    All gradients are copied into one tensor, of which they are views afterwards: a single
+    all-reduce. Four H200s on NVLink exchange ResNet-50's 102 MB in 0.5 ms of a step of 34 ms, and
+    the copy takes 0.1 ms. With DDP, a step took 0.4 ms longer than with this function.
+
+    Args:
+        network: what `World.wrap` returned. All ranks use the same parameters in a step.
+    """
+    alone = not dist.is_initialized() or dist.get_world_size() == 1
+    if alone or isinstance(network, nn.parallel.DistributedDataParallel):
+        return
+    parameters = [each for each in network.parameters() if each.grad is not None]
+    gradients = [cast("Tensor", each.grad) for each in parameters]
+    flat = gradients[0].new_empty(sum(each.numel() for each in gradients))
+    views, first = [], 0
+    for each in gradients:
+        views.append(flat.as_strided(each.size(), each.stride(), first))
+        first += each.numel()
+    torch._foreach_copy_(views, gradients)
+    if flat.is_cuda:
+        dist.all_reduce(flat, op=dist.ReduceOp.AVG)
+    else:  # gloo has no average
+        dist.all_reduce(flat)
+        flat /= dist.get_world_size()
+    for parameter, view in zip(parameters, views, strict=True):
+        parameter.grad = view
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:

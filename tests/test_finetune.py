@@ -157,7 +157,7 @@ def test_frozen_stages_and_resume_bit_by_bit(
 
 
 def test_two_ranks(pretrained: Path, angles: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """DDP averages the gradients of the other parameters only."""
+    """The ranks exchange the gradients of the other parameters only."""
     options = ["model.freeze=2", "train.max_steps=3", "optim.layer_decay=0.5"]
     arguments = overrides(pretrained, angles, tmp_path / "run", *options)
     done = ranks.run(["python", train.__file__, *arguments], 2)

@@ -337,15 +337,17 @@ def test_gradients_are_averaged_and_buffers_are_not(
     ranks: tuple[Found, Found],
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 2))
     images = torch.randn(8, 4)
     (model(images[:4]).square().mean() + model(images[4:]).square().mean()).div(2).backward()
     for found in ranks:
-        assert found["gradients"]["gradient"] == pytest.approx(
-            model[2].bias.grad.tolist(), rel=1e-5
-        )
-        assert found["gradients"]["statistics_are_own"]
-        assert found["gradients"]["keys"] == ["0.weight", "0.bias"]  # without the prefix `module.`
+        assert [one["is_model"] for one in found["gradients"]] == [True, False]
+        for one in found["gradients"]:
+            for layer, gradient in zip((0, 2), one["gradients"], strict=True):
+                expected = model[layer].weight.grad
+                torch.testing.assert_close(torch.tensor(gradient), expected)
+            assert one["frozen"] and one["statistics_are_own"]
+            assert one["keys"] == ["0.weight", "0.bias"]  # without the prefix `module.`
 
 
 def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]) -> None:
@@ -357,9 +359,10 @@ def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]
         batch = Batch(images, labels, labels, step, torch.zeros(len(labels), 2, dtype=torch.int64))
         train_step(state, model, training_loss, batch, lr=0.5)
     for found in ranks:
-        weight = torch.tensor(found["accumulation"]["weight"])
-        torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-5, atol=1e-6)
-        assert found["accumulation"]["exchanged"] == 3  # one bucket
+        for one in found["accumulation"]:
+            weight = torch.tensor(one["weight"])
+            torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-5, atol=1e-6)
+        assert [one["exchanged"] for one in found["accumulation"]] == [0, 3]  # DDP, one bucket
 
 
 def test_a_nan_on_one_rank_ends_the_updates_of_both(ranks: tuple[Found, Found]) -> None:

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from conf.schema import UserError
-from engine.distributed import StopSignal, World, join_world
+from engine.distributed import StopSignal, World, average_gradients, join_world
 from engine.evaluate import Mistakes, evaluate
 from engine.meters import Meter
 from engine.state import TrainState, params_sha256
@@ -96,10 +97,16 @@ def buffers(world: World) -> dict[str, Any]:
     }
 
 
+def several_nodes(world: World) -> World:
+    """The same ranks, as if each ran on a node of its own."""
+    return replace(world, local_size=1)
+
+
 def gradients(world: World) -> dict[str, Any]:
     """Each rank trains on its half of a batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 2))
+    model[3].requires_grad_(False)
     images = torch.randn(8, 4)
     share = images[4 * world.rank : 4 * world.rank + 4]
     apart = copy.deepcopy(model)
@@ -107,9 +114,12 @@ def gradients(world: World) -> dict[str, Any]:
     for _ in range(2):
         network.zero_grad()
         network(share).square().mean().backward()
+        average_gradients(network)
         apart(share)
     return {
-        "gradient": model[2].bias.grad.tolist(),
+        "is_model": network is model,
+        "gradients": [model[i].weight.grad.tolist() for i in (0, 2)],
+        "frozen": model[3].weight.grad is None,
         "statistics_are_own": torch.equal(model[1].running_mean, apart[1].running_mean),
         "keys": list(model.state_dict())[:2],
     }
@@ -129,7 +139,8 @@ def accumulation(world: World) -> dict[str, Any]:
         exchanged.append(bucket.index())
         return allreduce_hook(dist.group.WORLD, bucket)
 
-    network.register_comm_hook(None, average)
+    if network is not model:
+        network.register_comm_hook(None, average)
     for step in range(3):
         samples = torch.zeros(len(labels[rows]), 2, dtype=torch.int64)
         batch = Batch(images[rows], labels[rows], labels[rows], step, samples)
@@ -277,8 +288,8 @@ def main(folder: Path) -> None:
             "sums": sums(world),
             "buffers": buffers(world),
             "all_or_none": all_or_none(world),
-            "gradients": gradients(world),
-            "accumulation": accumulation(world),
+            "gradients": [gradients(world), gradients(several_nodes(world))],
+            "accumulation": [accumulation(world), accumulation(several_nodes(world))],
             "divergence": divergence(world),
             "validation": validation(world),
             "metering": metering(world),
