@@ -171,7 +171,7 @@ class Stalled:
                     path.with_stem(f"{path.stem}-{number}").hardlink_to(path)
         self.console = folder / "console"
         measures = stall.options == MEASURES
-        # The stall begins when this file exists.
+        # The stall begins when this file exists. measured_on_cpu.py creates its own.
         self.when = folder / ("measuring-0" if measures else "when")
         options = [*NEVER_SAVED, *stall.options, "loader.timeout_seconds=20"]
         arguments = command(self.root, self.folder, *options)
@@ -205,7 +205,8 @@ class Stalled:
             wait_until(lambda: len(steps_of(self.folder)) >= 3, self.process)
         self.trainers = self._trainers()
         if self.stall.how == "preload":
-            self.when.touch()
+            if not self.measures:
+                self.when.touch()
             wait_until(Path(f"{self.when}.reached").exists, self.process)
         elif self.stall.how == "fifo":
             replace_by_fifos(self.root / self.stall.where)
