@@ -159,6 +159,7 @@ def test_the_verdict_uses_all_ranks_and_the_measured_step_time(
     assert [one.step_alone for one in seen] == [demand] * 3  # two epochs, and the run
 
 
+@pytest.mark.slow
 def test_the_measurement_does_not_change_a_resumed_run(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -244,6 +245,7 @@ def test_unreadable_file_during_the_measurement(
     assert family(os.getpid()) == processes
 
 
+@pytest.mark.slow
 def test_signal_during_the_measurement(
     image_root: Path, tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -286,7 +285,6 @@ CHECKS: dict[str, Callable[[Fork, Fork], None]] = {
     "A logged value": check_logged_value,
     "Two heads": check_two_heads,
 }
-QUICK = ("Another storage",)
 
 
 def test_every_section_is_checked() -> None:
@@ -310,14 +308,8 @@ def test_diff_is_short_and_applies(heading: str, tree: Path, tmp_path: Path) -> 
         )
 
 
-def sections_to_train() -> list[Any]:
-    return [
-        pytest.param(heading, marks=[] if heading in QUICK else [pytest.mark.slow])
-        for heading in GUIDE
-    ]
-
-
-@pytest.mark.parametrize("heading", sections_to_train())
+@pytest.mark.slow
+@pytest.mark.parametrize("heading", GUIDE)
 def test_change_has_its_effect(heading: str, tree: Path, unchanged: Fork, tmp_path: Path) -> None:
     section = GUIDE[heading]
     fork = Fork(tmp_path / "tree", tree)

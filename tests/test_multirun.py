@@ -382,6 +382,7 @@ def test_no_job_outlives_a_sweep_that_is_killed(sweep: Sweep) -> None:
     wait_until(lambda: not is_running(job))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_runs")
 def test_interrupt_a_sweep_and_type_it_again(
     image_root: Path,

@@ -110,6 +110,7 @@ def go(
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_curve_of_five_runs(references: list[Path], expect: Expect) -> None:
     curve = expect.reference
     assert curve is not None and curve.runs == 5

@@ -630,6 +630,7 @@ def test_resume_after_max_steps(overrides: list[str], image_root: Path, tmp_path
     ]
 
 
+@pytest.mark.slow
 def test_sigkill(
     image_root: Path,
     tmp_path: Path,
@@ -696,6 +697,7 @@ def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
     """The incomplete dataset is removed, and no process remains."""
     arguments = [
@@ -1296,6 +1298,7 @@ def test_log_cannot_be_written(
     assert len(warnings) == 1 and warnings[0].startswith(f"{log} cannot be written")
 
 
+@pytest.mark.slow
 def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
     """If the console cannot be written, the run loses its log lines, and continues."""
     needs_linux()
@@ -1404,6 +1407,7 @@ def test_help_and_cfg_from_anywhere(spaced: Path, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_train_from_anywhere(
     spaced: Path, image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]
 ) -> None:
@@ -1446,6 +1450,7 @@ class TwoRanks(nn.Module):
         return torch.cat(logits)
 
 
+@pytest.mark.slow
 def test_two_ranks_learn_like_one_and_stop_together(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

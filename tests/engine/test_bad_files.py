@@ -120,7 +120,7 @@ def test_too_many_after_the_last_checkpoint(
         run(damaged[0], tmp_path / "run", *SKIP, "loader.workers=0")
 
 
-@pytest.mark.parametrize("limit", [0.1, 0.07])
+@pytest.mark.parametrize("limit", [pytest.param(0.1, marks=pytest.mark.slow), 0.07])
 def test_bad_files_of_all_ranks(
     limit: float, damaged: tuple[Path, list[Path]], tmp_path: Path, ranks: Ranks
 ) -> None:

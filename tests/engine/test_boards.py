@@ -240,8 +240,10 @@ def test_wandb_that_hangs_is_given_up(
 
 @pytest.mark.parametrize(
     ("fails", "code", "status"),
-    [("finish", "", 0), ("teardown", BROKEN_TRAINING, 1)],
-    ids=["finished", "failed"],
+    [
+        pytest.param("finish", "", 0, id="finished"),
+        pytest.param("teardown", BROKEN_TRAINING, 1, id="failed", marks=pytest.mark.slow),
+    ],
 )
 def test_wandb_that_hangs_does_not_keep_the_process(
     fails: str, code: str, status: int, image_root: Path, tmp_path: Path

@@ -89,6 +89,7 @@ def test_a_later_start_compiles_nothing(run: Path, monkeypatch: pytest.MonkeyPat
     assert {path: path.stat() for path in (run / "compiled").iterdir()} == files
 
 
+@pytest.mark.slow
 def test_new_kernels_are_added(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompileCache(run, PLAN, ALONE)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(run.parent / "new_machine"))

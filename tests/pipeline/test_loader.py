@@ -215,7 +215,7 @@ class Trap:
         (1, "fork"),
         (2, "fork"),
         (2, "forkserver"),
-        (2, "spawn"),
+        pytest.param(2, "spawn", marks=pytest.mark.slow),
         (4, "forkserver"),
     ],
 )

@@ -103,6 +103,7 @@ def batches(image_root: Path, workers: int) -> list[tuple[Tensor, Tensor]]:
         return [(b.images.clone(), b.labels.clone()) for b in feed.train.batches(0, 8)]
 
 
+@pytest.mark.slow
 def test_pixels_are_the_same_for_any_number_of_workers(image_root: Path) -> None:
     expected = batches(image_root, 0)
     for workers in (1, 3):

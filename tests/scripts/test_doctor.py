@@ -883,6 +883,7 @@ def dead_worker(pipe: Connection, function: Callable[[str], survey.Opened]) -> N
     os._exit(3)
 
 
+@pytest.mark.slow
 def test_a_file_that_hangs_or_kills_a_worker_does_not_affect_others(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -189,6 +189,7 @@ def test_command_line(folder: Path, tmp_path: Path) -> None:
     assert len(list((tmp_path / "evaluation").iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_json_that_is_lost_is_a_failure(folder: Path, tmp_path: Path) -> None:
     needs_linux()
     with open("/dev/full", "w") as full:

@@ -326,6 +326,7 @@ def test_a_model_can_be_trained_on_the_copy(source: Path, done: tuple[Path, Any]
             assert label == labels[os.path.relpath(new.name(i), to)]
 
 
+@pytest.mark.slow
 def test_a_second_run_only_retries_unreadable_files(
     source: Path, done: tuple[Path, Any], tmp_path: Path
 ) -> None:
@@ -357,7 +358,7 @@ def test_a_second_run_only_retries_unreadable_files(
 # Containers.
 
 
-@pytest.mark.parametrize("kind", ["tar", "zip"])
+@pytest.mark.parametrize("kind", ["tar", pytest.param("zip", marks=pytest.mark.slow)])
 def test_containers_hold_the_files_of_the_folders(
     source: Path, done: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -537,6 +538,7 @@ def test_a_dead_worker_is_a_one_line_error(large: Path, tmp_path: Path, start: S
     await_gone(family)
 
 
+@pytest.mark.slow
 def test_a_write_error_is_a_one_line_error(large: Path, tmp_path: Path) -> None:
     limits = (5000, resource.RLIM_INFINITY)  # maximum file size, bytes
     process = run(

@@ -259,6 +259,7 @@ def test_samples_are_known_before_they_are_drawn(
         assert label == files.load(0, place)[1]
 
 
+@pytest.mark.slow
 def test_of_processes_that_start_at_once_one_draws(
     drawn: Path, tmp_path: Path, start: Start
 ) -> None:
