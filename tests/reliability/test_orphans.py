@@ -368,10 +368,14 @@ SECTIONS = {
 }
 
 
-def check_stopped(during: str, root: Path, folder: Path, *more: str) -> None:
-    """Stop rank 1 of two; check that rank 0 names it, and that nothing is left."""
+def check_stopped(during: str, root: Path, folder: Path, *more: str, seconds: int = 5) -> None:
+    """Stop rank 1 of two; check that rank 0 names it, and that nothing is left.
+
+    Args:
+        seconds: loader.timeout_seconds; the ranks may start five times as far apart.
+    """
     way = Way("rank 1", STOP, during, ranks=2)
-    with started(way, root, folder, "loader.timeout_seconds=5", *more) as job:
+    with started(way, root, folder, f"loader.timeout_seconds={seconds}", *more) as job:
         leader = job.rank(0)
         job.end()
         wait_until(lambda: not is_running(leader))
@@ -399,4 +403,4 @@ def test_a_stopped_rank_is_named_before_nccl_ends_the_others(
 ) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs 2 GPUs")
-    check_stopped(during, image_root, tmp_path, "train.device=cuda")
+    check_stopped(during, image_root, tmp_path, "train.device=cuda", seconds=20)
