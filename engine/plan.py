@@ -281,7 +281,8 @@ def make_plan(
     models.freeze(model, config.model.freeze)
     flops = count_flops(model, train_size)
     smaller_flops = {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
-    count_flops(model, datasets.val_size, key="data.val_size, augment.val")  # fails here, not later
+    if datasets.val_size not in (train_size, *smaller_flops):  # fails here, not later
+        count_flops(model, datasets.val_size, key="data.val_size, augment.val")
     synchronised = config.model.sync_bn and world.size > 1
     if size == world.size * config.train.accumulate and not synchronised:
         check_single_image(model, min((train_size, *datasets.smaller)))
