@@ -36,10 +36,10 @@ from conf import strict_json
 from conf.compose import load, to_yaml
 from conf.overrides import FIELDS, GROUPS, KEYS, NAMES, WORDS, read_override, split_config_dir
 from conf.schema import RESULT, Config, UserError, config_values, group_names
+from conf.signals import STOPS, handle_stops
 
 MOST_JOBS = 1000
 NAME_LENGTH = 100  # maximum length of `sweep,` and the keys in the name of a sweep
-STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # a run that gets one saves and exits
 RESULTS = ("top1", "best_top1", "total_seconds")  # of summary.json
 PLACES = ("run.dir", "run.name")
 PR_SET_PDEATHSIG = 1  # prctl(2)
@@ -273,7 +273,7 @@ def folder_of(jobs: Sequence[Job]) -> Path:
 
 
 class Stop:
-    """Passes SIGINT, SIGTERM and SIGUSR1 on to the job, which saves and exits; then no job starts.
+    """Passes the signals that stop a run on to the job, which saves and exits; no other job starts.
 
     Attributes:
         number: of the signal, 0 for none.
@@ -285,7 +285,7 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._receive) for number in STOPS}
+        before = handle_stops(self._receive)
         try:
             yield
         finally:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf.schema import UserError, show
+from conf.signals import STOPS, handle_stops
 from engine.heartbeat import Heartbeat
 from engine.launch import Launch, read_launch
 
@@ -427,7 +428,6 @@ class StopSignal:
             cannot continue; 0 if training continues.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
     FAILED = 1000  # above all signals
     _count = count()  # of objects, in the same order on every rank
 
@@ -456,11 +456,7 @@ class StopSignal:
         self._thread.start()
         # The interpreter writes each signal's number to it, also if the main thread is in C++.
         self._wakeup_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        self._before = {
-            number: signal.signal(number, self._receive)
-            for number in self.SIGNALS
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
-        }
+        self._before = handle_stops(self._receive)
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
@@ -555,7 +551,7 @@ class StopSignal:
                 if 0 in numbers:
                     wakeup.close()
                     return
-                number = next((n for n in numbers if n in self.SIGNALS), number)
+                number = next((n for n in numbers if n in STOPS), number)
                 since = since or (time.monotonic() if number else 0.0)
             elif number and self._waiting:  # Python ignores an exception raised in a destructor
                 self._sent_again = True

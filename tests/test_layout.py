@@ -16,7 +16,7 @@ ALLOWED = {
     "conf": [],
     "pipeline": ["conf.schema", "conf.packages"],
     "models": ["conf.schema", "conf.packages"],
-    "engine": ["conf.schema", "conf.strict_json", "pipeline", "models"],
+    "engine": ["conf.schema", "conf.signals", "conf.strict_json", "pipeline", "models"],
     "train": ["conf", "pipeline", "models", "engine"],
     "scripts": ["conf", "pipeline", "models", "engine", "train"],
     "tests": ["conf", "pipeline", "models", "engine", "train", "scripts"],

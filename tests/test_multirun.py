@@ -243,9 +243,12 @@ if status == 0:
     Path(folder, "summary.json").write_text(json.dumps(summary))
 if status == "wait":
     Path(folder).mkdir(parents=True)
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    expected = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        expected.append(signal.SIGHUP)
+    signal.pthread_sigmask(signal.SIG_BLOCK, expected)
     Path("job").write_text(str(os.getpid()))
-    status = 128 + signal.sigwait([signal.SIGTERM])
+    status = 128 + signal.sigwait(expected)
     Path("stopped").touch()
 if status < 0:
     os.kill(os.getpid(), -status)
@@ -327,11 +330,27 @@ def test_a_mistake_that_the_first_job_finds_stops_the_sweep(sweep: Sweep) -> Non
     assert list((sweep.folder / "runs").iterdir()) == [run.absolute()]
 
 
-@pytest.mark.parametrize("outcome", [130, 143, -signal.SIGTERM, -signal.SIGUSR1])
+@pytest.mark.parametrize("outcome", [130, 143, 129, -signal.SIGTERM, -signal.SIGUSR1])
 def test_a_job_that_is_stopped_stops_the_sweep(sweep: Sweep, outcome: int) -> None:
     """Also before the run can handle the signal, which then ends its process."""
     status, started, _ = sweep.run([outcome, 0])
     assert (status, started) == (outcome if outcome > 0 else 128 - outcome, [0])
+    assert sweep.statuses() == ["interrupted", "not started"]
+
+
+@pytest.mark.parametrize("prefix", [[], ["nohup"]], ids=["terminal", "nohup"])
+def test_a_lost_terminal(sweep: Sweep, prefix: list[str]) -> None:
+    """SIGHUP is passed on to the job, which saves; under nohup, it stays ignored."""
+    _, words = sweep.prepare(["wait", 0])
+    command = [*prefix, sys.executable, str(sweep.folder / "job.py"), "-m", *words]
+    with subprocess.Popen(
+        command, cwd=sweep.folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    ) as parent:
+        wait_until((sweep.folder / "job").exists, parent)
+        parent.send_signal(signal.SIGHUP)
+        if prefix:
+            parent.send_signal(signal.SIGTERM)
+    assert parent.returncode == 128 + (signal.SIGTERM if prefix else signal.SIGHUP)
     assert sweep.statuses() == ["interrupted", "not started"]
 
 

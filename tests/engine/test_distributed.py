@@ -19,6 +19,7 @@ from torch import nn
 
 from conf import cli
 from conf.schema import UserError
+from conf.signals import STOPS
 from engine import distributed
 from engine.distributed import (
     RankError,
@@ -137,9 +138,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
             resolve_device(choice, 0, 3)
 
 
-@pytest.mark.parametrize("number", StopSignal.SIGNALS)
+@pytest.mark.parametrize("number", STOPS)
 def test_signal_is_received_and_the_handler_restored(number: signal.Signals) -> None:
-    before = [signal.getsignal(n) for n in StopSignal.SIGNALS]
+    before = [signal.getsignal(n) for n in STOPS]
     with StopSignal(alone()) as stop:
         stop.poll()
         assert stop.number == stop.received == 0 and not stop
@@ -147,7 +148,7 @@ def test_signal_is_received_and_the_handler_restored(number: signal.Signals) -> 
         for _ in range(2):
             stop.poll()
             assert stop.number == stop.received == number and stop
-    assert [signal.getsignal(n) for n in StopSignal.SIGNALS] == before
+    assert [signal.getsignal(n) for n in STOPS] == before
 
 
 def test_second_ctrl_c_interrupts() -> None:

@@ -23,7 +23,7 @@ from uuid import uuid4
 import pytest
 import torch
 
-from engine.distributed import StopSignal
+from conf.signals import STOPS
 from tests.processes import HANGS_SECONDS, is_running, needs_linux, processes, wait_until
 from tests.ranks import Ranks, free_port
 from tests.results import rows
@@ -325,7 +325,7 @@ def check(way: Way, root: Path, folder: Path, ranks: Ranks) -> None:
     trained = steps(job.run)
     last = job.run / "checkpoints" / "last.json"
     saved = json.loads(last.read_text())["step"] if last.exists() else 0
-    caught = way.number in StopSignal.SIGNALS or way.target in SURVIVED
+    caught = way.number in STOPS or way.target in SURVIVED
     # torchrun passes on the signals that it catches; the others end it, and ranks notice that.
     caught |= way.target == "torchrun" and way.number in (KILL, signal.SIGUSR1)
     if trained and caught:
