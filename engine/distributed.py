@@ -36,7 +36,7 @@ LONGEST_SECONDS = 1800.0
 STORE_SECONDS = 5.0
 ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
 SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
-WATCH_SECONDS = 0.5  # between two looks at whether another rank has a signal
+EXCHANGE_SECONDS = 0.5  # between two looks at whether another rank has a signal
 # How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
 GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
 NOTHING_LOST = "nothing is lost: no step has been completed since the last checkpoint"
@@ -467,7 +467,7 @@ class StopSignal:
         signal.set_wakeup_fd(self._wakeup_before)
         with suppress(OSError):  # full
             self._wakeup.send(b"\0")  # no signal: ends the thread. A forked worker may keep it open
-        self._thread.join(timeout=WATCH_SECONDS)  # the store may not answer
+        self._thread.join(timeout=EXCHANGE_SECONDS)  # the store may not answer
         self._wakeup.close()
 
     def __bool__(self) -> bool:
@@ -545,7 +545,7 @@ class StopSignal:
         with suppress(RuntimeError):
             store = _own_store() if self.world.size > 1 else None
         while True:
-            pause = WATCH_SECONDS if store is not None or number else None
+            pause = EXCHANGE_SECONDS if store is not None or number else None
             if select.select([wakeup], [], [], pause)[0]:
                 numbers = wakeup.recv(64)
                 if 0 in numbers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from conf.schema import UserError
 
-WATCH_SECONDS = 1.0
+PARENT_CHECK_SECONDS = 1.0  # between two looks at whether torchrun has ended
 REMEDY = (
     "run `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE` to train in one process, or start "
     "with torchrun"
@@ -102,7 +102,7 @@ def end_with_torchrun() -> None:
 
     def watch() -> None:
         while os.getppid() == parent:
-            time.sleep(WATCH_SECONDS)
+            time.sleep(PARENT_CHECK_SECONDS)
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="torchrun", daemon=True).start()
