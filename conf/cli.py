@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf import hints, multirun, streams
+from conf import hints, launcher, multirun, streams
 from conf.compose import SECTIONS, load, to_yaml
 from conf.overrides import (
     CONFIG_DIR,
@@ -86,7 +86,8 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
             "-m: a sweep does not run under torchrun or srun; run `torchrun ... train.py` once per "
             "value"
         )
-    jobs = multirun.expand(words, runnable=not show_only)
+    parameters, rest = launcher.take_parameters(words)
+    jobs = multirun.expand(rest, runnable=not show_only)
     if show_only:
         _show(
             "".join(
@@ -94,6 +95,8 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
                 for number, job in enumerate(jobs, 1)
             )
         )
+    if parameters is not None:
+        sys.exit(launcher.run(jobs, typed=words, parameters=parameters))
     sys.exit(multirun.run(jobs, typed=words))
 
 

@@ -130,8 +130,8 @@ HYDRA = {
     "job.name": "write run.name={}",
     "job.chdir": "leave it out: a run does not change the current folder",
     "launcher": (
-        "-m starts one job after the other on this machine; on a cluster, submit one command per "
-        "value"
+        "-m starts one job after the other on this machine; with hydra/launcher=submitit_slurm, it "
+        "submits them to Slurm"
     ),
     "sweeper": "-m knows lists, range(), choice() and glob(), as Hydra's basic sweeper does",
     "mode": "write -m for a sweep",

@@ -52,8 +52,10 @@ class Job:
     Attributes:
         values: key that the sweep varies -> value, as on a command line.
         overrides: the command line of the job.
-        status: "not started", "running", "finished", "failed" or "interrupted".
+        status: "not started", "queued" (on Slurm), "running", "finished", "failed" or
+            "interrupted".
         result: see RESULTS, as far as the run has them.
+        slurm: Slurm's id of the job, such as "4711_3"; empty if it runs in this process.
     """
 
     values: dict[str, str]
@@ -61,6 +63,7 @@ class Job:
     config: Config
     status: str = "not started"
     result: dict[str, Any] = field(default_factory=dict)
+    slurm: str = ""
 
     def __str__(self) -> str:
         varied = " ".join(f"{key}={value}" for key, value in self.values.items())
@@ -69,6 +72,10 @@ class Job:
     @property
     def folder(self) -> Path:
         return Path(self.config.run.dir)
+
+    @property
+    def command(self) -> list[str]:
+        return [sys.executable, sys.argv[0], *self.overrides]
 
     def recall(self) -> None:
         """Read the status of an earlier run of the same config; "not started" without one.
@@ -285,14 +292,14 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        before = handle_stops(self._receive)
+        before = handle_stops(self.receive)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: FrameType | None = None) -> None:
         self.number = number
         if self.process is not None:
             self.process.send_signal(number)
@@ -306,7 +313,7 @@ class Stop:
         interrupts a run before it has saved.
         """
         self.process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_end_with_parent
+            command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_begin_job
         )
         if self.number:  # received while the process was started
             self.process.send_signal(self.number)
@@ -320,8 +327,12 @@ class Stop:
         return status if status >= 0 else 128 - status
 
 
-def _end_with_parent() -> None:
-    """Let the kernel send SIGTERM to this process when its parent is killed (Linux only)."""
+def _begin_job() -> None:
+    """Let the kernel send SIGTERM to this process when its parent is killed (Linux only).
+
+    SIGUSR2 is for the parent: Slurm may send it to all processes of a task, and it would end a run.
+    """
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
@@ -356,20 +367,29 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
             # A directory from an earlier start does not show that the first job has no mistake.
             waits_for = None if number == 1 and job.folder.exists() else job.folder
             status = stop.start(
-                [sys.executable, sys.argv[0], *job.overrides],
+                job.command,
                 partial(_store_if_exists, waits_for, folder, jobs, typed),
             )
             if status == 2 and number == 1:
                 return 2
             job.end(status)
-            _store(folder, jobs, typed)
+            store(folder, jobs, typed)
             if job.status == "interrupted":
                 stop.number = status - 128
-    _store(folder, jobs, typed)
+    return conclude(folder, jobs, typed, stop.number)
+
+
+def conclude(folder: Path, jobs: Sequence[Job], typed: Sequence[str], number: int) -> int:
+    """Store and print the table; return the exit status of the sweep.
+
+    Args:
+        number: of the signal that has stopped the sweep, 0 for none.
+    """
+    store(folder, jobs, typed)
     print("\n".join(_lines(folder, jobs)), flush=True)
     if all(job.status == "finished" for job in jobs):
         return 0
-    return 128 + stop.number if stop.number else 1
+    return 128 + number if number else 1
 
 
 def _store_if_exists(
@@ -379,11 +399,11 @@ def _store_if_exists(
     if path is not None:
         if not path.exists():
             return False
-        _store(folder, jobs, typed)
+        store(folder, jobs, typed)
     return True
 
 
-def _store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:
+def store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:
     """Write sweep.json and sweep.csv. A full disk is one line: it does not stop the sweep."""
     rows = [
         {
@@ -403,6 +423,7 @@ def _store(folder: Path, jobs: Sequence[Job], typed: Sequence[str]) -> None:
         "jobs": [
             {"values": job.values, "overrides": job.overrides}
             | {key: row[key] for key in ("status", *RESULTS, "run")}
+            | ({"slurm": job.slurm} if job.slurm else {})
             for job, row in zip(jobs, rows, strict=True)
         ],
     }
@@ -438,6 +459,6 @@ def _lines(folder: Path, jobs: Sequence[Job]) -> list[str]:
     left = sum(job.status != "finished" for job in jobs)
     if left:
         lines.append(
-            f"{left} of {len(jobs)} jobs have not finished; the same command starts or resumes them"
+            f"{left} of {len(jobs)} jobs have not finished; the same command continues with them"
         )
     return [*lines, f"written to {folder / 'sweep.json'} and sweep.csv"]
