@@ -63,6 +63,8 @@ def _read_parameter(word: str) -> tuple[str, Any]:
     value = word.partition("=")[2] if override.is_sweep_override() else override.value()
     if name in ("setup", "srun_args") and not isinstance(value, list):
         value = [] if value is None else [value]
+    if name == "additional_parameters" and not isinstance(value, dict):
+        raise UserError(f"{word}: not allowed; give a mapping, such as {{reservation: NAME}}")
     return NAMES.get(name, name), value
 
 
@@ -96,6 +98,8 @@ def complete(typed: dict[str, Any]) -> dict[str, Any]:
     if values.get("cpus_per_task"):
         srun.append(f"--cpus-per-task={values['cpus_per_task']}")
     values["srun_args"] = [*srun, *typed.get("srun_args", [])]
+    # A cluster may let no job return to the queue by default.
+    values["additional_parameters"] = {"requeue": True, **typed.get("additional_parameters", {})}
     path = shlex.quote(str(Path(__file__).absolute().parents[1]))  # of the package `conf`
     values["setup"] = [
         f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}",

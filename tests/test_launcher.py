@@ -183,8 +183,8 @@ def test_a_sweep_is_an_array(slurm: Slurm) -> None:
     assert f"job 3 of 3 (1_2): train.seed=2: failed, see runs/{folder.name}/slurm/1_2_0" in out
     assert "`scancel 1` ends the jobs" in out
     script = (slurm.folder / "scripts" / "1").read_text()
-    for line in ("--array=0-2%3", "--partition=gpu", "--time=1440", "--signal=USR2@120"):
-        assert f"#SBATCH {line}\n" in script
+    for option in ("array=0-2%3", "partition=gpu", "time=1440", "signal=USR2@120", "requeue"):
+        assert f"#SBATCH --{option}\n" in script
     with slurm.start(words) as sweep:
         out, err = sweep.communicate()
     assert (sweep.returncode, err) == (0, "")
@@ -222,7 +222,7 @@ def test_what_slurm_refuses_leaves_nothing(slurm: Slurm) -> None:
 @pytest.mark.slow
 def test_ranks_of_a_preempted_task_resume(slurm: Slurm, image_root: Path) -> None:
     """A real run of two ranks, the only job of its sweep."""
-    words = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.epochs=10"]
+    words = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.epochs=6"]
     words += ["run.dir=runs/first", "hydra.launcher.gpus_per_node=0"]
     words += ["hydra.launcher.tasks_per_node=2", "hydra.launcher.cpus_per_task=1"]
     run = slurm.work / "runs" / "first"
@@ -233,7 +233,7 @@ def test_ranks_of_a_preempted_task_resume(slurm: Slurm, image_root: Path) -> Non
         out, err = sweep.communicate()
     assert (sweep.returncode, err) == (0, ""), out
     summary = json.loads((run / "summary.json").read_text())
-    assert (summary["starts"], summary["step"]) == (2, 45)
+    assert (summary["starts"], summary["step"]) == (2, 27)
     started = (slurm.folder / "srun").read_text()
     assert " --gpu-bind=none --kill-on-bad-exit=0 --cpus-per-task=1 " in started
     (console,) = slurm.work.glob("runs/sweep,*/slurm/1_0_log.out")
@@ -326,6 +326,10 @@ def test_cfg_job_submits_nothing(capsys: pytest.CaptureFixture[str]) -> None:
             "hydra.launcher.tasks_per_node=2: a rank uses one GPU, and gpus_per_node is 4",
         ),
         ([SLURM, "hydra.launcher.gpus_per_task=2"], "hydra.launcher.gpus_per_task=2: a rank uses"),
+        (
+            [SLURM, "hydra.launcher.additional_parameters=3"],
+            "hydra.launcher.additional_parameters=3: not allowed; give a mapping, such as {res",
+        ),
         (["hydra.launcher.partition=gpu"], "with hydra/launcher=submitit_slurm, it submits"),
         (["hydra/launcher=submitit_local"], "-m starts one job after the other on this machine"),
     ],
