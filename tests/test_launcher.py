@@ -69,7 +69,8 @@ wait
     "squeue": 'cd "$SLURM/queue"; for id in *; do [[ -e $id ]] && echo "$id $(<"$id")"; done; true',
     "scontrol": 'touch "$SLURM/requeued/$2"',
 }
-# A job: "wait" waits for SIGTERM, as a run that saves; another outcome is its exit status.
+# A job: "wait" waits for SIGTERM, as a run that saves; "kill" kills its task, as a node without
+# memory does; another outcome is its exit status.
 JOB = """\
 import json, os, signal, sys
 from pathlib import Path
@@ -88,6 +89,8 @@ outcome = outcomes[len((folder / "starts").read_text().split()) - 1]
 if outcome == "wait":
     (folder / "waits").touch()
     outcome = 128 + signal.sigwait([signal.SIGTERM])
+if outcome == "kill":
+    os.kill(os.getppid(), signal.SIGKILL)
 if outcome == 0:
     (folder / "config.yaml").write_text(config)
     summary = dict(status="finished", top1=50.0, best_top1=60.0, total_seconds=1.0)
@@ -171,25 +174,25 @@ def outcomes(slurm: Slurm, *of_jobs: list[Any]) -> list[str]:
 
 def test_a_sweep_is_an_array(slurm: Slurm) -> None:
     """A task that is preempted resumes; the same command submits only what has not finished."""
-    words = outcomes(slurm, [0], ["wait", 0], [3, 0])
+    words = outcomes(slurm, [0], ["wait", 0], [3, 0], ["kill", 0])
     with slurm.start([*words, "hydra.launcher.partition=gpu"]) as sweep:
         wait_until(slurm.waits, sweep)
         slurm.warn("1_1")
         out, err = sweep.communicate()
     assert (sweep.returncode, err) == (1, "")
-    assert slurm.statuses() == ["finished", "finished", "failed"]
+    assert slurm.statuses() == ["finished", "finished", "failed", "failed"]
     assert [path.name for path in (slurm.folder / "restarted").iterdir()] == ["1_1"]
     (folder,) = (slurm.work / "runs").glob("sweep,*")
-    assert f"job 3 of 3 (1_2): train.seed=2: failed, see runs/{folder.name}/slurm/1_2_0" in out
+    assert f"job 3 of 4 (1_2): train.seed=2: failed, see runs/{folder.name}/slurm/1_2_0" in out
     assert "`scancel 1` ends the jobs" in out
     script = (slurm.folder / "scripts" / "1").read_text()
-    for option in ("array=0-2%3", "partition=gpu", "time=1440", "signal=USR2@120", "requeue"):
+    for option in ("array=0-3%4", "partition=gpu", "time=1440", "signal=USR2@120", "requeue"):
         assert f"#SBATCH --{option}\n" in script
     with slurm.start(words) as sweep:
         out, err = sweep.communicate()
     assert (sweep.returncode, err) == (0, "")
-    assert slurm.statuses() == ["finished"] * 3
-    assert "--array" not in (slurm.folder / "scripts" / "2").read_text()
+    assert slurm.statuses() == ["finished"] * 4
+    assert "--array=0-1%2" in (slurm.folder / "scripts" / "2").read_text()
 
 
 def test_ctrl_c_leaves_the_jobs_in_the_queue(slurm: Slurm) -> None:
