@@ -42,7 +42,15 @@ FIGURES = (
     "step_p95_ms",
     "step_worst_ms",
 )  # of Timing, under the same name in a log row
-MEANS = ("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "copy_ms")
+MEANS = (
+    "wait_fraction",
+    "late_fraction",
+    "copy_fraction",
+    "drained_fraction",
+    "copy_ms",
+    "core_fraction",
+)
+PARTS = ("own_ms", "exchange_ms")  # of a step; not every interval has them
 
 Period = Literal["epoch", "run"]
 Gather = Callable[[Observation | None], list[Observation | None]]
@@ -167,7 +175,9 @@ class Ledger:
         loader: LoaderState,
         gather: Gather = lambda seen: [seen],
         measure: Measure = lambda: None,
+        *,
         slowdowns: str = "",
+        place: str = "",
     ) -> list[str]:
         """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
 
@@ -177,8 +187,11 @@ class Ledger:
             gather: exchanges a value between all ranks.
             measure: measures what remedies would gain; called if the images are the bottleneck.
             slowdowns: why this rank's GPU ran below its maximum clock.
+            place: this rank and its machine.
         """
-        seen = self._observation(period, loader, slowdowns)
+        seen = self._observation(period, loader)
+        if seen is not None:
+            seen = replace(seen, slowdowns=slowdowns, place=place)
         if period == "epoch":
             self._timings["epoch"] = []
         sentences = _verdict(gather(seen), measure)
@@ -222,15 +235,17 @@ class Ledger:
         seconds = sum(self.spent.get(f"{kind} seconds", 0.0) for kind in kinds)
         return images / seconds if seconds else 0.0
 
-    def _observation(
-        self, period: Period, loader: LoaderState, slowdowns: str
-    ) -> Observation | None:
+    def _observation(self, period: Period, loader: LoaderState) -> Observation | None:
         """Means weighted by the seconds of each interval; None for a SHORT period."""
         timings = self._timings[period]
         total = sum(timing.seconds for timing in timings)
         if total < SHORT[period] or not timings:
             return None
         means = {name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS}
+        for name in PARTS:
+            known = [t for t in timings if getattr(t, name)]
+            steps = sum(t.batches for t in known)
+            means[name] = sum(t.batches * getattr(t, name) for t in known) / max(1, steps)
         rate = sum(t.batches for t in timings) * self.setup.batch_size / total
         seen = self.tuned or Observation(self.setup, loader, rate, 0.0)
         return replace(
@@ -238,7 +253,6 @@ class Ledger:
             setup=self.setup,
             loader=loader,
             images_per_second=rate,
-            slowdowns=slowdowns,
             **means,
         )
 

@@ -4,9 +4,10 @@ It never trains, validates or saves: the loop in train.py does, and calls the me
 """
 
 import math
+import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from engine.state import TrainingError, TrainState, diverged, params_sha256
 from engine.step_graph import StepGraph
 from engine.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.tracker import Tracker, duration
+from pipeline.clock import StepClock
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
 from pipeline.sizing.autotune import Answer
@@ -174,7 +176,8 @@ class RunLog:
             tuned=self._tuned,
             peak_rate=self._peak_rate(plan.flops(self.state.step)),
         )
-        with GpuMonitor(self.world.device) as self.monitor:
+        points = step_points(self.state, feed.train.clock) if self.world.size > 1 else nullcontext()
+        with points, GpuMonitor(self.world.device) as self.monitor:
             try:
                 yield
             finally:
@@ -201,6 +204,7 @@ class RunLog:
                 shift=train.format.shift,
                 step=batch.step + 1,
             )
+        self.feed.train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
         """Add the values of a step. Nothing here waits for the GPU.
@@ -501,12 +505,35 @@ class RunLog:
         if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
             self.ledger.images_changed()
         limits = self.ledger.verdict(
-            period, describe_loader(self.feed), self.world.gather, measure, slowdowns
+            period,
+            describe_loader(self.feed),
+            self.world.gather,
+            measure,
+            slowdowns=slowdowns,
+            place=f"rank {self.world.rank} on {socket.gethostname()}",
         )
         leaks = enumerate(self.world.gather(self.leaks.sentences()))
         rank, found = next((one for one in leaks if one[1]), (0, []))
         where = f"on rank {rank}, " if self.world.size > 1 else ""
         return limits + [f"{where}{sentence}" for sentence in found]
+
+
+@contextmanager
+def step_points(state: TrainState, clock: StepClock) -> Iterator[None]:
+    """Mark in the steps of the `with` block when gradients are computed and when averaged.
+
+    A backward pass reaches the model's first parameter last; the update follows the averaging.
+    """
+    first = next(p for p in state.model.parameters() if p.requires_grad)
+    hooks = [
+        first.register_post_accumulate_grad_hook(lambda _: clock.mark("computed")),
+        state.optimizer.register_step_pre_hook(lambda *_: clock.mark("averaged")),
+    ]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -6,9 +6,11 @@ from collections import deque
 from dataclasses import dataclass
 from itertools import takewhile
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+Point = Literal["ready", "computed", "averaged"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Timing:
             launched before: the host does not run ahead.
         copy_ms: median of copy, normalisation and batch transforms.
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
+        core_fraction: share in which the thread that takes the steps was ready to run without a CPU
+            core, since the figures before were read; 0 if the kernel does not report it.
+        own_ms: mean time of a step until this rank has computed its gradients; 0 if not known.
+        exchange_ms: time from there to the update of the weights, for averaging the gradients over
+            the ranks: the lowest 10th percentile, because it is longer in steps in which another
+            rank was the last to compute its gradients; 0 if not known.
     """
 
     batches: int
@@ -43,6 +51,9 @@ class Timing:
     step_ms: float
     step_p95_ms: float
     step_worst_ms: float
+    core_fraction: float = 0.0
+    own_ms: float = 0.0
+    exchange_ms: float = 0.0
 
 
 @dataclass
@@ -55,6 +66,8 @@ class Marks:
     begin: Any = None  # the step begins: its batch is ready
     end: Any = None  # the step has ended
     drained: bool = False
+    own_ms: float | None = None  # from the start of the step to this rank's gradients
+    exchange_ms: float | None = None  # from there to the update of the weights
 
 
 class StepClock:
@@ -62,6 +75,9 @@ class StepClock:
 
     Recording a CUDA event takes microseconds and never waits. Each batch has four: begin and end of
     the copy, begin and end of the step. The gap before a step begins where the step before ended.
+
+    With several ranks, `mark` adds points within the step. On a GPU the step is a CUDA graph, which
+    records the same events at every replay, so only the newest step before a pause has them.
 
     Args:
         cuda: whether batches are on a GPU.
@@ -72,6 +88,9 @@ class StepClock:
         self._idle: Any = None
         self._current: Marks | None = None
         self._unread: deque[Marks] = deque()
+        self._newest: Marks | None = None  # the last step that has ended
+        self._points: dict[Point, Any] = {}  # within a step
+        self._core = (time.perf_counter(), waited_for_core())  # at the last reading
 
     def now(self) -> Any:
         """Mark this point: an event on the current stream, or seconds of the host's clock."""
@@ -97,6 +116,24 @@ class StepClock:
         marks.idle = self._idle
         marks.begin = self.now()
         self._current = marks
+        if not self.cuda:
+            self._points = {"ready": marks.begin}
+
+    def mark(self, point: Point) -> None:
+        """Mark a point within the current step, in the order of `Point`.
+
+        Args:
+            point: `ready`: all ranks have their batches; `computed`: this rank has computed its
+                gradients; `averaged`: the gradients have been averaged over the ranks.
+        """
+        if self._current is None:
+            return
+        if not self.cuda:
+            self._points[point] = time.perf_counter()
+        elif point != "ready":  # which takes no time on the GPU
+            if point not in self._points:
+                self._points[point] = torch.cuda.Event(enable_timing=True, external=True)
+            self._points[point].record()
 
     def restart_step(self) -> None:
         """Count the time until now neither as waiting nor as part of the current step."""
@@ -111,7 +148,22 @@ class StepClock:
         self._current = None
         self._idle = marks.end = self.now()
         self._unread.append(marks)
+        self._newest = marks
+        if not self.cuda:
+            self.read_points()
         return marks.end
+
+    def read_points(self) -> None:
+        """Read the points within the newest step, between two steps, if the device is done."""
+        marks, points = self._newest, self._points
+        known = "computed" in points and "averaged" in points
+        if marks is None or self._current is not None or not known:
+            return
+        if self.cuda and not marks.end.query():
+            return
+        self._newest = None
+        marks.own_ms = self._ms(points.get("ready", marks.begin), points["computed"])
+        marks.exchange_ms = self._ms(points["computed"], points["averaged"])
 
     def timing(self, batches: int | None = None) -> Timing | None:
         """Return the figures of the oldest unread batches, and mark these batches as read.
@@ -131,6 +183,7 @@ class StepClock:
             return None
         if self.cuda and not marks[-1].end.query():
             marks[-1].end.synchronize()
+        self.read_points()
         return self._figures(marks)
 
     def _figures(self, marks: list[Marks]) -> Timing:
@@ -147,6 +200,8 @@ class StepClock:
         total = max(sum(gaps) + sum(steps), 1e-6)
         copying_between = 0.0 if self.cuda else sum(copies)
         late = max(0.0, sum(gaps) - sum(waits) - copying_between)
+        own = [m.own_ms for m in marks if m.own_ms is not None]
+        exchanges = sorted(m.exchange_ms for m in marks if m.exchange_ms is not None)
         return Timing(
             batches=len(marks),
             seconds=total / 1000,
@@ -159,7 +214,28 @@ class StepClock:
             step_ms=median(steps),
             step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
             step_worst_ms=steps[-1],
+            core_fraction=self._core_fraction(),
+            own_ms=sum(own) / len(own) if own else 0.0,
+            exchange_ms=exchanges[len(exchanges) // 10] if exchanges else 0.0,
         )
+
+    def _core_fraction(self) -> float:
+        """Return `Timing.core_fraction` since the last call."""
+        (began, before), self._core = self._core, (time.perf_counter(), waited_for_core())
+        ended, after = self._core
+        return min(1.0, (after - before) / max(ended - began, 1e-6))
 
     def _ms(self, begin: Any, end: Any) -> float:
         return float(begin.elapsed_time(end) if self.cuda else 1000 * (end - begin))
+
+
+def waited_for_core() -> float:
+    """Return how long this thread was ready to run without a core, in seconds.
+
+    Other processes or a CPU quota make it wait. 0 if the kernel does not report it.
+    """
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, ValueError, IndexError):
+        return 0.0

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from pipeline.augment import as_rows
+from pipeline.clock import waited_for_core
 from pipeline.dataset import BadImageError, Dataset, DrawingDataset, describe
 from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
@@ -141,7 +142,7 @@ class SampleError(RuntimeError):
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
-    started, computed, queued = time.perf_counter(), time.thread_time(), _waited_for_core()
+    started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     source = sources[task.source].of_size(task.size)
     labels = source.labels.array[task.slot]
     skipped: list[tuple[int, str]] = []
@@ -171,23 +172,11 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
         rows=len(rows),
         seconds=time.perf_counter() - started,
         cpu_seconds=time.thread_time() - computed,
-        core_seconds=_waited_for_core() - queued,
+        core_seconds=waited_for_core() - queued,
         slowest=slowest,
         decoded=len(rows) - (0 if files is None else files.count),
         skipped=skipped,
     )
-
-
-def _waited_for_core() -> float:
-    """Seconds this thread was runnable without a core, because of other processes or a CPU quota.
-
-    0 if the kernel does not report it.
-    """
-    try:
-        with open("/proc/thread-self/schedstat", "rb") as file:
-            return int(file.read().split()[1]) / 1e9
-    except (OSError, ValueError, IndexError):
-        return 0.0
 
 
 def _fill_row(

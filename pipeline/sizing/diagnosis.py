@@ -27,6 +27,7 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SLOW_FILES = (
     0.5  # share of the workers' time that single files take, above which they are the cause
 )
+LACKS_CORES = 0.2  # share of the time in which the training process on a CPU waited for a core
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
 
 
@@ -157,6 +158,8 @@ class Observation:
         alternatives: images/s of all ranks by decoder, as loader.decoder=auto measured them with
             the step; {} when not measured.
         slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
+        place: the rank and its machine; "" when not known.
+        core_fraction, own_ms, exchange_ms: as in `pipeline.clock.Timing`.
         all_ranks: the observations of all ranks; () for this one only.
     """
 
@@ -173,6 +176,10 @@ class Observation:
     has_engines: bool | None = None
     alternatives: Mapping[str, float] = field(default_factory=dict)
     slowdowns: str = ""
+    place: str = ""
+    core_fraction: float = 0.0
+    own_ms: float = 0.0
+    exchange_ms: float = 0.0
     all_ranks: tuple["Observation", ...] = ()
 
     @property
@@ -214,6 +221,63 @@ class Observation:
     def any_drained(self) -> float:
         """Upper bound of the share of the steps before which some rank's device was idle."""
         return min(1.0, self.any_rank("drained_fraction"))
+
+    @property
+    def period_ms(self) -> float:
+        """Milliseconds from the start of a step to the start of the next one."""
+        return 1e3 * self.setup.batch_size / self.images_per_second
+
+    @property
+    def straggler(self) -> "Observation":
+        """The rank that takes longest to compute its gradients."""
+        return max(self.all_ranks or (self,), key=lambda one: one.own_ms)
+
+    @property
+    def others_ms(self) -> float:
+        """Median of the time in which the ranks other than the straggler compute gradients."""
+        worst = self.straggler
+        return median([one.own_ms for one in self.all_ranks if one is not worst] or [worst.own_ms])
+
+    @property
+    def straggling(self) -> float:
+        """Share of the time in which the ranks wait for the straggler's gradients."""
+        return (self.straggler.own_ms - self.others_ms) / self.period_ms
+
+    @property
+    def least_exchange_ms(self) -> float:
+        """Milliseconds to average the gradients, without waiting for a rank to compute them."""
+        return min(one.exchange_ms for one in self.all_ranks or (self,))
+
+    @property
+    def exchanging(self) -> float:
+        """Share of the time in which the ranks average their gradients."""
+        return self.least_exchange_ms / self.period_ms
+
+    @property
+    def rate_without_exchange(self) -> float:
+        return self.without(self.exchanging)
+
+    @property
+    def lacking_cores(self) -> float:
+        """Share of the time in which every rank waits for a CPU core."""
+        return min(one.core_fraction for one in self.all_ranks or (self,))
+
+    @property
+    def core_loss(self) -> str:
+        """What a lack of cores costs: on a CPU the wait for one, on a GPU the slower step."""
+        if self.setup.on_gpu:
+            return f"{SLOWED}; {IDLE}".format(seen=self)
+        process = "each rank" if self.setup.ranks > 1 else "the training process"
+        rate = self.without(self.lacking_cores)
+        return (
+            f"{process} was ready to compute but waited at least {self.lacking_cores:.0%} of the "
+            f"time for a CPU core; without this, about {rate:,.0f} img/s instead of "
+            f"{self.images_per_second:,.0f}"
+        )
+
+    def without(self, share: float) -> float:
+        """Images/s if this share of the time were not lost."""
+        return self.images_per_second / max(1e-3, 1 - share)
 
     @property
     def flow(self) -> Flow:
@@ -275,7 +339,11 @@ class Diagnosis:
 
 def diagnose(seen: Observation) -> Diagnosis:
     """Name the stage that limits, with its figures and what to change."""
-    name = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
+    between, lost = _loss_between_ranks(seen)
+    if lost >= max(WAITS, seen.wait_fraction, seen.late_fraction):
+        name = between
+    else:
+        name = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
     cause = CAUSES[name]
     remedy = cause.remedy if isinstance(cause.remedy, str) else cause.remedy(seen)
     sentences = [f"{cause.label}: {cause.finding.format(seen=seen)}."]
@@ -286,7 +354,7 @@ def diagnose(seen: Observation) -> Diagnosis:
 
 
 def slowest(seen: Sequence[Observation | None]) -> Observation | None:
-    """Return the rank that the others wait for; None when a rank has no observation.
+    """Return the rank whose input or host the others wait for; None when one has no observation.
 
     The others wait where gradients are averaged, which looks like computing.
     """
@@ -297,6 +365,14 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
     if worst.idle_fraction < WAITS:
         worst = max(known, key=lambda one: one.drained_fraction)
     return replace(worst, all_ranks=tuple(known))
+
+
+def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
+    """The cause of the largest loss outside of the input, and the share of the time it takes."""
+    losses = {"straggler": seen.straggling, "exchange": seen.exchanging}
+    if not seen.setup.on_gpu and seen.lacking_cores >= LACKS_CORES:
+        losses["cores"] = seen.lacking_cores
+    return max(losses.items(), key=lambda one: one[1])
 
 
 def _input_cause(seen: Observation) -> str:
@@ -429,7 +505,26 @@ def _more_cores(seen: Observation) -> str:
 
 
 def _fewer_cores_taken(seen: Observation) -> str:
-    return _less_decoding(seen) or MORE_CORES
+    others = "" if seen.setup.on_gpu else "end other processes that use these CPUs"
+    return _join(others, _less_decoding(seen) or MORE_CORES)
+
+
+def _faster_rank(seen: Observation) -> str:
+    slow = seen.straggler
+    if slow.slowdowns:
+        reason = f"its GPU ran below its maximum clock ({slow.slowdowns}): check cooling and power"
+    elif slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
+        reason = (
+            f"its process waited {slow.core_fraction:.0%} of the time for a CPU core: end other "
+            "processes on these CPUs"
+        )
+    else:
+        device = seen.device
+        reason = (
+            f"check the clock of its {device} and which other processes use it, and leave out the "
+            f"{device} if there are none"
+        )
+    return f"{reason} (about {seen.without(seen.straggling):,.0f} img/s)"
 
 
 def _faster_copies(seen: Observation) -> str:
@@ -457,9 +552,12 @@ def _restored_step(seen: Observation) -> str:
         )
     if seen.setup.decoder in decode.ON_GPU:
         ways.append("decoding uses part of the GPU")
-    slow = next((one.slowdowns for one in seen.all_ranks or (seen,) if one.slowdowns), "")
-    if slow:
-        ways.append(f"a GPU ran below its maximum clock ({slow}): check its cooling and power")
+    slow = next((one for one in seen.all_ranks or (seen,) if one.slowdowns), None)
+    if slow is not None:
+        whose = f"the GPU of {slow.place}" if seen.setup.ranks > 1 else "the GPU"
+        ways.append(
+            f"{whose} ran below its maximum clock ({slow.slowdowns}): check its cooling and power"
+        )
     check = (
         "check the GPUs' clocks, the links between them and which other processes use them"
         if seen.setup.ranks > 1
@@ -529,7 +627,24 @@ CAUSES = {
         f"copying a batch takes {{seen.copy_ms:.1f}} ms, the step {{seen.step_ms:.1f}} ms; {RATES}",
         _faster_copies,
     ),
-    "cores": Cause("core-bound", f"{SLOWED}; {IDLE}; {WAITED}", _fewer_cores_taken),
+    "cores": Cause("core-bound", f"{{seen.core_loss}}; {WAITED}", _fewer_cores_taken),
+    "straggler": Cause(
+        "slowed by a straggler",
+        "{seen.straggler.place} needs {seen.straggler.own_ms:.1f} ms to compute its gradients, the "
+        "other ranks {seen.others_ms:.1f} ms, and they wait for it {seen.straggling:.0%} of the "
+        "time; all ranks together processed {seen.images_per_second:,.0f} img/s",
+        _faster_rank,
+    ),
+    "exchange": Cause(
+        "bound by the exchange of gradients",
+        "averaging the gradients over the ranks takes {seen.least_exchange_ms:.1f} of the "
+        "{seen.period_ms:.1f} ms of a step, {seen.exchanging:.0%}, in which no rank computes; "
+        "without it, about {seen.rate_without_exchange:,.0f} img/s instead of "
+        "{seen.images_per_second:,.0f}",
+        "use a faster link between the ranks, or raise loader.batch_size, because the exchange "
+        "takes as long for a larger batch; if it does not fit into the memory, raise "
+        "train.accumulate too",
+    ),
     "slowed": Cause(
         "slower than alone",
         f"{SLOWED}, {{seen.step_share:.0%}} of it; {IDLE}; {WAITED}",

@@ -56,7 +56,7 @@ WORKER_CLOCK = FakeClock()  # of the workers; forked ones inherit it
 @pytest.fixture
 def _worker_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.worker.time", WORKER_CLOCK)
-    monkeypatch.setattr("pipeline.worker._waited_for_core", lambda: 0.0)
+    monkeypatch.setattr("pipeline.worker.waited_for_core", lambda: 0.0)
 
 
 class SlowDisk(FolderDataset):
@@ -126,10 +126,10 @@ def verdict_of_steps(
 
 
 def timed(feed: Feed, batches: int, **changes: Any) -> Timing:
-    """The clock's figures of the last batches, with some of them changed."""
+    """The clock's figures of the last batches, as on an idle machine, with some of them changed."""
     timing = feed.train.clock.timing(batches)
     assert timing is not None
-    return replace(timing, **changes)
+    return replace(timing, **{"core_fraction": 0.0, **changes})
 
 
 @pytest.fixture

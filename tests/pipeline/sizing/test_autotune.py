@@ -197,7 +197,7 @@ def clocked(clock: Clock, monkeypatch: pytest.MonkeyPatch, image_root: Path) -> 
             return np.zeros((32, 32, 3), np.uint8), 0
 
     monkeypatch.setattr(time, "thread_time", lambda: clock.now)
-    monkeypatch.setattr(worker, "_waited_for_core", lambda: 0.0)
+    monkeypatch.setattr(worker, "waited_for_core", lambda: 0.0)
     monkeypatch.setattr(WorkerPool, "activate", lambda pool, workers: None)
     with open_slow(Clocked, image_root, workers=0) as feed:
         yield feed

@@ -51,6 +51,20 @@ def changed(**values: Any) -> Observation:
 
 
 WAITS = {"wait_fraction": 0.38, "images_per_second": 4150, "cpu_ms": 3.6}
+
+
+def ranks_of(*ranks: dict[str, Any]) -> dict[str, Any]:
+    """What the ranks observed of steps of 100 ms, as a change of RUNS_WELL."""
+    places = [f"rank {number} on node{number // 2}" for number in range(len(ranks))]
+    observed = [
+        changed(place=place, **{"exchange_ms": 1.0, **one})
+        for place, one in zip(places, ranks, strict=True)
+    ]
+    steps = {"batch_size": 100, "images_per_second": 1000, "step_alone": 0, "ranks": len(ranks)}
+    return {**steps, "all_ranks": tuple(observed)}
+
+
+STRAGGLES = ({"own_ms": 50.0}, {"own_ms": 52.0}, {"own_ms": 80.0}, {"own_ms": 49.0})
 MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
 
 
@@ -345,7 +359,7 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
         (
             {"step_alone": 7500, "slowdowns": "thermal throttling by the driver, 40 % of the time"},
             "slowed",
-            ["A GPU ran below its maximum clock (thermal throttling by the driver, 40 % of"],
+            ["The GPU ran below its maximum clock (thermal throttling by the driver, 40 % of"],
         ),
         ({"step_alone": 7500, "drained_fraction": 0.6, "decoder": "gpu"}, "launch", []),
         (
@@ -394,6 +408,73 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             "hand-off",
             [],
         ),
+        (
+            {"on_gpu": False, "core_fraction": 0.4, "large_files": False},
+            "cores",
+            [
+                "the training process was ready to compute but waited at least 40% of the time for "
+                "a CPU core; without this, about 11,000 img/s instead of 6,600; the CPU waited",
+                "End other processes that use these CPUs; use a machine with more CPU cores.",
+            ],
+        ),
+        ({"on_gpu": False, "core_fraction": 0.1}, "compute", []),
+        ({"core_fraction": 0.4}, "compute", []),  # the GPU did not wait for its host
+        (
+            {"on_gpu": False, **ranks_of({"core_fraction": 0.5}, {"core_fraction": 0.3})},
+            "cores",
+            ["core-bound: each rank was ready to compute but waited at least 30% of the time"],
+        ),
+        (
+            ranks_of(*STRAGGLES),
+            "straggler",
+            [
+                "slowed by a straggler: rank 2 on node1 needs 80.0 ms to compute its gradients, "
+                "the other ranks 50.0 ms, and they wait for it 30% of the time; all ranks together "
+                "processed 1,000 img/s.",
+                "Check the clock of its GPU and which other processes use it, and leave out the "
+                "GPU if there are none (about 1,429 img/s).",
+            ],
+        ),
+        (
+            ranks_of(*STRAGGLES[:2], {"own_ms": 80.0, "slowdowns": "board limit, 9 % of the time"}),
+            "straggler",
+            ["Its GPU ran below its maximum clock (board limit, 9 % of the time): check cooling"],
+        ),
+        (
+            {
+                "on_gpu": False,
+                **ranks_of(
+                    {"own_ms": 50.0, "core_fraction": 0.1}, {"own_ms": 80.0, "core_fraction": 0.4}
+                ),
+            },
+            "straggler",
+            ["Its process waited 40% of the time for a CPU core: end other processes on these"],
+        ),
+        (
+            {
+                "on_gpu": False,
+                **ranks_of(
+                    {"own_ms": 50.0, "core_fraction": 0.25}, {"own_ms": 80.0, "core_fraction": 0.28}
+                ),
+            },
+            "straggler",
+            ["Check the clock of its CPU and which"],  # both ranks lack cores
+        ),
+        (
+            ranks_of({"own_ms": 50.0, "exchange_ms": 44.0}, {"own_ms": 52.0, "exchange_ms": 40.0}),
+            "exchange",
+            [
+                "bound by the exchange of gradients: averaging the gradients over the ranks takes "
+                "40.0 of the 100.0 ms of a step, 40%, in which no rank computes; without it, about "
+                "1,667 img/s instead of 1,000.",
+                "raise loader.batch_size",
+            ],
+        ),
+        # The largest loss is named.
+        ({**ranks_of(*STRAGGLES), "wait_fraction": 0.35, "cpu_ms": 99.0}, "decode", []),
+        ({**ranks_of(*STRAGGLES), "wait_fraction": 0.25, "cpu_ms": 99.0}, "straggler", []),
+        ({**ranks_of(*STRAGGLES), "late_fraction": 0.35}, "launch", []),
+        ({**ranks_of({"own_ms": 50.0}, {"own_ms": 54.0})}, "compute", []),
         ({"step_alone": 7500, "drained_fraction": 0.2}, "cores", []),
         ({"step_alone": 9000, "late_fraction": 0.2}, "cores", []),
         ({"step_alone": 7500, "wait_fraction": 0.3}, "decode", []),
@@ -487,7 +568,11 @@ def test_the_rank_that_the_others_wait_for_is_judged(
         ([{"wait_fraction": 0.01}] * 4, "slowed", "check the GPUs' clocks, the links between"),
         ([{"drained_fraction": 0.04}] * 4, "cores", "was idle before 16% of the steps"),
         ([{"late_fraction": 0.02}] * 4, "cores", "a GPU waited 8% of the time for launches"),
-        ([{}, {"slowdowns": "board limit, 9 % of the time"}, {}], "slowed", "clock (board limit,"),
+        (
+            [{}, {"slowdowns": "board limit, 9 % of the time", "place": "rank 1 on node0"}, {}],
+            "slowed",
+            "The GPU of rank 1 on node0 ran below its maximum clock (board limit,",
+        ),
     ],
 )
 def test_delays_of_the_ranks_add_up(ranks: list[dict[str, Any]], cause: str, says: str) -> None:
