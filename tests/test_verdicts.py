@@ -1,0 +1,179 @@
+"""Two ranks on the CPU with a loss that is forced on them: the verdict names it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.processes import HANGS_SECONDS, needs_linux, wait_until
+from tests.ranks import ranks_environment
+from tests.results import rows
+from tests.small_run import command
+
+Job = list[subprocess.Popen[bytes]]
+pytestmark = pytest.mark.slow
+# 36 images in batches of 32: one step per epoch.
+OPTIONS = [
+    "loader.batch_size=32",
+    "train.epochs=1000",
+    "train.validate_every_epochs=1000",
+    "log.every_steps=2",
+]
+
+
+@contextlib.contextmanager
+def started(arguments: list[str], prefix: list[str], log: Path) -> Iterator[Job]:
+    """Start a command on two ranks; kill what is left of it at the end of the block."""
+    ranks: Job = []
+    try:
+        for environment in reversed(ranks_environment(2)):
+            with log.with_suffix(f".{environment['RANK']}").open("wb") as file:
+                ranks.append(
+                    subprocess.Popen(
+                        [*prefix, *arguments],
+                        env={**environment, "OMP_NUM_THREADS": "1"},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )
+        yield ranks
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+
+
+def verdict_of(
+    root: Path,
+    folder: Path,
+    *overrides: str,
+    prefix: list[str] | None = None,
+    disturb: Callable[[Job], None] = lambda ranks: None,
+) -> str:
+    """Run two ranks to their end; print and return the verdict.
+
+    Args:
+        prefix: to write before the command of each rank.
+        disturb: receives the processes of the ranks, rank 1 first, and returns before they end.
+    """
+    log = folder.with_suffix(".log")
+    arguments = command(root, folder, *OPTIONS, *overrides)
+    with started(arguments, prefix or [], log) as ranks:
+        disturb(ranks)
+        for rank in ranks:
+            assert rank.wait(3 * HANGS_SECONDS) == 0, log.with_suffix(".0").read_text()
+    verdict = " ".join(json.loads((folder / "summary.json").read_text())["verdict"])
+    print(f"{folder.name}: {verdict}")
+    return verdict
+
+
+def busy_cores() -> float:
+    """Return how many CPU cores the processes of this machine use during a second."""
+    needs_linux()
+
+    def used() -> float:
+        times = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:]]
+        return (sum(times[:8]) - times[3] - times[4]) / os.sysconf("SC_CLK_TCK")
+
+    before = used()
+    time.sleep(1.0)
+    return used() - before
+
+
+def test_too_few_cores(image_root: Path, tmp_path: Path) -> None:
+    """Both ranks and another process have one core."""
+    needs_linux()
+    core = str(min(os.sched_getaffinity(0)))
+    prefix = ["taskset", "-c", core]
+    other = subprocess.Popen([*prefix, sys.executable, "-c", "while True: pass"])
+    try:
+        verdict = verdict_of(image_root, tmp_path / "cores", "train.max_steps=100", prefix=prefix)
+    finally:
+        other.kill()
+        other.wait()
+    assert verdict.startswith("core-bound: each rank was ready to compute but waited")
+
+
+def test_straggler(image_root: Path, tmp_path: Path) -> None:
+    """Rank 1 is stopped three quarters of the time."""
+    needs_linux()
+    folder = tmp_path / "straggler"
+
+    def disturb(ranks: Job) -> None:
+        slow = ranks[0]
+        wait_until(lambda: folder.is_dir() and (folder / "metrics.jsonl").exists(), slow)
+        while slow.poll() is None and len(rows(folder, "train")) < 35:
+            os.kill(slow.pid, signal.SIGSTOP)
+            time.sleep(0.3)
+            os.kill(slow.pid, signal.SIGCONT)
+            time.sleep(0.1)
+
+    verdict = verdict_of(image_root, folder, "train.max_steps=80", disturb=disturb)
+    assert verdict.startswith("slowed by a straggler: rank 1 on ")
+    assert "of the time; all ranks together processed" in verdict
+
+
+@pytest.fixture
+def slow_network() -> Iterator[list[str]]:
+    """What to write before a command to give it a loopback interface of 10 Mbit/s."""
+    limit = "rate 10mbit burst 128kb latency 400ms"
+    script = f"ip link set lo up && tc qdisc add dev lo root tbf {limit} && exec sleep 600"
+    try:
+        holder = subprocess.Popen(["unshare", "--net", "sh", "-c", script])
+    except OSError:
+        pytest.skip("needs unshare")
+    try:
+        inside = ["nsenter", f"--net=/proc/{holder.pid}/ns/net"]
+        deadline = time.monotonic() + HANGS_SECONDS
+        while holder.poll() is None and time.monotonic() < deadline:
+            shown = subprocess.run(
+                [*inside, "tc", "qdisc", "show", "dev", "lo"], capture_output=True, text=True
+            )
+            if "tbf" in shown.stdout:
+                break
+            time.sleep(0.1)
+        else:
+            pytest.skip("no network namespaces or no tc here")
+        yield [*inside, "env", "GLOO_SOCKET_IFNAME=lo"]
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_slow_network(image_root: Path, tmp_path: Path, slow_network: list[str]) -> None:
+    folder = tmp_path / "network"
+    verdict = verdict_of(image_root, folder, "train.max_steps=8", prefix=slow_network)
+    assert verdict.startswith("bound by the exchange of gradients: averaging the gradients")
+
+
+def test_slow_input(tmp_path: Path) -> None:
+    """Decoding the images takes many times as long as the step."""
+    rng = np.random.default_rng(0)
+    for split, name, number in (
+        (split, name, number)
+        for split, count in (("train", 16), ("val", 2))
+        for name in "ab"
+        for number in range(count)
+    ):
+        folder = tmp_path / "large" / split / name
+        folder.mkdir(parents=True, exist_ok=True)
+        pixels = rng.integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
+        Image.fromarray(pixels).save(folder / f"{number}.jpg")
+    verdict = verdict_of(tmp_path / "large", tmp_path / "input", "train.max_steps=14")
+    assert verdict.startswith("input-bound by ")
+
+
+def test_step(image_root: Path, tmp_path: Path) -> None:
+    if busy_cores() > 0.2 or (os.cpu_count() or 1) < 2:
+        pytest.skip("needs two idle CPU cores: otherwise, the ranks lack cores")
+    options = ["data.image_size=64", "train.max_steps=40"]
+    assert verdict_of(image_root, tmp_path / "step", *options).startswith("compute-bound: ")
