@@ -27,7 +27,8 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SLOW_FILES = (
     0.5  # share of the workers' time that single files take, above which they are the cause
 )
-LACKS_CORES = 0.2  # share of the time in which the training process on a CPU waited for a core
+# On a CPU, a smaller share of waiting for a core or a slower rank differs from run to run.
+VARIES_ON_CPU = 0.2
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
 
 
@@ -369,8 +370,10 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 
 def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
     """The cause of the largest loss outside of the input, and the share of the time it takes."""
-    losses = {"straggler": seen.straggling, "exchange": seen.exchanging}
-    if not seen.setup.on_gpu and seen.lacking_cores >= LACKS_CORES:
+    losses = {"exchange": seen.exchanging}
+    if seen.setup.on_gpu or seen.straggling >= VARIES_ON_CPU:
+        losses["straggler"] = seen.straggling
+    if not seen.setup.on_gpu and seen.lacking_cores >= VARIES_ON_CPU:
         losses["cores"] = seen.lacking_cores
     return max(losses.items(), key=lambda one: one[1])
 
