@@ -27,7 +27,8 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SLOW_FILES = (
     0.5  # share of the workers' time that single files take, above which they are the cause
 )
-# On a CPU, a smaller share of waiting for a core or a slower rank differs from run to run.
+# Share of the time from which a straggler or a lack of cores is named on a CPU: ranks that share a
+# machine differ by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
 
