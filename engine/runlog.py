@@ -176,7 +176,8 @@ class RunLog:
             tuned=self._tuned,
             peak_rate=self._peak_rate(plan.flops(self.state.step)),
         )
-        points = step_points(self.state, feed.train.clock) if self.world.size > 1 else nullcontext()
+        cpu_ranks = self.world.size > 1 and self.world.device.type == "cpu"
+        points = step_points(self.state, feed.train.clock) if cpu_ranks else nullcontext()
         with points, GpuMonitor(self.world.device) as self.monitor:
             try:
                 yield
