@@ -1,11 +1,15 @@
 """Ranks, their devices and their communication. A single process is a world of size 1."""
 
+import hashlib
+import json
 import logging
 import os
+import platform
 import re
 import select
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,13 +18,18 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from itertools import count
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TypeVar, cast
+from uuid import uuid4
 
+import numpy as np
+import PIL
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from conf import strict_json
 from conf.schema import UserError, show
 from conf.signals import STOPS, handle_stops
 from engine.heartbeat import Heartbeat
@@ -209,8 +218,7 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     """Return the device that `train.device` selects.
 
     Raises:
-        UserError: this node has fewer GPUs than ranks; every rank of the node raises it, so that
-            none waits for the others.
+        UserError: this node has fewer GPUs than ranks.
     """
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cpu" or (choice == "auto" and have == 0):
@@ -218,30 +226,59 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     need = max(local_size, local_rank + 1)
     if need > have:
         raise UserError(
-            f"train.device={choice}: torch sees {have} GPUs, this node has {need} rank(s); "
-            "start fewer ranks, let each rank see all GPUs of its node (srun --gpu-bind=none), or "
+            f"train.device={choice}: torch sees {have} GPUs on {socket.gethostname()}, which has "
+            f"{need} rank(s); start fewer ranks, let each rank see all GPUs of its node (srun --gpu-bind=none), or "
             "use train.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
 
-def same_on_all_ranks(values: list[dict[str, Any]]) -> None:
+def same_on_all_ranks(
+    values: list[dict[str, Any]],
+    *,
+    remedy: str = "give every rank the same command and the same data",
+) -> None:
     """Check that all ranks have the same values.
 
     Args:
         values: one dictionary per rank, in rank order: name -> value.
+        remedy: what the user should do if they differ.
 
     Raises:
         UserError: names the first difference; every rank raises it.
     """
     for rank, own in enumerate(values):
-        for name, value in own.items():
-            first = values[0].get(name)
+        for name in {**values[0], **own}:
+            value, first = own.get(name), values[0].get(name)
             if value != first:
                 raise UserError(
-                    f"{name}: is {show(value)} on rank {rank} and {show(first)} on rank 0; "
-                    "give every rank the same command and the same data"
+                    f"{name}: is {show(value)} on rank {rank} and {show(first)} on rank 0; {remedy}"
                 )
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions that all ranks must share to understand each other and agree on pixels.
+
+    Of Python without the patch release, which changes neither.
+    """
+    return {
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+        "torch": str(torch.__version__),
+        "numpy": np.__version__,
+        "pillow": PIL.__version__,
+    }
+
+
+def _source_hashes() -> dict[str, str]:
+    """Return path -> SHA-256 of `train.py` and of each source file of the packages in use."""
+    root = Path(__file__).parents[1]
+    packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
+    files = [*root.glob("*.py"), *(path for package in packages for path in package.rglob("*"))]
+    return {
+        str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in sorted(files)
+        if path.suffix in (".py", ".c") and path.is_file()
+    }
 
 
 # Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
@@ -259,23 +296,26 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
         timeout_seconds: loader.timeout_seconds: how long another rank may give no sign of life.
 
     Raises:
-        UserError: the variables or the device are wrong.
+        UserError: the variables are wrong; or, for every rank, the device of one of them is, or
+            their versions or programs differ.
         RankError: another rank has not started, or has ended; also raised in place of the errors
             of torch in the block.
     """
     launch = read_launch()
-    device = resolve_device(device_choice, launch.local_rank, launch.local_size)
+    find_device = partial(resolve_device, device_choice, launch.local_rank, launch.local_size)
     with ExitStack() as stack:
+        heartbeat = store = None
+        if launch.size > 1:
+            heartbeat = stack.enter_context(Heartbeat(launch.rank, timeout_seconds))
+            stack.enter_context(_lost_ranks_explained(heartbeat))
+            store = _meet(launch, heartbeat, find_device)
+        device = find_device()
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A CUDA graph cannot capture work on the default stream, and DDP keeps using the
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        heartbeat = None
-        if launch.size > 1:
-            heartbeat = stack.enter_context(Heartbeat(launch.rank, timeout_seconds))
-            stack.enter_context(_lost_ranks_explained(heartbeat))
-            store = _meet(launch, heartbeat)
+        if store is not None:
             dist.init_process_group(
                 # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
@@ -286,7 +326,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             )
             _joined.append(dist.group.WORLD)
             stack.callback(dist.destroy_process_group)
-        yield World(
+        world = World(
             rank=launch.rank,
             size=launch.size,
             local_rank=launch.local_rank,
@@ -294,6 +334,11 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             device=device,
             heartbeat=heartbeat,
         )
+        if world.size > 1:
+            same_on_all_ranks(
+                world.gather(_source_hashes()), remedy="copy the same program to every node"
+            )
+        yield world
 
 
 @contextmanager
@@ -314,43 +359,87 @@ def _of_another_rank(error: object) -> bool:
     return of_gloo or isinstance(error, dist.DistError)
 
 
-def _meet(launch: Launch, heartbeat: Heartbeat) -> dist.Store:
+def _meet(launch: Launch, heartbeat: Heartbeat, find_device: Callable[[], object]) -> dist.Store:
     """Wait until all ranks have started; return the store through which they connect.
 
+    Args:
+        find_device: raises a UserError if this rank has no device.
+
     Raises:
-        UserError: MASTER_ADDR or MASTER_PORT cannot be used.
+        UserError: MASTER_ADDR or MASTER_PORT cannot be used; or a rank has no device, or other
+            versions: every rank raises it.
         RankError: a rank does not start.
     """
     seconds = heartbeat.start_seconds
-    deadline = time.monotonic() + seconds
     listens = launch.rank == 0 and not launch.by_torchrun
     if listens:
         _check_port(launch.port)
     else:
         patience = min(seconds, STORE_SECONDS) if launch.by_torchrun else seconds
         _wait_for_port(launch.host, launch.port, patience)
-    store = dist.PrefixStore(
-        f"attempt {launch.attempt}",
-        dist.TCPStore(
-            launch.host,
-            launch.port,
-            is_master=listens,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        ),
+    shared = dist.TCPStore(
+        launch.host,
+        launch.port,
+        is_master=listens,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
     )
-    names = [f"rank {rank}" for rank in range(launch.size)]
-    store.set(names[launch.rank], heartbeat.introduction(launch.host))
-    while missing := [name for name in names if not store.check([name])]:
-        if time.monotonic() > deadline:
-            told = "SLURM_STEP_NUM_TASKS" if launch.by_srun else "WORLD_SIZE"
-            raise RankError(
-                f"{', '.join(missing)}: did not start within {seconds:g} s; the process is "
-                f"stopped, or was never started: {told}={launch.size}"
-            )
-        time.sleep(0.1)
-    heartbeat.meet([store.get(name).decode() for name in names])
+    own = {"address": heartbeat.introduction(launch.host), "mistake": "", "versions": _versions()}
+    try:
+        find_device()
+    except UserError as error:
+        own["mistake"] = str(error)
+    store, found = _introduce(launch, shared, strict_json.dumps(own), seconds)
+    for one in found:
+        if one["mistake"]:
+            raise UserError(one["mistake"])
+    same_on_all_ranks(
+        [one["versions"] for one in found], remedy="install the same version on every node"
+    )
+    heartbeat.meet([one["address"] for one in found])
     return store
+
+
+def _introduce(
+    launch: Launch, shared: dist.Store, own: str, seconds: float
+) -> tuple[dist.Store, list[Any]]:
+    """Exchange introductions with the other ranks of this start.
+
+    The store of torchrun may hold those of earlier starts, and no count of restarts distinguishes
+    them: the torchrun of each node counts its own. So rank 0 announces a new prefix for the keys. A
+    rank that reads an old prefix does not find itself in the list of all, and reads it again.
+
+    Args:
+        own: introduction of this rank, JSON text that no earlier process has used.
+        seconds: how long to wait.
+
+    Returns:
+        The store with the prefix, and the introductions of all ranks in rank order.
+
+    Raises:
+        RankError: a rank does not introduce itself in time.
+    """
+    names = [f"rank {rank}" for rank in range(launch.size)]
+    deadline = time.monotonic() + seconds
+    if launch.rank == 0:
+        shared.set("prefix", uuid4().hex)
+    store = None
+    while time.monotonic() < deadline:
+        if shared.check(["prefix"]):
+            store = dist.PrefixStore(shared.get("prefix").decode(), shared)
+            store.set(names[launch.rank], own)
+            if launch.rank == 0 and store.check(names):
+                store.set("all", strict_json.dumps([store.get(name).decode() for name in names]))
+            found = json.loads(store.get("all")) if store.check(["all"]) else []
+            if own in found:
+                return store, [json.loads(one) for one in found]
+        time.sleep(0.1)
+    missing = [name for name in names if store is not None and not store.check([name])]
+    told = "SLURM_STEP_NUM_TASKS" if launch.by_srun else "WORLD_SIZE"
+    raise RankError(
+        f"{', '.join(missing or names[:1])}: did not start within {seconds:g} s; the process is "
+        f"stopped, or was never started: {told}={launch.size}"
+    )
 
 
 def _check_port(port: int) -> None:

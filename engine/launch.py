@@ -23,7 +23,6 @@ class Launch:
         host, port: where rank 0 or torchrun listens, if there are several ranks.
         by_torchrun: torchrun listens, and has done so before it started this process.
         by_srun: the ranks are the tasks of a job step of Slurm.
-        attempt: how often torchrun has restarted the ranks.
     """
 
     rank: int = 0
@@ -34,7 +33,6 @@ class Launch:
     port: int = 0
     by_torchrun: bool = False
     by_srun: bool = False
-    attempt: str = "0"
 
 
 def read_launch() -> Launch:
@@ -78,7 +76,6 @@ def read_launch() -> Launch:
         by_torchrun=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         by_srun="TORCHELASTIC_RUN_ID" not in os.environ
         and os.environ.get("SLURM_STEP_NUM_TASKS") == str(size),
-        attempt=os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
     )
 
 

@@ -208,7 +208,7 @@ def test_environment_variables() -> None:
                 and isinstance(node.ctx, ast.Load)
             ):
                 read.add(ast.literal_eval(node.slice))
-    by_torchrun = {"RUN_ID", "RESTART_COUNT", "USE_AGENT_STORE"}
+    by_torchrun = {"RUN_ID", "USE_AGENT_STORE"}
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
         *(f"TORCHELASTIC_{name}" for name in by_torchrun),

@@ -117,7 +117,7 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(
-        UserError, match=r"^train\.device=cuda: torch sees 0 GPUs, this node has 1 rank\(s\); "
+        UserError, match=r"^train\.device=cuda: torch sees 0 GPUs on .+, which has 1 rank\(s\); "
     ):
         resolve_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -130,10 +130,10 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     for choice in ("auto", "cuda"):
         with pytest.raises(
             UserError,
-            match=rf"^train\.device={choice}: torch sees 2 GPUs, this node has 3 rank\(s\); ",
+            match=rf"^train\.device={choice}: torch sees 2 GPUs on .+, which has 3 rank\(s\); ",
         ):
             resolve_device(choice, 2)
-        # Ranks that have a GPU raise it as well, instead of waiting for the others.
+        # Ranks that have a GPU raise it as well.
         with pytest.raises(UserError):
             resolve_device(choice, 0, 3)
 

@@ -10,7 +10,7 @@ from engine.launch import REMEDY, Launch, end_with_torchrun, read_launch
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     "SLURM_STEP_NUM_TASKS",
-    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "RESTART_COUNT", "USE_AGENT_STORE")),
+    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "USE_AGENT_STORE")),
 )
 
 
@@ -28,9 +28,8 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = "WORLD_SIZE=8 RANK=5 MASTER_ADDR=node1 MASTER_PORT=29500"
     set_variables(monkeypatch, f"{meeting} LOCAL_RANK=1 LOCAL_WORLD_SIZE=4")
     assert read_launch() == Launch(5, 8, 1, 4, "node1", 29500)
-    more = "TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_RESTART_COUNT=2"
-    set_variables(monkeypatch, f"{meeting} {more}")
-    assert read_launch() == Launch(5, 8, 0, 1, "node1", 29500, by_torchrun=True, attempt="2")
+    set_variables(monkeypatch, f"{meeting} TORCHELASTIC_USE_AGENT_STORE=True")
+    assert read_launch() == Launch(5, 8, 0, 1, "node1", 29500, by_torchrun=True)
     set_variables(monkeypatch, f"{meeting} SLURM_STEP_NUM_TASKS=8")
     assert read_launch() == Launch(5, 8, 0, 1, "node1", 29500, by_srun=True)
 
