@@ -343,9 +343,9 @@ def agree_on(config: Config, world: World) -> Config:
         UserError: other keys differ between the ranks; or the weights or images cannot be read.
     """
     if config.adapt:
-        images = world.all_or_none(lambda: len(build_datasets(config).train))[world.rank]
-        values = world.all_or_none(lambda: decide(config, images, world.size))[world.rank]
-        config = world.all_or_none(lambda: complete(config, values))[world.rank]
+        images = world.all_or_none(lambda: len(build_datasets(config).train))
+        values = world.all_or_none(lambda: decide(config, images, world.size))
+        config = world.all_or_none(lambda: complete(config, values))
     config = replace(config, run=world.agree(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
     same_on_all_ranks(world.gather(keys))
@@ -362,14 +362,14 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     resumed = world.agree(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
-    datasets = build_datasets(config)
-    plans = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
+    datasets = world.all_or_none(lambda: build_datasets(config))
+    plan = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
     # The ranks of a node share its memory: all of them take the smallest plan.
-    memory = min((p.loader.memory for p in world.of_node(plans)), key=lambda m: m.host)
-    plan = plans[world.rank]
+    memories = world.of_node(world.gather(plan.loader.memory))
+    memory = min(memories, key=lambda m: m.host)
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    state = build_state(plan, world)
+    state = world.all_or_none(lambda: build_state(plan, world))
     datasets.prepare()  # draws the images of data=demo if they are missing
     return datasets, plan, state
 

@@ -104,22 +104,21 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def all_or_none(self, attempt: Callable[[], T]) -> list[T]:
-        """Call `attempt` on every rank and gather the results. Collective.
+    def all_or_none(self, attempt: Callable[[], T]) -> T:
+        """Call `attempt` on every rank; return the result of this one. Collective.
 
         Raises:
             UserError: on every rank, if one rank raised it.
         """
-        outcome: T | UserError
+        result, own = None, None
         try:
-            outcome = attempt()
+            result = attempt()
         except UserError as error:
-            outcome = error
-        found = self.gather(outcome)
-        for value in found:
-            if isinstance(value, UserError):
-                raise value
-        return cast("list[T]", found)
+            own = error
+        for mistake in self.gather(own):
+            if mistake is not None:
+                raise mistake
+        return cast("T", result)
 
     def of_node(self, values: list[T]) -> list[T]:
         """Select the values of this node's ranks from one value per rank."""
@@ -227,8 +226,8 @@ def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> tor
     if need > have:
         raise UserError(
             f"train.device={choice}: torch sees {have} GPUs on {socket.gethostname()}, which has "
-            f"{need} rank(s); start fewer ranks, let each rank see all GPUs of its node (srun --gpu-bind=none), or "
-            "use train.device=cpu"
+            f"{need} rank(s); start fewer ranks, let each rank see all GPUs of its node (srun "
+            "--gpu-bind=none), or use train.device=cpu"
         )
     return torch.device("cuda", local_rank)
 
@@ -432,6 +431,9 @@ def _introduce(
                 store.set("all", strict_json.dumps([store.get(name).decode() for name in names]))
             found = json.loads(store.get("all")) if store.check(["all"]) else []
             if own in found:
+                store.set(f"{names[launch.rank]} has read", "")
+                if launch.rank == 0:  # whose end ends the store, unless it is that of torchrun
+                    store.wait([f"{name} has read" for name in names])
                 return store, [json.loads(one) for one in found]
         time.sleep(0.1)
     missing = [name for name in names if store is not None and not store.check([name])]

@@ -302,8 +302,8 @@ def test_agree(ranks: tuple[Found, Found]) -> None:
 
 
 def test_gather_and_all_or_none(ranks: tuple[Found, Found]) -> None:
-    for found in ranks:
-        assert found["all_or_none"] == [[0, 10], "rank 1 has no memory"]
+    for rank, found in enumerate(ranks):
+        assert found["all_or_none"] == [10 * rank, "rank 1 has no memory"]
         assert found["gathering"] == {
             "ranks": [0, 1],
             "paths": ["runs/0", "runs/1"],

@@ -60,7 +60,7 @@ def all_or_none(world: World) -> list[Any]:
             raise UserError(f"rank {world.rank} has no memory")
         return 10 * world.rank
 
-    found: list[Any] = [world.all_or_none(lambda: attempt(2))]
+    found: list[Any] = [world.all_or_none(lambda: attempt(2))]  # of this rank
     try:
         world.all_or_none(lambda: attempt(1))
     except UserError as error:

@@ -1,0 +1,111 @@
+"""Ranks that do not fit together: one line says why, all of them exit, and nothing is created."""
+
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import train
+from tests.ranks import ROOT, Ranks
+from tests.small_run import SMALL_RUN
+
+RUN = [*SMALL_RUN, "loader.workers=0", "data.root=images", "run.dir=../run"]
+# Each rank has a folder of its own, like a node without a shared disk. Rank 1 executes some code.
+SCRIPT = """
+import os, runpy, sys
+code, *sys.argv = sys.argv[1:]
+os.chdir(os.environ["RANK"])
+if os.environ["RANK"] == "1":
+    exec(code)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What is wrong.
+
+    Attributes:
+        message: a pattern.
+        code: executed by rank 1.
+        change: makes a change to the folder of rank 1, which holds the images.
+        ranks: number of ranks.
+    """
+
+    message: str
+    code: str = ""
+    change: Callable[[Path], object] = lambda folder: None
+    ranks: int = 2
+
+
+def edit_image(folder: Path) -> None:
+    path = folder / "images" / "train" / "dots" / "03.jpg"
+    path.write_bytes(path.read_bytes()[:-2] + b"  ")
+
+
+def rename_class(folder: Path) -> None:
+    for split in ("train", "val"):
+        (folder / "images" / split / "dots").rename(folder / "images" / split / "spots")
+
+
+def edit_program(folder: Path) -> None:
+    """Copy the program and change the copy."""
+    for package in ("conf", "engine", "models", "pipeline", "tests"):
+        shutil.copytree(ROOT / package, folder / package)
+    shutil.copy(train.__file__, folder)
+    with (folder / "engine" / "losses.py").open("a") as file:
+        file.write("# changed\n")
+
+
+SAME = "; give every rank the same command and the same data"
+OTHER_IMAGES = rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
+MISTAKES = {
+    "batch": Mistake(
+        r"loader\.batch_size=8: the global batch must be a multiple of the 3 ranks; set it to 9, "
+        "the nearest one",
+        ranks=3,
+    ),
+    "key": Mistake(
+        rf"optim\.lr: is 0\.3 on rank 1 and 0\.2 on rank 0{SAME}",
+        code="sys.argv.append('optim.lr=0.3')",
+    ),
+    "content": Mistake(OTHER_IMAGES, change=edit_image),
+    "classes": Mistake(OTHER_IMAGES, change=rename_class),
+    "no images": Mistake(
+        r"data\.root=images: .*", change=lambda folder: shutil.rmtree(folder / "images")
+    ),
+    "no GPU": Mistake(
+        r"train\.device=cuda: torch sees 0 GPUs on \S+, which has 2 rank\(s\); .*",
+        code="sys.argv.append('train.device=cuda')",
+    ),
+    "version": Mistake(
+        r"torch: is 2\.9\.9 on rank 1 and \S+ on rank 0; install the same version on every node",
+        code="import torch; torch.__version__ = '2.9.9'",
+    ),
+    # The modules have been imported already: only the hashes are of the copy.
+    "program": Mistake(
+        r"engine/losses\.py: is \w+ on rank 1 and \w+ on rank 0; "
+        "copy the same program to every node",
+        code="import engine.distributed as one; one.__file__ = os.path.abspath('engine/a.py')",
+        change=edit_program,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistake(name: str, image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    mistake = MISTAKES[name]
+    for rank in range(mistake.ranks):
+        shutil.copytree(image_root, tmp_path / str(rank) / "images")
+    mistake.change(tmp_path / "1")
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    arguments = [str(script), mistake.code, train.__file__, *RUN]
+    done = ranks.run([sys.executable, *arguments], mistake.ranks, cwd=tmp_path)
+    assert re.fullmatch(rf"train\.py: {mistake.message}\n", done.stderr), done.stderr
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not (tmp_path / "run").exists()
