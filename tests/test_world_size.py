@@ -1,31 +1,48 @@
-"""The number of ranks does not change the training."""
+"""The number of ranks changes neither the training nor the validation."""
 
+import itertools
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import Ranks
-from tests.results import rows
-from tests.small_run import command, run
+from tests.results import rows, stored
+from tests.small_run import SMALL, command, run
 
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
+# A model without BatchNorm and dropout, whose numbers are those of a rank.
+OPTIONS = [
+    "model.name=squeezenet1_1",
+    "model.args={dropout: 0.0}",
+    "data.image_size=64",
+    "optim.lr=0.002",
+    "loader.workers=0",
+]
+
+
+def check_rows(several: Path, one: Path) -> None:
+    """Check that two runs have the same losses, which differ from step to step."""
+    for split in ("train", "val"):
+        found, expected = (
+            {row["step"]: row["loss"] for row in rows(folder, split)} for folder in (several, one)
+        )
+        # A run also validates where train.max_steps ends it.
+        assert {step: found[step] for step in expected} == pytest.approx(expected, rel=1e-5)
+    losses = [row["loss"] for row in rows(one, "train")]
+    assert [row["step"] for row in rows(several, "train")] == [*range(1, len(losses) + 1)]
+    assert max(losses) - min(losses) > 0.01, "too similar to compare"
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_losses_are_those_of_one_process(
     size: int, image_root: Path, tmp_path: Path, ranks: Ranks
 ) -> None:
-    """Samples, augmentation, mixing partners and their draws are the same.
-
-    The model has no BatchNorm and no dropout, whose numbers are those of a rank.
-    """
+    """Samples, augmentation, mixing partners and their draws are the same."""
     options = [
-        "model.name=squeezenet1_1",
-        "model.args={dropout: 0.0}",
-        "data.image_size=64",
-        "optim.lr=0.002",
+        *OPTIONS,
         "loader.batch_size=16",
-        "loader.workers=0",
         "train.epochs=9",
         "train.max_steps=20",
         "train.validate_every_epochs=4",
@@ -34,10 +51,85 @@ def test_losses_are_those_of_one_process(
     result = ranks.run(command(image_root, tmp_path / "several", *options), size)
     assert result.returncode == 0, result.stderr
     run(image_root, tmp_path / "one", *options)
-    for split in ("train", "val"):
-        one, several = rows(tmp_path / "one", split), rows(tmp_path / "several", split)
-        assert [row["step"] for row in several] == [row["step"] for row in one]
-        losses = [row["loss"] for row in one]
-        assert [row["loss"] for row in several] == pytest.approx(losses, rel=1e-5)
-    losses = [row["loss"] for row in rows(tmp_path / "one", "train")]
-    assert max(losses) - min(losses) > 0.01, "too similar to compare"
+    check_rows(tmp_path / "several", tmp_path / "one")
+
+
+def test_other_numbers_of_ranks_in_the_middle_of_an_epoch(
+    image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """36 images in batches of 8: the two epochs end at steps 4.5 and 9."""
+    options = [*OPTIONS, "train.epochs=2"]
+    several = tmp_path / "several"
+    run(image_root, several, *options, "train.max_steps=2")
+    for size, stop in ((2, 6), (4, 7)):
+        words = command(image_root, several, *options, f"train.max_steps={stop}")
+        result = ranks.run(words, size)
+        assert result.returncode == 0, result.stderr
+    run(image_root, several, *options)
+    run(image_root, tmp_path / "one", *options)
+    check_rows(several, tmp_path / "one")
+    # How often each image was used in the second half of the training, the second epoch.
+    assert stored(several)["losses"]["sums"][:, 1].tolist() == 36 * [1]
+
+
+VALIDATES = """
+import json, sys
+from conf import cli
+from engine.distributed import join_world
+from engine.evaluate import Mistakes, evaluate
+from engine.plan import make_plan
+from pipeline.build import build_datasets
+from pipeline.feed import open_feed
+from train import build_state, validation_loss
+
+found = []
+with join_world("cpu") as world:
+    for words in json.loads(sys.argv[1]):
+        config = cli.load(words)
+        datasets = build_datasets(config)
+        plan = make_plan(config, datasets, world)
+        network = build_state(plan, world).model
+        mistakes = Mistakes(plan.num_classes, world.device)
+        with open_feed(config, datasets, plan.loader, world) as feed:
+            batches = feed.val.batches(0, feed.val_batches)
+            pairs = ((batch.images, batch.labels) for batch in batches)
+            (one,) = evaluate([network], validation_loss, pairs, world, mistakes)
+        found.append([one.loss, one.top1, one.top5, one.images, mistakes.table.tolist()])
+    if world.leads:
+        print(json.dumps(found))
+"""
+
+
+def linked_images(image_root: Path, folder: Path, *, classes: int, val_images: int) -> Path:
+    """Link the images to so many classes, in turn: 36 for training and some for validation."""
+    for split, number in (("train", 36), ("val", val_images)):
+        paths = sorted((image_root / split).rglob("*.jpg"))
+        for i, path in zip(range(number), itertools.cycle(paths), strict=False):
+            target = folder / split / f"class {i % classes}" / f"{i}.jpg"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.hardlink_to(path)
+    return folder
+
+
+def test_each_image_is_validated_once(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
+    """Also if a rank has no image, as with 3 images on 4 ranks."""
+    script = tmp_path / "validates.py"
+    script.write_text(VALIDATES)
+    cases, images = [], []
+    for classes, val_images, batch_size in ((3, 3, 12), (7, 7, 36), (8, 13, 12), (8, 25, 24)):
+        folder = tmp_path / f"{val_images}"
+        linked_images(image_root, folder, classes=classes, val_images=val_images)
+        options = [f"data.root={folder}", f"loader.batch_size={batch_size}", "loader.workers=0"]
+        cases.append([*SMALL, *options])
+        images.append(val_images)
+    found = []
+    for size in (1, 2, 3, 4):
+        done = ranks.run([sys.executable, str(script), json.dumps(cases)], size)
+        assert done.returncode == 0, done.stderr
+        found.append(json.loads(done.stdout))
+    assert [case[3] for case in found[0]] == images
+    assert any(case[2] not in (0, 100) for case in found[0]), "top-5 is trivial"
+    for several in found[1:]:
+        for (loss, *counts), (expected, *alone) in zip(several, found[0], strict=True):
+            assert counts == alone
+            assert loss == pytest.approx(expected, rel=1e-6)
