@@ -19,6 +19,12 @@ def rows(folder: Path, split: str) -> list[dict[str, Any]]:
     ]
 
 
+def logged_steps(folder: Path) -> int:
+    """Return the number of training steps in metrics.jsonl, which may not exist yet."""
+    path = folder / "metrics.jsonl"
+    return path.read_text().count('"split": "train"') if path.exists() else 0
+
+
 def strictly_parsed(text: str) -> Any:
     """Parse JSON as the standard requires: NaN and Infinity are errors."""
 

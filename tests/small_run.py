@@ -42,7 +42,11 @@ def command(root: Path, folder: Path, *overrides: str) -> list[str]:
     return [sys.executable, train.__file__, *overrides_of(root, folder, *overrides)]
 
 
-def torchrun(arguments: list[str], ranks: int) -> list[str]:
-    """Return the command line that runs a Python command on several ranks."""
+def torchrun(arguments: list[str], ranks: int, *options: str) -> list[str]:
+    """Return the command line that runs a Python command on several ranks.
+
+    Args:
+        options: of torchrun.
+    """
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [sys.executable, *launcher, *arguments[1:]]
+    return [sys.executable, *launcher, *options, *arguments[1:]]

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.processes import HANGS_SECONDS, descendants
+from tests.processes import HANGS_SECONDS, descendants, processes, wait_until
 from tests.ranks import Ranks
-from tests.results import rows
+from tests.results import logged_steps, rows
 from tests.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("own_logging")
@@ -114,8 +114,18 @@ def kill(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def steps(folder: Path) -> list[int]:
-    return [row["step"] for row in rows(folder, "train")] if folder.is_dir() else []
+@contextlib.contextmanager
+def training(
+    nodes: list[list[str]], arguments: list[str], tmp_path: Path
+) -> Iterator[tuple[list[subprocess.Popen[bytes]], list[Path]]]:
+    """Start torchrun on both nodes; return the two processes and their consoles."""
+    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
+    started = [start(nodes[i], arguments, i, logs[i]) for i in (0, 1)]
+    try:
+        yield started, logs
+    finally:
+        for process in started:
+            kill(process)
 
 
 @pytest.mark.slow
@@ -125,18 +135,10 @@ def test_two_nodes_train_and_one_continues_without_the_other(
     options = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
     folder = tmp_path / "two"
     arguments = command(image_root, folder, *options)
-    logs = [tmp_path / "0.txt", tmp_path / "1.txt"]
-    started = [start(nodes[i], arguments, i, logs[i]) for i in (0, 1)]
-    try:
-        limit = time.monotonic() + HANGS_SECONDS
-        while not steps(folder) or steps(folder)[-1] < 25:
-            assert time.monotonic() < limit and started[0].poll() is None, logs[0].read_text()
-            time.sleep(0.1)
+    with training(nodes, arguments, tmp_path) as (started, logs):
+        wait_until(lambda: logged_steps(folder) >= 25, started[0])
         kill(started[1])
         assert started[0].wait(HANGS_SECONDS) == 0, logs[0].read_text()
-    finally:
-        for process in started:
-            kill(process)
     console = logs[0].read_text()
     assert "4 on each of 2 ranks" in console
     assert "resumed from step-000000" in console
@@ -146,3 +148,27 @@ def test_two_nodes_train_and_one_continues_without_the_other(
     # Neighbouring steps differ by far more: the first steps saw the same samples.
     two, one = (rows(path, "train")[0]["loss"] for path in (folder, tmp_path / "one"))
     assert two == pytest.approx(one, abs=0.2)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_of_one_node_restarts_both(
+    nodes: list[list[str]], image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """torchrun on its node counts a restart; on the other one it may see a new node instead."""
+    options = ["train.epochs=40", "checkpoint.every_steps=10", "loader.workers=0"]
+    folder = tmp_path / "two"
+    arguments = command(image_root, folder, *options)
+    with training(nodes, arguments, tmp_path) as (started, logs):
+        for node, step in ((1, 25), (0, 60), (1, 100)):
+            wait_until(lambda step=step: logged_steps(folder) >= step, started[0])
+            (rank,) = (pid for pid, one in processes().items() if one.parent == started[node].pid)
+            os.kill(rank, signal.SIGKILL)
+        for process, log in zip(started, logs, strict=True):
+            assert process.wait(HANGS_SECONDS) == 0, log.read_text()
+    whole = ranks.run(command(image_root, tmp_path / "whole", *options), 2)
+    assert whole.returncode == 0, whole.stderr
+    found, expected = (
+        json.loads((path / "summary.json").read_text())["params_sha256"]
+        for path in (folder, tmp_path / "whole")
+    )
+    assert found == expected

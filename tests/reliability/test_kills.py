@@ -3,8 +3,13 @@
 The short forms are test_sigkill of tests/test_train.py and tests/engine/test_order_of_writes.py.
 """
 
+import contextlib
+import json
+import os
 import random
 import shutil
+import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -12,10 +17,11 @@ from typing import Any
 import pytest
 
 from tests.figures import Record
-from tests.processes import compiled_preload
+from tests.processes import HANGS_SECONDS, compiled_preload, processes, wait_until
+from tests.ranks import Ranks
 from tests.reliability.starts import Starts
-from tests.results import rows, same, stored
-from tests.small_run import SMALL_RUN
+from tests.results import logged_steps, rows, same, stored
+from tests.small_run import SMALL_RUN, command, torchrun
 
 pytestmark = pytest.mark.slow
 # 36 images in batches of 8: 18 steps, validated after steps 9 and 18.
@@ -131,3 +137,46 @@ def test_kills_at_a_system_call(
                 differ.append((folder, place, status, starts.console.read_text()))
     figure("kills at the n-th system call, final weights equal", kept, done)
     assert not differ
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_torchrun_restarts_the_ranks(
+    number: int, image_root: Path, tmp_path: Path, ranks: Ranks
+) -> None:
+    """One rank is killed three times: while the ranks start, or some steps later.
+
+    The sum of the gradients of three ranks depends on their order.
+    """
+    chosen = random.Random(number)
+    options = [*RUN, "train.epochs=24", "loader.batch_size=6", "loader.workers=0"]
+    whole, folder = tmp_path / "whole", tmp_path / "run"
+    done = ranks.run(command(image_root, whole, *options), number)
+    assert done.returncode == 0, done.stderr
+    start = torchrun(command(image_root, folder, *options), number, "--max-restarts=3")
+    killed: set[int] = set()
+
+    def new_ranks() -> list[int]:
+        found = {pid for pid, one in processes().items() if one.parent == process.pid}
+        return sorted(found - killed)
+
+    with (tmp_path / "console").open("w") as console:
+        process = subprocess.Popen(start, stdout=console, stderr=console, start_new_session=True)
+    try:
+        for _ in range(3):
+            wait_until(lambda: len(new_ranks()) == number, process)
+            victims, at = new_ranks(), logged_steps(folder) + chosen.choice([0, 1, 10, 30])
+            wait_until(lambda at=at: logged_steps(folder) >= at, process)
+            time.sleep(chosen.uniform(0, 0.5))
+            os.kill(chosen.choice(victims), signal.SIGKILL)
+            killed.update(victims)
+        assert process.wait(HANGS_SECONDS) == 0, (tmp_path / "console").read_text()
+    finally:
+        for pid in [process.pid, *new_ranks()]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        process.wait()
+    assert is_whole(folder, whole)
+    hashes = {
+        json.loads((path / "summary.json").read_text())["params_sha256"] for path in (whole, folder)
+    }
+    assert len(hashes) == 1

@@ -26,16 +26,10 @@ import torch
 from conf.signals import STOPS
 from tests.processes import HANGS_SECONDS, is_running, needs_linux, processes, wait_until
 from tests.ranks import Ranks, free_port
-from tests.results import rows
+from tests.results import logged_steps, rows
 from tests.small_run import command, torchrun
 
 KILL, STOP = signal.SIGKILL, signal.SIGSTOP
-
-
-def steps(folder: Path) -> int:
-    """Return the number of training steps in metrics.jsonl."""
-    path = folder / "metrics.jsonl"
-    return path.read_text().count('"split": "train"') if path.exists() else 0
 
 
 # Short: two ranks, started by a process that is killed like torchrun.
@@ -44,13 +38,13 @@ def steps(folder: Path) -> int:
 def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
     with ranks.running(start, 2, TORCHELASTIC_RUN_ID="job") as job:
-        wait_until(lambda: steps(tmp_path / "run") >= 3)
+        wait_until(lambda: logged_steps(tmp_path / "run") >= 3)
         os.kill(job.pids[0], KILL)
         wait_until(lambda: not any(map(is_running, job.pids)))
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
     last = json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())
-    assert last["step"] == summary["step"] == steps(tmp_path / "run")
+    assert last["step"] == summary["step"] == logged_steps(tmp_path / "run")
 
 
 def test_a_rank_that_waits_for_others_ends_with_torchrun(
@@ -89,7 +83,7 @@ def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks)
     options = ["train.epochs=2000", "loader.workers=0", "loader.timeout_seconds=4"]
     with ranks.running(command(image_root, tmp_path / "run", *options), 2) as job:
         try:
-            wait_until(lambda: steps(tmp_path / "run") >= 3)
+            wait_until(lambda: logged_steps(tmp_path / "run") >= 3)
             os.kill(job.pids[2], STOP)
             wait_until(lambda: not is_running(job.pids[1]))
         finally:
@@ -107,7 +101,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(
 ) -> None:
     start = command(image_root, tmp_path / "run", "train.epochs=2000", "loader.workers=0")
     with ranks.running(start, 2) as job:
-        wait_until(lambda: steps(tmp_path / "run") >= 3)
+        wait_until(lambda: logged_steps(tmp_path / "run") >= 3)
         os.kill(job.pids[2], KILL)
         done = job.wait()
     assert done.returncode == 1
@@ -172,7 +166,12 @@ WAYS = [
     *(Way("torchrun", KILL, during, ranks=2) for during in PHASES),
     *(Way("torchrun", getattr(signal, f"SIG{n}"), ranks=2) for n in ("TERM", "INT", "USR1", "HUP")),
     *(Way(target, KILL, ranks=2) for target in ("rank 0", "rank 1", "worker")),
-    *(Way("rank 1", getattr(signal, f"SIG{name}"), ranks=2) for name in ("TERM", "USR1")),
+    *(
+        Way("rank 1", number, during, ranks=2)
+        for during in ("training", "validation")
+        for number in (signal.SIGTERM, signal.SIGUSR1)
+    ),
+    Way("torchrun", signal.SIGTERM, "validation", ranks=2),
     Way("terminal", signal.SIGHUP, ranks=2),
 ]
 SURVIVED = ("worker", "forkserver", "tracker")  # training continues, and SIGTERM ends it
@@ -257,10 +256,10 @@ class Running:
             case "measurement":
                 return any(self.folder.glob("measuring-*"))
             case "training":
-                return steps(self.run) >= EVERY_STEPS + 6
+                return logged_steps(self.run) >= EVERY_STEPS + 6
             case "validation":  # the first epoch ends with step 5
-                return steps(self.run) == 5 and '"val"' not in log.read_text()
-        return steps(self.run) >= 3 and any((self.run / "checkpoints").glob("*.tmp"))
+                return logged_steps(self.run) == 5 and '"val"' not in log.read_text()
+        return logged_steps(self.run) >= 3 and any((self.run / "checkpoints").glob("*.tmp"))
 
     def end(self) -> None:
         """End it in its way."""
@@ -322,7 +321,7 @@ def check(way: Way, root: Path, folder: Path, ranks: Ranks) -> None:
             with contextlib.suppress(ProcessLookupError):
                 job.process.terminate()
         wait_until(lambda: not job.members())
-    trained = steps(job.run)
+    trained = logged_steps(job.run)
     last = job.run / "checkpoints" / "last.json"
     saved = json.loads(last.read_text())["step"] if last.exists() else 0
     caught = way.number in STOPS or way.target in SURVIVED
