@@ -9,7 +9,7 @@ unexport PYTHONHOME PYTHONPATH
 ARGS :=
 PYTHON := python3 python3.14 python3.13 python3.12 python3.11 python
 RUN := .venv/bin/python
-# pytest in as many processes as there are cores, at most 8.
+# pytest in one process more than there are cores, at most 8; see tests/conftest.py.
 PYTEST := $(RUN) -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 help:  ## this list

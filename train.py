@@ -224,7 +224,7 @@ def train_step(
             group with an `lr_scale` has the product.
         clip_norm: maximum global gradient norm; None disables clipping.
         accumulate: number of micro-batches, whose gradients are averaged. The ranks exchange
-            gradients once.
+            gradients once per step.
 
     Returns:
         Named values to log, "loss" among them. Return one more, and it appears on the console, in

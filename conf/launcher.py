@@ -36,7 +36,7 @@ COMMON = {"cpus_per_task", "gpus_per_node", "mem_gb", "nodes", "stderr_to_stdout
 MOST_TIMEOUTS = 100  # a run resumes, so submitit's limit of 3 would only end it too early
 # How long Slurm may need to kill a task after SIGTERM; its default (KillWait) is 30 s.
 KILL_SECONDS = 60.0
-LOOK_SECONDS = 30.0  # between two calls of squeue; the first ones are closer
+LOOK_SECONDS = 30.0  # longest pause between two calls of squeue; the first pause is 1 s
 WAITING = ("queued", "running")
 
 
@@ -69,13 +69,13 @@ def _read_parameter(word: str) -> tuple[str, Any]:
 
 
 def complete(typed: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters with defaults: a GPU with 16 CPUs for 24 hours, a rank for each GPU.
+    """Add defaults to the parameters: 24 hours, one GPU, one rank per GPU, 16 CPUs per rank.
 
     Raises:
         UserError: a rank would have several GPUs, of which it uses one.
     """
     values = {"name": "train", "nodes": 1, "timeout_min": 1440, "signal_delay_s": 120, **typed}
-    if not any("gpu" in name or name == "gres" for name in typed):
+    if not typed.keys() & {"gpus_per_node", "gpus_per_task", "gres"}:
         values["gpus_per_node"] = 1
     if "cpus_per_gpu" not in typed:
         values.setdefault("cpus_per_task", 16)
@@ -93,14 +93,14 @@ def complete(typed: dict[str, Any]) -> dict[str, Any]:
             f"hydra.launcher.gpus_per_task={show(values['gpus_per_task'])}: a rank uses one GPU; "
             "write hydra.launcher.gpus_per_node"
         )
-    # As in scripts/train.sbatch, where the reasons are.
+    # scripts/train.sbatch explains these options.
     srun = ["--gpu-bind=none", "--kill-on-bad-exit=0"]
     if values.get("cpus_per_task"):
         srun.append(f"--cpus-per-task={values['cpus_per_task']}")
     values["srun_args"] = [*srun, *typed.get("srun_args", [])]
-    # A cluster may let no job return to the queue by default.
+    # Some clusters do not requeue jobs by default (JobRequeue=0 in slurm.conf).
     values["additional_parameters"] = {"requeue": True, **typed.get("additional_parameters", {})}
-    path = shlex.quote(str(Path(__file__).absolute().parents[1]))  # of the package `conf`
+    path = shlex.quote(str(Path(__file__).absolute().parents[1]))  # contains the package `conf`
     values["setup"] = [
         f"export PYTHONPATH={path}${{PYTHONPATH:+:$PYTHONPATH}}",
         *typed.get("setup", []),
@@ -109,11 +109,12 @@ def complete(typed: dict[str, Any]) -> dict[str, Any]:
 
 
 class Task:
-    """What a task of the array does: it runs a job of the sweep.
+    """Runs one job of the sweep, as a task of the array.
 
     Slurm announces the time limit with SIGUSR2: the run saves, and submitit puts the task back into
-    the queue. Before a preemption and after scancel, Slurm sends SIGTERM and kills the task later.
-    It decides itself whether the job goes back into the queue, so the task waits for that.
+    the queue. Before a preemption and after scancel, Slurm sends SIGTERM, and later kills the task;
+    Slurm decides whether to requeue it. A task that is still alive after KILL_SECONDS requeues
+    itself.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -149,7 +150,7 @@ class Task:
 
 
 def run(jobs: Sequence[Job], typed: Sequence[str], parameters: dict[str, Any]) -> int:
-    """Submit the jobs that have neither finished nor are in the queue; wait for all of them.
+    """Submit the jobs that have not finished and are not in the queue; wait for all of them.
 
     Args:
         jobs: see `multirun.expand`.
@@ -157,10 +158,11 @@ def run(jobs: Sequence[Job], typed: Sequence[str], parameters: dict[str, Any]) -
         parameters: see `take_parameters`.
 
     Returns:
-        0 if all jobs have finished, 1 if one has failed, 128 + signal.
+        0 if all jobs have finished, 1 if one has failed, 128 + signal number if a signal ended the
+        wait.
 
     Raises:
-        UserError: submitit or Slurm refuses the parameters, or one of them is missing.
+        UserError: submitit or Slurm refuses the parameters, or is not installed.
     """
     folder, stop = folder_of(jobs), Stop()
     if any(job.config.checkpoint.resume == "never" for job in jobs):
@@ -171,7 +173,7 @@ def run(jobs: Sequence[Job], typed: Sequence[str], parameters: dict[str, Any]) -
     executor = _executor(folder, complete(parameters))
     queue = _queue()
     if queue is None:
-        raise UserError(f"{SLURM}: squeue fails; run this command on a node that submits jobs")
+        raise UserError(f"{SLURM}: squeue failed; run this command on a login node of the cluster")
     for job, known in zip(jobs, _stored_ids(folder, jobs), strict=True):
         job.recall()
         if known in queue and job.status != "finished":
@@ -223,7 +225,7 @@ def _executor(folder: Path, parameters: dict[str, Any]) -> Any:
         )
     except RuntimeError:
         raise UserError(
-            f"{SLURM}: srun is not found; run this command on a node that submits jobs"
+            f"{SLURM}: srun was not found; run this command on a login node of the cluster"
         ) from None
     for name, value in parameters.items():
         try:
@@ -238,7 +240,7 @@ def _submit(executor: Any, folder: Path, jobs: Sequence[Job]) -> None:
     """Submit the jobs as one array.
 
     Raises:
-        UserError: Slurm refuses it; nothing is left in the folder.
+        UserError: Slurm refuses it; a folder that did not exist before is removed.
     """
     if not jobs:
         return
@@ -251,7 +253,7 @@ def _submit(executor: Any, folder: Path, jobs: Sequence[Job]) -> None:
     except (FailedJobError, FailedSubmissionError, OSError) as error:
         if is_new:
             shutil.rmtree(folder, ignore_errors=True)
-            with suppress(OSError):  # the folder holds other runs
+            with suppress(OSError):  # the parent folder contains other runs
                 folder.parent.rmdir()
         raise UserError(f"{SLURM}: {error}") from None
     for job, one in zip(jobs, submitted, strict=True):
@@ -290,7 +292,7 @@ def _wait(folder: Path, jobs: Sequence[Job], typed: Sequence[str], stop: Stop) -
     while any(job.status in WAITING for job in jobs):
         deadline = time.monotonic() + pause
         while time.monotonic() < deadline and not stop.number:
-            time.sleep(0.2)  # a handler of signals does not end a sleep
+            time.sleep(0.2)  # a Python signal handler does not interrupt time.sleep
         if stop.number:
             return
         pause = min(1.5 * pause, LOOK_SECONDS)

@@ -55,7 +55,7 @@ class Job:
         status: "not started", "queued" (on Slurm), "running", "finished", "failed" or
             "interrupted".
         result: see RESULTS, as far as the run has them.
-        slurm: Slurm's id of the job, such as "4711_3"; empty if it runs in this process.
+        slurm: Slurm's id of the job, such as "4711_3"; empty if it was not submitted to Slurm.
     """
 
     values: dict[str, str]
@@ -459,6 +459,6 @@ def _lines(folder: Path, jobs: Sequence[Job]) -> list[str]:
     left = sum(job.status != "finished" for job in jobs)
     if left:
         lines.append(
-            f"{left} of {len(jobs)} jobs have not finished; the same command continues with them"
+            f"{left} of {len(jobs)} jobs have not finished; run the same command to continue"
         )
     return [*lines, f"written to {folder / 'sweep.json'} and sweep.csv"]

@@ -1,4 +1,4 @@
-"""The signals that stop a run, or a sweep of runs, after a checkpoint."""
+"""The signals after which a run, or a sweep of runs, saves a checkpoint and stops."""
 
 import signal
 from collections.abc import Callable
@@ -9,9 +9,9 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def handle_stops(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Call `handler` for each of the signals; return the handlers before.
+    """Call `handler` for each of the signals; return the previous handlers.
 
-    SIGHUP stays ignored if it is, as under nohup.
+    SIGHUP stays ignored if it was ignored before, as under nohup.
     """
     return {
         number: signal.signal(number, handler)

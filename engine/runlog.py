@@ -521,13 +521,16 @@ class RunLog:
 
 @contextmanager
 def step_points(state: TrainState, clock: StepClock) -> Iterator[None]:
-    """Mark in the steps of the `with` block when gradients are computed and when averaged.
+    """In each step of the `with` block, mark when gradients have been computed and averaged.
 
-    A backward pass reaches the model's first parameter last; the update follows the averaging.
+    A backward pass ends with the last of these gradients; the update follows the averaging.
     """
-    first = next(p for p in state.model.parameters() if p.requires_grad)
     hooks = [
-        first.register_post_accumulate_grad_hook(lambda _: clock.mark("computed")),
+        *(
+            parameter.register_post_accumulate_grad_hook(lambda _: clock.mark("computed"))
+            for parameter in state.model.parameters()
+            if parameter.requires_grad
+        ),
         state.optimizer.register_step_pre_hook(lambda *_: clock.mark("averaged")),
     ]
     try:

@@ -32,12 +32,12 @@ class Timing:
             launched before: the host does not run ahead.
         copy_ms: median of copy, normalisation and batch transforms.
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
-        core_fraction: share in which the thread that takes the steps was ready to run without a CPU
-            core, since the figures before were read; 0 if the kernel does not report it.
-        own_ms: mean time of a step until this rank has computed its gradients; 0 if not known.
-        exchange_ms: time from there to the update of the weights, for averaging the gradients over
-            the ranks: the lowest 10th percentile, because it is longer in steps in which another
-            rank was the last to compute its gradients; 0 if not known.
+        core_fraction: share of the time since the previous call of `timing` in which the thread
+            that runs the steps waited for a CPU core; 0 if the kernel does not report it.
+        own_ms: mean time from the moment when all ranks have their batches until this rank has
+            computed its gradients; 0 if not known.
+        exchange_ms: time from there to the update of the weights. It is the 10th percentile,
+            because a step takes longer if another rank computes its gradients later; 0 if unknown.
     """
 
     batches: int
@@ -66,7 +66,7 @@ class Marks:
     begin: Any = None  # the step begins: its batch is ready
     end: Any = None  # the step has ended
     drained: bool = False
-    own_ms: float | None = None  # from the start of the step to this rank's gradients
+    own_ms: float | None = None  # from "ready" to this rank's gradients
     exchange_ms: float | None = None  # from there to the update of the weights
 
 
@@ -77,7 +77,7 @@ class StepClock:
     the copy, begin and end of the step. The gap before a step begins where the step before ended.
 
     With several ranks on a CPU, `mark` adds points within the step. On a GPU, the step is a CUDA
-    graph, inside which the host cannot look at its clock.
+    graph, inside which the host cannot read the time.
 
     Args:
         cuda: whether batches are on a GPU.
@@ -210,7 +210,7 @@ class StepClock:
 
 
 def waited_for_core() -> float:
-    """Return how long this thread was ready to run without a core, in seconds.
+    """Return how many seconds this thread has waited for a CPU core, although it was ready to run.
 
     Other processes or a CPU quota make it wait. 0 if the kernel does not report it.
     """

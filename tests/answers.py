@@ -21,6 +21,7 @@ ANSWER = Answer(
     alternatives={"region": 5600.0},
     demand=6690.0,
     batch_size=256,
+    fewest=14,
     supply=Supply(cpu_ms=2.45, wait_ms=0.04, spread=1.2, file_bytes=110e3, workers=2),
     rate=5600.0,
     wait_fraction=0.16,

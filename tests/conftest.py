@@ -3,6 +3,7 @@
 import gc
 import itertools
 import logging
+import os
 import resource
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,11 @@ from tests.ranks import Ranks
 pytest_plugins = ["tests.figures"]
 CLASSES = ("checks", "dots", "stripes")
 TRAIN_IMAGES, VAL_IMAGES = 12, 5  # per class
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """One process more than there are cores: tests wait for other processes much of the time."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that do not fit together: one line says why, all of them exit, and nothing is created."""
+"""Ranks that do not match: one line says why, all of them exit, and nothing is created."""
 
 import re
 import shutil
@@ -83,12 +83,13 @@ MISTAKES = {
         code="sys.argv.append('train.device=cuda')",
     ),
     "version": Mistake(
-        r"torch: is 2\.9\.9 on rank 1 and \S+ on rank 0; install the same version on every node",
+        r"torch version: is 2\.9\.9 on rank 1 and \S+ on rank 0; "
+        "install the same version on every node",
         code="import torch; torch.__version__ = '2.9.9'",
     ),
     # The modules have been imported already: only the hashes are of the copy.
     "program": Mistake(
-        r"engine/losses\.py: is \w+ on rank 1 and \w+ on rank 0; "
+        r"SHA-256 of engine/losses\.py: is \w+ on rank 1 and \w+ on rank 0; "
         "copy the same program to every node",
         code="import engine.distributed as one; one.__file__ = os.path.abspath('engine/a.py')",
         change=edit_program,

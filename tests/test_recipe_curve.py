@@ -22,7 +22,7 @@ from scripts import report
 from tests.results import rows
 from tests.small_run import SMALL
 
-pytestmark = pytest.mark.usefixtures("whole_runs")
+pytestmark = [pytest.mark.usefixtures("whole_runs"), pytest.mark.slow]
 # 9 steps per epoch; seven of eight seeds have 98 % or more after epoch 2, one 90 % after epoch 3.
 KEYS = ["optim.lr=0.02", "train.epochs=4", "loader.workers=0", "log.trackers=[]"]
 CLASSES = ("stripes", "dots", "cells")
@@ -110,7 +110,6 @@ def go(
     return capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_the_curve_of_five_runs(references: list[Path], expect: Expect) -> None:
     curve = expect.reference
     assert curve is not None and curve.runs == 5
@@ -243,7 +242,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("seed", "kind"),
     [(21, "good"), (22, "good"), (23, "good"), (24, "shuffled"), (25, "shuffled"), (26, HIGH)],

@@ -10,13 +10,14 @@ from tests.results import rows
 
 RECIPES = [
     "imagenet_rn50_a3",
-    pytest.param("imagenet_rn50_a2", marks=pytest.mark.slow),
-    pytest.param("imagenet_rn50_modern", marks=pytest.mark.slow),
-    pytest.param("imagenet_convnext_t", marks=pytest.mark.slow),
-    pytest.param("imagenet_vit_s16", marks=pytest.mark.slow),
+    "imagenet_rn50_a2",
+    "imagenet_rn50_modern",
+    "imagenet_convnext_t",
+    "imagenet_vit_s16",
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("whole_runs")
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_trains(recipe: str, image_root: Path, tmp_path: Path) -> None:

@@ -444,7 +444,9 @@ def test_the_end_of_an_epoch_does_not_count_as_training(
 ) -> None:
     """The verdict of the epoch and the start of workers take time as well."""
     monkeypatch.setattr(
-        Ledger, "verdict", lambda _, period, *__: (jump() if period == "epoch" else None) or []
+        Ledger,
+        "verdict",
+        lambda _, period, *__, **___: (jump() if period == "epoch" else None) or [],
     )
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
     check_not_trained(tmp_path / "run")
@@ -1509,6 +1511,7 @@ def test_two_ranks_learn_like_one_and_stop_together(
     )
 
 
+@pytest.mark.slow
 def test_three_ranks_resume_exactly(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     """From a checkpoint in the middle of an epoch.
 

@@ -1,4 +1,4 @@
-"""Two ranks on the CPU with a loss that is forced on them: the verdict names it."""
+"""Two ranks on a CPU are slowed down on purpose, and the verdict names the cause."""
 
 import contextlib
 import json
@@ -152,7 +152,7 @@ def slow_network() -> Iterator[list[str]]:
 def test_slow_network(image_root: Path, tmp_path: Path, slow_network: list[str]) -> None:
     folder = tmp_path / "network"
     verdict = verdict_of(image_root, folder, "train.max_steps=8", prefix=slow_network)
-    assert verdict.startswith("bound by the exchange of gradients: averaging the gradients")
+    assert verdict.startswith("communication-bound: averaging the gradients")
 
 
 def test_slow_input(tmp_path: Path) -> None:

@@ -62,9 +62,9 @@ TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 FASTER = 1.005  # rates that differ by less are equal
 SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
-# Workers of each of several ranks, relative to the fewest that were enough in a trial. All ranks
-# wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4 times
-# as long per image in the run as in the trial.
+# With several ranks, each gets this many times the fewest workers that were enough in a trial. All
+# ranks wait for the one whose workers are late, and on four H200s with 64 cores, a worker took 1.4
+# times as long per image in the run as in the trial.
 RESERVE = 1.4
 SLOWED = 0.95  # of the step's own rate; a loaded host costs 1 to 2 % in any case
 MEASURE_SECONDS = 2.0  # of the step and each trial; accurate to 1 to 2 %. A probe takes less
@@ -121,6 +121,7 @@ class Answer(Trial):
         alternatives: the best images/s of all ranks together with each decoder that was tried.
         demand: images/s of the step, per rank.
         batch_size: per rank.
+        fewest: number of workers in the trial; `workers` may include a reserve.
         tried: whether there was a trial. If not, its figures follow from the step and the probe:
             the steps are too long for a trial.
         budget: number of workers for which there are cores.
@@ -135,6 +136,7 @@ class Answer(Trial):
     alternatives: dict[str, float]
     demand: float
     batch_size: int
+    fewest: int
     supply: Supply
     tried: bool
     budget: int
@@ -181,6 +183,7 @@ class Answer(Trial):
         if self.copy_ms:
             pins += f" ({self.copy_ms[0]:.1f} ms per batch, {self.copy_ms[1]:.1f} without)"
         step_ms = 1e3 * self.batch_size / self.demand
+        reserve = f" ({self.fewest} in the trial)" if self.fewest < self.workers else ""
         others = [
             f"{name} {rate:,.0f} img/s"
             for name, rate in self.alternatives.items()
@@ -192,7 +195,7 @@ class Answer(Trial):
             "measured on a batch on the device)",
             f"one worker gives {supply.images_per_second:,.0f} img/s ({supply.cpu_ms:.2f} ms CPU, "
             f"{supply.wait_ms:.2f} ms waiting{storage}); there are cores for {self.budget}",
-            f"decoder={self.decoder} workers={self.workers} pin_memory={pins} "
+            f"decoder={self.decoder} workers={self.workers}{reserve} pin_memory={pins} "
             f"prefetch_factor={self.prefetch_factor}   "
             f"{'with the step' if self.tried else 'expected'} {self.rate:,.0f} img/s, "
             f"{self.wait_fraction:.1%} waiting: {found.label}",
@@ -287,6 +290,7 @@ class Tuner:
             **asdict(trial),
             decoder=decoder,
             workers=workers,
+            fewest=fewest,
             prefetch_factor=self.loader.pool.prefetch_factor,
             pin_memory=self.feed.page_locked,
             alternatives={
@@ -301,12 +305,6 @@ class Tuner:
             copy_ms=copy_ms,
             seconds=time.perf_counter() - began,
         )
-
-    def _with_reserve(self, fewest: int, trial: Trial) -> int:
-        """Add workers for which there are cores, if several ranks wait for each other."""
-        if self.ranks.size == 1 or trial.slowed:
-            return fewest
-        return max(fewest, min(self.budget(self.feed.decoder), math.ceil(RESERVE * fewest)))
 
     def _lead(self, decoder: str) -> str:
         """Rank 0's choice: all ranks use the engines in the same way, or their own CPU decoder."""

@@ -27,8 +27,8 @@ SPARE = 1.3  # workers that can supply this many times the rate do not limit it
 SLOW_FILES = (
     0.5  # share of the workers' time that single files take, above which they are the cause
 )
-# Share of the time from which a straggler or a lack of cores is named on a CPU: ranks that share a
-# machine differ by up to 13 % from run to run.
+# A straggler or a lack of cores on a CPU is named from this share of the time on: ranks that share
+# a machine differ by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
 
@@ -261,19 +261,19 @@ class Observation:
 
     @property
     def lacking_cores(self) -> float:
-        """Share of the time in which every rank waits for a CPU core."""
+        """Smallest share of the time that a rank waits for a CPU core."""
         return min(one.core_fraction for one in self.all_ranks or (self,))
 
     @property
     def core_loss(self) -> str:
-        """What a lack of cores costs: on a CPU the wait for one, on a GPU the slower step."""
+        """What a lack of cores costs: on a CPU, the wait for a core; on a GPU, the slower step."""
         if self.setup.on_gpu:
             return f"{SLOWED}; {IDLE}".format(seen=self)
         process = "each rank" if self.setup.ranks > 1 else "the training process"
         rate = self.without(self.lacking_cores)
         return (
             f"{process} was ready to compute but waited at least {self.lacking_cores:.0%} of the "
-            f"time for a CPU core; without this, about {rate:,.0f} img/s instead of "
+            f"time for a CPU core; without this wait, about {rate:,.0f} img/s instead of "
             f"{self.images_per_second:,.0f}"
         )
 
@@ -356,7 +356,7 @@ def diagnose(seen: Observation) -> Diagnosis:
 
 
 def slowest(seen: Sequence[Observation | None]) -> Observation | None:
-    """Return the rank whose input or host the others wait for; None when one has no observation.
+    """Return the rank whose input or host the others wait for; None if a rank has no observation.
 
     The others wait where gradients are averaged, which looks like computing.
     """
@@ -372,7 +372,7 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
     """The cause of the largest loss outside of the input, and the share of the time it takes."""
     losses = {"exchange": seen.exchanging}
-    if seen.setup.on_gpu or seen.straggling >= VARIES_ON_CPU:
+    if seen.straggling >= VARIES_ON_CPU:
         losses["straggler"] = seen.straggling
     if not seen.setup.on_gpu and seen.lacking_cores >= VARIES_ON_CPU:
         losses["cores"] = seen.lacking_cores
@@ -509,24 +509,25 @@ def _more_cores(seen: Observation) -> str:
 
 
 def _fewer_cores_taken(seen: Observation) -> str:
-    others = "" if seen.setup.on_gpu else "end other processes that use these CPUs"
+    others = (
+        ""
+        if seen.setup.on_gpu
+        else "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
+    )
     return _join(others, _less_decoding(seen) or MORE_CORES)
 
 
 def _faster_rank(seen: Observation) -> str:
     slow = seen.straggler
-    if slow.slowdowns:
-        reason = f"its GPU ran below its maximum clock ({slow.slowdowns}): check cooling and power"
-    elif slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
+    if slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
         reason = (
             f"its process waited {slow.core_fraction:.0%} of the time for a CPU core: end other "
             "processes on these CPUs"
         )
     else:
-        device = seen.device
         reason = (
-            f"check the clock of its {device} and which other processes use it, and leave out the "
-            f"{device} if there are none"
+            "check the clock of its CPU and whether other processes use it; if that does not help, "
+            "train without this CPU"
         )
     return f"{reason} (about {seen.without(seen.straggling):,.0f} img/s)"
 
@@ -640,14 +641,14 @@ CAUSES = {
         _faster_rank,
     ),
     "exchange": Cause(
-        "bound by the exchange of gradients",
+        "communication-bound",
         "averaging the gradients over the ranks takes {seen.least_exchange_ms:.1f} of the "
-        "{seen.period_ms:.1f} ms of a step, {seen.exchanging:.0%}, in which no rank computes; "
-        "without it, about {seen.rate_without_exchange:,.0f} img/s instead of "
+        "{seen.period_ms:.1f} ms of a step ({seen.exchanging:.0%}), during which no rank "
+        "computes; without it, about {seen.rate_without_exchange:,.0f} img/s instead of "
         "{seen.images_per_second:,.0f}",
-        "use a faster link between the ranks, or raise loader.batch_size, because the exchange "
-        "takes as long for a larger batch; if it does not fit into the memory, raise "
-        "train.accumulate too",
+        "use a faster link between the ranks, or raise loader.batch_size: the exchange takes the "
+        "same time for a larger batch; if the batch does not fit into memory, also raise "
+        "train.accumulate",
     ),
     "slowed": Cause(
         "slower than alone",

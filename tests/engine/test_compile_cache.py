@@ -24,6 +24,7 @@ from engine.state import TrainState
 from tests.engine.test_plan import plan
 from tests.engine.test_rundir import IDENTITY, add_checkpoint, directory
 
+pytestmark = pytest.mark.slow
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
 PLAN = dataclasses.replace(plan(), compile="default")
 
@@ -75,7 +76,6 @@ def run(tmp_path: Path, compiled_step: None) -> Path:
     return run
 
 
-@pytest.mark.slow
 def test_a_later_start_compiles_nothing(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {path: path.stat() for path in (run / "compiled").iterdir()}
     assert sorted(path.name for path in files) == ["rank0.bin", "rank0.json"]
@@ -89,7 +89,6 @@ def test_a_later_start_compiles_nothing(run: Path, monkeypatch: pytest.MonkeyPat
     assert {path: path.stat() for path in (run / "compiled").iterdir()} == files
 
 
-@pytest.mark.slow
 def test_new_kernels_are_added(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = CompileCache(run, PLAN, ALONE)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(run.parent / "new_machine"))

@@ -36,6 +36,7 @@ from engine.state import TrainState, params_sha256
 from pipeline.build import build_datasets
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
+from tests.engine.two_ranks import small_convnet
 from tests.ranks import free_port
 from train import build_state, train_step, training_loss
 from train import validation_loss as measure
@@ -338,17 +339,20 @@ def test_gradients_are_averaged_and_buffers_are_not(
     ranks: tuple[Found, Found],
 ) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 2))
-    images = torch.randn(8, 4)
+    model, images = small_convnet(), torch.randn(8, 3, 6, 6)
     (model(images[:4]).square().mean() + model(images[4:]).square().mean()).div(2).backward()
     for found in ranks:
         assert [one["is_model"] for one in found["gradients"]] == [True, False]
         for one in found["gradients"]:
-            for layer, gradient in zip((0, 2), one["gradients"], strict=True):
+            for layer, gradient in zip((0, 1, 4), one["gradients"], strict=True):
                 expected = model[layer].weight.grad
                 torch.testing.assert_close(torch.tensor(gradient), expected)
             assert one["frozen"] and one["statistics_are_own"]
             assert one["keys"] == ["0.weight", "0.bias"]  # without the prefix `module.`
+
+
+def test_a_rank_may_leave_out_a_layer(ranks: tuple[Found, Found]) -> None:
+    assert [found["layers_left_out"] for found in ranks] == [[0.5, 0.5]] * 2
 
 
 def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]) -> None:
@@ -363,7 +367,7 @@ def test_micro_batches_exchange_gradients_once_a_step(ranks: tuple[Found, Found]
         for one in found["accumulation"]:
             weight = torch.tensor(one["weight"])
             torch.testing.assert_close(weight, model[3].weight.detach(), rtol=1e-5, atol=1e-6)
-        assert [one["exchanged"] for one in found["accumulation"]] == [0, 3]  # DDP, one bucket
+        assert [one["exchanged"] for one in found["accumulation"]] == [3, 3]
 
 
 def test_a_nan_on_one_rank_ends_the_updates_of_both(ranks: tuple[Found, Found]) -> None:

@@ -105,12 +105,13 @@ def several_nodes(world: World) -> World:
 def gradients(world: World) -> dict[str, Any]:
     """Each rank trains on its half of a batch."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2), nn.Linear(2, 2))
-    model[3].requires_grad_(False)
-    images = torch.randn(8, 4)
+    model = small_convnet()
+    if world.rank == 1:  # as if each rank had drawn its own weights
+        nn.init.zeros_(model[0].weight)
+    images = torch.randn(8, 3, 6, 6)
     share = images[4 * world.rank : 4 * world.rank + 4]
+    network = world.wrap(model, torch.zeros(1, 3, 6, 6))
     apart = copy.deepcopy(model)
-    network = world.wrap(model, torch.zeros(1, 4))
     for _ in range(2):
         network.zero_grad()
         network(share).square().mean().backward()
@@ -118,11 +119,33 @@ def gradients(world: World) -> dict[str, Any]:
         apart(share)
     return {
         "is_model": network is model,
-        "gradients": [model[i].weight.grad.tolist() for i in (0, 2)],
-        "frozen": model[3].weight.grad is None,
-        "statistics_are_own": torch.equal(model[1].running_mean, apart[1].running_mean),
+        "gradients": [model[i].weight.grad.tolist() for i in (0, 1, 4)],
+        "frozen": model[5].weight.grad is None,
+        "statistics_are_own": torch.equal(model[2].running_mean, apart[2].running_mean),
         "keys": list(model.state_dict())[:2],
     }
+
+
+def small_convnet() -> nn.Sequential:
+    """Return a network with a BatchNorm, weights in channels_last order and a frozen layer."""
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3),
+        nn.Conv2d(4, 4, 1),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
+        nn.Linear(64, 2),
+        nn.Linear(2, 2),
+    )
+    model[5].requires_grad_(False)
+    return model.to(memory_format=torch.channels_last)
+
+
+def layers_left_out(world: World) -> list[float | None]:
+    """Each rank uses another layer."""
+    model = nn.ModuleList([nn.Linear(1, 1, bias=False) for _ in range(2)])
+    model[world.rank](torch.ones(1, 1)).sum().backward()
+    average_gradients(model)
+    return [layer.weight.grad.item() for layer in model]
 
 
 def accumulation(world: World) -> dict[str, Any]:
@@ -139,12 +162,20 @@ def accumulation(world: World) -> dict[str, Any]:
         exchanged.append(bucket.index())
         return allreduce_hook(dist.group.WORLD, bucket)
 
-    if network is not model:
+    def counted(tensor: Tensor, **options: Any) -> Any:
+        exchanged.append(len(tensor))
+        return all_reduce(tensor, **options)
+
+    all_reduce = dist.all_reduce
+    if network is model:
+        dist.all_reduce = counted
+    else:
         network.register_comm_hook(None, average)
     for step in range(3):
         samples = torch.zeros(len(labels[rows]), 2, dtype=torch.int64)
         batch = Batch(images[rows], labels[rows], labels[rows], step, samples)
         train_step(state, network, training_loss, batch, lr=0.5, accumulate=2)
+    dist.all_reduce = all_reduce
     return {"weight": model[3].weight.tolist(), "exchanged": len(exchanged)}
 
 
@@ -289,6 +320,7 @@ def main(folder: Path) -> None:
             "buffers": buffers(world),
             "all_or_none": all_or_none(world),
             "gradients": [gradients(world), gradients(several_nodes(world))],
+            "layers_left_out": layers_left_out(world),
             "accumulation": [accumulation(world), accumulation(several_nodes(world))],
             "divergence": divergence(world),
             "validation": validation(world),

@@ -52,7 +52,7 @@ def blurred(name: str, size: int) -> nn.Module:
     [
         ("resnet18", 64, 6),
         pytest.param("resnet50", 64, 6, marks=pytest.mark.slow),
-        ("resnet50", 50, 6),
+        pytest.param("resnet50", 50, 6, marks=pytest.mark.slow),
         ("resnet_tiny", 32, 4),
     ],
 )

@@ -162,6 +162,7 @@ def test_timm_imports_a_torchvision_whose_operators_do_not_load(tmp_path: Path) 
     assert done.stdout == "Sequential\n", done.stderr
 
 
+@pytest.mark.slow
 def test_published_weights_without_a_network(tmp_path: Path) -> None:
     """One line with the URL, the reason and both remedies."""
     (tmp_path / "timm.py").write_text(TIMM)

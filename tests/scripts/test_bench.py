@@ -86,6 +86,7 @@ def test_the_cost_of_telemetry(image_root: Path, capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_no_batch_is_copied_on_a_cpu(image_root: Path, tmp_path: Path) -> None:
     alone = run(image_root, tmp_path, "--only", "copy")
     assert alone.returncode == 2

@@ -227,6 +227,7 @@ def test_output_folders(tmp_path: Path) -> None:
         evaluate.output_folders(["a"], tmp_path / "file" / "out")
 
 
+@pytest.mark.slow
 def test_output_folder_inside_a_split(folder: Path, image_root: Path, tmp_path: Path) -> None:
     """Found before the first checkpoint is evaluated."""
     copy = shutil.copytree(folder, tmp_path / "copy") / "checkpoints" / "last.json"

