@@ -287,7 +287,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[PillowEngines]:
     return Engines
 
 
-@pytest.mark.parametrize("chosen", ["gpu", pytest.param("hybrid", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("chosen", ["gpu", "hybrid"])
 def test_the_chosen_decoder_is_part_of_the_run(
     image_root: Path,
     tmp_path: Path,

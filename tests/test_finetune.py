@@ -129,6 +129,7 @@ def test_fine_tuning_is_better_than_training_from_scratch(
     assert tuned["top1"] > 80 and scratch["top1"] < 60
 
 
+@pytest.mark.slow
 def test_frozen_stages_and_resume_bit_by_bit(
     program: Program, pretrained: Path, tmp_path: Path
 ) -> None:

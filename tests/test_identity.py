@@ -97,6 +97,7 @@ def test_default_name_depends_on_the_result_keys(program: Program) -> None:
     assert len(names) == 2 and sum("optim.lr=0.4" in name for name in names) == 1
 
 
+@pytest.mark.slow
 def test_sizes_are_part_of_the_identity_if_they_are_given(program: Program) -> None:
     """A checkpoint of a version without the key can be resumed."""
     assert program("train.max_steps=3")[0] == 0

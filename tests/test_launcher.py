@@ -205,7 +205,7 @@ def test_ctrl_c_leaves_the_jobs_in_the_queue(slurm: Slurm) -> None:
         out, err = sweep.communicate()
     assert (sweep.returncode, err) == (130, "")
     assert slurm.statuses() == ["finished", "running"]
-    assert "1 of 2 jobs have not finished; the same command" in out
+    assert "1 of 2 jobs have not finished; run the same command" in out
     with slurm.start(words) as sweep:
         wait_until(lambda: slurm.statuses() == ["finished", "running"], sweep)
         slurm.warn("1_1")

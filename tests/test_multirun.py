@@ -314,7 +314,7 @@ def test_a_job_that_fails_does_not_stop_the_sweep(sweep: Sweep) -> None:
         "3           failed",
         "4           finished  54.00  60.00  1:02:03",
     ]
-    assert lines[-2].startswith("3 of 5 jobs have not finished; the same command")
+    assert lines[-2].startswith("3 of 5 jobs have not finished; run the same command")
     status, started, _ = sweep.run([0, 0, 0, 0, 0])
     assert (status, started) == (0, [1, 2, 3])
     assert sweep.statuses() == ["finished"] * 5

@@ -230,7 +230,7 @@ def check_curves(folder: Path) -> EventAccumulator:
         ["loader.workers=2"],
         ["loader.workers=4"],
         ["loader.workers=2", "loader.start_method=fork"],
-        ["loader.workers=2", "loader.start_method=spawn"],
+        pytest.param(["loader.workers=2", "loader.start_method=spawn"], marks=pytest.mark.slow),
         ["loader.workers=2", "loader.prefetch_batches=1", "loader.prefetch_factor=1"],
         ["loader.workers=2", "loader.prefetch_batches=5", "loader.prefetch_factor=7"],
         ["log.every_steps=4", "log.trackers=[tensorboard]", "checkpoint.every_steps=2"],
@@ -586,14 +586,17 @@ def test_validation_uses_the_averaged_weights(image_root: Path, tmp_path: Path) 
     "overrides",
     [
         ["train.ema_decay=0.9", "optim.weight_decay=0.01", "optim.nesterov=false"],
-        [
-            "model=vit_s16",
-            "model.name=mobilenet_v3_small",
-            "data.image_size=64",
-            "optim=adamw",
-            "train.ema_decay=0.9",
-            "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]",
-        ],
+        pytest.param(
+            [
+                "model=vit_s16",
+                "model.name=mobilenet_v3_small",
+                "data.image_size=64",
+                "optim=adamw",
+                "train.ema_decay=0.9",
+                "augment.batch=[{mixup: {alpha: 0.4}}, {cutmix: {p: 0.5}}, random_erasing]",
+            ],
+            marks=pytest.mark.slow,
+        ),
         ["model.name=squeezenet1_1", "data.image_size=64", "optim.lr=0.01", "loader.workers=0"],
         [
             "data.repeats=3",

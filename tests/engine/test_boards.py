@@ -238,11 +238,12 @@ def test_wandb_that_hangs_is_given_up(
         board.scalars({"lr": 0.1}, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fails", "code", "status"),
     [
         pytest.param("finish", "", 0, id="finished"),
-        pytest.param("teardown", BROKEN_TRAINING, 1, id="failed", marks=pytest.mark.slow),
+        pytest.param("teardown", BROKEN_TRAINING, 1, id="failed"),
     ],
 )
 def test_wandb_that_hangs_does_not_keep_the_process(

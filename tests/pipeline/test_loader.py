@@ -41,7 +41,11 @@ from tests.processes import descendants, is_running, needs_linux, process_state,
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
-START_METHODS = ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+START_METHODS = [
+    "forkserver",
+    pytest.param("fork", marks=pytest.mark.slow),
+    pytest.param("spawn", marks=pytest.mark.slow),
+]
 # A timeout, not a measurement: long enough for the slowest machine.
 PATIENCE_SECONDS = 60
 

@@ -116,6 +116,7 @@ def test_gpu_decoding_leaves_the_image_to_the_cpu(image_root: Path) -> None:
     assert build_datasets(config).train.load_encoded(0, 0) is None
 
 
+@pytest.mark.slow
 def test_torchvision_is_imported_at_the_first_image() -> None:
     transform = Compose([one("v2.RandomVerticalFlip", p=1)])
     transform(picture(), random.Random(0))

@@ -381,7 +381,7 @@ def check_stopped(during: str, root: Path, folder: Path, *more: str, seconds: in
         wait_until(lambda: not job.members())  # torchrun kills the stopped rank after 30 s
         assert job.process.wait(HANGS_SECONDS) == 1
     text = (folder / "output").read_text()
-    (line,) = [line for line in text.splitlines() if re.match(r"\w+\.py: ", line)]
+    (line,) = [line for line in text.splitlines() if re.match(r"\w+\.py: .*rank", line)]
     assert "rank 1" in line and re.search(SECTIONS[during], line), line
 
 

@@ -962,6 +962,7 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_the_command_line(copied: Path) -> None:
     done = command(str(copied))
     assert (done.returncode, done.stdout, done.stderr) == (

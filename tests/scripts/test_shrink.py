@@ -358,7 +358,8 @@ def test_a_second_run_only_retries_unreadable_files(
 # Containers.
 
 
-@pytest.mark.parametrize("kind", ["tar", pytest.param("zip", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tar", "zip"])
 def test_containers_hold_the_files_of_the_folders(
     source: Path, done: tuple[Path, Any], tmp_path: Path, kind: str
 ) -> None:
@@ -677,6 +678,7 @@ def test_a_mistake_is_one_line_and_status_2(
     assert not (tmp_path / "to").exists()
 
 
+@pytest.mark.slow
 def test_a_refused_destination_is_one_line_and_status_2(source: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     for to in (tmp_path, tmp_path / "mine"):

@@ -190,7 +190,12 @@ with WorkerPool([source], workers=workers, start_method=sys.argv[1]) as pool:
 
 
 @pytest.mark.parametrize(
-    "start_method", ["fork", "forkserver", pytest.param("spawn", marks=pytest.mark.slow)]
+    "start_method",
+    [
+        "fork",
+        pytest.param("forkserver", marks=pytest.mark.slow),
+        pytest.param("spawn", marks=pytest.mark.slow),
+    ],
 )
 def test_as_many_workers_as_open_files_allow_can_be_started(start_method: str) -> None:
     """With a low limit of open files; FILES_KEPT stay free while all workers run."""

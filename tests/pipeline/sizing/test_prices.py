@@ -121,6 +121,7 @@ def gains_of(root: Path, decoder: str) -> Gains:
     return found
 
 
+@pytest.mark.slow
 def test_shrinking_helps_large_files_and_not_small_ones(image_root: Path, tmp_path: Path) -> None:
     large, small = gains_of(photos(tmp_path, 1000), "pillow"), gains_of(image_root, "pillow")
     assert large.shrink > 2 > small.shrink > 0
