@@ -12,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -140,8 +140,7 @@ class World:
     def share_buffers(self, model: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks: they validate with the same BatchNorm statistics."""
         if self.size > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, src=0)
+            _copy_from_rank_0(model.buffers())
 
     def wrap(self, model: nn.Module, example: Tensor) -> nn.Module:
         """Return the module to call in training: the model, or DDP around it.
@@ -157,11 +156,9 @@ class World:
         uses no random number.
         """
         if self.size == self.local_size:
-            # As DDP does: a model may draw its initial weights from another source than torch.
-            for tensor in (*model.parameters(), *model.buffers()) if self.size > 1 else ():
-                copy = tensor.detach().contiguous()
-                dist.broadcast(copy, src=0)
-                tensor.detach().copy_(copy)
+            if self.size > 1:
+                # As DDP does: a model may draw its initial weights from another source than torch.
+                _copy_from_rank_0([*model.parameters(), *model.buffers()])
             return model
         devices = [self.device.index] if self.device.type == "cuda" else None
         network = nn.parallel.DistributedDataParallel(
@@ -174,6 +171,15 @@ class World:
         network(example.to(self.device)).sum().backward()
         network.zero_grad(set_to_none=True)
         return network.train()
+
+
+def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
+    """Copy rank 0's values to all ranks. Collective."""
+    for tensor in tensors:
+        values = tensor.detach().contiguous()  # itself, unless it is channels_last
+        dist.broadcast(values, src=0)
+        if values.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(values)
 
 
 def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[None]:
