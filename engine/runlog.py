@@ -176,8 +176,7 @@ class RunLog:
             tuned=self._tuned,
             peak_rate=self._peak_rate(plan.flops(self.state.step)),
         )
-        cpu_ranks = self.world.size > 1 and self.world.device.type == "cpu"
-        points = step_points(self.state, feed.train.clock) if cpu_ranks else nullcontext()
+        points = step_points(self.state, feed.train.clock) if self.world.size > 1 else nullcontext()
         with points, GpuMonitor(self.world.device) as self.monitor:
             try:
                 yield

@@ -76,8 +76,8 @@ class StepClock:
     Recording a CUDA event takes microseconds and never waits. Each batch has four: begin and end of
     the copy, begin and end of the step. The gap before a step begins where the step before ended.
 
-    With several ranks on a CPU, `mark` adds points within the step. On a GPU, the step is a CUDA
-    graph, inside which the host cannot read the time.
+    With several ranks, `mark` adds points within the step. On a GPU, the step is a CUDA graph. It
+    records the same events at every replay, so only the last step before a pause has these points.
 
     Args:
         cuda: whether batches are on a GPU.
@@ -88,7 +88,8 @@ class StepClock:
         self._idle: Any = None
         self._current: Marks | None = None
         self._unread: deque[Marks] = deque()
-        self._points: dict[Point, float] = {}  # within a step
+        self._newest: Marks | None = None  # the last step that has ended
+        self._points: dict[Point, Any] = {}  # within a step
         self._core = (time.perf_counter(), waited_for_core())  # at the last reading
 
     def now(self) -> Any:
@@ -115,7 +116,8 @@ class StepClock:
         marks.idle = self._idle
         marks.begin = self.now()
         self._current = marks
-        self._points = {"ready": time.perf_counter()}
+        if not self.cuda:
+            self._points = {"ready": marks.begin}
 
     def mark(self, point: Point) -> None:
         """Mark a point within the current step, in the order of `Point`.
@@ -124,8 +126,14 @@ class StepClock:
             point: `ready`: all ranks have their batches; `computed`: this rank has computed its
                 gradients; `averaged`: the gradients have been averaged over the ranks.
         """
-        if self._current is not None:
+        if self._current is None:
+            return
+        if not self.cuda:
             self._points[point] = time.perf_counter()
+        elif point != "ready":  # which takes no time on the GPU
+            if point not in self._points:
+                self._points[point] = torch.cuda.Event(enable_timing=True, external=True)
+            self._points[point].record()
 
     def restart_step(self) -> None:
         """Count the time until now neither as waiting nor as part of the current step."""
@@ -140,11 +148,22 @@ class StepClock:
         self._current = None
         self._idle = marks.end = self.now()
         self._unread.append(marks)
-        points = self._points
-        if "computed" in points and "averaged" in points:
-            marks.own_ms = 1000 * (points["computed"] - points["ready"])
-            marks.exchange_ms = 1000 * (points["averaged"] - points["computed"])
+        self._newest = marks
+        if not self.cuda:
+            self.read_points()
         return marks.end
+
+    def read_points(self) -> None:
+        """Read the points within the newest step, if it has finished and no other has begun."""
+        marks, points = self._newest, self._points
+        known = "computed" in points and "averaged" in points
+        if marks is None or self._current is not None or not known:
+            return
+        if self.cuda and not marks.end.query():
+            return
+        self._newest = None
+        marks.own_ms = self._ms(points.get("ready", marks.begin), points["computed"])
+        marks.exchange_ms = self._ms(points["computed"], points["averaged"])
 
     def timing(self, batches: int | None = None) -> Timing | None:
         """Return the figures of the oldest unread batches, and mark these batches as read.
@@ -164,6 +183,7 @@ class StepClock:
             return None
         if self.cuda and not marks[-1].end.query():
             marks[-1].end.synchronize()
+        self.read_points()
         return self._figures(marks)
 
     def _figures(self, marks: list[Marks]) -> Timing:

@@ -292,6 +292,7 @@ class Prefetcher:
         The consumer is done with its batch.
         """
         self.end_step()
+        self.clock.read_points()
         yield
         self.clock.skip()
 

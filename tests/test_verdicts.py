@@ -1,4 +1,4 @@
-"""Two ranks on a CPU are slowed down on purpose, and the verdict names the cause."""
+"""Two ranks are slowed down on purpose, and the verdict names the cause."""
 
 import contextlib
 import json
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.processes import HANGS_SECONDS, needs_linux, wait_until
@@ -120,6 +121,34 @@ def test_straggler(image_root: Path, tmp_path: Path) -> None:
     verdict = verdict_of(image_root, folder, "train.max_steps=80", disturb=disturb)
     assert verdict.startswith("slowed by a straggler: rank 1 on ")
     assert "of the time; all ranks together processed" in verdict
+
+
+LOADS_GPU = """
+import torch
+x = torch.ones(4096, 4096, device="cuda:1")
+while True:
+    for _ in range(20):
+        x @ x
+    torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
+    """Another process uses the GPU of rank 1."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
+    options = [
+        *("train.device=auto", "model=resnet50", "data.image_size=224", "train.max_steps=400"),
+        "train.validate_every_epochs=10",
+    ]
+    try:
+        verdict = verdict_of(image_root, tmp_path / "straggler", *options)
+    finally:
+        other.kill()
+        other.wait()
+    assert verdict.startswith("slowed by a straggler: rank 1 on ")
 
 
 @pytest.fixture

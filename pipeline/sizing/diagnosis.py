@@ -372,7 +372,7 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
     """The cause of the largest loss outside of the input, and the share of the time it takes."""
     losses = {"exchange": seen.exchanging}
-    if seen.straggling >= VARIES_ON_CPU:
+    if seen.setup.on_gpu or seen.straggling >= VARIES_ON_CPU:
         losses["straggler"] = seen.straggling
     if not seen.setup.on_gpu and seen.lacking_cores >= VARIES_ON_CPU:
         losses["cores"] = seen.lacking_cores
@@ -519,15 +519,17 @@ def _fewer_cores_taken(seen: Observation) -> str:
 
 def _faster_rank(seen: Observation) -> str:
     slow = seen.straggler
-    if slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
+    if slow.slowdowns:
+        reason = f"its GPU ran below its maximum clock ({slow.slowdowns}): check cooling and power"
+    elif not seen.setup.on_gpu and slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
         reason = (
             f"its process waited {slow.core_fraction:.0%} of the time for a CPU core: end other "
             "processes on these CPUs"
         )
     else:
         reason = (
-            "check the clock of its CPU and whether other processes use it; if that does not help, "
-            "train without this CPU"
+            f"check the clock of its {seen.device} and whether other processes use it; if that "
+            f"does not help, train without this {seen.device}"
         )
     return f"{reason} (about {seen.without(seen.straggling):,.0f} img/s)"
 

@@ -11,9 +11,11 @@ import train
 from conf import cli
 from engine.distributed import World, join_world
 from engine.plan import Plan, make_plan
+from engine.runlog import step_points
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import ORDINARY_STEPS, StepGraph, Values
 from pipeline.build import build_datasets
+from pipeline.clock import Marks, StepClock
 from pipeline.prefetcher import Batch
 
 SIZE, ROWS, STEPS = 64, 16, 3 * ORDINARY_STEPS
@@ -150,6 +152,24 @@ def test_the_end_destroys_the_graph(world: World) -> None:
         graph = step._captured.graph
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         graph.replay()
+
+
+@pytest.mark.gpu
+def test_points_within_a_graph_are_measured(world: World) -> None:
+    plan, state, step = build(world, "model=resnet_tiny")
+    clock = StepClock(cuda=True)
+    clock.start()
+    with step_points(state, clock), step:
+        for number in range(STEPS):
+            batch = batch_of(plan, number)
+            clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
+            step(batch)
+            clock.end_step()
+        torch.cuda.synchronize()
+        timing = clock.timing()
+    assert step.refused is None
+    assert timing is not None
+    assert 0 < timing.exchange_ms < timing.own_ms + timing.exchange_ms < timing.step_worst_ms
 
 
 @pytest.mark.gpu

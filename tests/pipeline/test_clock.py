@@ -23,7 +23,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = Gpu()
 
     class Event:
-        def __init__(self, enable_timing: bool) -> None:
+        def __init__(self, enable_timing: bool, external: bool = False) -> None:
             assert enable_timing
             self.time = -1.0
 
@@ -97,6 +97,33 @@ def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     gpu.finished = 20
     timing = clock.timing()
     assert timing is not None and timing.drained_fraction == 0.5
+
+
+def test_points_within_a_step_are_read_before_a_pause(gpu: Gpu) -> None:
+    """A CUDA graph records the same events at each replay: those of earlier steps are gone."""
+    clock = StepClock(cuda=True)
+    clock.start()
+    for begin in (0, 100):
+        gpu.now = begin
+        marks = Marks(copy_begin=clock.now(), copy_end=clock.now())
+        clock.begin_step(marks)
+        clock.mark("ready")
+        gpu.now = begin + 30 + begin / 10
+        clock.mark("computed")
+        gpu.now = begin + 70
+        clock.mark("averaged")
+        if begin:  # the host has launched this step, and reports the one before
+            gpu.finished = 90
+            first = clock.timing()
+            assert first is not None and (first.batches, first.own_ms) == (1, 0.0)
+        gpu.now = begin + 90
+        clock.end_step()
+    clock.read_points()  # without an effect: the device has not finished the step
+    gpu.finished = 190
+    clock.read_points()
+    second = clock.timing()
+    assert second is not None
+    assert (second.own_ms, second.exchange_ms) == (40.0, 30.0)
 
 
 @dataclass

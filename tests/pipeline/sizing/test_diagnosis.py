@@ -472,6 +472,24 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
         ({**ranks_of(*STRAGGLES), "late_fraction": 0.35}, "compute", []),
         (ranks_of({"own_ms": 50.0}, {"own_ms": 54.0}), "compute", []),
         (ranks_of({"own_ms": 50.0}, {"own_ms": 65.0}), "compute", []),
+        (
+            {**ranks_of({"own_ms": 50.0}, {"own_ms": 60.0}), "on_gpu": True},
+            "straggler",
+            [
+                "they wait for it 10% of the time",
+                "Check the clock of its GPU and whether other processes use it; if that does not "
+                "help, train without this GPU",
+            ],
+        ),
+        (
+            {
+                **ranks_of({"own_ms": 50.0}, {"own_ms": 60.0, "slowdowns": "power cap 80%"}),
+                "on_gpu": True,
+            },
+            "straggler",
+            ["Its GPU ran below its maximum clock (power cap 80%): check cooling and power"],
+        ),
+        ({**ranks_of({"own_ms": 50.0}, {"own_ms": 54.0}), "on_gpu": True}, "compute", []),
         ({"step_alone": 7500, "drained_fraction": 0.2}, "cores", []),
         ({"step_alone": 9000, "late_fraction": 0.2}, "cores", []),
         ({"step_alone": 7500, "wait_fraction": 0.3}, "decode", []),
