@@ -114,7 +114,7 @@ def tune(
         setup=setup,
         choices=choices,
         ranks=ranks,
-        stop=StopSignal(ranks),
+        stop=StopSignal(replace(ranks, size=1)),
     ).measure()
 
 
@@ -261,6 +261,26 @@ def test_step_that_waits_for_another_node_is_not_slowed(
     assert (answer.demand, answer.rate, answer.wait_fraction) == pytest.approx(
         (ALONE, FED, WAITS), rel=0.01
     )
+
+
+@pytest.mark.parametrize(("ranks", "budget", "workers"), [(1, 4, 1), (2, 4, 2), (2, 1, 1)])
+def test_several_ranks_get_a_reserve_of_workers(
+    clock: Clock, clocked: Feed, ranks: int, budget: int, workers: int
+) -> None:
+    """One worker is enough for a slow step in the trial."""
+
+    class EqualRanks(World):
+        def gather(self, value: Any) -> list[Any]:
+            return [value] * self.size
+
+    def step(batch: Batch) -> None:
+        clock.now += 0.25
+
+    world = EqualRanks(rank=0, size=ranks, local_rank=0, local_size=ranks, device=CPU)
+    answer = tune(clocked, step, budget=budget, ranks=world)
+    assert (answer.fewest, answer.workers) == (1, workers)
+    shown = "\n".join(lines(answer))
+    assert ("workers=2 (1 in the trial)" in shown) == (workers == 2)
 
 
 def test_given_values_are_kept(image_root: Path) -> None:
