@@ -29,7 +29,7 @@ test: env  ## the tests that take seconds each
 quick: env  ## the test files that start no process and do not train: under a minute
 	@$(PYTEST) $(ARGS) \
 	    $$(grep -rLE --include='test_*.py' \
-	        '^(import|from) (subprocess|train|scripts|pipeline\.(build|feed|loader)|tests.*small_run)( |\.|$$)' tests)
+	        '^(import|from) (subprocess|train|scripts|pipeline\.(build|feed|loader)|tests.*(small_run|processes))( |\.|$$)' tests)
 
 soak: env  ## the tests that `make test` leaves out, to stay short; writes docs/reliability.md
 	@$(PYTEST) -m slow --figures=docs/reliability.md $(ARGS)

@@ -50,8 +50,17 @@ def header(recipe: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe: str) -> None:
-    """The model, on the meta device, accepts the recipe's images; the schedule fits its length."""
-    config = cli.load([f"recipe={recipe}", DATA])
+    """Its command composes; the model, on the meta device, accepts its images; the schedule fits.
+
+    The first comment of the file states the command and the expected accuracy.
+    """
+    text = "\n".join(header(recipe))
+    commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
+    assert len(commands) == 1, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
+    assert re.search(r"\d %|\d\.\d top-1|>= \d+ %", text), (
+        f"{recipe}.yaml: state the expected top-1 in its first comment, such as `76.1 %`"
+    )
+    config = cli.load(shlex.split(commands[0]))
     assert config.run.name.split(",")[0] == recipe
     train, val = transforms(config)
     assert train.image_size == config.data.image_size and val.image_size is not None
@@ -62,7 +71,7 @@ def test_recipe_builds(recipe: str) -> None:
             image_size=train.image_size,
             args=config.model.args,
         )
-    for side in (train.image_size, val.image_size):
+    for side in {train.image_size, val.image_size}:
         assert count_flops(model, side) > 0
     check_weight_decay(model, config.optim)
     images = {"demo": 2_000, "cifar10": 50_000}.get(recipe, 1_281_167)
@@ -75,19 +84,6 @@ def test_recipe_builds(recipe: str) -> None:
     decays_to = {"step": 0.1, "cosine": 0.01, "linear": 0.01}.get(config.schedule.name, 1.0)
     last = max(decays_to * config.optim.lr, config.schedule.final_lr)
     assert rates.at(steps - 1) <= last * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_recipe_starts_with_its_command_and_the_expected_accuracy(recipe: str) -> None:
-    text = "\n".join(header(recipe))
-    commands = re.findall(r"^#   python train\.py (.*)$", text, re.MULTILINE)
-    assert len(commands) == 1, f"{recipe}.yaml: add `#   python train.py ...` to its first comment"
-    config = cli.load(shlex.split(commands[0]))
-    assert config.run.name.split(",")[0] == recipe
-    expected = re.search(r"\d %|\d\.\d top-1|>= \d+ %", text)
-    assert expected, (
-        f"{recipe}.yaml: state the expected top-1 in its first comment, such as `76.1 %`"
-    )
 
 
 @pytest.mark.parametrize(

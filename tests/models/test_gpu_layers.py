@@ -79,7 +79,7 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
     """float64, except the float32 sums of the statistics: an error of 2**-24 in each layer."""
     plain, rewritten = pair()
     images, labels = batch(size)
-    for _ in range(3):
+    for _ in range(2):
         (ours, our_grads), (theirs, their_grads) = (
             step(rewritten, images, labels),
             step(plain, images, labels),
@@ -92,7 +92,7 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
         torch.testing.assert_close(
             rewritten.state_dict()[name], value, rtol=1e-6, atol=1e-6, msg=name
         )
-    assert int(rewritten.get_buffer("bn1.num_batches_tracked")) == 3
+    assert int(rewritten.get_buffer("bn1.num_batches_tracked")) == 2
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
 
 

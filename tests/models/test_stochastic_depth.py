@@ -20,6 +20,11 @@ BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "resnext50_32x4d": (16, ("bn3",)),
     "vit_s16": (12, ("attn", "mlp")),
 }
+# The blocks of the others are those of resnet_tiny and resnext50_32x4d.
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in ("resnet18_cifar", "resnet50") else [])
+    for name in BRANCHES
+]
 LAST = 0.6
 
 
@@ -54,7 +59,7 @@ def with_hooks(model: nn.Module, name: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
     """Logits and gradients of a training step, from the same state of the generator."""
     found, expected = build(name, LAST), with_hooks(build(name, 0.0), name)
@@ -74,13 +79,13 @@ def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
     assert not torch.equal(found(images), logits[0])
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_evaluation_skips_nothing(name: str) -> None:
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(build(name, LAST).eval()(images), build(name, 0.0).eval()(images))
 
 
-@pytest.mark.parametrize("name", BRANCHES)
+@pytest.mark.parametrize("name", NAMES)
 def test_probabilities_rise_linearly(name: str) -> None:
     count, _ = BRANCHES[name]
     with torch.device("meta"):

@@ -324,7 +324,7 @@ PARAMETERS: dict[str, dict[str, Any]] = {
 def test_every_transform_makes_the_size_it_declares(photo: Image.Image, name: str) -> None:
     transform = one({name: PARAMETERS.get(name, {})})
     for seed, image in itertools.product(
-        range(10), (photo, photo.resize((41, 200)), photo.resize((40, 40)))
+        range(3), (photo, photo.resize((41, 200)), photo.resize((40, 40)))
     ):
         before = image.tobytes()
         pixels = transform(Picture(np.asarray(image)), random.Random(seed)).pixels()
