@@ -1,9 +1,11 @@
 """Where the time of a run goes (steps, waiting, validation, ...), and the verdict about it."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from statistics import mean, stdev
 from typing import Any, Literal
 
 from pipeline.clock import Timing
@@ -50,7 +52,7 @@ MEANS = (
     "copy_ms",
     "core_fraction",
 )
-PARTS = ("own_ms", "exchange_ms")  # of a step; not every interval has them
+FEWEST_PARTS = 5  # measured steps from which their parts are known
 
 Period = Literal["epoch", "run"]
 Gather = Callable[[Observation | None], list[Observation | None]]
@@ -242,10 +244,13 @@ class Ledger:
         if total < SHORT[period] or not timings:
             return None
         means = {name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS}
-        for name in PARTS:
-            known = [t for t in timings if getattr(t, name)]
-            steps = sum(t.batches for t in known)
-            means[name] = sum(t.batches * getattr(t, name) for t in known) / max(1, steps)
+        parts = [part for timing in timings for part in timing.parts]
+        if len(parts) >= FEWEST_PARTS:
+            own, exchange = zip(*parts, strict=True)
+            means["own_ms"] = mean(own)
+            means["own_error_ms"] = stdev(own) / math.sqrt(len(own))
+            # A step takes longer if another rank computes its gradients later.
+            means["exchange_ms"] = sorted(exchange)[len(exchange) // 10]
         rate = sum(t.batches for t in timings) * self.setup.batch_size / total
         seen = self.tuned or Observation(self.setup, loader, rate, 0.0)
         return replace(

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 
 Point = Literal["ready", "computed", "averaged"]
+# Between two steps on a GPU whose parts are measured. The host waits for their end: 0.1 ms.
+SAMPLE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,9 @@ class Timing:
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
         core_fraction: share of the time since the previous call of `timing` in which the thread
             that runs the steps waited for a CPU core; 0 if the kernel does not report it.
-        own_ms: mean time from the moment when all ranks have their batches until this rank has
-            computed its gradients; 0 if not known.
-        exchange_ms: time from there to the update of the weights. It is the 10th percentile,
-            because a step takes longer if another rank computes its gradients later; 0 if unknown.
+        parts: two times in ms of each step that was measured within: from the moment when all
+            ranks have their batches until this rank has computed its gradients, and from there to
+            the update of the weights.
     """
 
     batches: int
@@ -52,8 +53,7 @@ class Timing:
     step_p95_ms: float
     step_worst_ms: float
     core_fraction: float = 0.0
-    own_ms: float = 0.0
-    exchange_ms: float = 0.0
+    parts: tuple[tuple[float, float], ...] = ()
 
 
 @dataclass
@@ -66,8 +66,7 @@ class Marks:
     begin: Any = None  # the step begins: its batch is ready
     end: Any = None  # the step has ended
     drained: bool = False
-    own_ms: float | None = None  # from "ready" to this rank's gradients
-    exchange_ms: float | None = None  # from there to the update of the weights
+    parts: tuple[float, float] | None = None  # see Timing
 
 
 class StepClock:
@@ -77,7 +76,8 @@ class StepClock:
     the copy, begin and end of the step. The gap before a step begins where the step before ended.
 
     With several ranks, `mark` adds points within the step. On a GPU, the step is a CUDA graph. It
-    records the same events at every replay, so only the last step before a pause has these points.
+    records the same events at every replay, so the host waits for the end of a step to read them,
+    once per SAMPLE_SECONDS.
 
     Args:
         cuda: whether batches are on a GPU.
@@ -88,8 +88,9 @@ class StepClock:
         self._idle: Any = None
         self._current: Marks | None = None
         self._unread: deque[Marks] = deque()
-        self._newest: Marks | None = None  # the last step that has ended
         self._points: dict[Point, Any] = {}  # within a step
+        self._sampled = -math.inf  # when the points of a step were read, on a GPU
+        self._waited = False  # for the end of the newest step
         self._core = (time.perf_counter(), waited_for_core())  # at the last reading
 
     def now(self) -> Any:
@@ -112,7 +113,8 @@ class StepClock:
 
     def begin_step(self, marks: Marks) -> None:
         """Begin the step of a batch, once the current stream waits for its copy."""
-        marks.drained = self.cuda and self._idle.query()
+        marks.drained = self.cuda and not self._waited and self._idle.query()
+        self._waited = False
         marks.idle = self._idle
         marks.begin = self.now()
         self._current = marks
@@ -148,22 +150,23 @@ class StepClock:
         self._current = None
         self._idle = marks.end = self.now()
         self._unread.append(marks)
-        self._newest = marks
-        if not self.cuda:
-            self.read_points()
+        if "computed" in self._points and "averaged" in self._points:
+            self._read_points(marks)
         return marks.end
 
-    def read_points(self) -> None:
-        """Read the points within the newest step, if it has finished and no other has begun."""
-        marks, points = self._newest, self._points
-        known = "computed" in points and "averaged" in points
-        if marks is None or self._current is not None or not known:
-            return
-        if self.cuda and not marks.end.query():
-            return
-        self._newest = None
-        marks.own_ms = self._ms(points.get("ready", marks.begin), points["computed"])
-        marks.exchange_ms = self._ms(points["computed"], points["averaged"])
+    def _read_points(self, marks: Marks) -> None:
+        """Read the points within the step that has just ended; on a GPU, if it is time for it."""
+        points = self._points
+        if self.cuda:
+            if time.monotonic() - self._sampled < SAMPLE_SECONDS:
+                return
+            marks.end.synchronize()
+            self._sampled, self._waited = time.monotonic(), True
+        begin = points.get("ready", marks.begin)
+        marks.parts = (
+            self._ms(begin, points["computed"]),
+            self._ms(points["computed"], points["averaged"]),
+        )
 
     def timing(self, batches: int | None = None) -> Timing | None:
         """Return the figures of the oldest unread batches, and mark these batches as read.
@@ -183,7 +186,6 @@ class StepClock:
             return None
         if self.cuda and not marks[-1].end.query():
             marks[-1].end.synchronize()
-        self.read_points()
         return self._figures(marks)
 
     def _figures(self, marks: list[Marks]) -> Timing:
@@ -200,8 +202,6 @@ class StepClock:
         total = max(sum(gaps) + sum(steps), 1e-6)
         copying_between = 0.0 if self.cuda else sum(copies)
         late = max(0.0, sum(gaps) - sum(waits) - copying_between)
-        own = [m.own_ms for m in marks if m.own_ms is not None]
-        exchanges = sorted(m.exchange_ms for m in marks if m.exchange_ms is not None)
         return Timing(
             batches=len(marks),
             seconds=total / 1000,
@@ -215,8 +215,7 @@ class StepClock:
             step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
             step_worst_ms=steps[-1],
             core_fraction=self._core_fraction(),
-            own_ms=sum(own) / len(own) if own else 0.0,
-            exchange_ms=exchanges[len(exchanges) // 10] if exchanges else 0.0,
+            parts=tuple(m.parts for m in marks if m.parts is not None),
         )
 
     def _core_fraction(self) -> float:

@@ -139,12 +139,18 @@ def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
+    for path in sorted(image_root.glob("train/*/*.jpg")):
+        folder = tmp_path / "many" / path.relative_to(image_root).parent
+        folder.mkdir(parents=True, exist_ok=True)
+        for number in range(50):
+            os.link(path, folder / f"{number}_{path.name}")
+    (tmp_path / "many" / "val").symlink_to(image_root / "val")
     options = [
-        *("train.device=auto", "model=resnet50", "data.image_size=224", "train.max_steps=400"),
-        "train.validate_every_epochs=10",
+        *("train.device=auto", "model=resnet50", "data.image_size=224", "loader.workers=4"),
+        *("train.max_steps=500", "checkpoint.every_steps=100000"),
     ]
     try:
-        verdict = verdict_of(image_root, tmp_path / "straggler", *options)
+        verdict = verdict_of(tmp_path / "many", tmp_path / "straggler", *options)
     finally:
         other.kill()
         other.wait()

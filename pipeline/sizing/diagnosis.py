@@ -161,7 +161,11 @@ class Observation:
             the step; {} when not measured.
         slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
         place: the rank and its machine; "" when not known.
-        core_fraction, own_ms, exchange_ms: as in `pipeline.clock.Timing`.
+        core_fraction: as in `pipeline.clock.Timing`.
+        own_ms, own_error_ms: mean time until this rank has computed its gradients, from when all
+            ranks have their batches, and its standard error; 0 if not known.
+        exchange_ms: shortest time from there to the update of the weights, except for a tenth of
+            the steps; 0 if not known.
         all_ranks: the observations of all ranks; () for this one only.
     """
 
@@ -181,6 +185,7 @@ class Observation:
     place: str = ""
     core_fraction: float = 0.0
     own_ms: float = 0.0
+    own_error_ms: float = 0.0
     exchange_ms: float = 0.0
     all_ranks: tuple["Observation", ...] = ()
 
@@ -242,8 +247,13 @@ class Observation:
 
     @property
     def straggling(self) -> float:
-        """Share of the time in which the ranks wait for the straggler's gradients."""
-        return (self.straggler.own_ms - self.others_ms) / self.period_ms
+        """Share of the time in which the ranks wait for the straggler's gradients.
+
+        0 if the difference may be chance: it is less than three standard errors.
+        """
+        later = self.straggler.own_ms - self.others_ms
+        chance = max(one.own_error_ms for one in self.all_ranks or (self,))
+        return later / self.period_ms if later > 3 * math.sqrt(2) * chance else 0.0
 
     @property
     def least_exchange_ms(self) -> float:

@@ -440,6 +440,28 @@ def test_means_are_over_time(image_root: Path, judged: list[Observation]) -> Non
     assert found.images_per_second == 128 / 40
 
 
+@pytest.mark.parametrize(
+    ("own", "figures"),
+    [
+        ((30.0, 32.0, 34.0, 36.0), (0.0, 0.0, 0.0)),  # too few steps were measured
+        ((30.0, 32.0, 34.0, 36.0, 38.0), (34.0, (10 / 5) ** 0.5, 4.0)),
+    ],
+)
+def test_parts_of_the_measured_steps(
+    image_root: Path,
+    judged: list[Observation],
+    own: tuple[float, ...],
+    figures: tuple[float, ...],
+) -> None:
+    """The mean, its standard error, and the shortest exchange."""
+    with open_run(image_root, FolderDataset, "train.device=cpu", "loader.workers=0") as (_, ledger):
+        for parts in [(), *(((ms, 40.0 - ms + 2.0),) for ms in own)]:
+            ledger.note(replace(WAITED, seconds=10.0, parts=parts), 4)
+        ledger.verdict("run", IDLE)
+    (found,) = judged
+    assert (found.own_ms, found.own_error_ms, found.exchange_ms) == pytest.approx(figures)
+
+
 def test_all_ranks_have_the_same_verdict(image_root: Path) -> None:
     def ranks(seen: Observation | None) -> list[Observation | None]:
         assert seen is not None

@@ -99,31 +99,31 @@ def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     assert timing is not None and timing.drained_fraction == 0.5
 
 
-def test_points_within_a_step_are_read_before_a_pause(gpu: Gpu) -> None:
-    """A CUDA graph records the same events at each replay: those of earlier steps are gone."""
+def test_points_within_a_step_are_read_once_per_second(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CUDA graph records the same events at each replay: the host waits before the next one."""
+    host = Host()
+    monkeypatch.setattr("pipeline.clock.time", host)
+    monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: 0.0)
     clock = StepClock(cuda=True)
     clock.start()
-    for begin in (0, 100):
-        gpu.now = begin
-        marks = Marks(copy_begin=clock.now(), copy_end=clock.now())
-        clock.begin_step(marks)
+    for number in range(6):
+        begin = gpu.now = 100 * number
+        clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
         clock.mark("ready")
-        gpu.now = begin + 30 + begin / 10
+        gpu.now = begin + 30 + number
         clock.mark("computed")
         gpu.now = begin + 70
         clock.mark("averaged")
-        if begin:  # the host has launched this step, and reports the one before
-            gpu.finished = 90
-            first = clock.timing()
-            assert first is not None and (first.batches, first.own_ms) == (1, 0.0)
         gpu.now = begin + 90
         clock.end_step()
-    clock.read_points()  # without an effect: the device has not finished the step
-    gpu.finished = 190
-    clock.read_points()
-    second = clock.timing()
-    assert second is not None
-    assert (second.own_ms, second.exchange_ms) == (40.0, 30.0)
+        host.seconds += 0.4
+    assert gpu.waits == [90.0, 390.0]  # steps 0 and 3
+    timing = clock.timing(6)
+    assert timing is not None
+    assert timing.parts == ((30.0, 40.0), (33.0, 37.0))
+    assert timing.drained_fraction == 0  # the host waited on purpose
 
 
 @dataclass
@@ -135,6 +135,8 @@ class Host:
     def perf_counter(self) -> float:
         return self.seconds
 
+    monotonic = perf_counter
+
 
 def test_every_step_on_a_cpu_has_points(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host()
@@ -144,7 +146,7 @@ def test_every_step_on_a_cpu_has_points(monkeypatch: pytest.MonkeyPatch) -> None
     clock = StepClock(cuda=False)
     clock.start()
     clock.mark("averaged")  # outside of a step
-    for exchange in (5, *[3] * 9):  # in the first step, the other rank computes until later
+    for exchange in (5, 3, 3):  # in the first step, the other rank computes until later
         clock.begin_step(Marks(copy_begin=host.seconds, copy_end=host.seconds))
         host.seconds += 1  # waits for the batch of the other rank
         clock.mark("ready")
@@ -156,5 +158,5 @@ def test_every_step_on_a_cpu_has_points(monkeypatch: pytest.MonkeyPatch) -> None
         clock.end_step()
     timing = clock.timing()
     assert timing is not None
-    assert (timing.own_ms, timing.exchange_ms) == (4000.0, 3000.0)
-    assert timing.core_fraction == pytest.approx(3 / 102)
+    assert timing.parts == ((4000.0, 5000.0), (4000.0, 3000.0), (4000.0, 3000.0))
+    assert timing.core_fraction == pytest.approx(3 / 32)

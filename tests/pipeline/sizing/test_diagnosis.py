@@ -490,6 +490,16 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             ["Its GPU ran below its maximum clock (power cap 80%): check cooling and power"],
         ),
         ({**ranks_of({"own_ms": 50.0}, {"own_ms": 54.0}), "on_gpu": True}, "compute", []),
+        (
+            {  # may be chance
+                **ranks_of(
+                    {"own_ms": 50.0, "own_error_ms": 1.0}, {"own_ms": 60.0, "own_error_ms": 2.4}
+                ),
+                "on_gpu": True,
+            },
+            "compute",
+            [],
+        ),
         ({"step_alone": 7500, "drained_fraction": 0.2}, "cores", []),
         ({"step_alone": 9000, "late_fraction": 0.2}, "cores", []),
         ({"step_alone": 7500, "wait_fraction": 0.3}, "decode", []),
