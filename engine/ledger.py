@@ -52,7 +52,7 @@ MEANS = (
     "copy_ms",
     "core_fraction",
 )
-FEWEST_PARTS = 5  # measured steps from which their parts are known
+FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown
 
 Period = Literal["epoch", "run"]
 Gather = Callable[[Observation | None], list[Observation | None]]
@@ -238,19 +238,24 @@ class Ledger:
         return images / seconds if seconds else 0.0
 
     def _observation(self, period: Period, loader: LoaderState) -> Observation | None:
-        """Means weighted by the seconds of each interval; None for a SHORT period."""
+        """Means weighted by the seconds of each interval, and parts of the measured steps.
+
+        None for a SHORT period.
+        """
         timings = self._timings[period]
         total = sum(timing.seconds for timing in timings)
         if total < SHORT[period] or not timings:
             return None
         means = {name: sum(t.seconds * getattr(t, name) for t in timings) / total for name in MEANS}
         parts = [part for timing in timings for part in timing.parts]
+        tenth = len(parts) // 10
         if len(parts) >= FEWEST_PARTS:
-            own, exchange = zip(*parts, strict=True)
-            means["own_ms"] = mean(own)
-            means["own_error_ms"] = stdev(own) / math.sqrt(len(own))
-            # A step takes longer if another rank computes its gradients later.
-            means["exchange_ms"] = sorted(exchange)[len(exchange) // 10]
+            own, exchange = (sorted(part) for part in zip(*parts, strict=True))
+            usual = own[: len(own) - tenth]  # a single step may capture a CUDA graph
+            means["own_ms"] = mean(usual)
+            means["own_error_ms"] = stdev(usual) / math.sqrt(len(usual))
+            # A step takes longer if another rank computes its gradients later: not the median.
+            means["exchange_ms"] = exchange[tenth]
         rate = sum(t.batches for t in timings) * self.setup.batch_size / total
         seen = self.tuned or Observation(self.setup, loader, rate, 0.0)
         return replace(

@@ -522,15 +522,27 @@ class RunLog:
 def step_points(state: TrainState, clock: StepClock) -> Iterator[None]:
     """In each step of the `with` block, mark when gradients have been computed and averaged.
 
-    A backward pass ends with the last of these gradients; the update follows the averaging.
+    A backward pass ends with the last gradient; the update follows the averaging. Only the last
+    gradient is marked: a CUDA graph would record an event for each of hundreds. A step that leaves
+    out a parameter is not marked.
     """
+    parameters = [each for each in state.model.parameters() if each.requires_grad]
+    done = 0
+
+    def computed(_: Tensor) -> None:
+        nonlocal done
+        done += 1
+        if done % len(parameters) == 0:  # once for each micro-batch
+            clock.mark("computed")
+
+    def averaged(*_: object) -> None:
+        nonlocal done
+        done = 0
+        clock.mark("averaged")
+
     hooks = [
-        *(
-            parameter.register_post_accumulate_grad_hook(lambda _: clock.mark("computed"))
-            for parameter in state.model.parameters()
-            if parameter.requires_grad
-        ),
-        state.optimizer.register_step_pre_hook(lambda *_: clock.mark("averaged")),
+        *(each.register_post_accumulate_grad_hook(computed) for each in parameters),
+        state.optimizer.register_step_pre_hook(averaged),
     ]
     try:
         yield

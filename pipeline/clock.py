@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 Point = Literal["ready", "computed", "averaged"]
-# Between two steps on a GPU whose parts are measured. The host waits for their end: 0.1 ms.
+# Between two measured steps on a GPU. The host waits for the end of each, and the GPU is idle for
+# 0.1 ms until the next step is launched.
 SAMPLE_SECONDS = 1.0
 
 
@@ -36,9 +37,9 @@ class Timing:
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
         core_fraction: share of the time since the previous call of `timing` in which the thread
             that runs the steps waited for a CPU core; 0 if the kernel does not report it.
-        parts: two times in ms of each step that was measured within: from the moment when all
-            ranks have their batches until this rank has computed its gradients, and from there to
-            the update of the weights.
+        parts: for each measured step, two times in ms: from the moment when all ranks have their
+            batches until this rank has computed its gradients, and from there to the update of the
+            weights.
     """
 
     batches: int
@@ -75,9 +76,10 @@ class StepClock:
     Recording a CUDA event takes microseconds and never waits. Each batch has four: begin and end of
     the copy, begin and end of the step. The gap before a step begins where the step before ended.
 
-    With several ranks, `mark` adds points within the step. On a GPU, the step is a CUDA graph. It
-    records the same events at every replay, so the host waits for the end of a step to read them,
-    once per SAMPLE_SECONDS.
+    With several ranks, `mark` adds points within the step. On a GPU, the step is a CUDA graph that
+    records the same events at every replay, so the host has to wait for the end of a step to read
+    them. It does so for one step per SAMPLE_SECONDS. Which step it is does not depend on how long
+    it takes: otherwise, slow steps would be measured more often.
 
     Args:
         cuda: whether batches are on a GPU.
@@ -88,8 +90,10 @@ class StepClock:
         self._idle: Any = None
         self._current: Marks | None = None
         self._unread: deque[Marks] = deque()
-        self._points: dict[Point, Any] = {}  # within a step
-        self._sampled = -math.inf  # when the points of a step were read, on a GPU
+        self._ready: Any = None  # points within a step
+        self._points: dict[Point, Any] = {}
+        self._measures = False  # the current step
+        self._measured = -math.inf  # when the last such step began
         self._waited = False  # for the end of the newest step
         self._core = (time.perf_counter(), waited_for_core())  # at the last reading
 
@@ -118,8 +122,13 @@ class StepClock:
         marks.idle = self._idle
         marks.begin = self.now()
         self._current = marks
+        now = time.monotonic()
+        self._measures = not self.cuda or now - self._measured >= SAMPLE_SECONDS
+        if self._measures:
+            self._measured = now
+        self._ready = marks.begin
         if not self.cuda:
-            self._points = {"ready": marks.begin}
+            self._points = {}
 
     def mark(self, point: Point) -> None:
         """Mark a point within the current step, in the order of `Point`.
@@ -130,9 +139,11 @@ class StepClock:
         """
         if self._current is None:
             return
-        if not self.cuda:
+        if point == "ready":
+            self._ready = self.now() if self._measures else None
+        elif not self.cuda:
             self._points[point] = time.perf_counter()
-        elif point != "ready":  # which takes no time on the GPU
+        else:  # may become part of a CUDA graph: not only in steps that are measured
             if point not in self._points:
                 self._points[point] = torch.cuda.Event(enable_timing=True, external=True)
             self._points[point].record()
@@ -150,23 +161,21 @@ class StepClock:
         self._current = None
         self._idle = marks.end = self.now()
         self._unread.append(marks)
-        if "computed" in self._points and "averaged" in self._points:
+        if self._measures:
             self._read_points(marks)
         return marks.end
 
     def _read_points(self, marks: Marks) -> None:
-        """Read the points within the step that has just ended; on a GPU, if it is time for it."""
-        points = self._points
+        """Read the points within the step that has just ended."""
+        computed, averaged = self._points.get("computed"), self._points.get("averaged")
+        if computed is None or averaged is None:
+            return
         if self.cuda:
-            if time.monotonic() - self._sampled < SAMPLE_SECONDS:
-                return
             marks.end.synchronize()
-            self._sampled, self._waited = time.monotonic(), True
-        begin = points.get("ready", marks.begin)
-        marks.parts = (
-            self._ms(begin, points["computed"]),
-            self._ms(points["computed"], points["averaged"]),
-        )
+            self._waited = True
+        own, exchange = self._ms(self._ready, computed), self._ms(computed, averaged)
+        if own > 0:  # otherwise, the gradient of some parameter was not computed in this step
+            marks.parts = (own, exchange)
 
     def timing(self, batches: int | None = None) -> Timing | None:
         """Return the figures of the oldest unread batches, and mark these batches as read.

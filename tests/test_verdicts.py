@@ -138,7 +138,6 @@ def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
     """Another process uses the GPU of rank 1."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
-    other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
     for path in sorted(image_root.glob("train/*/*.jpg")):
         folder = tmp_path / "many" / path.relative_to(image_root).parent
         folder.mkdir(parents=True, exist_ok=True)
@@ -149,6 +148,7 @@ def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
         *("train.device=auto", "model=resnet50", "data.image_size=224", "loader.workers=4"),
         *("train.max_steps=500", "checkpoint.every_steps=100000"),
     ]
+    other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
     try:
         verdict = verdict_of(tmp_path / "many", tmp_path / "straggler", *options)
     finally:
@@ -190,7 +190,8 @@ def test_slow_network(image_root: Path, tmp_path: Path, slow_network: list[str])
     assert verdict.startswith("communication-bound: averaging the gradients")
 
 
-def test_slow_input(tmp_path: Path) -> None:
+@pytest.mark.parametrize("device", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
+def test_slow_input(tmp_path: Path, device: str) -> None:
     """Decoding the images takes many times as long as the step."""
     rng = np.random.default_rng(0)
     for split, name, number in (
@@ -203,7 +204,8 @@ def test_slow_input(tmp_path: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    verdict = verdict_of(tmp_path / "large", tmp_path / "input", "train.max_steps=14")
+    options = [f"train.device={device}", "train.max_steps=14"]
+    verdict = verdict_of(tmp_path / "large", tmp_path / "input", *options)
     assert verdict.startswith("input-bound by ")
 
 

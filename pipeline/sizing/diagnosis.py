@@ -162,10 +162,11 @@ class Observation:
         slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
         place: the rank and its machine; "" when not known.
         core_fraction: as in `pipeline.clock.Timing`.
-        own_ms, own_error_ms: mean time until this rank has computed its gradients, from when all
-            ranks have their batches, and its standard error; 0 if not known.
-        exchange_ms: shortest time from there to the update of the weights, except for a tenth of
-            the steps; 0 if not known.
+        own_ms, own_error_ms: mean time from the moment when all ranks have their batches until
+            this rank has computed its gradients, without the slowest tenth of the steps, and its
+            standard error; 0 if not known.
+        exchange_ms: 10th percentile of the time from there to the update of the weights; 0 if not
+            known.
         all_ranks: the observations of all ranks; () for this one only.
     """
 
@@ -240,20 +241,30 @@ class Observation:
         return max(self.all_ranks or (self,), key=lambda one: one.own_ms)
 
     @property
+    def others(self) -> list["Observation"]:
+        """The ranks other than the straggler."""
+        worst = self.straggler
+        return [one for one in self.all_ranks if one is not worst]
+
+    @property
     def others_ms(self) -> float:
         """Median of the time in which the ranks other than the straggler compute gradients."""
-        worst = self.straggler
-        return median([one.own_ms for one in self.all_ranks if one is not worst] or [worst.own_ms])
+        return median(one.own_ms for one in self.others)
 
     @property
     def straggling(self) -> float:
         """Share of the time in which the ranks wait for the straggler's gradients.
 
-        0 if the difference may be chance: it is less than three standard errors.
+        0 if it is not known for every rank, or if the difference may be chance: it is less than
+        three standard errors.
         """
+        if not self.others or not all(one.own_ms for one in self.all_ranks):
+            return 0.0
         later = self.straggler.own_ms - self.others_ms
-        chance = max(one.own_error_ms for one in self.all_ranks or (self,))
-        return later / self.period_ms if later > 3 * math.sqrt(2) * chance else 0.0
+        error = math.hypot(
+            self.straggler.own_error_ms, median(one.own_error_ms for one in self.others)
+        )
+        return min(1.0, later / self.period_ms) if later > 3 * error else 0.0
 
     @property
     def least_exchange_ms(self) -> float:
@@ -384,9 +395,11 @@ def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
     losses = {"exchange": seen.exchanging}
     if seen.setup.on_gpu or seen.straggling >= VARIES_ON_CPU:
         losses["straggler"] = seen.straggling
+    if seen.setup.on_gpu and seen.setup.graph_refused:
+        losses = {}  # the measured parts include waiting for the host to launch kernels
     if not seen.setup.on_gpu and seen.lacking_cores >= VARIES_ON_CPU:
         losses["cores"] = seen.lacking_cores
-    return max(losses.items(), key=lambda one: one[1])
+    return max(losses.items(), key=lambda one: one[1], default=("", 0.0))
 
 
 def _input_cause(seen: Observation) -> str:
@@ -529,7 +542,7 @@ def _fewer_cores_taken(seen: Observation) -> str:
 
 def _faster_rank(seen: Observation) -> str:
     slow = seen.straggler
-    if slow.slowdowns:
+    if slow.slowdowns and not any(one.slowdowns for one in seen.others):
         reason = f"its GPU ran below its maximum clock ({slow.slowdowns}): check cooling and power"
     elif not seen.setup.on_gpu and slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
         reason = (

@@ -50,7 +50,7 @@ def header(recipe: str) -> list[str]:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_recipe_builds(recipe: str) -> None:
-    """Its command composes; the model, on the meta device, accepts its images; the schedule fits.
+    """Its command is valid; the model, on the meta device, accepts its images; the schedule fits.
 
     The first comment of the file states the command and the expected accuracy.
     """

@@ -20,7 +20,7 @@ BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
     "resnext50_32x4d": (16, ("bn3",)),
     "vit_s16": (12, ("attn", "mlp")),
 }
-# The blocks of the others are those of resnet_tiny and resnext50_32x4d.
+# The slow ones have the same blocks as resnet_tiny and resnext50_32x4d.
 NAMES = [
     pytest.param(name, marks=[pytest.mark.slow] if name in ("resnet18_cifar", "resnet50") else [])
     for name in BRANCHES

@@ -16,6 +16,7 @@ class Gpu:
         self.now = 0.0
         self.finished = -1.0  # events recorded up to this time are finished
         self.waits: list[float] = []
+        self.external: list[Any] = []  # events that a CUDA graph may record
 
 
 @pytest.fixture
@@ -26,6 +27,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         def __init__(self, enable_timing: bool, external: bool = False) -> None:
             assert enable_timing
             self.time = -1.0
+            if external:
+                device.external.append(self)
 
         def record(self) -> None:
             self.time = device.now
@@ -99,31 +102,63 @@ def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     assert timing is not None and timing.drained_fraction == 0.5
 
 
-def test_points_within_a_step_are_read_once_per_second(
+def test_points_within_a_graph_are_read_once_per_second(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CUDA graph records the same events at each replay: the host waits before the next one."""
+    """A graph records its events at each replay; the host waits for a step before the next one."""
     host = Host()
     monkeypatch.setattr("pipeline.clock.time", host)
     monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: 0.0)
     clock = StepClock(cuda=True)
     clock.start()
-    for number in range(6):
+    for number in range(8):
         begin = gpu.now = 100 * number
         clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
+        gpu.now += 10  # another rank has no batch yet
         clock.mark("ready")
-        gpu.now = begin + 30 + number
-        clock.mark("computed")
-        gpu.now = begin + 70
-        clock.mark("averaged")
+        for place, (point, ms) in enumerate({"computed": 40 + number, "averaged": 70}.items()):
+            gpu.now = begin + ms
+            if number == 0:
+                clock.mark(point)
+            else:  # the graph records the events of the first step
+                gpu.external[place].record()
         gpu.now = begin + 90
         clock.end_step()
         host.seconds += 0.4
-    assert gpu.waits == [90.0, 390.0]  # steps 0 and 3
-    timing = clock.timing(6)
+    assert gpu.waits == [90.0, 390.0, 690.0]  # steps 0, 3 and 6
+    timing = clock.timing(8)
     assert timing is not None
-    assert timing.parts == ((30.0, 40.0), (33.0, 37.0))
+    assert timing.parts == ((30.0, 30.0), (33.0, 27.0), (36.0, 24.0))
     assert timing.drained_fraction == 0  # the host waited on purpose
+    run(clock, gpu, copied=800, begin=800, end=890)
+    gpu.finished = 890
+    run(clock, gpu, copied=900, begin=900, end=990)
+    timing = clock.timing(2)
+    assert timing is not None and timing.drained_fraction == 1
+
+
+@pytest.mark.parametrize("long", [0, 9])
+def test_long_steps_are_measured_no_more_often(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, long: int
+) -> None:
+    """One step of ten takes 1 s, the others 0.1 s."""
+    host = Host()
+    monkeypatch.setattr("pipeline.clock.time", host)
+    monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: 0.0)
+    clock = StepClock(cuda=True)
+    clock.start()
+    for number in range(1000):
+        seconds = 1.0 if number % 10 == long else 0.1
+        clock.begin_step(Marks(copy_begin=clock.now(), copy_end=clock.now()))
+        clock.mark("ready")
+        gpu.now += 1000 * seconds
+        clock.mark("computed")
+        clock.mark("averaged")
+        clock.end_step()
+        host.seconds += seconds
+    timing = clock.timing(1000)
+    assert timing is not None and len(timing.parts) >= 100
+    assert sum(own > 500 for own, _ in timing.parts) < len(timing.parts) / 5
 
 
 @dataclass
@@ -138,7 +173,7 @@ class Host:
     monotonic = perf_counter
 
 
-def test_every_step_on_a_cpu_has_points(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_points_within_a_step_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host()
     monkeypatch.setattr("pipeline.clock.time", host)
     waited = iter([1.0, 4.0])

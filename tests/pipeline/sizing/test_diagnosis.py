@@ -490,14 +490,53 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             ["Its GPU ran below its maximum clock (power cap 80%): check cooling and power"],
         ),
         ({**ranks_of({"own_ms": 50.0}, {"own_ms": 54.0}), "on_gpu": True}, "compute", []),
+        # 3.3 and 2.8 standard errors of the difference.
+        *(
+            (
+                {
+                    **ranks_of(
+                        {"own_ms": 50.0, "own_error_ms": 1.8},
+                        {"own_ms": 50.0, "own_error_ms": 1.8},
+                        {"own_ms": 50.0, "own_error_ms": 90.0},
+                        {"own_ms": 60.0, "own_error_ms": error},
+                    ),
+                    "on_gpu": True,
+                },
+                cause,
+                [],
+            )
+            for error, cause in ((2.4, "straggler"), (3.1, "compute"))
+        ),
+        ({**ranks_of({"own_ms": 50.0}, {"own_ms": 0.0}), "on_gpu": True}, "compute", []),
         (
-            {  # may be chance
+            {
                 **ranks_of(
-                    {"own_ms": 50.0, "own_error_ms": 1.0}, {"own_ms": 60.0, "own_error_ms": 2.4}
+                    {"own_ms": 50.0, "slowdowns": "thermal 90%"},
+                    {"own_ms": 60.0, "slowdowns": "thermal 80%"},
                 ),
                 "on_gpu": True,
             },
-            "compute",
+            "straggler",
+            ["Check the clock of its GPU"],  # the other one is slowed down too
+        ),
+        (
+            {
+                **ranks_of(
+                    {"own_ms": 50.0, "exchange_ms": 9.0}, {"own_ms": 52.0, "exchange_ms": 8.0}
+                ),
+                "on_gpu": True,
+            },
+            "exchange",
+            ["takes 8.0 of the 100.0 ms of a step (8%)"],
+        ),
+        (
+            {
+                **ranks_of(
+                    {"own_ms": 50.0, "exchange_ms": 9.0}, {"own_ms": 70.0, "exchange_ms": 8.0}
+                ),
+                **{"on_gpu": True, "graph_refused": "memory", "drained_fraction": 0.9},
+            },
+            "launch",
             [],
         ),
         ({"step_alone": 7500, "drained_fraction": 0.2}, "cores", []),
