@@ -197,27 +197,20 @@ def test_a_run_is_warned_about_once_and_the_changed_key_is_named() -> None:
 
 
 @pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_the_expectation_of_a_recipe_is_sound(recipe: str) -> None:
-    expect = cli.load([f"recipe={recipe}", "data.root=/data"]).expect
+def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> None:
+    """docs/accuracy.md has a row of exactly these facts, README.md the rounded accuracy."""
+    config = cli.load([f"recipe={recipe}", "data.root=/data"])
+    expect = config.expect
     if expect is None:
-        pytest.skip("the recipe states none")
+        pytest.skip("the recipe states no accuracy")
     check_expect(expect)
     assert all([expect.source, expect.hardware, expect.time, expect.classes > 1])
     assert expect.train_images > expect.val_images > 0
     curve = expect.reference
     if curve is not None:
-        epochs = cli.load([f"recipe={recipe}", "data.root=/data"]).train.epochs
-        assert len(curve.top1) == len(curve.std) == epochs
+        assert len(curve.top1) == len(curve.std) == config.train.epochs
         assert abs(curve.top1[-1] - expect.top1) <= expect.spread  # the curve may be of fewer runs
         assert expect.status == "reproduced here"
-
-
-@pytest.mark.parametrize("recipe", group_names("recipe"))
-def test_the_documents_state_what_the_recipe_states(recipe: str) -> None:
-    """docs/accuracy.md has a row of exactly these facts, README.md the rounded accuracy."""
-    expect = cli.load([f"recipe={recipe}", "data.root=/data"]).expect
-    if expect is None:
-        pytest.skip("the recipe states no accuracy")
     text = (FOLDER / "recipe" / f"{recipe}.yaml").read_text()
     (command,) = re.findall(r"^#   (python train\.py .*)$", text, re.MULTILINE)
     spread = "" if expect.spread is None else f" +/- {expect.spread:g}"
