@@ -79,7 +79,7 @@ def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
     assert not torch.equal(found(images), logits[0])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["resnet_tiny", "vit_s16"])
 def test_evaluation_skips_nothing(name: str) -> None:
     images = torch.randn(2, 3, 32, 32)
     assert torch.equal(build(name, LAST).eval()(images), build(name, 0.0).eval()(images))

@@ -116,7 +116,9 @@ def test_crop_keeps_area_and_ratio_and_reaches_every_corner() -> None:
 
 
 @pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.5, 3.0)], ids=["usual", "wide"])
-@pytest.mark.parametrize("size", [(500, 375), (100, 400), (64, 64)])
+@pytest.mark.parametrize(
+    "size", [(500, 375), pytest.param((100, 400), marks=pytest.mark.slow), (64, 64)]
+)
 def test_crop_is_distributed_as_torchvision_draws_it(
     transforms: ModuleType, size: tuple[int, int], ratio: tuple[float, float]
 ) -> None:
