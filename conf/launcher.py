@@ -25,7 +25,7 @@ from hydra.errors import HydraException
 
 from conf.multirun import Job, Stop, conclude, folder_of, store
 from conf.schema import UserError, show
-from conf.signals import STOPS
+from conf.signals import STOPS, handle_stops
 
 SLURM = "hydra/launcher=submitit_slurm"
 PARAMETER = re.compile(r"\+{0,2}hydra\.launcher\.(\w+)=")
@@ -132,7 +132,7 @@ class Task:
             stop.receive(signal.SIGTERM)
 
         limit = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
-        with stop.listening():
+        with handle_stops(stop.receive):
             requeue = signal.signal(limit, save)
             status = stop.start(self.command, lambda: True)
             signal.signal(limit, requeue)
@@ -179,7 +179,7 @@ def run(jobs: Sequence[Job], typed: Sequence[str], parameters: dict[str, Any]) -
         if known in queue and job.status != "finished":
             job.slurm, job.status = known, queue[known]
     print(f"sweep of {len(jobs)} jobs: {folder}", flush=True)
-    with stop.listening():
+    with handle_stops(stop.receive):
         _submit(executor, folder, [job for job in jobs if job.status not in (*WAITING, "finished")])
         store(folder, jobs, typed)
         for job in jobs:

@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -290,15 +289,6 @@ class Stop:
         self.number = 0
         self.process: subprocess.Popen[bytes] | None = None
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        before = handle_stops(self.receive)
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
     def receive(self, number: int, frame: FrameType | None = None) -> None:
         self.number = number
         if self.process is not None:
@@ -354,7 +344,7 @@ def run(jobs: Sequence[Job], typed: Sequence[str]) -> int:
     print(f"sweep of {len(jobs)} jobs: {folder}", flush=True)
     for job in jobs:
         job.recall()
-    with stop.listening():
+    with handle_stops(stop.receive):
         for number, job in enumerate(jobs, 1):
             if stop.number:
                 break

@@ -576,14 +576,14 @@ class StopSignal:
         self._thread.start()
         # The interpreter writes each signal's number to it, also if the main thread is in C++.
         self._wakeup_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        self._before = handle_stops(self._receive)
+        self._handling = ExitStack()
+        self._handling.enter_context(handle_stops(self._receive))
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
         if self.received and _of_another_rank(error) and not self.unsaved():
             self._end(self.received, NOTHING_LOST)  # as the other rank has, a moment before
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handling.close()
         signal.set_wakeup_fd(self._wakeup_before)
         with suppress(OSError):  # full
             self._wakeup.send(b"\0")  # no signal: ends the thread. A forked worker may keep it open
