@@ -392,14 +392,15 @@ def slowest(seen: Sequence[Observation | None]) -> Observation | None:
 
 def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
     """The cause of the largest loss outside of the input, and the share of the time it takes."""
-    losses = {"exchange": seen.exchanging}
-    if seen.setup.on_gpu or seen.straggling >= VARIES_ON_CPU:
-        losses["straggler"] = seen.straggling
-    if seen.setup.on_gpu and seen.setup.graph_refused:
-        losses = {}  # the measured parts include waiting for the host to launch kernels
-    if not seen.setup.on_gpu and seen.lacking_cores >= VARIES_ON_CPU:
-        losses["cores"] = seen.lacking_cores
-    return max(losses.items(), key=lambda one: one[1], default=("", 0.0))
+    if seen.setup.on_gpu:
+        if seen.setup.graph_refused:  # the parts include waiting for the host to launch kernels
+            return "", 0.0
+        losses = {"straggler": seen.straggling}
+    else:
+        both = {"straggler": seen.straggling, "cores": seen.lacking_cores}
+        losses = {name: share for name, share in both.items() if share >= VARIES_ON_CPU}
+    losses["exchange"] = seen.exchanging
+    return max(losses.items(), key=lambda one: one[1])
 
 
 def _input_cause(seen: Observation) -> str:

@@ -19,6 +19,27 @@ class Gpu:
         self.external: list[Any] = []  # events that a CUDA graph may record
 
 
+@dataclass
+class Host:
+    """Replaces the module `time`."""
+
+    seconds: float = 0.0
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    monotonic = perf_counter
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """The clock of a process that never waits for a CPU core."""
+    host = Host()
+    monkeypatch.setattr("pipeline.clock.time", host)
+    monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: 0.0)
+    return host
+
+
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = Gpu()
@@ -102,13 +123,8 @@ def test_a_drained_device_is_counted(gpu: Gpu) -> None:
     assert timing is not None and timing.drained_fraction == 0.5
 
 
-def test_points_within_a_graph_are_read_once_per_second(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_points_within_a_graph_are_read_once_per_second(gpu: Gpu, host: Host) -> None:
     """A graph records its events at each replay; the host waits for a step before the next one."""
-    host = Host()
-    monkeypatch.setattr("pipeline.clock.time", host)
-    monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: 0.0)
     clock = StepClock(cuda=True)
     clock.start()
     for number in range(8):
@@ -138,13 +154,8 @@ def test_points_within_a_graph_are_read_once_per_second(
 
 
 @pytest.mark.parametrize("long", [0, 9])
-def test_long_steps_are_measured_no_more_often(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, long: int
-) -> None:
+def test_long_steps_are_measured_no_more_often(gpu: Gpu, host: Host, long: int) -> None:
     """One step of ten takes 1 s, the others 0.1 s."""
-    host = Host()
-    monkeypatch.setattr("pipeline.clock.time", host)
-    monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: 0.0)
     clock = StepClock(cuda=True)
     clock.start()
     for number in range(1000):
@@ -161,21 +172,7 @@ def test_long_steps_are_measured_no_more_often(
     assert sum(own > 500 for own, _ in timing.parts) < len(timing.parts) / 5
 
 
-@dataclass
-class Host:
-    """Replaces the module `time`."""
-
-    seconds: float = 0.0
-
-    def perf_counter(self) -> float:
-        return self.seconds
-
-    monotonic = perf_counter
-
-
-def test_points_within_a_step_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host()
-    monkeypatch.setattr("pipeline.clock.time", host)
+def test_points_within_a_step_on_a_cpu(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     waited = iter([1.0, 4.0])
     monkeypatch.setattr("pipeline.clock.waited_for_core", lambda: next(waited))
     clock = StepClock(cuda=False)
