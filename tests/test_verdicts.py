@@ -31,6 +31,12 @@ OPTIONS = [
 ]
 
 
+def visible_gpus() -> dict[str, str]:
+    """The setting of this process, which the environment of the ranks hides."""
+    name = "CUDA_VISIBLE_DEVICES"
+    return {name: os.environ.get(name, ",".join(map(str, range(torch.cuda.device_count()))))}
+
+
 @contextlib.contextmanager
 def started(arguments: list[str], prefix: list[str], log: Path) -> Iterator[Job]:
     """Start a command on two ranks; kill what is left of it at the end of the block."""
@@ -41,7 +47,7 @@ def started(arguments: list[str], prefix: list[str], log: Path) -> Iterator[Job]
                 ranks.append(
                     subprocess.Popen(
                         [*prefix, *arguments],
-                        env={**environment, "OMP_NUM_THREADS": "1"},
+                        env={**environment, **visible_gpus(), "OMP_NUM_THREADS": "1"},
                         stdout=file,
                         stderr=subprocess.STDOUT,
                     )
@@ -146,7 +152,8 @@ def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
     (tmp_path / "many" / "val").symlink_to(image_root / "val")
     options = [
         *("train.device=auto", "model=resnet50", "data.image_size=224", "loader.workers=4"),
-        *("train.max_steps=500", "checkpoint.every_steps=100000"),
+        # Half a minute: one step per second is measured.
+        *("train.max_steps=2000", "checkpoint.every_steps=100000"),
     ]
     other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
     try:
