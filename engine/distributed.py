@@ -331,10 +331,6 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         if store is not None:
-            if launch.local_size == launch.size:
-                # All NCCL calls are on one stream, captured in a CUDA graph or not. Nodes in the
-                # graph that keep calls of several streams in order cost 0.1 ms per step on H200s.
-                os.environ.setdefault("NCCL_GRAPH_MIXING_SUPPORT", "0")
             dist.init_process_group(
                 # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

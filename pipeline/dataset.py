@@ -116,9 +116,7 @@ class DrawingDataset(Protocol):
     @property
     def operations(self) -> int: ...
 
-    def load_and_draw(
-        self, epoch: int, index: int, data: bytes | None = None
-    ) -> tuple[np.ndarray, int, list[Drawn]]:
+    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
         """Return pixels and label as `load`, but only draw the operations."""
 
 
@@ -221,17 +219,14 @@ class FolderDataset(FileDataset):
         other.transform = transform
         return other
 
-    def load(self, epoch: int, index: int, data: bytes | None = None) -> tuple[np.ndarray, int]:
+    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """Read, decode and augment a sample.
-
-        Args:
-            data: content of the file, if it has been read.
 
         Raises:
             BadImageError: the file cannot be read or decoded. An error of a transform is raised
                 unchanged.
         """
-        with self._opened(index, data) as picture:
+        with self._opened(index) as picture:
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, self.label(index)
 
@@ -239,18 +234,13 @@ class FolderDataset(FileDataset):
     def operations(self) -> int:
         return self.transform.operations
 
-    def load_and_draw(
-        self, epoch: int, index: int, data: bytes | None = None
-    ) -> tuple[np.ndarray, int, list[Drawn]]:
+    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
         """Read, decode and augment a sample, but only draw the operations of RandAugment.
-
-        Args:
-            data: as for `load`.
 
         Raises:
             BadImageError: as `load`.
         """
-        with self._opened(index, data) as picture:
+        with self._opened(index) as picture:
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
         return pixels, self.label(index), drawn
@@ -379,18 +369,14 @@ class FolderDataset(FileDataset):
         return data
 
     @contextmanager
-    def _opened(self, index: int, data: bytes | None = None) -> Iterator[Picture]:
+    def _opened(self, index: int) -> Iterator[Picture]:
         """Open a file for the transforms of the block, in which most files are decoded.
-
-        Args:
-            data: content of the file; None to read it.
 
         Raises:
             BadImageError: the file cannot be read or decoded.
         """
         with self._naming_file(index):
-            content = self.read(index) if data is None else data
-            picture = decode.open_picture(content, self.decoder, self.max_pixels)
+            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
         try:
             yield picture
         except Exception as error:

@@ -16,7 +16,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -42,7 +41,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 PROGRESSIVE = 0xC2
 FRAMES = (0xC0, 0xC1, PROGRESSIVE)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
-ADOBE = 0xEE  # application data that tells how colours are coded
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 MISSING = "the file ends before the image does"
@@ -346,9 +344,9 @@ def open_picture(data: bytes, decoder: str, max_pixels: int = MAX_PIXELS) -> Pic
     Raises:
         OSError, ValueError, SyntaxError: Pillow cannot read it, or it is too large.
     """
-    header = jpeg_header(data, max_pixels)
-    if header is not None:
-        return EncodedPicture(data, header.size, DECODERS[decoder])
+    size = colour_jpeg_size(data, max_pixels)
+    if size:
+        return EncodedPicture(data, size, DECODERS[decoder])
     image = open_image(data, max_pixels)
     if image.format == "JPEG" and image.mode == "RGB":
         return EncodedPicture(data, image.size, DECODERS[decoder])
@@ -356,62 +354,31 @@ def open_picture(data: bytes, decoder: str, max_pixels: int = MAX_PIXELS) -> Pic
         return Picture(region_of(load_all(data, image), (0, 0, *image.size)))
 
 
-@dataclass(frozen=True)
-class JpegHeader:
-    """What the header of a common colour JPEG says: three components of 8 bits.
-
-    Attributes:
-        size: (width, height) in pixels.
-        sampling: (across, down) for each component: its sampling factors.
-        progressive: whether there is a scan for each part of the values.
-        in_order: nothing but tables and notes follows up to the first scan.
-        rgb: whether a note or the names of the components say that they are red, green and blue,
-            not a brightness and two colours.
-    """
-
-    size: tuple[int, int]
-    sampling: tuple[tuple[int, int], ...]
-    progressive: bool
-    in_order: bool
-    rgb: bool
-
-
-def jpeg_header(data: bytes, max_pixels: int = MAX_PIXELS) -> JpegHeader | None:
-    """Read the header of a common colour JPEG; None if Pillow has to open the file.
+def colour_jpeg_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
+    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file.
 
     Pillow takes 50 us to read a header, as long as flipping three images.
 
     Raises:
-        ValueError: it is too large, or too short for its size.
+        ValueError: it is too large, or too short for this size.
     """
-    at, rgb = _first_other(data, 2 if data.startswith(b"\xff\xd8") else len(data))
-    if at + 19 > len(data) or data[at] != 0xFF or data[at + 1] not in FRAMES:
-        return None
-    marker = data[at + 1]
-    bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-    sampling = tuple(divmod(data[at + i], 16) for i in (11, 14, 17))
-    factors = [factor for pair in sampling for factor in pair]
-    if bits != 8 or components != 3 or not width * height or not all(factors):
-        return None
-    check_size((width, height), max_pixels)
-    check_length(data, (width, height), factors, bits=1 if marker == PROGRESSIVE else 2)
-    if marker == PROGRESSIVE:
-        check_scans(data)
-    rgb = rgb or data[at + 10 : at + 19 : 3] == b"RGB"
-    scan, rgb_behind = _first_other(data, at + 2 + int.from_bytes(data[at + 2 : at + 4], "big"))
-    in_order = data[scan : scan + 2] == bytes((0xFF, START_OF_SCAN))
-    return JpegHeader((width, height), sampling, marker == PROGRESSIVE, in_order, rgb or rgb_behind)
-
-
-def _first_other(data: bytes, at: int) -> tuple[int, bool]:
-    """Return where the first segment is that is no table or note, and whether a note says RGB."""
-    rgb = False
-    while at + 16 <= len(data) and data[at] == 0xFF and data[at + 1] in SKIPPED:
-        if data[at + 4 : at + 8] == b"MPF\0":  # several images
-            break
-        rgb |= data[at + 1] == ADOBE and data[at + 4 : at + 9] == b"Adobe" and not data[at + 15]
+    at = 2 if data.startswith(b"\xff\xd8") else len(data)
+    while at + 19 <= len(data) and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker in FRAMES:
+            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+            factors = [half for i in (11, 14, 17) for half in divmod(data[at + i], 16)]
+            if bits != 8 or components != 3 or not width * height or not all(factors):
+                return None
+            check_size((width, height), max_pixels)
+            check_length(data, (width, height), factors, bits=1 if marker == PROGRESSIVE else 2)
+            if marker == PROGRESSIVE:
+                check_scans(data)
+            return width, height
+        if marker not in SKIPPED or data[at + 4 : at + 8] == b"MPF\0":  # several images
+            return None
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return at, rgb
+    return None
 
 
 def load_all(data: bytes, image: Image.Image) -> Image.Image:

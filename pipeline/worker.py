@@ -15,14 +15,13 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from multiprocessing import connection, parent_process
-from typing import Any
 
 import numpy as np
 import torch
 
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
-from pipeline.dataset import BadImageError, Dataset, describe
+from pipeline.dataset import BadImageError, Dataset, DrawingDataset, describe
 from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
@@ -94,7 +93,7 @@ class Task:
         slot: slot of the ring.
         row: the first row.
         samples: int64 [n, 2] of (epoch, index), one per row.
-        encoded: number of rows that stay encoded if the GPU's JPEG engines support the files.
+        encoded: the first `encoded` rows stay encoded if the GPU's JPEG engines support the file.
         size: of the images, for `Source.of_size`.
     """
 
@@ -150,24 +149,17 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
-    if task.encoded and source.encoded is not None and isinstance(source.dataset, EncodedDataset):
+    if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
         load = source.dataset.load_encoded
         files = FileWriter(source.encoded, load, source.operations, task.slot, rows)
-
-    def fill(row: int, epoch: int, index: int, write: Callable[[int, int, int], int]) -> None:
-        nonlocal slowest
-        began = time.perf_counter()
-        found, label = _first_readable(source, index, skipped, partial(write, row, epoch))
-        source.samples.array[task.slot, row] = epoch, found
-        labels[row] = label  # last: the row is complete
-        slowest = max(slowest, (time.perf_counter() - began, index))
-
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
-            fill(row, epoch, index, partial(_fill_row, source, task, files))
-        for row, data in files.take_back(task.encoded) if files is not None else ():
-            epoch, index = source.samples.array[task.slot, row].tolist()
-            fill(row, epoch, index, partial(_decode_row, source, task, {index: data}))
+            began = time.perf_counter()
+            fill = partial(_fill_row, source, task, files, row, epoch)
+            found, label = _first_readable(source, index, skipped, fill)
+            source.samples.array[task.slot, row] = epoch, found
+            labels[row] = label  # last: the row is complete
+            slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
         return Reply(task.number, error=str(error))
     except SampleError as error:
@@ -182,7 +174,7 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
         cpu_seconds=time.thread_time() - computed,
         core_seconds=waited_for_core() - queued,
         slowest=slowest,
-        decoded=len(rows) - (0 if files is None else len(files.parts)),
+        decoded=len(rows) - (0 if files is None else files.count),
         skipped=skipped,
     )
 
@@ -196,31 +188,15 @@ def _fill_row(
         BadImageError: it cannot be read.
         ValueError: its size after the transforms is not that of the batch.
     """
-    if files is not None:
+    if files is not None and row < task.row + task.encoded:
         label = files.write(row, epoch, index)
         if label is not None:
             return label
-    return _decode_row(source, task, {}, row, epoch, index)
-
-
-def _decode_row(
-    source: Source, task: Task, contents: Mapping[int, bytes], row: int, epoch: int, index: int
-) -> int:
-    """Write the pixels of a sample into its row, and return its label.
-
-    Args:
-        contents: index of a sample -> content of its file, if it has been read.
-
-    Raises:
-        BadImageError: it cannot be read.
-        ValueError: its size after the transforms is not that of the batch.
-    """
-    dataset: Any = source.dataset
-    data = {"data": contents[index]} if index in contents else {}
     if source.operations is None:
-        image, label = dataset.load(epoch, index, **data)
+        image, label = source.dataset.load(epoch, index)
     else:
-        image, label, drawn = dataset.load_and_draw(epoch, index, **data)
+        assert isinstance(source.dataset, DrawingDataset)
+        image, label, drawn = source.dataset.load_and_draw(epoch, index)
         source.operations.array[task.slot, row] = as_rows(drawn)
     batch = source.images(task.slot)
     if image.shape != batch.shape[1:]:
@@ -231,7 +207,7 @@ def _decode_row(
     batch[row] = image
     if source.encoded is not None:
         source.encoded.mark_as_pixels(task.slot, row)
-    return int(label)
+    return label
 
 
 def _first_readable(

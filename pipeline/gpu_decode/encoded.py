@@ -42,25 +42,6 @@ class Encoded:
     drawn: list[Drawn]
     label: int
 
-    @property
-    def part_for_cpu(self) -> float:
-        """Estimate a CPU's time for this sample, as a part of that for the whole image.
-
-        A CPU reads the codes of the file down to the last row that the transforms use, and computes
-        only the pixels that they use (`loader.decoder=region`). Fitted to 1,480 crops of 380 files
-        of ImageNet; explains 0.89 of the variance. Other decoders take the same time for any crop.
-        """
-        left, top, right, bottom = self.picture.clip
-        width, height = self.image_size
-        codes = len(self.data) * bottom / height
-        needed = _cpu_ms(codes, (right - left) * (bottom - top))
-        return needed / _cpu_ms(len(self.data), width * height)
-
-
-def _cpu_ms(codes: float, pixels: float) -> float:
-    """Time to decode so many bytes of codes to so many pixels, on one core of a server in 2026."""
-    return 0.6 + 11e-6 * codes + 3e-6 * pixels
-
 
 @runtime_checkable
 class EncodedDataset(Protocol):
@@ -68,9 +49,6 @@ class EncodedDataset(Protocol):
 
     def load_encoded(self, epoch: int, index: int) -> Encoded | None:
         """Return the sample of `load`, still encoded; None if a CPU must decode it."""
-
-    def load(self, epoch: int, index: int, data: bytes | None = None) -> tuple[np.ndarray, int]:
-        """Return what `Dataset.load` returns; do not read the file if `data` is its content."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +85,7 @@ class FileWriter:
         rows: the rows of the task.
 
     Attributes:
-        parts: row that holds a file -> `Encoded.part_for_cpu`.
+        count: rows that hold a file.
     """
 
     def __init__(
@@ -122,7 +100,7 @@ class FileWriter:
         self.load = load
         self.operations = operations
         self.slot = slot
-        self.parts: dict[int, float] = {}
+        self.count = 0
         row_bytes = buffers.files.array.shape[1] // buffers.geometry.array.shape[1]
         self._offset = rows.start * row_bytes
         self._end = rows.stop * row_bytes
@@ -150,27 +128,8 @@ class FileWriter:
         if self.operations is not None:
             self.operations.array[self.slot, row] = as_rows(sample.drawn)
         self._offset = end
-        self.parts[row] = sample.part_for_cpu
+        self.count += 1
         return sample.label
-
-    def take_back(self, keep: int) -> list[tuple[int, bytes]]:
-        """Choose the files that the worker decodes if the engines decode only `keep` of them.
-
-        The engines decode whole images, so the worker takes those of which it needs the smallest
-        part.
-
-        Returns:
-            The row and the content of each of these files.
-        """
-        least_first = sorted(self.parts, key=self.parts.__getitem__)
-        rows = least_first[: max(0, len(self.parts) - keep)]
-        files, notes = self.buffers.files.array, self.buffers.geometry.array
-        taken = []
-        for row in rows:
-            del self.parts[row]
-            length, offset = notes[self.slot, row, [LENGTH, OFFSET]].astype(int)
-            taken.append((row, files[self.slot, offset : offset + length].tobytes()))
-        return taken
 
 
 def file_bytes_per_row(mean_bytes: float) -> int:

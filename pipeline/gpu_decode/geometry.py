@@ -8,7 +8,7 @@ computing them.
 import numpy as np
 
 from conf.schema import MAX_PIXELS
-from pipeline.decode import Box, Picture, has_end, jpeg_header
+from pipeline.decode import Box, Picture, check_length, has_end, open_image
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
 # The file of the row; LENGTH 0: the row holds pixels.
@@ -64,11 +64,6 @@ class NotedPicture(Picture):
     def size(self) -> tuple[int, int]:
         return self._size
 
-    @property
-    def clip(self) -> Box:
-        """The source pixels that may be read."""
-        return self._clip
-
     def resized(
         self,
         size: tuple[int, int],
@@ -122,11 +117,18 @@ def open_noted(data: bytes, max_pixels: int = MAX_PIXELS) -> NotedPicture | None
         max_pixels: data.max_pixels.
 
     Raises:
-        ValueError: the image is too large, or the file too short.
+        OSError, ValueError, SyntaxError: Pillow cannot read the image, or it is too large.
     """
-    header = jpeg_header(data, max_pixels)
-    if header is None or header.progressive or header.rgb or not header.in_order:
+    image = open_image(data, max_pixels)
+    if (
+        image.format != "JPEG"
+        or image.mode != "RGB"
+        or "progressive" in image.info
+        or image.info.get("adobe_transform") == 0
+    ):
         return None
-    if header.sampling not in CHROMA or not has_end(data):
+    layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]
+    if layers not in CHROMA or not has_end(data):
         return None
-    return NotedPicture(header.size, (0, 0, *header.size))
+    check_length(data, image.size, [factor for layer in layers for factor in layer], bits=2)
+    return NotedPicture(image.size, (0, 0, *image.size))

@@ -2,7 +2,6 @@
 
 import io
 import random
-import shutil
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
@@ -31,7 +30,6 @@ from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
 from pipeline.synthetic.demo import draw_image
-from pipeline.worker import Task, run_task
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -195,15 +193,10 @@ def test_transforms_that_need_pixels_raise() -> None:
         (lambda image: encoded(image, progressive=True), False),
         (lambda image: encoded(image.convert("L")), False),
         (lambda image: encoded(image.convert("CMYK")), False),
-        (lambda image: encoded(image, keep_rgb=True), False),
-        (lambda image: encoded(image).replace(b"\xff\xda", b"\xff\xc3\0\x02\xff\xda"), False),
         (lambda image: encoded(image, "PNG"), False),
         (lambda image: encoded(image)[:-200], False),
     ],
-    ids=[
-        *("4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "RGB", "two frames"),
-        *("PNG", "truncated"),
-    ],
+    ids=["4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "PNG", "truncated"],
 )
 def test_engines_get_only_supported_files(data: Any, taken: bool) -> None:
     assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
@@ -270,75 +263,6 @@ def test_slot_holds_files_and_geometry(
                 batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0]
             )
             batch.release(None)
-
-
-class CountsReads(FolderDataset):
-    """Notes the index of each file that it reads."""
-
-    def read(self, index: int) -> bytes:
-        self.__dict__.setdefault("reads", []).append(index)
-        return super().read(index)
-
-
-def run_on_half(dataset: FolderDataset, *, skip_unreadable: bool = False) -> tuple[Any, Any]:
-    """Run a task of 8 rows, of which 4 stay encoded; return its source and its reply."""
-    options: dict[str, Any] = {"slots": 1, "file_bytes": 1 << 17}
-    source = start_source(
-        dataset, batch_size=8, size=48, skip_unreadable=skip_unreadable, **options
-    )
-    samples = np.stack([np.zeros(8, int), np.arange(8)], 1)
-    return source, run_task(Task(0, 0, 0, 0, samples, encoded=4), [source])
-
-
-def least_needed(dataset: FolderDataset) -> list[int]:
-    """The first 8 samples in the order in which a worker decodes them."""
-    samples = {index: dataset.load_encoded(0, index) for index in range(8)}
-    return sorted(samples, key=lambda index: samples[index].part_for_cpu)  # type: ignore[union-attr]
-
-
-def test_worker_decodes_the_images_of_which_it_needs_least(image_root: Path) -> None:
-    index = load_index(image_root / "train", key="data.train")
-    dataset = CountsReads(index, transform(TRAIN), seed=3)
-    source, reply = run_on_half(dataset)
-    assert dataset.reads == list(range(8))  # each file once
-    assert (reply.error, reply.decoded) == (None, 4)
-    by_worker = least_needed(dataset)[:4]
-    lengths = source.encoded.geometry.array[0, :, geometry.LENGTH]
-    assert sorted(np.flatnonzero(lengths == 0)) == sorted(by_worker)
-    for row in by_worker:
-        pixels, label = dataset.load(0, row)
-        np.testing.assert_array_equal(source.pixels.array[0, row], pixels)
-        assert source.labels.array[0, row] == label
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_damage_behind_the_header_is_found_by_the_worker_that_decodes(
-    image_root: Path, tmp_path: Path, skip: bool
-) -> None:
-    root = Path(shutil.copytree(image_root / "train", tmp_path / "train"))
-    index = load_index(root, key="data.train")
-    dataset = FolderDataset(index, transform(TRAIN), seed=3)
-    bad = least_needed(dataset)[0]
-    path = Path(dataset.name(bad))
-    content = path.read_bytes()
-    path.write_bytes(content[: len(content) // 2] + b"\xff\xd9")
-    dataset = FolderDataset(load_index(root, key="data.train"), dataset.transform, seed=3)
-    source, reply = run_on_half(dataset, skip_unreadable=skip)
-    if not skip:
-        assert reply.error.startswith(f"{path}: ")
-        return
-    assert (reply.error, [index for index, _ in reply.skipped]) == (None, [bad])
-    found = int(source.samples.array[0, bad, 1])
-    assert found == next(iter(dataset.replacements(bad)))
-    np.testing.assert_array_equal(source.pixels.array[0, bad], dataset.load(0, found)[0])
-
-
-@pytest.mark.parametrize("chosen", ["11111", "00000", "10110", "01001"])
-def test_copies_of_ranges_of_rows(chosen: str) -> None:
-    source, target = torch.arange(10).view(5, 2), torch.zeros(5, 2, dtype=torch.int64)
-    rows = np.array([letter == "1" for letter in chosen])
-    decoder._copy_rows(source, target, rows)
-    assert torch.equal(target, source * torch.from_numpy(rows)[:, None])
 
 
 def test_worker_decodes_a_dataset_that_has_no_files() -> None:
