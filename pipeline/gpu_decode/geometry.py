@@ -5,10 +5,22 @@ path, with the same random numbers. They run on a picture that records operation
 computing them.
 """
 
+import struct
+from typing import NamedTuple
+
 import numpy as np
 
 from conf.schema import MAX_PIXELS
-from pipeline.decode import Box, Picture, check_length, has_end, open_image
+from pipeline.decode import (
+    SKIPPED,
+    START_OF_SCAN,
+    Box,
+    Picture,
+    check_length,
+    check_size,
+    has_end,
+    open_image,
+)
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
 # The file of the row; LENGTH 0: the row holds pixels.
@@ -23,6 +35,10 @@ ADDRESS, PITCH = 13, 14
 BICUBIC = 15  # 0: bilinear
 COLUMNS = 16
 
+# Second bytes of JPEG markers.
+BASELINE, QUANTISATION, JFIF = 0xC0, 0xDB, 0xE0
+ADOBE = 0xEE  # may say that the components are red, green and blue
+COMPONENTS = (11, 14, 17)  # of a frame: where the sampling factors of each are
 # Sampling factors that hardware JPEG decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0. The files
 # must also be baseline, with 8 bits and three components.
 CHROMA = {
@@ -119,6 +135,27 @@ def open_noted(data: bytes, max_pixels: int = MAX_PIXELS) -> NotedPicture | None
     Raises:
         OSError, ValueError, SyntaxError: Pillow cannot read the image, or it is too large.
     """
+    header = _plain_header(data) or _header_by_pillow(data, max_pixels)
+    if header is None or header.sampling not in CHROMA or not has_end(data):
+        return None
+    check_size(header.size, max_pixels)
+    check_length(data, header.size, [factor for pair in header.sampling for factor in pair], bits=2)
+    return NotedPicture(header.size, (0, 0, *header.size))
+
+
+class _Header(NamedTuple):
+    """Of a baseline JPEG of a brightness and two colours."""
+
+    size: tuple[int, int]  # (width, height) in pixels
+    sampling: tuple[tuple[int, int], ...]  # (across, down) of each component
+
+
+def _header_by_pillow(data: bytes, max_pixels: int) -> _Header | None:
+    """Read a header; None if the file is of another kind.
+
+    Raises:
+        OSError, ValueError, SyntaxError: Pillow cannot read the image, or it is too large.
+    """
     image = open_image(data, max_pixels)
     if (
         image.format != "JPEG"
@@ -127,8 +164,44 @@ def open_noted(data: bytes, max_pixels: int = MAX_PIXELS) -> NotedPicture | None
         or image.info.get("adobe_transform") == 0
     ):
         return None
-    layers = tuple((horizontal, vertical) for _, horizontal, vertical, _ in image.layer)  # type: ignore[attr-defined]
-    if layers not in CHROMA or not has_end(data):
-        return None
-    check_length(data, image.size, [factor for layer in layers for factor in layer], bits=2)
-    return NotedPicture(image.size, (0, 0, *image.size))
+    layers = image.layer  # type: ignore[attr-defined]
+    return _Header(image.size, tuple((across, down) for _, across, down, _ in layers))
+
+
+def _plain_header(data: bytes) -> _Header | None:
+    """Read the header of a usual file; None if anything in it is unusual: then Pillow reads it.
+
+    Pillow takes 50 us, a quarter of a worker's time for a file that stays encoded.
+    """
+    header, at = None, 2 if data.startswith(b"\xff\xd8") else len(data)
+    while data.startswith(b"\xff", at) and at + 4 <= len(data):
+        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
+        end = at + 2 + length
+        if end > len(data):
+            return None
+        if marker == START_OF_SCAN:
+            return header if length == 12 and data[at + 4] == len(COMPONENTS) else None
+        if marker == BASELINE:
+            if header is not None or length != 17:
+                return None
+            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+            if (bits, components) != (8, len(COMPONENTS)) or not width * height:
+                return None
+            sampling = tuple(divmod(data[at + place], 16) for place in COMPONENTS)
+            header = _Header((width, height), sampling)
+        elif not _is_usual(data, at, marker, length):
+            return None
+        at = end
+    return None
+
+
+def _is_usual(data: bytes, at: int, marker: int, length: int) -> bool:
+    """Whether a segment of a header, other than the frame, is one that Pillow accepts."""
+    if marker == QUANTISATION:  # whole tables of bytes, numbered 0 to 3
+        count, rest = divmod(length - 2, 65)
+        numbers = data[at + 4 : at + 2 + length : 65]
+        return rest == 0 and len(numbers) == count and all(number < 4 for number in numbers)
+    if marker == JFIF:
+        return length == 16
+    # Huffman tables, restart interval, application data, comment. MPF: there are several images.
+    return marker in SKIPPED and marker != ADOBE and data[at + 4 : at + 8] != b"MPF\0"

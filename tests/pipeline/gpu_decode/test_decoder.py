@@ -2,7 +2,7 @@
 
 import io
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -200,6 +200,73 @@ def test_transforms_that_need_pixels_raise() -> None:
 )
 def test_engines_get_only_supported_files(data: Any, taken: bool) -> None:
     assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
+
+
+def changed(data: bytes, rng: random.Random) -> bytes:
+    """Change a few bytes of the header of a JPEG, mostly markers and lengths."""
+    made, header = bytearray(data), data.index(b"\xff\xda") + 14
+    markers = [at for at in range(2, header - 14) if data[at] == 0xFF]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        place = rng.choice([rng.randrange(header), rng.choice(markers) + rng.randrange(6)])
+        made[place] = rng.choice([rng.randrange(256), rng.randrange(16), 0xFF, made[place] ^ 1])
+    if rng.random() < 0.2:
+        at = rng.choice(markers)
+        made[at:at] = rng.choice([b"\xff", b"\xff\xfe\0\x02", b"\xff\xd8", made[at:header]])
+    return bytes(made)
+
+
+def test_headers_read_without_pillow() -> None:
+    """They are usual ones, and Pillow reads the same in them."""
+    image = draw_image("plaid", np.random.default_rng(1))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options: list[dict[str, Any]] = [
+        *({"subsampling": number} for number in range(3)),
+        *({"exif": exif}, {"comment": b"drawn"}, {"icc_profile": bytes(3000)}, {"optimize": True}),
+        {"dpi": (300, 300)},
+    ]
+    files = [encoded(image, **one) for one in options]
+    rng, accepted = random.Random(0), 0
+    for number in range(3000):
+        data = files[number] if number < len(files) else changed(rng.choice(files), rng)
+        header = geometry._plain_header(data)
+        assert number >= len(files) or header is not None
+        if header is not None:
+            accepted += 1
+            assert geometry._header_by_pillow(data, 10**12) == header, data[:700]
+    assert 500 < accepted < 2500
+
+
+def with_segment(data: bytes, marker: int, content: bytes, *, length: int | None = None) -> bytes:
+    """Insert a segment before the first scan."""
+    length = len(content) + 2 if length is None else length
+    segment = bytes((0xFF, marker)) + length.to_bytes(2, "big") + content
+    at = data.index(b"\xff\xda")
+    return data[:at] + segment + data[at:]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        lambda data: with_segment(data, 0xE0, b"JFIF\0\1"),
+        lambda data: with_segment(data, 0xEE, b"Adobe\0\x64\0\0\0\0\0"),
+        lambda data: with_segment(data, 0xE2, b"MPF\0" + bytes(20)),
+        lambda data: with_segment(data, 0xFE, b"", length=0),
+        lambda data: with_segment(data, 0xDB, bytes(64)),
+        lambda data: with_segment(data, 0xDB, bytes((4, *range(64)))),
+        lambda data: with_segment(data, 0xC0, data[data.index(b"\xff\xc0") + 4 :][:15]),
+        lambda data: data.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0b\3"),
+        lambda data: data.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
+        lambda data: data.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+        lambda data: b"\xff\xd9" + data[2:],
+    ],
+)
+def test_unusual_headers_are_left_to_pillow(unusual: Callable[[bytes], bytes]) -> None:
+    data = encoded(draw_image("plaid", np.random.default_rng(1)))
+    usual = with_segment(with_segment(data, 0xE1, b"note"), 0xDB, bytes((3, *range(64))))
+    assert geometry._plain_header(usual) is not None
+    assert unusual(data) != data
+    assert geometry._plain_header(unusual(data)) is None
 
 
 # Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
