@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from conf import strict_json
 from conf.schema import UserError, show
 from conf.signals import STOPS, handle_stops
-from engine.heartbeat import Heartbeat
+from engine.heartbeat import CONNECTION, Heartbeat
 from engine.launch import Launch, read_launch
 
 T = TypeVar("T")
@@ -395,6 +395,7 @@ def _meet(
     else:
         patience = min(seconds, STORE_SECONDS) if launch.by_torchrun else seconds
         _wait_for_port(launch.host, launch.port, patience)
+    heartbeat.enter(CONNECTION)
     shared = dist.TCPStore(
         launch.host,
         launch.port,
@@ -402,6 +403,7 @@ def _meet(
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
+    heartbeat.enter("start")
     own = {"address": heartbeat.introduction(launch.host), "versions": _versions()}
     try:
         own["device"] = find_device().type

@@ -23,6 +23,9 @@ BEAT_SECONDS = 1.0
 START_FACTOR = 5
 # The rank with the lowest number that still answers prints the message; others exit this much later
 LATER_SECONDS = 10.0
+# The section in which torch connects to MASTER_PORT: it waits forever for a process that accepts
+# connections and does not answer.
+CONNECTION = "connection"
 
 
 @dataclass
@@ -52,7 +55,7 @@ class Heartbeat:
 
     This happens only if this rank has not reached another section for as long: its main thread
     waits in a collective, and cannot end the process. A rank that answers may take its time: it
-    compiles, or waits for a slow disk.
+    compiles, or waits for a slow disk. The process at MASTER_PORT must answer as soon.
 
     Args:
         rank: of this process.
@@ -60,7 +63,7 @@ class Heartbeat:
 
     Attributes:
         start_seconds: how long this rank may wait for the others to start. LATER_SECONDS after
-            that, the process at MASTER_PORT accepts connections, but does not answer.
+            that, the process at MASTER_PORT has stopped answering.
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
@@ -167,7 +170,9 @@ class Heartbeat:
             ]
             if silent and self._waits:
                 self._fail(silent)
-            if not self._peers and self._clock > self.start_seconds + LATER_SECONDS:
+            connects = self._section == CONNECTION
+            patience = self.timeout_seconds if connects else self.start_seconds + LATER_SECONDS
+            if not self._peers and self._clock - since > patience:
                 self._exit(
                     "MASTER_ADDR, MASTER_PORT: the process that listens there does not respond; "
                     "kill it if it is suspended, or set another MASTER_PORT"

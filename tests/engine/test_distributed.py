@@ -37,6 +37,7 @@ from pipeline.build import build_datasets
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch
 from tests.engine.two_ranks import small_convnet
+from tests.processes import HANGS_SECONDS
 from tests.ranks import free_port
 from train import build_state, train_step, training_loss
 from train import validation_loss as measure
@@ -81,6 +82,26 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         with pytest.raises(UserError, match=rf"^MASTER_PORT={port}: Address already in use; "):
             join_world("cpu").__enter__()
+
+
+def test_a_port_of_another_program() -> None:
+    """The other ranks do not wait for it as long as for a rank that starts late."""
+    code = (
+        "from engine import distributed, heartbeat; heartbeat.START_FACTOR = 1e6; "
+        "distributed.join_world('cpu', 1.0).__enter__()"
+    )
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        variables = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+        variables |= {"MASTER_PORT": str(server.getsockname()[1]), "PYTHONPATH": str(ROOT)}
+        rank = subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, **variables},
+            capture_output=True,
+            text=True,
+            timeout=HANGS_SECONDS,
+        )
+    assert rank.returncode == 1
+    assert "MASTER_ADDR, MASTER_PORT: the process that listens there does not" in rank.stderr
 
 
 @pytest.mark.usefixtures("_no_torchrun")
