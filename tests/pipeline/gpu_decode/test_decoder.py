@@ -215,6 +215,7 @@ def changed(data: bytes, rng: random.Random) -> bytes:
     return bytes(made)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged EXIF data
 def test_headers_read_without_pillow() -> None:
     """They are usual ones, and Pillow reads the same in them."""
     image = draw_image("plaid", np.random.default_rng(1))
