@@ -171,7 +171,7 @@ def _header_by_pillow(data: bytes, max_pixels: int) -> _Header | None:
 def _plain_header(data: bytes) -> _Header | None:
     """Read the header of a usual file; None if anything in it is unusual: then Pillow reads it.
 
-    Pillow takes 50 us, a quarter of a worker's time for a file that stays encoded.
+    Pillow takes 50 us of the 300 that a worker needs for a file that stays encoded.
     """
     header, at = None, 2 if data.startswith(b"\xff\xd8") else len(data)
     while data.startswith(b"\xff", at) and at + 4 <= len(data):
