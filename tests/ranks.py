@@ -57,7 +57,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         with tempfile.TemporaryDirectory() as folder:
             job = {
                 "arguments": list(command[1:]),
-                "environment": [one | environment for one in ranks_environment(number)],
+                "environment": [one | NO_GPU | environment for one in ranks_environment(number)],
                 "cwd": str(cwd),
                 "outputs": folder,
             }
@@ -127,7 +127,7 @@ def ranks_environment(number: int) -> list[dict[str, str]]:
         "LOCAL_WORLD_SIZE": str(number),
     }
     return [
-        {**os.environ, **NO_GPU, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        {**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         for rank in range(number)
     ]
 

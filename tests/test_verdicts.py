@@ -31,12 +31,6 @@ OPTIONS = [
 ]
 
 
-def visible_gpus() -> dict[str, str]:
-    """The setting of this process, which the environment of the ranks hides."""
-    name = "CUDA_VISIBLE_DEVICES"
-    return {name: os.environ.get(name, ",".join(map(str, range(torch.cuda.device_count()))))}
-
-
 @contextlib.contextmanager
 def started(arguments: list[str], prefix: list[str], log: Path) -> Iterator[Job]:
     """Start a command on two ranks; kill what is left of it at the end of the block."""
@@ -47,7 +41,7 @@ def started(arguments: list[str], prefix: list[str], log: Path) -> Iterator[Job]
                 ranks.append(
                     subprocess.Popen(
                         [*prefix, *arguments],
-                        env={**environment, **visible_gpus(), "OMP_NUM_THREADS": "1"},
+                        env={**environment, "OMP_NUM_THREADS": "1"},
                         stdout=file,
                         stderr=subprocess.STDOUT,
                     )
