@@ -366,19 +366,40 @@ def colour_jpeg_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, in
     while at + 19 <= len(data) and data[at] == 0xFF:
         marker = data[at + 1]
         if marker in FRAMES:
-            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-            factors = [half for i in (11, 14, 17) for half in divmod(data[at + i], 16)]
-            if bits != 8 or components != 3 or not width * height or not all(factors):
+            frame = colour_frame(data, at)
+            if frame is None:
                 return None
-            check_size((width, height), max_pixels)
-            check_length(data, (width, height), factors, bits=1 if marker == PROGRESSIVE else 2)
+            size, sampling = frame
+            check_size(size, max_pixels)
+            factors = [factor for pair in sampling for factor in pair]
+            check_length(data, size, factors, bits=1 if marker == PROGRESSIVE else 2)
             if marker == PROGRESSIVE:
                 check_scans(data)
-            return width, height
-        if marker not in SKIPPED or data[at + 4 : at + 8] == b"MPF\0":  # several images
+            return size
+        if not can_skip(data, at):
             return None
         at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
     return None
+
+
+def colour_frame(
+    data: bytes, at: int
+) -> tuple[tuple[int, int], tuple[tuple[int, int], ...]] | None:
+    """Read the frame of a JPEG that begins at `at`; None unless it has three components of 8 bits.
+
+    Returns:
+        (width, height), and for each component its sampling factors (across, down).
+    """
+    bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+    sampling = tuple(divmod(data[at + place], 16) for place in (11, 14, 17))
+    if bits != 8 or components != 3 or not width * height or not all(map(all, sampling)):
+        return None
+    return (width, height), sampling
+
+
+def can_skip(data: bytes, at: int) -> bool:
+    """Whether the segment of a JPEG that begins at `at` holds tables or notes on a single image."""
+    return data[at + 1] in SKIPPED and data[at + 4 : at + 8] != b"MPF\0"
 
 
 def load_all(data: bytes, image: Image.Image) -> Image.Image:

@@ -5,19 +5,19 @@ path, with the same random numbers. They run on a picture that records operation
 computing them.
 """
 
-import struct
 from typing import NamedTuple
 
 import numpy as np
 
 from conf.schema import MAX_PIXELS
 from pipeline.decode import (
-    SKIPPED,
     START_OF_SCAN,
     Box,
     Picture,
+    can_skip,
     check_length,
     check_size,
+    colour_frame,
     has_end,
     open_image,
 )
@@ -38,7 +38,6 @@ COLUMNS = 16
 # Second bytes of JPEG markers.
 BASELINE, QUANTISATION, JFIF = 0xC0, 0xDB, 0xE0
 ADOBE = 0xEE  # may say that the components are red, green and blue
-COMPONENTS = (11, 14, 17)  # of a frame: where the sampling factors of each are
 # Sampling factors that hardware JPEG decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0. The files
 # must also be baseline, with 8 bits and three components.
 CHROMA = {
@@ -180,15 +179,14 @@ def _plain_header(data: bytes) -> _Header | None:
         if end > len(data):
             return None
         if marker == START_OF_SCAN:
-            return header if length == 12 and data[at + 4] == len(COMPONENTS) else None
+            return header if length == 12 and data[at + 4] == 3 else None
         if marker == BASELINE:
             if header is not None or length != 17:
                 return None
-            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-            if (bits, components) != (8, len(COMPONENTS)) or not width * height:
+            frame = colour_frame(data, at)
+            if frame is None:
                 return None
-            sampling = tuple(divmod(data[at + place], 16) for place in COMPONENTS)
-            header = _Header((width, height), sampling)
+            header = _Header(*frame)
         elif not _is_usual(data, at, marker, length):
             return None
         at = end
@@ -203,5 +201,4 @@ def _is_usual(data: bytes, at: int, marker: int, length: int) -> bool:
         return rest == 0 and len(numbers) == count and all(number < 4 for number in numbers)
     if marker == JFIF:
         return length == 16
-    # Huffman tables, restart interval, application data, comment. MPF: there are several images.
-    return marker in SKIPPED and marker != ADOBE and data[at + 4 : at + 8] != b"MPF\0"
+    return marker != ADOBE and can_skip(data, at)
