@@ -55,7 +55,8 @@ class Heartbeat:
 
     This happens only if this rank has not reached another section for as long: its main thread
     waits in a collective, and cannot end the process. A rank that answers may take its time: it
-    compiles, or waits for a slow disk. The process at MASTER_PORT must answer as soon.
+    compiles, or waits for a slow disk. The process at MASTER_PORT must answer within the
+    same time.
 
     Args:
         rank: of this process.
