@@ -5,6 +5,7 @@ import itertools
 import logging
 import os
 import resource
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -66,6 +67,16 @@ def _one_torch_thread() -> None:
     tests/models/test_gpu_layers.py takes 114 s with two threads and 27 s with one.
     """
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _processes_receive_sighup() -> None:
+    """Handle SIGHUP if it is ignored, as under nohup: processes of tests would ignore it, too.
+
+    They inherit that a signal is ignored, but not a handler.
+    """
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: None)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,29 +134,74 @@ while True:
 """
 
 
-@pytest.mark.gpu
-def test_straggler_among_gpus(image_root: Path, tmp_path: Path) -> None:
-    """Another process uses the GPU of rank 1."""
+@pytest.fixture
+def two_gpus(image_root: Path, tmp_path: Path) -> Callable[..., str]:
+    """Returns the verdict of ResNet-50 on two GPUs, on images that are decoded in time."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
+    many = tmp_path / "many"
     for path in sorted(image_root.glob("train/*/*.jpg")):
-        folder = tmp_path / "many" / path.relative_to(image_root).parent
+        folder = many / path.relative_to(image_root).parent
         folder.mkdir(parents=True, exist_ok=True)
         for number in range(50):
             os.link(path, folder / f"{number}_{path.name}")
-    (tmp_path / "many" / "val").symlink_to(image_root / "val")
+    (many / "val").symlink_to(image_root / "val")
     options = [
         *("train.device=auto", "model=resnet50", "data.image_size=224", "loader.workers=4"),
-        # Half a minute: one step per second is measured.
-        *("train.max_steps=2000", "checkpoint.every_steps=100000"),
+        *("checkpoint.every_steps=100000", "log.every_steps=50"),
     ]
+
+    def verdict(name: str, *overrides: str, **arguments: Any) -> str:
+        return verdict_of(many, tmp_path / name, *options, *overrides, **arguments)
+
+    return verdict
+
+
+# Steps of a test with `two_gpus`: half a minute, because one step per second is measured.
+HALF_A_MINUTE = "train.max_steps=2000"
+
+
+@pytest.mark.gpu
+def test_straggler_among_gpus(two_gpus: Callable[..., str]) -> None:
+    """Another process uses the GPU of rank 1."""
     other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
     try:
-        verdict = verdict_of(tmp_path / "many", tmp_path / "straggler", *options)
+        verdict = two_gpus("straggler", HALF_A_MINUTE)
     finally:
         other.kill()
         other.wait()
     assert verdict.startswith("slowed by a straggler: rank 1 on ")
+
+
+@pytest.mark.gpu
+def test_slow_network_among_gpus(two_gpus: Callable[..., str]) -> None:
+    """NCCL uses sockets of the loopback interface instead of NVLink."""
+    slow = ["NCCL_P2P_DISABLE=1", "NCCL_SHM_DISABLE=1", "NCCL_IB_DISABLE=1"]
+    prefix = ["env", *slow, "NCCL_SOCKET_IFNAME=lo", "NCCL_NVLS_ENABLE=0"]
+    verdict = two_gpus("network", "train.max_steps=600", prefix=prefix)
+    assert verdict.startswith("communication-bound: averaging the gradients")
+
+
+@pytest.mark.gpu
+def test_step_of_gpus(two_gpus: Callable[..., str]) -> None:
+    verdict = two_gpus("step", "loader.batch_size=128", "train.max_steps=1500")
+    assert verdict.startswith("compute-bound: ")
+
+
+@pytest.mark.gpu
+def test_too_few_cores_for_gpus(two_gpus: Callable[..., str]) -> None:
+    """Both ranks, their workers and other processes have one core."""
+    needs_linux()
+    prefix = ["taskset", "-c", str(min(os.sched_getaffinity(0)))]
+    busy = [*prefix, sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(busy) for _ in range(4)]
+    try:
+        verdict = two_gpus("cores", "train.max_steps=300", prefix=prefix)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+    assert verdict.startswith("core-bound")
 
 
 @pytest.fixture
