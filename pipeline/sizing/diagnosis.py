@@ -90,6 +90,11 @@ class Supply:
         return self.wait_ms > self.cpu_ms
 
     @property
+    def lacks_cores(self) -> bool:
+        """Whether waiting for a CPU core takes longer than computing, and storage is fast."""
+        return self.core_ms > self.cpu_ms and not self.waits
+
+    @property
     def storage_bytes_per_second(self) -> float:
         """Rate at which storage served the workers that were measured."""
         return self.file_bytes * self.images_per_second * self.workers
@@ -287,9 +292,20 @@ class Observation:
 
     @property
     def core_loss(self) -> str:
-        """What a lack of cores costs: on a CPU, the wait for a core; on a GPU, the slower step."""
-        if self.setup.on_gpu:
+        """What a lack of cores costs: the wait for a core, or on a GPU, the slower step."""
+        supply = self.loader.supply
+        if self.setup.on_gpu and self.wait_fraction >= WAITS:
+            return (
+                f"{self.decoding_process} computed {supply.cpu_ms:.1f} ms for an image and waited "
+                f"{supply.core_ms:.1f} ms for a CPU core"
+            )
+        if self.setup.on_gpu and self.slower:
             return f"{SLOWED}; {IDLE}".format(seen=self)
+        if self.setup.on_gpu:
+            return (
+                f"the training process waited {self.core_fraction:.0%} of the time for a CPU core, "
+                f"and the GPU {self.late_fraction:.0%} of the time for launches"
+            )
         process = "each rank" if self.setup.ranks > 1 else "the training process"
         rate = self.without(self.lacking_cores)
         return (
@@ -412,6 +428,8 @@ def _input_cause(seen: Observation) -> str:
         return "files"
     if loader.workers and seen.supply_rate > SPARE * seen.images_per_second:
         return "engines" if seen.setup.decoder == "gpu" else "hand-off"
+    if seen.setup.on_gpu and loader.workers and loader.supply.lacks_cores:
+        return "cores"
     return "storage" if loader.supply.waits else "decode"
 
 
@@ -421,7 +439,7 @@ def _step_cause(seen: Observation) -> str:
             return "cores"
     late = seen.late_fraction >= WAITS
     if seen.setup.on_gpu and (late or seen.drained_fraction >= DRAINED):
-        return "launch"
+        return "cores" if seen.core_fraction >= WAITS else "launch"
     return "slowed" if seen.slower else "compute"
 
 
@@ -533,12 +551,14 @@ def _more_cores(seen: Observation) -> str:
 
 
 def _fewer_cores_taken(seen: Observation) -> str:
-    others = (
-        ""
-        if seen.setup.on_gpu
-        else "end other processes that use these CPUs, or lower loader.workers or OMP_NUM_THREADS"
-    )
-    return _join(others, _less_decoding(seen) or MORE_CORES)
+    setup, others, more = seen.setup, "end other processes that use these CPUs", ""
+    if not setup.on_gpu:
+        others += ", or lower loader.workers or OMP_NUM_THREADS"
+        more = MORE_CORES
+    elif seen.slower or seen.loader.workers > setup.most_workers:  # the workers use them
+        others = ""
+        more = _more_cores(seen) if seen.wait_fraction >= WAITS else ""
+    return _join(others, _less_decoding(seen) or more) or MORE_CORES
 
 
 def _faster_rank(seen: Observation) -> str:

@@ -421,6 +421,31 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
         ({"on_gpu": False, "core_fraction": 0.1}, "compute", []),
         ({"core_fraction": 0.4}, "compute", []),  # the GPU did not wait for its host
         (
+            {"core_fraction": 0.4, "late_fraction": 0.2, "step_alone": 0, **MEASURED},
+            "cores",
+            [
+                "core-bound: the training process waited 40% of the time for a CPU core, and the "
+                "GPU 20% of the time for launches; the GPU waited 0.4%",
+                "End other processes that use these CPUs; re-encode the images once",
+            ],
+        ),
+        (
+            {**WAITS, **MEASURED, "core_ms": 6.0, "step_alone": 0},
+            "cores",
+            [
+                "core-bound: each of the 15 workers computed 3.6 ms for an image and waited 6.0 ms "
+                "for a CPU core; the GPU waited 38.0% of the time for images.",
+                "End other processes that use these CPUs; re-encode the images once",
+            ],
+        ),
+        (
+            {**WAITS, **MEASURED, "core_ms": 6.0, "step_alone": 0, "most_workers": 7}
+            | {"large_files": False},
+            "cores",
+            ["Use a machine with about 13 CPU cores (about 6,560 img/s)."],
+        ),
+        ({**WAITS, "core_ms": 6.0, "wait_ms": 7.0}, "storage", []),
+        (
             {"on_gpu": False, **ranks_of({"core_fraction": 0.5}, {"core_fraction": 0.3})},
             "cores",
             ["core-bound: each rank was ready to compute but waited at least 30% of the time"],
