@@ -50,6 +50,7 @@ MEANS = (
     "copy_fraction",
     "drained_fraction",
     "copy_ms",
+    "ranks_fraction",
     "core_fraction",
 )
 FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown

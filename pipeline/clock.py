@@ -35,6 +35,8 @@ class Timing:
             launched before: the host does not run ahead.
         copy_ms: median of copy, normalisation and batch transforms.
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
+        ranks_fraction: part of `compute_fraction` in which the step waited for other ranks to have
+            their batches.
         core_fraction: share of the time since the previous call of `timing` in which the thread
             that runs the steps waited for a CPU core; 0 if the kernel does not report it.
         parts: for each measured step, two times in ms: from the moment when all ranks have their
@@ -53,6 +55,7 @@ class Timing:
     step_ms: float
     step_p95_ms: float
     step_worst_ms: float
+    ranks_fraction: float = 0.0
     core_fraction: float = 0.0
     parts: tuple[tuple[float, float], ...] = ()
 
@@ -65,6 +68,7 @@ class Marks:
     copy_end: Any = None
     idle: Any = None  # the previous step or pause has ended
     begin: Any = None  # the step begins: its batch is ready
+    ready: Any = None  # all ranks have their batches
     end: Any = None  # the step has ended
     drained: bool = False
     parts: tuple[float, float] | None = None  # see Timing
@@ -76,10 +80,11 @@ class StepClock:
     Recording a CUDA event takes microseconds and never waits. Each batch has four: begin and end of
     the copy, begin and end of the step. The gap before a step begins where the step before ended.
 
-    With several ranks, `mark` adds points within the step. On a GPU, the step is a CUDA graph that
-    records the same events at every replay, so the host has to wait for the end of a step to read
-    them. It does so for one step per SAMPLE_SECONDS. Which step it is does not depend on how long
-    it takes: otherwise, slow steps would be measured more often.
+    `mark` adds points within the step: the first is that all ranks have their batches. On a GPU,
+    the rest of the step is a CUDA graph that records the same events at every replay, so the host
+    has to wait for the end of a step to read them. It does so for one step per SAMPLE_SECONDS.
+    Which step it is does not depend on how long it takes: otherwise, slow steps would be measured
+    more often.
 
     Args:
         cuda: whether batches are on a GPU.
@@ -90,8 +95,7 @@ class StepClock:
         self._idle: Any = None
         self._current: Marks | None = None
         self._unread: deque[Marks] = deque()
-        self._ready: Any = None  # points within a step
-        self._points: dict[Point, Any] = {}
+        self._points: dict[Point, Any] = {}  # within a step, after "ready"
         self._measures = False  # the current step
         self._measured = -math.inf  # when the last such step began
         self._waited = False  # for the end of the newest step
@@ -120,13 +124,12 @@ class StepClock:
         marks.drained = self.cuda and not self._waited and self._idle.query()
         self._waited = False
         marks.idle = self._idle
-        marks.begin = self.now()
+        marks.begin = marks.ready = self.now()
         self._current = marks
         now = time.monotonic()
         self._measures = not self.cuda or now - self._measured >= SAMPLE_SECONDS
         if self._measures:
             self._measured = now
-        self._ready = marks.begin
         if not self.cuda:
             self._points = {}
 
@@ -140,7 +143,7 @@ class StepClock:
         if self._current is None:
             return
         if point == "ready":
-            self._ready = self.now() if self._measures else None
+            self._current.ready = self.now()
         elif not self.cuda:
             self._points[point] = time.perf_counter()
         else:  # may become part of a CUDA graph: not only in steps that are measured
@@ -151,7 +154,7 @@ class StepClock:
     def restart_step(self) -> None:
         """Count the time until now neither as waiting nor as part of the current step."""
         assert self._current is not None, "between begin_step and end_step"
-        self._current.idle = self._current.begin = self.now()
+        self._current.idle = self._current.begin = self._current.ready = self.now()
 
     def end_step(self) -> Any:
         """End the step, once its kernels are launched; return its mark, None without a step."""
@@ -173,7 +176,7 @@ class StepClock:
         if self.cuda:
             marks.end.synchronize()
             self._waited = True
-        own, exchange = self._ms(self._ready, computed), self._ms(computed, averaged)
+        own, exchange = self._ms(marks.ready, computed), self._ms(computed, averaged)
         if own > 0:  # otherwise, the gradient of some parameter was not computed in this step
             marks.parts = (own, exchange)
 
@@ -199,6 +202,7 @@ class StepClock:
 
     def _figures(self, marks: list[Marks]) -> Timing:
         gaps = [self._ms(m.idle, m.begin) for m in marks]
+        others = sum(self._ms(m.begin, m.ready) for m in marks)
         steps = sorted(self._ms(m.begin, m.end) for m in marks)
         copies = [self._ms(m.copy_begin, m.copy_end) for m in marks]
         if self.cuda:  # until the copy has ended; the host is responsible for the rest of a gap
@@ -223,6 +227,7 @@ class StepClock:
             step_ms=median(steps),
             step_p95_ms=steps[math.ceil(0.95 * len(steps)) - 1],
             step_worst_ms=steps[-1],
+            ranks_fraction=others / total,
             core_fraction=self._core_fraction(),
             parts=tuple(m.parts for m in marks if m.parts is not None),
         )

@@ -190,12 +190,15 @@ def test_step_of_gpus(two_gpus: Callable[..., str]) -> None:
 
 @pytest.mark.gpu
 def test_too_few_cores_for_gpus(two_gpus: Callable[..., str]) -> None:
-    """Both ranks and their workers have two cores."""
+    """Both ranks and their workers have two cores.
+
+    Until the batches that were decoded during the start are used up, only the ranks lack a core.
+    """
     needs_linux()
     cores = sorted(os.sched_getaffinity(0))[:2]
     prefix = ["taskset", "-c", ",".join(map(str, cores))]
-    verdict = two_gpus("cores", "train.max_steps=500", prefix=prefix)
-    assert verdict.startswith("core-bound: each of the 4 workers of a rank computed ")
+    verdict = two_gpus("cores", "train.max_steps=1500", prefix=prefix)
+    assert verdict.startswith("core-bound: ")
 
 
 @pytest.fixture
@@ -245,7 +248,8 @@ def test_slow_input(tmp_path: Path, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    options = [f"train.device={device}", "train.max_steps=14"]
+    # On a GPU, a step takes no time beyond that of decoding.
+    options = [f"train.device={device}", f"train.max_steps={14 if device == 'cpu' else 60}"]
     verdict = verdict_of(tmp_path / "large", tmp_path / "input", *options)
     assert verdict.startswith("input-bound by ")
 

@@ -166,7 +166,7 @@ class Observation:
             the step; {} when not measured.
         slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
         place: the rank and its machine; "" when not known.
-        core_fraction: as in `pipeline.clock.Timing`.
+        ranks_fraction, core_fraction: as in `pipeline.clock.Timing`.
         own_ms, own_error_ms: mean time from the moment when all ranks have their batches until
             this rank has computed its gradients, without the slowest tenth of the steps, and its
             standard error; 0 if not known.
@@ -189,6 +189,7 @@ class Observation:
     alternatives: Mapping[str, float] = field(default_factory=dict)
     slowdowns: str = ""
     place: str = ""
+    ranks_fraction: float = 0.0
     core_fraction: float = 0.0
     own_ms: float = 0.0
     own_error_ms: float = 0.0
@@ -228,7 +229,23 @@ class Observation:
     @property
     def any_late(self) -> float:
         """Upper bound of the share of the time in which some rank's device waited for its host."""
-        return min(1.0, self.any_rank("late_fraction"))
+        return min(1.0, self.any_rank("late_fraction") + self.stalled)
+
+    @property
+    def stalled(self) -> float:
+        """Share of the time in which each device waited for other ranks, and none for images.
+
+        Before each step, the processes agree whether to continue. One without a CPU core delays
+        all of them. Where a rank waits for images or launches late, only the others wait for it.
+        """
+        ranks = self.all_ranks or (self,)
+        known = sum(one.wait_fraction + one.late_fraction for one in ranks)
+        return max(0.0, min(one.ranks_fraction for one in ranks) - known)
+
+    @property
+    def unlaunched(self) -> float:
+        """Share of the time in which the device waited for the training processes."""
+        return self.late_fraction + self.stalled
 
     @property
     def any_drained(self) -> float:
@@ -291,6 +308,11 @@ class Observation:
         return min(one.core_fraction for one in self.all_ranks or (self,))
 
     @property
+    def core_waiter(self) -> "Observation":
+        """The rank that waits longest for a CPU core."""
+        return max(self.all_ranks or (self,), key=lambda one: one.core_fraction)
+
+    @property
     def core_loss(self) -> str:
         """What a lack of cores costs: the wait for a core, or on a GPU, the slower step."""
         supply = self.loader.supply
@@ -302,9 +324,10 @@ class Observation:
         if self.setup.on_gpu and self.slower:
             return f"{SLOWED}; {IDLE}".format(seen=self)
         if self.setup.on_gpu:
+            place = f" of {self.core_waiter.place}" if self.setup.ranks > 1 else ""
             return (
-                f"the training process waited {self.core_fraction:.0%} of the time for a CPU core, "
-                f"and the GPU {self.late_fraction:.0%} of the time for launches"
+                f"the training process{place} waited {self.core_waiter.core_fraction:.0%} of the "
+                f"time for a CPU core, and the GPU {self.unlaunched:.0%} of the time for launches"
             )
         process = "each rank" if self.setup.ranks > 1 else "the training process"
         rate = self.without(self.lacking_cores)
@@ -379,7 +402,7 @@ class Diagnosis:
 def diagnose(seen: Observation) -> Diagnosis:
     """Name the stage that limits, with its figures and what to change."""
     between, lost = _loss_between_ranks(seen)
-    if lost >= max(WAITS, seen.wait_fraction, seen.late_fraction):
+    if lost >= max(WAITS, seen.wait_fraction, seen.unlaunched):
         name = between
     else:
         name = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
@@ -437,9 +460,9 @@ def _step_cause(seen: Observation) -> str:
     if seen.slower and seen.setup.decoder != "gpu":
         if seen.any_late >= WAITS or seen.any_drained >= DRAINED_BY_WORKERS:
             return "cores"
-    late = seen.late_fraction >= WAITS
+    late = seen.unlaunched >= WAITS
     if seen.setup.on_gpu and (late or seen.drained_fraction >= DRAINED):
-        return "cores" if seen.core_fraction >= WAITS else "launch"
+        return "cores" if seen.core_waiter.core_fraction >= WAITS else "launch"
     return "slowed" if seen.slower else "compute"
 
 
@@ -703,7 +726,7 @@ CAUSES = {
     ),
     "launch": Cause(
         "launch-bound",
-        "the GPU was idle {seen.late_fraction:.0%} of the time, and before "
+        "the GPU was idle {seen.unlaunched:.0%} of the time, and before "
         "{seen.drained_fraction:.0%} of the steps, although the images were ready; it processed "
         "{seen.images_per_second:,.0f} img/s",
         _fewer_launches,

@@ -146,6 +146,7 @@ def test_points_within_a_graph_are_read_once_per_second(gpu: Gpu, host: Host) ->
     assert timing is not None
     assert timing.parts == ((30.0, 30.0), (33.0, 27.0), (36.0, 24.0))
     assert timing.drained_fraction == 0  # the host waited on purpose
+    assert timing.ranks_fraction == pytest.approx(80 / 790)
     run(clock, gpu, copied=800, begin=800, end=890)
     gpu.finished = 890
     run(clock, gpu, copied=900, begin=900, end=990)
@@ -192,3 +193,4 @@ def test_points_within_a_step_on_a_cpu(host: Host, monkeypatch: pytest.MonkeyPat
     assert timing is not None
     assert timing.parts == ((4000.0, 5000.0), (4000.0, 3000.0), (4000.0, 3000.0))
     assert timing.core_fraction == pytest.approx(3 / 32)
+    assert timing.ranks_fraction == pytest.approx(3 / 32)

@@ -65,6 +65,8 @@ def ranks_of(*ranks: dict[str, Any]) -> dict[str, Any]:
 
 
 STRAGGLES = ({"own_ms": 50.0}, {"own_ms": 52.0}, {"own_ms": 80.0}, {"own_ms": 49.0})
+# Both ranks have their images and wait for each other.
+AGREES = {"ranks_fraction": 0.38, "wait_fraction": 0.02, "late_fraction": 0.005}
 MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
 
 
@@ -445,6 +447,24 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
             ["Use a machine with about 13 CPU cores (about 6,560 img/s)."],
         ),
         ({**WAITS, "core_ms": 6.0, "wait_ms": 7.0}, "storage", []),
+        (
+            {**ranks_of({**AGREES, "core_fraction": 0.3}, AGREES), "on_gpu": True, **MEASURED},
+            "cores",
+            [
+                "core-bound: the training process of rank 0 on node0 waited 30% of the time for a "
+                "CPU core, and the GPU 33% of the time for launches",
+            ],
+        ),
+        (
+            {**ranks_of(AGREES, AGREES), "on_gpu": True},
+            "launch",
+            ["launch-bound: the GPU was idle 33% of the time"],
+        ),
+        (  # rank 1 waits for the images of rank 0, or for its launches
+            {**ranks_of({**AGREES, "ranks_fraction": 0.02}, AGREES), "on_gpu": True},
+            "compute",
+            [],
+        ),
         (
             {"on_gpu": False, **ranks_of({"core_fraction": 0.5}, {"core_fraction": 0.3})},
             "cores",
