@@ -36,7 +36,7 @@ class Timing:
         copy_ms: median of copy, normalisation and batch transforms.
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
         ranks_fraction: part of `compute_fraction` in which the step waited for other ranks to have
-            their batches.
+            their batches; about 0 with one rank.
         core_fraction: share of the time since the previous call of `timing` in which the thread
             that runs the steps waited for a CPU core; 0 if the kernel does not report it.
         parts: for each measured step, two times in ms: from the moment when all ranks have their
@@ -77,8 +77,9 @@ class Marks:
 class StepClock:
     """Marks the points in time of every batch, and reads them when the device has passed them.
 
-    Recording a CUDA event takes microseconds and never waits. Each batch has four: begin and end of
-    the copy, begin and end of the step. The gap before a step begins where the step before ended.
+    Recording a CUDA event takes microseconds and never waits. Each batch has five: begin and end of
+    the copy, begin and end of the step, and the first point of `mark`. The gap before a step begins
+    where the step before ended.
 
     `mark` adds points within the step: the first is that all ranks have their batches. On a GPU,
     the rest of the step is a CUDA graph that records the same events at every replay, so the host

@@ -69,14 +69,14 @@ def _one_torch_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _processes_receive_sighup() -> None:
-    """Handle SIGHUP if it is ignored, as under nohup: processes of tests would ignore it, too.
-
-    They inherit that a signal is ignored, but not a handler.
-    """
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+@pytest.fixture
+def handled_sighup() -> Iterator[None]:
+    """Handles SIGHUP if the tests run under nohup: processes would inherit that it is ignored."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before == signal.SIG_IGN:
         signal.signal(signal.SIGHUP, lambda *_: None)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.fixture(scope="session", autouse=True)

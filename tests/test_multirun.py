@@ -338,6 +338,7 @@ def test_a_job_that_is_stopped_stops_the_sweep(sweep: Sweep, outcome: int) -> No
     assert sweep.statuses() == ["interrupted", "not started"]
 
 
+@pytest.mark.usefixtures("handled_sighup")
 @pytest.mark.parametrize("prefix", [[], ["nohup"]], ids=["terminal", "nohup"])
 def test_a_lost_terminal(sweep: Sweep, prefix: list[str]) -> None:
     """SIGHUP is passed on to the job, which saves; under nohup, it stays ignored."""

@@ -91,7 +91,7 @@ class Supply:
 
     @property
     def lacks_cores(self) -> bool:
-        """Whether waiting for a CPU core takes longer than computing, and storage is fast."""
+        """Whether waiting for a CPU core takes longer than computing, but storage does not."""
         return self.core_ms > self.cpu_ms and not self.waits
 
     @property
@@ -229,18 +229,22 @@ class Observation:
     @property
     def any_late(self) -> float:
         """Upper bound of the share of the time in which some rank's device waited for its host."""
-        return min(1.0, self.any_rank("late_fraction") + self.stalled)
+        return min(1.0, self.any_rank("late_fraction"))
 
     @property
     def stalled(self) -> float:
-        """Share of the time in which each device waited for other ranks, and none for images.
+        """Least share of the time in which all ranks had their images and waited for each other.
 
-        Before each step, the processes agree whether to continue. One without a CPU core delays
-        all of them. Where a rank waits for images or launches late, only the others wait for it.
+        Before each step, the processes agree whether to continue; one that lacks a CPU core delays
+        all of them. Where a rank waits for images or launches late, only the others wait for it. 0
+        on a CPU, where `core_fraction` tells more.
         """
+        if not self.setup.on_gpu:
+            return 0.0
         ranks = self.all_ranks or (self,)
-        known = sum(one.wait_fraction + one.late_fraction for one in ranks)
-        return max(0.0, min(one.ranks_fraction for one in ranks) - known)
+        idle = sum(one.wait_fraction + one.late_fraction for one in ranks)
+        own = (one.ranks_fraction + one.wait_fraction + one.late_fraction for one in ranks)
+        return max(0.0, min(own) - idle)
 
     @property
     def unlaunched(self) -> float:
@@ -309,26 +313,32 @@ class Observation:
 
     @property
     def core_waiter(self) -> "Observation":
-        """The rank that waits longest for a CPU core."""
+        """The rank whose lack of a CPU core delays the launches: this one, or that of a stall."""
+        if self.late_fraction >= self.stalled:
+            return self
         return max(self.all_ranks or (self,), key=lambda one: one.core_fraction)
+
+    @property
+    def launches_wait_for_core(self) -> bool:
+        """Whether waiting for a CPU core explains why a GPU waits for launches."""
+        late = self.unlaunched if self.setup.on_gpu and not self.setup.graph_refused else 0.0
+        return late >= WAITS and (
+            self.core_waiter.core_fraction >= late / 2
+            # What exchanges the messages of the ranks are other threads of their processes.
+            or (self.stalled > self.late_fraction and self.loader.supply.lacks_cores)
+        )
 
     @property
     def core_loss(self) -> str:
         """What a lack of cores costs: the wait for a core, or on a GPU, the slower step."""
-        supply = self.loader.supply
-        if self.setup.on_gpu and self.wait_fraction >= WAITS:
-            return (
-                f"{self.decoding_process} computed {supply.cpu_ms:.1f} ms for an image and waited "
-                f"{supply.core_ms:.1f} ms for a CPU core"
-            )
-        if self.setup.on_gpu and self.slower:
-            return f"{SLOWED}; {IDLE}".format(seen=self)
-        if self.setup.on_gpu:
+        if self.launches_wait_for_core:
             place = f" of {self.core_waiter.place}" if self.setup.ranks > 1 else ""
             return (
                 f"the training process{place} waited {self.core_waiter.core_fraction:.0%} of the "
                 f"time for a CPU core, and the GPU {self.unlaunched:.0%} of the time for launches"
             )
+        if self.setup.on_gpu:
+            return f"{SLOWED}; {IDLE}".format(seen=self)
         process = "each rank" if self.setup.ranks > 1 else "the training process"
         rate = self.without(self.lacking_cores)
         return (
@@ -405,7 +415,8 @@ def diagnose(seen: Observation) -> Diagnosis:
     if lost >= max(WAITS, seen.wait_fraction, seen.unlaunched):
         name = between
     else:
-        name = _input_cause(seen) if seen.wait_fraction >= WAITS else _step_cause(seen)
+        waits = seen.wait_fraction >= max(WAITS, seen.stalled)
+        name = _input_cause(seen) if waits else _step_cause(seen)
     cause = CAUSES[name]
     remedy = cause.remedy if isinstance(cause.remedy, str) else cause.remedy(seen)
     sentences = [f"{cause.label}: {cause.finding.format(seen=seen)}."]
@@ -452,17 +463,19 @@ def _input_cause(seen: Observation) -> str:
     if loader.workers and seen.supply_rate > SPARE * seen.images_per_second:
         return "engines" if seen.setup.decoder == "gpu" else "hand-off"
     if seen.setup.on_gpu and loader.workers and loader.supply.lacks_cores:
-        return "cores"
+        return "starved"
     return "storage" if loader.supply.waits else "decode"
 
 
 def _step_cause(seen: Observation) -> str:
+    if seen.launches_wait_for_core:
+        return "cores"
     if seen.slower and seen.setup.decoder != "gpu":
         if seen.any_late >= WAITS or seen.any_drained >= DRAINED_BY_WORKERS:
             return "cores"
     late = seen.unlaunched >= WAITS
     if seen.setup.on_gpu and (late or seen.drained_fraction >= DRAINED):
-        return "cores" if seen.core_waiter.core_fraction >= WAITS else "launch"
+        return "launch"
     return "slowed" if seen.slower else "compute"
 
 
@@ -573,15 +586,23 @@ def _more_cores(seen: Observation) -> str:
     return f"use a machine with about {cores} CPU cores{each} (about {flow.reach:,.0f} img/s)"
 
 
+OTHERS = "end other processes that use these CPUs"
+
+
+def _cores_for_workers(seen: Observation) -> str:
+    if seen.loader.workers <= seen.setup.most_workers:
+        return _join(OTHERS, _less_decoding(seen))
+    return _join(_less_decoding(seen), _more_cores(seen)) or MORE_CORES
+
+
 def _fewer_cores_taken(seen: Observation) -> str:
-    setup, others, more = seen.setup, "end other processes that use these CPUs", ""
+    setup, fewer = seen.setup, ""
     if not setup.on_gpu:
-        others += ", or lower loader.workers or OMP_NUM_THREADS"
-        more = MORE_CORES
-    elif seen.slower or seen.loader.workers > setup.most_workers:  # the workers use them
-        others = ""
-        more = _more_cores(seen) if seen.wait_fraction >= WAITS else ""
-    return _join(others, _less_decoding(seen) or more) or MORE_CORES
+        fewer = f"{OTHERS}, or lower loader.workers or OMP_NUM_THREADS"
+    elif seen.launches_wait_for_core:
+        lower = f"set loader.workers={setup.most_workers}"
+        fewer = lower if seen.loader.workers > setup.most_workers else OTHERS
+    return _join(fewer, _less_decoding(seen) or MORE_CORES)
 
 
 def _faster_rank(seen: Observation) -> str:
@@ -689,6 +710,9 @@ CAUSES = {
         "({seen.loader.slow_files}): ",
     ),
     "decode": Cause("input-bound by decode", f"{WAITED}; {RATES}", _faster_decoding, WORKER_TIMES),
+    "starved": Cause(
+        "input-bound by CPU cores", f"{WAITED}; {RATES}", _cores_for_workers, WORKER_TIMES
+    ),
     "engines": Cause("input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _less_decoding),
     "hand-off": Cause(
         "input-bound by the hand-off",
@@ -739,4 +763,4 @@ CAUSES = {
     ),
 }
 # Causes that smaller files or a faster decoder remedy
-DECODING = ("storage", "decode", "engines", "cores")
+DECODING = ("storage", "decode", "starved", "engines", "cores")

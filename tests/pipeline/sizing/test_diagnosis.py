@@ -65,9 +65,12 @@ def ranks_of(*ranks: dict[str, Any]) -> dict[str, Any]:
 
 
 STRAGGLES = ({"own_ms": 50.0}, {"own_ms": 52.0}, {"own_ms": 80.0}, {"own_ms": 49.0})
+MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
 # Both ranks have their images and wait for each other.
 AGREES = {"ranks_fraction": 0.38, "wait_fraction": 0.02, "late_fraction": 0.005}
-MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
+SHORT_WAITS = {"ranks_fraction": 0.08, "wait_fraction": 0.04, "late_fraction": 0.0}
+LIKE_ALONE: dict[str, Any] = {**MEASURED, "step_alone": 0, "gains": Gains(shrink=1.5)}
+GPUS: dict[str, Any] = {"on_gpu": True, "gains": Gains(shrink=1.0)}
 
 
 @pytest.mark.parametrize(
@@ -423,47 +426,77 @@ MEASURED = {"alternatives": {"region": 4150.0, "hybrid": 4000.0}}
         ({"on_gpu": False, "core_fraction": 0.1}, "compute", []),
         ({"core_fraction": 0.4}, "compute", []),  # the GPU did not wait for its host
         (
-            {"core_fraction": 0.4, "late_fraction": 0.2, "step_alone": 0, **MEASURED},
+            {"core_fraction": 0.4, "late_fraction": 0.2, **LIKE_ALONE},
             "cores",
             [
                 "core-bound: the training process waited 40% of the time for a CPU core, and the "
                 "GPU 20% of the time for launches; the GPU waited 0.4%",
-                "End other processes that use these CPUs; re-encode the images once",
+                "End other processes that use these CPUs; use a machine with more CPU cores.",
             ],
         ),
         (
-            {**WAITS, **MEASURED, "core_ms": 6.0, "step_alone": 0},
+            {"core_fraction": 0.4, "late_fraction": 0.2, "workers": 30, **LIKE_ALONE},
             "cores",
+            ["Set loader.workers=15; use a machine with more CPU cores."],
+        ),
+        (  # the wait for a core is too short to be the reason
+            {"core_fraction": 0.08, "late_fraction": 0.2, **LIKE_ALONE},
+            "launch",
+            [],
+        ),
+        (
+            {"core_fraction": 0.4, "late_fraction": 0.2, "graph_refused": "x", **LIKE_ALONE},
+            "launch",
+            [],
+        ),
+        (
+            {**WAITS, **LIKE_ALONE, "core_ms": 6.0},
+            "starved",
             [
-                "core-bound: each of the 15 workers computed 3.6 ms for an image and waited 6.0 ms "
-                "for a CPU core; the GPU waited 38.0% of the time for images.",
-                "End other processes that use these CPUs; re-encode the images once",
+                "input-bound by CPU cores: the GPU waited 38.0% of the time for images",
+                "Each of the 15 workers spends 3.6 ms of CPU time per image, and waits 0.0 ms for "
+                "storage and 6.0 ms for a core: end other processes that use these CPUs; re-encode",
             ],
         ),
         (
-            {**WAITS, **MEASURED, "core_ms": 6.0, "step_alone": 0, "most_workers": 7}
-            | {"large_files": False},
-            "cores",
-            ["Use a machine with about 13 CPU cores (about 6,560 img/s)."],
+            {**WAITS, **LIKE_ALONE, "core_ms": 6.0, "most_workers": 7, "large_files": False}
+            | {"gains": Gains(shrink=1.0)},
+            "starved",
+            ["6.0 ms for a core: use a machine with about 13 CPU cores (about 6,560 img/s)."],
         ),
         ({**WAITS, "core_ms": 6.0, "wait_ms": 7.0}, "storage", []),
         (
-            {**ranks_of({**AGREES, "core_fraction": 0.3}, AGREES), "on_gpu": True, **MEASURED},
+            {**AGREES, **ranks_of({**AGREES, "core_fraction": 0.3}, AGREES), **GPUS},
             "cores",
             [
                 "core-bound: the training process of rank 0 on node0 waited 30% of the time for a "
-                "CPU core, and the GPU 33% of the time for launches",
+                "CPU core, and the GPU 36% of the time for launches",
             ],
         ),
-        (
-            {**ranks_of(AGREES, AGREES), "on_gpu": True},
-            "launch",
-            ["launch-bound: the GPU was idle 33% of the time"],
+        (  # other threads of the process lack a core
+            {**AGREES, **ranks_of(AGREES, AGREES), **GPUS, "core_ms": 2.0},
+            "cores",
+            [],
         ),
-        (  # rank 1 waits for the images of rank 0, or for its launches
-            {**ranks_of({**AGREES, "ranks_fraction": 0.02}, AGREES), "on_gpu": True},
+        (
+            {**AGREES, **ranks_of(AGREES, AGREES), **GPUS},
+            "launch",
+            ["launch-bound: the GPU was idle 36% of the time"],
+        ),
+        (  # it is the input of rank 0, but a stall costs more
+            {**ranks_of({**AGREES, "wait_fraction": 0.08}, AGREES), **GPUS, "wait_fraction": 0.08},
+            "launch",
+            ["the GPU was idle 30%"],
+        ),
+        (  # each rank waits for the images of the other
+            {**SHORT_WAITS, **ranks_of(SHORT_WAITS, SHORT_WAITS), **GPUS, "core_fraction": 0.3},
             "compute",
             [],
+        ),
+        (
+            ranks_of(*[{"core_fraction": 0.25, "ranks_fraction": 0.3}] * 2),
+            "cores",
+            ["each rank was ready to compute but waited at least 25% of the time"],
         ),
         (
             {"on_gpu": False, **ranks_of({"core_fraction": 0.5}, {"core_fraction": 0.3})},
