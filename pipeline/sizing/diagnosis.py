@@ -324,7 +324,7 @@ class Observation:
         late = self.unlaunched if self.setup.on_gpu and not self.setup.graph_refused else 0.0
         return late >= WAITS and (
             self.core_waiter.core_fraction >= late / 2
-            # What exchanges the messages of the ranks are other threads of their processes.
+            # Other threads of the processes exchange the messages of the ranks.
             or (self.stalled > self.late_fraction and self.loader.supply.lacks_cores)
         )
 
