@@ -666,9 +666,11 @@ class StopSignal:
         store, number, since = None, 0, 0.0
         with suppress(RuntimeError):
             store = _own_store() if self.world.size > 1 else None
+        arrived = select.poll()  # not select(): there may be 1,024 open files and more, e.g. shards
+        arrived.register(wakeup, select.POLLIN)
         while True:
-            pause = EXCHANGE_SECONDS if store is not None or number else None
-            if select.select([wakeup], [], [], pause)[0]:
+            pause = 1000 * EXCHANGE_SECONDS if store is not None or number else None
+            if arrived.poll(pause):
                 numbers = wakeup.recv(64)
                 if 0 in numbers:
                     wakeup.close()

@@ -8,13 +8,13 @@ import contextlib
 import json
 import os
 import runpy
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any
 
@@ -93,8 +93,7 @@ class Job:
         self._result: subprocess.CompletedProcess[str] | None = None
 
     def _answer(self) -> str:
-        answered, _, _ = select.select([self.answers], [], [], HANGS_SECONDS)
-        assert answered, "hangs"
+        assert connection.wait([self.answers.fileno()], HANGS_SECONDS), "hangs"
         return self.answers.readline()
 
     def wait(self) -> subprocess.CompletedProcess[str]:

@@ -3,12 +3,15 @@
 import json
 import math
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -192,6 +195,22 @@ def test_signal_ends_a_wait_for_input_and_nothing_else() -> None:
         assert stop.number == signal.SIGTERM
 
 
+@pytest.fixture
+def many_open_files() -> Iterator[None]:
+    """As with a thousand shards: the next file has a number that select() does not support."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = len(os.listdir("/dev/fd")) + 1100
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < wanted + 100:
+        pytest.skip("needs a higher ulimit -Hn")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(limits[0], wanted + 100), limits[1]))
+    with ExitStack() as stack:
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("many_open_files")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_signal_that_a_destructor_has_swallowed() -> None:
     """It ends the wait all the same, and Ctrl-C was pressed only once."""

@@ -1,5 +1,6 @@
 """Memory that grows over epochs is named; a warm-up, noise and a single jump are not."""
 
+import gc
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ def test_epochs_of_one_setting_are_compared() -> None:
 
 def test_memory_of_this_process() -> None:
     needs_linux()
+    gc.collect()
     before = memory_now([], CPU)
     held = np.ones(64 * MIB, np.uint8)
     assert memory_now([], CPU)[TRAINER] - before[TRAINER] == pytest.approx(held.nbytes, rel=0.1)

@@ -7,12 +7,12 @@ training instead, and hundreds of them fit into minutes.
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,7 @@ class Starts(contextlib.AbstractContextManager["Starts"]):
         }
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
-        answered, _, _ = select.select([self.server.stdout], [], [], START_SECONDS)
+        answered = connection.wait([self.server.stdout.fileno()], START_SECONDS)
         assert answered, f"hangs: {self.console.read_text()}"
         status, session = map(int, self.server.stdout.readline().split())
         self.sessions.add(session)
