@@ -341,7 +341,10 @@ def test_decoders_are_measured_on_a_gpu(
     ("broken", "augment", "reason"),
     [
         (True, "imagenet", "nvjpegDecodeBatched returned status 6"),
-        (False, "strong", "augment.train or the files need the CPU"),  # rand_augment
+        pytest.param(
+            *(False, "strong", "augment.train or the files need the CPU"),  # rand_augment
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_engines_that_cannot_be_used(

@@ -66,7 +66,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("steps", [[], ["train.max_steps=5"]], ids=["finished", "unfinished"])
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([], id="finished", marks=pytest.mark.slow),
+        pytest.param(["train.max_steps=5"], id="unfinished"),
+    ],
+)
 def test_changed_result_keys_are_refused_and_nothing_changes(
     program: Program, steps: list[str]
 ) -> None:
@@ -289,7 +295,13 @@ def test_checkpoints_without_manifests_are_used(program: Program) -> None:
     assert "step-00000005.pt has no manifest: its SHA-256 cannot be checked" in err
 
 
-@pytest.mark.parametrize("text", ["[]", "3", "null", '{"status": "finished", "step": 9}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(pytest.param(text, marks=pytest.mark.slow) for text in ("[]", "null")),
+        *("3", '{"status": "finished", "step": 9}'),
+    ],
+)
 def test_damaged_summary_is_rewritten(program: Program, text: str) -> None:
     program("train.epochs=0.2")
     path = Path("runs/one/summary.json")

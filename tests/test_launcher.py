@@ -132,7 +132,8 @@ class Slurm:
         """Announce the time limit to the tasks of a job."""
         for pid in (self.folder / "tasks" / job).read_text().split():
             for process in family(int(pid)):  # Slurm may send it to all of them
-                os.kill(process, signal.SIGUSR2)
+                with suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGUSR2)
 
     def end(self) -> None:
         for path in (self.folder / "tasks").iterdir():
@@ -195,6 +196,7 @@ def test_a_sweep_is_an_array(slurm: Slurm) -> None:
     assert "--array=0-1%2" in (slurm.folder / "scripts" / "2").read_text()
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_the_jobs_in_the_queue(slurm: Slurm) -> None:
     """The same command then waits for them, and submits none twice."""
     words = outcomes(slurm, [0], ["wait", 0])

@@ -585,7 +585,10 @@ def test_validation_uses_the_averaged_weights(image_root: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["train.ema_decay=0.9", "optim.weight_decay=0.01", "optim.nesterov=false"],
+        pytest.param(
+            ["train.ema_decay=0.9", "optim.weight_decay=0.01", "optim.nesterov=false"],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             [
                 "model=vit_s16",

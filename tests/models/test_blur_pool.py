@@ -50,7 +50,7 @@ def blurred(name: str, size: int) -> nn.Module:
 @pytest.mark.parametrize(
     ("name", "size", "count"),
     [
-        ("resnet18", 64, 6),
+        pytest.param("resnet18", 64, 6, marks=pytest.mark.slow),
         pytest.param("resnet50", 64, 6, marks=pytest.mark.slow),
         pytest.param("resnet50", 50, 6, marks=pytest.mark.slow),
         ("resnet_tiny", 32, 4),

@@ -280,7 +280,9 @@ def test_weights_without_a_head(caplog: pytest.LogCaptureFixture) -> None:
         fit_weights(model, stored, origin="test")
 
 
-@pytest.mark.parametrize(("size", "other"), [(64, 96), (96, 64)])
+@pytest.mark.parametrize(
+    ("size", "other"), [(64, 96), pytest.param(96, 64, marks=pytest.mark.slow)]
+)
 def test_positions_of_another_image_size(size: int, other: int) -> None:
     """The result of torchvision's interpolate_embeddings."""
     import_torchvision()

@@ -113,8 +113,7 @@ def normalised(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
     return (pixels.double() / 255 - mean) / std, labels
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("channels_last", [False, True])
+@pytest.mark.parametrize(("workers", "channels_last"), [(0, False), (2, True)])
 def test_images_are_normalised(dataset: FolderDataset, workers: int, channels_last: bool) -> None:
     with open_prefetcher(dataset, workers=workers, channels_last=channels_last) as prefetcher:
         batches = list(prefetcher.batches(2, 9))  # on a CPU every batch has its own memory
