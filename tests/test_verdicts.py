@@ -157,16 +157,13 @@ def two_gpus(image_root: Path, tmp_path: Path) -> Callable[..., str]:
     return verdict
 
 
-# Steps of a test with `two_gpus`: half a minute, because one step per second is measured.
-HALF_A_MINUTE = "train.max_steps=2000"
-
-
 @pytest.mark.gpu
 def test_straggler_among_gpus(two_gpus: Callable[..., str]) -> None:
     """Another process uses the GPU of rank 1."""
     other = subprocess.Popen([sys.executable, "-c", LOADS_GPU])
     try:
-        verdict = two_gpus("straggler", HALF_A_MINUTE)
+        # For half a minute: one step per second is measured.
+        verdict = two_gpus("straggler", "train.max_steps=2000")
     finally:
         other.kill()
         other.wait()
@@ -248,7 +245,7 @@ def test_slow_input(tmp_path: Path, device: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         pixels = rng.integers(0, 255, (1500, 1500, 3), dtype=np.uint8)
         Image.fromarray(pixels).save(folder / f"{number}.jpg")
-    # On a GPU, a step takes no time beyond that of decoding.
+    # A verdict needs 3 s. On a GPU, only decoding takes time.
     options = [f"train.device={device}", f"train.max_steps={14 if device == 'cpu' else 60}"]
     verdict = verdict_of(tmp_path / "large", tmp_path / "input", *options)
     assert verdict.startswith("input-bound by ")

@@ -143,7 +143,7 @@ def open_noted(data: bytes, max_pixels: int = MAX_PIXELS) -> NotedPicture | None
 
 
 class _Header(NamedTuple):
-    """Of a baseline JPEG of a brightness and two colours."""
+    """The header of a baseline JPEG with three components: brightness and two colours."""
 
     size: tuple[int, int]  # (width, height) in pixels
     sampling: tuple[tuple[int, int], ...]  # (across, down) of each component

@@ -482,6 +482,7 @@ def _step_cause(seen: Observation) -> str:
 # Remedies, the most effective first
 
 MORE_CORES = "use a machine with more CPU cores"
+OTHERS = "end other processes that use these CPUs"
 SHRINK = "re-encode the images once with scripts/shrink.py"
 
 
@@ -584,9 +585,6 @@ def _more_cores(seen: Observation) -> str:
         return ""
     each = " for each rank" if setup.ranks > 1 else ""
     return f"use a machine with about {cores} CPU cores{each} (about {flow.reach:,.0f} img/s)"
-
-
-OTHERS = "end other processes that use these CPUs"
 
 
 def _cores_for_workers(seen: Observation) -> str:

@@ -113,7 +113,13 @@ def normalised(dataset: Dataset, samples: np.ndarray) -> tuple[Tensor, Tensor]:
     return (pixels.double() / 255 - mean) / std, labels
 
 
-@pytest.mark.parametrize(("workers", "channels_last"), [(0, False), (2, True)])
+@pytest.mark.parametrize(
+    ("workers", "channels_last"),
+    [
+        *((0, False), (2, True)),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((0, True), (2, False))),
+    ],
+)
 def test_images_are_normalised(dataset: FolderDataset, workers: int, channels_last: bool) -> None:
     with open_prefetcher(dataset, workers=workers, channels_last=channels_last) as prefetcher:
         batches = list(prefetcher.batches(2, 9))  # on a CPU every batch has its own memory
