@@ -56,7 +56,7 @@ from pipeline.worker import EMPTY_ROW
 
 logger = logging.getLogger(__name__)
 
-VERSION = 6  # of the measurement; answers of another version are not reused
+VERSION = 7  # of the measurement; answers of another version are not reused
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
@@ -459,8 +459,11 @@ class Tuner:
         Args:
             engines: images/s of the engines while the GPU is idle.
         """
-        # Whether the host thread that waits for the engines needs a core depends on the host.
-        cap = max(self._cap(decoder, decoding) for decoder in ("hybrid", self.feed.plan.decoder))
+        cap = self._cap("hybrid", decoding)
+        if self.ranks.size == 1:
+            # Whether the host thread that waits for the engines needs a core depends on the host.
+            # Several ranks all wait for one that lacks a core: they leave it one.
+            cap = max(cap, self._cap(self.feed.plan.decoder, decoding))
         readers = math.ceil(MARGIN * demand / reading.images_per_second)
         first = min(cap, max(self.budget("hybrid"), readers))
         most = engines + cap * decoding.images_per_second

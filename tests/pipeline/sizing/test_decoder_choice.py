@@ -246,6 +246,8 @@ def test_different_nodes_take_the_same_trials_with_the_same_decoder(seed: int) -
         node = Node(rank, 2, 0, 1, torch.device("cpu"), barrier=barrier, values=values)
         misjudged = random.choice([0.7, 1, 1.3])
         found, _, trials = tune(host, misjudged, seed, (names[rank], "gpu", "hybrid"), node)
+        # The training process keeps a core for each of its two busy threads.
+        assert all(number <= host.cores - 2 for decoder, number in trials if decoder == "hybrid")
         return found, [decoder for decoder, _ in trials]
 
     with ThreadPoolExecutor(2) as threads:
