@@ -17,6 +17,7 @@ from pipeline.worker import Reply
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
+SATURATED = 0.9  # the same for the JPEG engines: they cannot supply more
 UNPINNED_COPIES = 0.5  # the same for copies from pageable memory, which also block the host
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
@@ -203,14 +204,41 @@ class Observation:
         return self.wait_fraction + self.late_fraction + copying
 
     @property
+    def lost(self) -> float:
+        """Share of the time in which the device waited for its images, its host or other ranks.
+
+        It is less for a rank that begins its step before the others: then it waits in the step.
+        """
+        ranks = self.all_ranks or (self,)
+        return max(one.wait_fraction + one.late_fraction + one.ranks_fraction for one in ranks)
+
+    @property
+    def saturated(self) -> bool:
+        """Whether the engines of all ranks decode nearly all the time, and have the cores for it.
+
+        They then deliver each batch in the last moment, to one rank later than to another. If the
+        hosts launched earlier, the devices would wait for images instead.
+        """
+        ranks = self.all_ranks or (self,)
+        busy = min(one.copy_fraction for one in ranks) >= SATURATED
+        without_core = max(one.core_fraction for one in ranks)
+        on_engines = self.setup.on_gpu and self.setup.decoder in decode.ON_GPU
+        return on_engines and busy and without_core < self.lost / 2
+
+    @property
+    def waited(self) -> float:
+        """Share of the time in which the device waited for images, of this rank or of another."""
+        return self.lost if self.saturated else self.wait_fraction
+
+    @property
     def ceiling(self) -> float:
         """Images/s if every batch were ready, copied and launched in time."""
-        return self.images_per_second / max(1e-3, 1 - self.idle_fraction)
+        return self.without(max(self.idle_fraction, self.waited))
 
     @property
     def step_rate(self) -> float:
         """Images/s of the step while the loader runs, without the time it waits for images."""
-        return self.images_per_second / max(1e-3, 1 - self.wait_fraction)
+        return self.without(self.waited)
 
     @property
     def slower(self) -> bool:
@@ -360,7 +388,7 @@ class Observation:
             rate=self.images_per_second,
             step=step,
             alone=self.step_alone or step,
-            waits=self.wait_fraction >= WAITS,
+            waits=self.waited >= WAITS,
             cpu_share=busy / max(busy + supply.wait_ms, 1e-9),
             decoded=supply.decoded if self.setup.decoder == "hybrid" else 1.0,
         )
@@ -412,10 +440,10 @@ class Diagnosis:
 def diagnose(seen: Observation) -> Diagnosis:
     """Name the stage that limits, with its figures and what to change."""
     between, lost = _loss_between_ranks(seen)
-    if lost >= max(WAITS, seen.wait_fraction, seen.unlaunched):
+    if lost >= max(WAITS, seen.waited, seen.unlaunched):
         name = between
     else:
-        waits = seen.wait_fraction >= max(WAITS, seen.stalled)
+        waits = seen.waited >= max(WAITS, seen.stalled)
         name = _input_cause(seen) if waits else _step_cause(seen)
     cause = CAUSES[name]
     remedy = cause.remedy if isinstance(cause.remedy, str) else cause.remedy(seen)
@@ -571,6 +599,11 @@ def _try_engines(seen: Observation) -> str:
     return f"set loader.decoder=auto and loader.workers=auto in a new run to measure {what}"
 
 
+def _relieved_engines(seen: Observation) -> str:
+    """With hybrid, more workers decode more of the images."""
+    return _join(_less_decoding(seen), _more_cores(seen))
+
+
 def _shrinking_unpriced(seen: Observation) -> str:
     """What shrinking gives to JPEG engines is not measured."""
     unknown = seen.gains is None or seen.setup.decoder == "gpu"
@@ -684,7 +717,7 @@ class Cause:
 
 
 RATES = "the step can process {seen.ceiling:,.0f} img/s and got {seen.images_per_second:,.0f}"
-WAITED = "the {seen.device} waited {seen.wait_fraction:.1%} of the time for images"
+WAITED = "the {seen.device} waited {seen.waited:.1%} of the time for images"
 WORKER_TIMES = (
     "{seen.decoding_process} spends {seen.loader.supply.cpu_ms:.1f} ms of CPU time per image, and "
     "waits {seen.loader.supply.wait_ms:.1f} ms for storage and {seen.loader.supply.core_ms:.1f} ms "
@@ -711,7 +744,9 @@ CAUSES = {
     "starved": Cause(
         "input-bound by CPU cores", f"{WAITED}; {RATES}", _cores_for_workers, WORKER_TIMES
     ),
-    "engines": Cause("input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _less_decoding),
+    "engines": Cause(
+        "input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _relieved_engines
+    ),
     "hand-off": Cause(
         "input-bound by the hand-off",
         f"{WAITED}; {RATES}, although the workers can supply {{seen.supply_rate:,.0f}}",

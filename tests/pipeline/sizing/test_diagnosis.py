@@ -725,3 +725,42 @@ def test_delays_of_the_ranks_add_up(ranks: list[dict[str, Any]], cause: str, say
     found = diagnose(seen)
     assert found.cause == cause
     assert says in " ".join(found.sentences)
+
+
+@pytest.mark.parametrize(
+    ("change", "cause", "says"),
+    [
+        ({}, "engines", "waited 16.7% of the time for images; the step can process 80,014 img/s"),
+        ({"large_files": False}, "engines", "about 25 CPU cores for each rank (about 78,414"),
+        ({"step_alone": 88_300}, "engines", "waited 16.7% of the time"),
+        ({"copy_fraction": 0.6}, "compute", ""),
+        ({"decoder": "region"}, "compute", ""),
+        ({"core_fraction": 0.15, "ranks_fraction": 0.2}, "cores", "waited 15% of the time for"),
+    ],
+)
+def test_engines_that_are_always_busy_limit_all_ranks(
+    change: dict[str, Any], cause: str, says: str
+) -> None:
+    """Measured on four H200s, ResNet-18: each rank waits little for its own images."""
+    run = {
+        **{"ranks": 4, "batch_size": 1024, "decoder": "hybrid", "workers": 13, "step_alone": 0},
+        **{"images_per_second": 66_652, "cpu_ms": 0.77, "core_ms": 0.0, "decoded": 0.26},
+    }
+    parts = ("wait_fraction", "late_fraction", "ranks_fraction", "drained_fraction")
+    measured = (
+        (0.046, 0.008, 0.055, 0.36),
+        (0.001, 0.003, 0.163, 0.02),
+        (0.014, 0.004, 0.139, 0.12),
+        (0.004, 0.003, 0.140, 0.04),
+    )
+    times = {"copy_fraction": 0.95, "core_fraction": 0.015, "own_ms": 11.9, "exchange_ms": 0.38}
+    seen = slowest(
+        [
+            changed(**{**run, **times, **dict(zip(parts, rank, strict=True)), **change})
+            for rank in measured
+        ]
+    )
+    assert seen is not None
+    found = diagnose(seen)
+    assert found.cause == cause
+    assert says in " ".join(found.sentences)
