@@ -156,6 +156,7 @@ class Ledger:
         row |= {name: getattr(timing, name) for name in FIGURES}
         if self.setup.ranks > 1:
             row["images_per_second_per_rank"] = rate / self.setup.ranks
+            row["ranks_wait_fraction"] = timing.ranks_fraction
         if (utilisation := self.mfu(rate)) is not None:
             row["mfu"] = utilisation
         return row

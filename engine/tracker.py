@@ -37,6 +37,7 @@ SCALARS = {
     "images_per_second_per_rank": "throughput/images_per_second_per_rank",
     "mfu": "throughput/mfu",
     "data_wait_fraction": "time/data_wait_fraction",
+    "ranks_wait_fraction": "time/ranks_wait_fraction",
     "late_fraction": "time/late_fraction",
     "copy_fraction": "time/copy_fraction",
     "compute_fraction": "time/compute_fraction",
@@ -48,6 +49,8 @@ SCALARS = {
 }
 # metrics.jsonl keys that have no curve. Every other key has the tag <split>/<key>.
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
+# Waiting for images of this rank and of the others; the console shows the sum.
+WAITS = ("data_wait_fraction", "ranks_wait_fraction")
 # The console's table shows these and appends the values of all other keys.
 IN_TABLE = {"loss", "top1", "top5"}
 # Pixels in a grid of training images: 16 of ImageNet's images, up to 64 smaller ones.
@@ -146,7 +149,8 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if self.folder is None:
             return
         self._write(row, figures)
-        waited = f"{100 * row['data_wait_fraction']:.1f}" if "data_wait_fraction" in row else "-"
+        waits = [row[key] for key in WAITS if key in row]
+        waited = f"{100 * sum(waits):.1f}" if waits else "-"
         shown = {*SCALARS, *NO_CURVE, *IN_TABLE}
         others = "".join(f"  {key} {row[key]:.4g}" for key in row if key not in shown)
         self._table_line(

@@ -35,8 +35,8 @@ class Timing:
             launched before: the host does not run ahead.
         copy_ms: median of copy, normalisation and batch transforms.
         step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
-        ranks_fraction: part of `compute_fraction` in which the step waited for other ranks to have
-            their batches; about 0 with one rank.
+        ranks_fraction: share in which the step had begun and waited for other ranks to have their
+            batches; about 0 with one rank.
         core_fraction: share of the time since the previous call of `timing` in which the thread
             that runs the steps waited for a CPU core; 0 if the kernel does not report it.
         parts: for each measured step, two times in ms: from the moment when all ranks have their
@@ -222,7 +222,7 @@ class StepClock:
             wait_fraction=sum(waits) / total,
             late_fraction=late / total,
             copy_fraction=sum(copies) / total,
-            compute_fraction=max(0.0, 1 - (sum(waits) + late + copying_between) / total),
+            compute_fraction=max(0.0, 1 - (sum(waits) + late + copying_between + others) / total),
             drained_fraction=sum(m.drained for m in marks) / len(marks),
             copy_ms=median(copies),
             step_ms=median(steps),

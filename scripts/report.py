@@ -69,6 +69,7 @@ PARTS = {
     "copy_fraction": ("copy", "p-copy"),
     "late_fraction": ("idle between launches", "p-late"),
     "data_wait_fraction": ("waiting for data", "p-wait"),
+    "ranks_wait_fraction": ("waiting for other ranks", "p-ranks"),
 }
 UNDIVIDED = ("training", "p-compute")  # if rows have none of these keys
 # The rest of a run's time: key of seconds_lost in summary.json -> name, CSS class.
@@ -569,6 +570,7 @@ FACTS = [
     Fact("effective time", stored("effective_time"), percent, max),
     Fact("MFU", stored("mfu", mean("mfu")), percent, max),
     Fact("waiting for data", mean("data_wait_fraction"), percent, min),
+    Fact("waiting for other ranks", mean("ranks_wait_fraction"), percent, min),
     Fact("idle between launches", mean("late_fraction"), percent, min),
     Fact("step, median", lambda r: median(r.of("step_ms") or [math.nan]), in_unit("ms")),
     Fact("step, maximum", most("step_worst_ms"), in_unit("ms")),
@@ -806,7 +808,7 @@ def curves(runs: Sequence[Run], axis: Axis) -> list[Markup]:
         if title == "Learning" and len(runs) > 1:
             charts.append(top1_by_time(runs))
         if title == "Speed" and len(runs) > 1:
-            for key in ("late_fraction", "data_wait_fraction"):
+            for key in ("late_fraction", "data_wait_fraction", "ranks_wait_fraction"):
                 kind = Kind(PARTS[key][0].capitalize(), "%", (key,), factor=100)
                 charts[1:1] = draw(kind, runs, axis)
         found.append(page.section(title, page.figures(*charts)))

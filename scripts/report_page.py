@@ -446,8 +446,8 @@ STYLE = """
   --page: #f5f6f8; --card: #fff; --ink: #1b2330; --dim: #5b6675; --rule: #dfe3e9; --grid: #e6e9ee;
   --c0: #1f66d1; --c1: #d9560b; --c2: #23843a; --c3: #9135ad; --c4: #c01f57; --c5: #0b7a8c;
   --c6: #8a5a3c; --c7: #66707f;
-  --compute: #5a9e78; --copy: #6f9fe0; --wait: #d9483b; --late: #eda035; --validation: #9a7bd0;
-  --checkpoint: #c07fa6;
+  --compute: #5a9e78; --copy: #6f9fe0; --wait: #d9483b; --late: #eda035; --ranks: #a8503f;
+  --validation: #9a7bd0; --checkpoint: #c07fa6;
   --start: #8f2d56; --profile: #7a9b3c; --rest: #b9c0ca;
   --good: #1d7a3d; --fair: #a15c00; --busy: #1f66d1; --bad: #b3261e;
 }
@@ -457,8 +457,8 @@ STYLE = """
     --grid: #2a323d;
     --c0: #6aa5ff; --c1: #ff9a4d; --c2: #63c97d; --c3: #cf8af0; --c4: #ff7ba6; --c5: #4cc3d6;
     --c6: #c99a78; --c7: #a3adba;
-    --compute: #4d8a68; --copy: #5584c7; --wait: #e0604f; --late: #d99a3a; --validation: #8a6cc2;
-    --checkpoint: #a86a90;
+    --compute: #4d8a68; --copy: #5584c7; --wait: #e0604f; --late: #d99a3a; --ranks: #b5705f;
+    --validation: #8a6cc2; --checkpoint: #a86a90;
     --start: #c04f80; --profile: #7a9b3c; --rest: #566170;
     --good: #6fd08c; --fair: #f0b35a; --busy: #7ab0ff; --bad: #ff8a80;
   }
@@ -466,7 +466,7 @@ STYLE = """
 .c0 { --k: var(--c0) } .c1 { --k: var(--c1) } .c2 { --k: var(--c2) } .c3 { --k: var(--c3) }
 .c4 { --k: var(--c4) } .c5 { --k: var(--c5) } .c6 { --k: var(--c6) } .c7 { --k: var(--c7) }
 .p-compute { --k: var(--compute) } .p-copy { --k: var(--copy) } .p-wait { --k: var(--wait) }
-.p-late { --k: var(--late) }
+.p-late { --k: var(--late) } .p-ranks { --k: var(--ranks) }
 .p-validation { --k: var(--validation) } .p-checkpoint { --k: var(--checkpoint) }
 .p-start { --k: var(--start) }
 .p-profile { --k: var(--profile) } .p-rest { --k: var(--rest) }

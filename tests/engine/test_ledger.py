@@ -347,8 +347,10 @@ def test_row_of_an_interval(image_root: Path) -> None:
         assert row["data_wait_fraction"] == 0.9
         assert "mfu" not in row and "images_per_second_per_rank" not in row
         ledger.setup, ledger.peak_rate = replace(ledger.setup, ranks=2), 100.0
-        row = ledger.note(replace(WAITED, seconds=2.0), 8)
+        assert "ranks_wait_fraction" not in row
+        row = ledger.note(replace(WAITED, seconds=2.0, ranks_fraction=0.04), 8)
     assert (row["images_per_second_per_rank"], row["mfu"]) == (16, 0.32)
+    assert row["ranks_wait_fraction"] == 0.04
 
 
 def test_mfu_is_relative_to_the_gpus_peak(image_root: Path) -> None:

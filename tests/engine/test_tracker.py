@@ -762,13 +762,14 @@ def test_console_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     with Tracker(tmp_path, total_steps=100, epochs=10, trackers=[]) as tracker:
         tracker.progress(5)  # not a terminal: prints nothing
         tracker.train_row(train_row(10), {})
-        tracker.train_row(train_row(20), {})
+        tracker.train_row({**train_row(20), "ranks_wait_fraction": 0.125}, {})
         tracker.val_row(val_row(20), best=True)
         tracker.val_row(val_row(30), best=False)
     header, first, second, best, other = capsys.readouterr().out.splitlines()
     assert header == HEADER
     assert len(first) == len(second) == len(HEADER)
     assert first.split() == ["1.00/10", "10", "1.0000", "50.00", "1,235", "25.0", "0.1", "1:02:03"]
+    assert second.split()[5] == "37.5"
     for title, value in zip(
         ("step", "loss", "top1 %", "img/s", "wait %", "lr", "left"), first.split()[1:], strict=True
     ):

@@ -194,3 +194,4 @@ def test_points_within_a_step_on_a_cpu(host: Host, monkeypatch: pytest.MonkeyPat
     assert timing.parts == ((4000.0, 5000.0), (4000.0, 3000.0), (4000.0, 3000.0))
     assert timing.core_fraction == pytest.approx(3 / 32)
     assert timing.ranks_fraction == pytest.approx(3 / 32)
+    assert timing.compute_fraction == pytest.approx(29 / 32)

@@ -592,8 +592,9 @@ def test_the_time_breakdown_adds_up(tmp_path: Path) -> None:
         step_row(
             step,
             data_wait_fraction=0.1,
+            ranks_wait_fraction=0.2,
             late_fraction=0.05,
-            compute_fraction=0.85,
+            compute_fraction=0.65,
             copy_fraction=0.2,
         )
         for step in range(50, 501, 50)
@@ -607,9 +608,10 @@ def test_the_time_breakdown_adds_up(tmp_path: Path) -> None:
     )
     assert report.read_run(folder).seconds_of == pytest.approx(
         {
-            ("compute", "p-compute"): 17.0,
+            ("compute", "p-compute"): 13.0,
             ("idle between launches", "p-late"): 1.0,
             ("waiting for data", "p-wait"): 2.0,
+            ("waiting for other ranks", "p-ranks"): 4.0,
             ("validation", "p-validation"): 4.0,
             ("checkpoints", "p-checkpoint"): 1.5,
             ("odd", "p-rest"): 0.5,
