@@ -49,7 +49,7 @@ SCALARS = {
 }
 # metrics.jsonl keys that have no curve. Every other key has the tag <split>/<key>.
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
-# Waiting for images of this rank and of the others; the console shows the sum.
+# Waiting for images and for other ranks to be ready; the console shows the sum.
 WAITS = ("data_wait_fraction", "ranks_wait_fraction")
 # The console's table shows these and appends the values of all other keys.
 IN_TABLE = {"loss", "top1", "top5"}

@@ -17,7 +17,7 @@ from pipeline.worker import Reply
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
-SATURATED = 0.9  # the same for the JPEG engines: they cannot supply more
+SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 UNPINNED_COPIES = 0.5  # the same for copies from pageable memory, which also block the host
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
@@ -207,33 +207,42 @@ class Observation:
     def lost(self) -> float:
         """Share of the time in which the device waited for its images, its host or other ranks.
 
-        It is less for a rank that begins its step before the others: then it waits in the step.
+        A rank that begins its step before the others waits in the step instead: the largest counts.
         """
         ranks = self.all_ranks or (self,)
         return max(one.wait_fraction + one.late_fraction + one.ranks_fraction for one in ranks)
 
     @property
-    def saturated(self) -> bool:
-        """Whether the engines of all ranks decode nearly all the time, and have the cores for it.
+    def feeding(self) -> float:
+        """Share of the time in which this rank's workers, or its JPEG engines, are busy."""
+        loader = self.loader
+        engines = self.copy_fraction if self.setup.decoder in decode.ON_GPU else 0.0
+        workers = self.images_per_second / max(self.supply_rate, 1e-9) if loader.workers else 0.0
+        return max(engines, workers)
 
-        They then deliver each batch in the last moment, to one rank later than to another. If the
-        hosts launched earlier, the devices would wait for images instead.
+    @property
+    def saturated(self) -> bool:
+        """Whether the GPUs wait for each other's images more than half of the time they lose.
+
+        A feed that is always busy delivers each batch in the last moment, to one rank later than to
+        another. Then all ranks wait, but each of them only sometimes for its own images.
         """
-        ranks = self.all_ranks or (self,)
-        busy = min(one.copy_fraction for one in ranks) >= SATURATED
-        without_core = max(one.core_fraction for one in ranks)
-        on_engines = self.setup.on_gpu and self.setup.decoder in decode.ON_GPU
-        return on_engines and busy and without_core < self.lost / 2
+        ranks = self.all_ranks
+        busy = all(one.feeding >= SATURATED for one in ranks)
+        launches = self.any_late + self.stalled
+        return self.setup.on_gpu and len(ranks) > 1 and busy and launches < self.lost / 2
 
     @property
     def waited(self) -> float:
         """Share of the time in which the device waited for images, of this rank or of another."""
-        return self.lost if self.saturated else self.wait_fraction
+        if not self.saturated:
+            return self.wait_fraction
+        return self.lost - self.any_late - self.stalled
 
     @property
     def ceiling(self) -> float:
         """Images/s if every batch were ready, copied and launched in time."""
-        return self.without(max(self.idle_fraction, self.waited))
+        return self.without(self.lost if self.saturated else self.idle_fraction)
 
     @property
     def step_rate(self) -> float:
@@ -611,9 +620,13 @@ def _shrinking_unpriced(seen: Observation) -> str:
 
 
 def _more_cores(seen: Observation) -> str:
-    """The cores per rank so that the step does not wait, including one for the training process."""
+    """The cores per rank so that the step does not wait, including those of the training process.
+
+    With hybrid, another thread of it waits for the engines.
+    """
     setup, flow = seen.setup, seen.flow
-    cores = math.ceil(min(seen.loader.workers, setup.most_workers) * flow.workers_to_reach) + 1
+    workers = math.ceil(min(seen.loader.workers, setup.most_workers) * flow.workers_to_reach)
+    cores = workers + 1 + (setup.decoder == "hybrid")
     if setup.decoder == "gpu" or cores <= setup.most_workers + 1:
         return ""
     each = " for each rank" if setup.ranks > 1 else ""
