@@ -235,9 +235,8 @@ class Observation:
     @property
     def waited(self) -> float:
         """Share of the time in which the device waited for images, of this rank or of another."""
-        if not self.saturated:
-            return self.wait_fraction
-        return self.lost - self.any_late - self.stalled
+        of_others = self.lost - self.any_late - self.stalled if self.saturated else 0.0
+        return max(self.wait_fraction, of_others)
 
     @property
     def ceiling(self) -> float:

@@ -738,6 +738,8 @@ def test_delays_of_the_ranks_add_up(ranks: list[dict[str, Any]], cause: str, say
         ({**CPU, "cpu_ms": 0.3, "wait_ms": 0.47}, "storage", "by storage: the GPU waited 12.3%"),
         ({**CPU, "cpu_ms": 0.5}, "compute", "waited 4.6% of the time for images"),
         ({"copy_fraction": 0.6, "cpu_ms": 0.5}, "compute", "waited 4.6% of the time for images"),
+        # One rank has fewer images than the others.
+        ({"wait_fraction": 0.2, "ranks_fraction": 0.0}, "engines", "waited 20.0% of the time for"),
         # The hosts cost more than the images.
         ({"late_fraction": 0.1}, "launch", "the GPU was idle 10%"),
         ({"core_fraction": 0.15, "ranks_fraction": 0.2}, "cores", "waited 15% of the time for"),
