@@ -17,8 +17,8 @@ from pipeline.worker import Reply
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
-SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 UNPINNED_COPIES = 0.5  # the same for copies from pageable memory, which also block the host
+SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
 # Of the images/s that the step alone reached in the seconds after the start: over hours a GPU runs
@@ -218,30 +218,41 @@ class Observation:
         loader = self.loader
         engines = self.copy_fraction if self.setup.decoder in decode.ON_GPU else 0.0
         workers = self.images_per_second / max(self.supply_rate, 1e-9) if loader.workers else 0.0
-        return max(engines, workers)
+        return min(1.0, max(engines, workers))
 
     @property
     def saturated(self) -> bool:
-        """Whether the GPUs wait for each other's images more than half of the time they lose.
+        """Whether several GPUs wait for images because what feeds them is busy on all ranks.
 
-        A feed that is always busy delivers each batch in the last moment, to one rank later than to
-        another. Then all ranks wait, but each of them only sometimes for its own images.
+        It then delivers each batch in the last moment, to one rank later than to another: all ranks
+        wait, but each of them only sometimes for its own images. Not if hosts or a lack of cores
+        explain half of the time that is lost: they also make a feed look busy.
         """
         ranks = self.all_ranks
-        busy = all(one.feeding >= SATURATED for one in ranks)
-        launches = self.any_late + self.stalled
-        return self.setup.on_gpu and len(ranks) > 1 and busy and launches < self.lost / 2
+        hosts = self.stalled + max((one.late_fraction for one in ranks), default=0.0)
+        without_core = max((one.core_fraction for one in ranks), default=0.0)
+        return (
+            self.setup.on_gpu
+            and len(ranks) > 1
+            and all(one.feeding >= SATURATED for one in ranks)
+            and max(hosts, without_core) < self.lost / 2
+        )
 
     @property
     def waited(self) -> float:
         """Share of the time in which the device waited for images, of this rank or of another."""
-        of_others = self.lost - self.any_late - self.stalled if self.saturated else 0.0
-        return max(self.wait_fraction, of_others)
+        return self.lost if self.saturated else self.wait_fraction
+
+    @property
+    def wait(self) -> str:
+        """How long the device waited, for a sentence."""
+        others = " or for other ranks" if self.saturated else ""
+        return f"the {self.device} waited {self.waited:.1%} of the time for images{others}"
 
     @property
     def ceiling(self) -> float:
         """Images/s if every batch were ready, copied and launched in time."""
-        return self.without(self.lost if self.saturated else self.idle_fraction)
+        return self.without(max(self.idle_fraction, self.waited))
 
     @property
     def step_rate(self) -> float:
@@ -491,7 +502,10 @@ def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
 
 def _input_cause(seen: Observation) -> str:
     loader = seen.loader
-    if seen.setup.on_gpu and seen.copy_fraction >= (COPIES if loader.pinned else UNPINNED_COPIES):
+    busy_copying = COPIES if loader.pinned else UNPINNED_COPIES
+    if seen.saturated:  # by copies or by workers
+        busy_copying = SATURATED
+    if seen.setup.on_gpu and seen.copy_fraction >= busy_copying:
         # With the engines, decoding takes the place of the copy.
         return "engines" if seen.setup.decoder in decode.ON_GPU else "copy"
     if loader.slow_share > SLOW_FILES:
@@ -729,7 +743,7 @@ class Cause:
 
 
 RATES = "the step can process {seen.ceiling:,.0f} img/s and got {seen.images_per_second:,.0f}"
-WAITED = "the {seen.device} waited {seen.waited:.1%} of the time for images"
+WAITED = "{seen.wait}"
 WORKER_TIMES = (
     "{seen.decoding_process} spends {seen.loader.supply.cpu_ms:.1f} ms of CPU time per image, and "
     "waits {seen.loader.supply.wait_ms:.1f} ms for storage and {seen.loader.supply.core_ms:.1f} ms "
