@@ -198,19 +198,23 @@ class Observation:
     all_ranks: tuple["Observation", ...] = ()
 
     @property
+    def ranks(self) -> tuple["Observation", ...]:
+        """The observations that are known: of all ranks, or this one only."""
+        return self.all_ranks or (self,)
+
+    @property
     def idle_fraction(self) -> float:
         """Share of the time between steps in which the device did not compute."""
         copying = 0.0 if self.setup.on_gpu else self.copy_fraction
         return self.wait_fraction + self.late_fraction + copying
 
     @property
-    def lost(self) -> float:
-        """Share of the time in which the device waited for its images, its host or other ranks.
+    def lost_fraction(self) -> float:
+        """Share of the time in which this rank's GPU waited for images, its host or other ranks.
 
-        A rank that begins its step before the others waits in the step instead: the largest counts.
+        It is less for a rank that begins its step before the others: then it waits in the step.
         """
-        ranks = self.all_ranks or (self,)
-        return max(one.wait_fraction + one.late_fraction + one.ranks_fraction for one in ranks)
+        return self.idle_fraction + self.ranks_fraction
 
     @property
     def feeding(self) -> float:
@@ -228,20 +232,24 @@ class Observation:
         wait, but each of them only sometimes for its own images. Not if hosts or a lack of cores
         explain half of the time that is lost: they also make a feed look busy.
         """
-        ranks = self.all_ranks
-        hosts = self.stalled + max((one.late_fraction for one in ranks), default=0.0)
-        without_core = max((one.core_fraction for one in ranks), default=0.0)
+        hosts = self.stalled + max(one.late_fraction for one in self.ranks)
+        without_core = max(one.core_fraction for one in self.ranks)
         return (
             self.setup.on_gpu
-            and len(ranks) > 1
-            and all(one.feeding >= SATURATED for one in ranks)
-            and max(hosts, without_core) < self.lost / 2
+            and len(self.ranks) > 1
+            and all(one.feeding >= SATURATED for one in self.ranks)
+            and max(hosts, without_core) < self.most_lost / 2
         )
+
+    @property
+    def most_lost(self) -> float:
+        """The share of the rank that loses most: the others wait in their steps instead."""
+        return max(one.lost_fraction for one in self.ranks)
 
     @property
     def waited(self) -> float:
         """Share of the time in which the device waited for images, of this rank or of another."""
-        return self.lost if self.saturated else self.wait_fraction
+        return self.most_lost if self.saturated else self.wait_fraction
 
     @property
     def wait(self) -> str:
@@ -271,7 +279,7 @@ class Observation:
 
     def any_rank(self, share: str) -> float:
         """Sum of a share over the ranks, because the delay of one rank delays all."""
-        return sum(float(getattr(one, share)) for one in self.all_ranks or (self,))
+        return sum(float(getattr(one, share)) for one in self.ranks)
 
     @property
     def any_late(self) -> float:
@@ -288,10 +296,8 @@ class Observation:
         """
         if not self.setup.on_gpu:
             return 0.0
-        ranks = self.all_ranks or (self,)
-        idle = sum(one.wait_fraction + one.late_fraction for one in ranks)
-        own = (one.ranks_fraction + one.wait_fraction + one.late_fraction for one in ranks)
-        return max(0.0, min(own) - idle)
+        least_lost = min(one.lost_fraction for one in self.ranks)
+        return max(0.0, least_lost - self.any_rank("idle_fraction"))
 
     @property
     def unlaunched(self) -> float:
@@ -311,13 +317,13 @@ class Observation:
     @property
     def straggler(self) -> "Observation":
         """The rank that takes longest to compute its gradients."""
-        return max(self.all_ranks or (self,), key=lambda one: one.own_ms)
+        return max(self.ranks, key=lambda one: one.own_ms)
 
     @property
     def others(self) -> list["Observation"]:
         """The ranks other than the straggler."""
         worst = self.straggler
-        return [one for one in self.all_ranks if one is not worst]
+        return [one for one in self.ranks if one is not worst]
 
     @property
     def others_ms(self) -> float:
@@ -331,7 +337,7 @@ class Observation:
         0 if it is not known for every rank, or if the difference may be chance: it is less than
         three standard errors.
         """
-        if not self.others or not all(one.own_ms for one in self.all_ranks):
+        if not self.others or not all(one.own_ms for one in self.ranks):
             return 0.0
         later = self.straggler.own_ms - self.others_ms
         error = math.hypot(
@@ -342,7 +348,7 @@ class Observation:
     @property
     def least_exchange_ms(self) -> float:
         """Milliseconds to average the gradients, without waiting for a rank to compute them."""
-        return min(one.exchange_ms for one in self.all_ranks or (self,))
+        return min(one.exchange_ms for one in self.ranks)
 
     @property
     def exchanging(self) -> float:
@@ -356,14 +362,14 @@ class Observation:
     @property
     def lacking_cores(self) -> float:
         """Smallest share of the time that a rank waits for a CPU core."""
-        return min(one.core_fraction for one in self.all_ranks or (self,))
+        return min(one.core_fraction for one in self.ranks)
 
     @property
     def core_waiter(self) -> "Observation":
         """The rank whose lack of a CPU core delays the launches: this one, or that of a stall."""
         if self.late_fraction >= self.stalled:
             return self
-        return max(self.all_ranks or (self,), key=lambda one: one.core_fraction)
+        return max(self.ranks, key=lambda one: one.core_fraction)
 
     @property
     def launches_wait_for_core(self) -> bool:
@@ -591,7 +597,11 @@ def _faster_decoding(seen: Observation) -> str:
         # Workers and step then share all cores; their CPU time per image is the same.
         text = f"set loader.workers={workers + 1} to use the core of the step, which waits"
         more.append(Change(text, workers=(workers + 1) / (workers + 1 - seen.wait_fraction)))
-    return _join(_less_decoding(seen, more), _more_cores(seen)) or MORE_CORES
+    return _less_decoding_or_more_cores(seen, more) or MORE_CORES
+
+
+def _less_decoding_or_more_cores(seen: Observation, more: Sequence[Change] = ()) -> str:
+    return _join(_less_decoding(seen, more), _more_cores(seen))
 
 
 def _less_decoding(seen: Observation, more: Sequence[Change] = ()) -> str:
@@ -621,11 +631,6 @@ def _try_engines(seen: Observation) -> str:
     return f"set loader.decoder=auto and loader.workers=auto in a new run to measure {what}"
 
 
-def _relieved_engines(seen: Observation) -> str:
-    """With hybrid, more workers decode more of the images."""
-    return _join(_less_decoding(seen), _more_cores(seen))
-
-
 def _shrinking_unpriced(seen: Observation) -> str:
     """What shrinking gives to JPEG engines is not measured."""
     unknown = seen.gains is None or seen.setup.decoder == "gpu"
@@ -639,9 +644,9 @@ def _more_cores(seen: Observation) -> str:
     """
     setup, flow = seen.setup, seen.flow
     workers = math.ceil(min(seen.loader.workers, setup.most_workers) * flow.workers_to_reach)
-    cores = workers + 1 + (setup.decoder == "hybrid")
-    if setup.decoder == "gpu" or cores <= setup.most_workers + 1:
+    if setup.decoder == "gpu" or workers <= setup.most_workers:
         return ""
+    cores = workers + 1 + (setup.decoder == "hybrid")
     each = " for each rank" if setup.ranks > 1 else ""
     return f"use a machine with about {cores} CPU cores{each} (about {flow.reach:,.0f} img/s)"
 
@@ -649,7 +654,7 @@ def _more_cores(seen: Observation) -> str:
 def _cores_for_workers(seen: Observation) -> str:
     if seen.loader.workers <= seen.setup.most_workers:
         return _join(OTHERS, _less_decoding(seen))
-    return _join(_less_decoding(seen), _more_cores(seen)) or MORE_CORES
+    return _less_decoding_or_more_cores(seen) or MORE_CORES
 
 
 def _fewer_cores_taken(seen: Observation) -> str:
@@ -704,7 +709,7 @@ def _restored_step(seen: Observation) -> str:
         )
     if seen.setup.decoder in decode.ON_GPU:
         ways.append("decoding uses part of the GPU")
-    slow = next((one for one in seen.all_ranks or (seen,) if one.slowdowns), None)
+    slow = next((one for one in seen.ranks if one.slowdowns), None)
     if slow is not None:
         whose = f"the GPU of {slow.place}" if seen.setup.ranks > 1 else "the GPU"
         ways.append(
@@ -771,7 +776,7 @@ CAUSES = {
         "input-bound by CPU cores", f"{WAITED}; {RATES}", _cores_for_workers, WORKER_TIMES
     ),
     "engines": Cause(
-        "input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _relieved_engines
+        "input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _less_decoding_or_more_cores
     ),
     "hand-off": Cause(
         "input-bound by the hand-off",
