@@ -462,7 +462,7 @@ class Tuner:
         cap = self._cap("hybrid", decoding)
         if self.ranks.size == 1:
             # Whether the host thread that waits for the engines needs a core depends on the host.
-            # Several ranks all wait for one that lacks a core: they leave it one.
+            # With several ranks, it gets one, because all of them wait for a rank that lacks it.
             cap = max(cap, self._cap(self.feed.plan.decoder, decoding))
         readers = math.ceil(MARGIN * demand / reading.images_per_second)
         first = min(cap, max(self.budget("hybrid"), readers))
