@@ -47,7 +47,6 @@ from torch import Tensor, nn
 
 import models
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
-from engine.boards import check_installed, exit_with
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import (
     RankError,
@@ -59,26 +58,27 @@ from engine.distributed import (
     without_sync,
 )
 from engine.evaluate import hits, sums
-from engine.finetune import decide
+from engine.extras.finetune import decide
+from engine.extras.suspects import SampleLosses, image_losses
+from engine.log.boards import check_installed, exit_with
+from engine.log.runlog import RunLog
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
 from engine.out_of_memory import explain_out_of_memory, state_bytes
 from engine.plan import Plan, make_plan, tuning_question
 from engine.rundir import RunDirectory, run_identity
-from engine.runlog import RunLog
 from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
 from engine.state_check import check_state
 from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
-from engine.suspects import SampleLosses, image_losses
+from engine.tune import autotune
 from engine.validator import Validator
-from models import gpu_layers
+from models.kernels import layers as gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError, start_forkserver
+from pipeline.loader_plan import pixels_of
+from pipeline.machine import reached_limit
 from pipeline.prefetcher import Batch
-from pipeline.sizing import autotune
-from pipeline.sizing.machine import reached_limit
-from pipeline.sizing.plan import pixels_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -307,7 +307,7 @@ def compiled(function: F, mode: str) -> F:
     """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
     if mode == "off":
         return function
-    # Otherwise torch does not cache graphs with the max pooling of models.gpu_layers.
+    # Otherwise torch does not cache graphs with the max pooling of models.kernels.layers.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]

@@ -790,7 +790,7 @@ class Config:
     log: Log = field(default_factory=Log)
     profile: Profile = field(default_factory=Profile)
     # Not a key: whether values that are not typed follow from the weights and the number of images
-    # (engine/finetune.py). Set by a recipe.
+    # (engine/extras/finetune.py). Set by a recipe.
     adapt: bool = False
     # Not keys: the overrides as typed, for overrides.yaml, and notes to print at the start.
     typed: list[str] = field(default_factory=list, compare=False)

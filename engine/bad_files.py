@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 
 from engine.distributed import World
+from engine.log.tracker import Tracker
 from engine.state import TrainingError
-from engine.tracker import Tracker
 from pipeline.loader import Loader
 
 NAME = "bad_files.txt"

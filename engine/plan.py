@@ -13,18 +13,18 @@ from torch.utils.flop_counter import FlopCounterMode
 import models
 from conf.schema import CHOOSE_SAMPLES, SPEED, Config, UserError, affecting
 from engine.distributed import World
-from engine.ledger import peak_rate
+from engine.extras.suspects import SampleLosses
+from engine.log.ledger import peak_rate
 from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, state_bytes
 from engine.state import MovingAverage, TrainState
-from engine.suspects import SampleLosses
+from engine.tune import autotune
+from engine.tune.verdict import Setup
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
+from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
-from pipeline.sizing import autotune
-from pipeline.sizing.diagnosis import Setup
-from pipeline.sizing.plan import LoaderPlan, plan_loader
 
 FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
 GOOD_STEPS = 16  # optimiser steps per epoch that the advised batch gives at least
@@ -169,7 +169,7 @@ class Plan:
 
     @property
     def rewrites_layers(self) -> bool:
-        """Whether to use models.gpu_layers, made for compiled bf16 on a GPU."""
+        """Whether to use models.kernels.layers, made for compiled bf16 on a GPU."""
         return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16"
 
     @property

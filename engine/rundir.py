@@ -31,7 +31,7 @@ from engine.state import TrainingError, TrainState, diverged
 from models.archive import open_regular
 from pipeline.build import Datasets
 from pipeline.dataset import in_form_of
-from pipeline.sizing.plan import pixels_of
+from pipeline.loader_plan import pixels_of
 from pipeline.splits import refuse_inside
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from engine.distributed import StopSignal, World
 from engine.evaluate import WORST_IMAGES, Measure, Mistakes, evaluate
+from engine.log.runlog import RunLog
 from engine.plan import Plan
-from engine.runlog import RunLog
 from engine.state import TrainState
 from pipeline.feed import Feed
 

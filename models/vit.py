@@ -70,7 +70,7 @@ class Mlp(nn.Module):
 class AddNorm(nn.LayerNorm):
     """Adds a branch to the residual stream, and normalises the sum for the next branch.
 
-    One module, because both happen in one pass over memory: see `models.gpu_layers`.
+    One module, because both happen in one pass over memory: see `models.kernels.layers`.
     """
 
     def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]

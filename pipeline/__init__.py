@@ -1,7 +1,7 @@
 """From a JPEG file to a batch on the device. The modules in the order of the path of a batch:
 
 index -> sampler -> dataset (decode, augment) -> loader (worker, shared) -> feed ->
-prefetcher (gpu_augment, batch_augment).
+prefetcher (batch_augment).
 
-Sub-packages: sizing (workers and memory), gpu_decode (the GPU's JPEG engines), synthetic (demo).
+Optional rooms: gpu (the GPU's JPEG engines and augmentation), demo (images that it draws).
 """

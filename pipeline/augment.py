@@ -231,7 +231,7 @@ class HorizontalFlip:
 class RandAugment:
     """Apply random operations of a fixed strength (arXiv 1909.13719), as torchvision's RandAugment.
 
-    At the end of the training list, a GPU applies them: pipeline/gpu_augment.py. timm's magnitudes
+    At the end of the training list, a GPU applies them: pipeline/gpu/augment.py. timm's magnitudes
     go from 0 to 10, not to STRENGTHS: its rand-m7-mstd0.5 is {magnitude: 21, magnitude_std: 1.5,
     p: 0.5}, but its list of operations differs.
 
@@ -278,7 +278,7 @@ class TrivialAugment:
     """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
 
     The search space is the wide one of arXiv 2103.10158. At the end of the training list, a GPU
-    applies the operation: pipeline/gpu_augment.py.
+    applies the operation: pipeline/gpu/augment.py.
     """
 
     operations = 1
@@ -323,7 +323,7 @@ def _solarize(image: Image.Image, strength: float) -> Image.Image:
 Operation = Callable[[Image.Image, float], Image.Image]
 Unit = float | Callable[[tuple[int, int]], float]  # or a function of (width, height)
 # name -> (operation(image, signed strength in its own unit), unit at strength 1 for RandAugment,
-# unit at strength 1 for TrivialAugment wide). pipeline/gpu_augment.py has the same operations.
+# unit at strength 1 for TrivialAugment wide). pipeline/gpu/augment.py has the same operations.
 OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
     "identity": (lambda image, v: image, 0, 0),
     "shear_x": (_affine("shear_x"), 0.3, 0.99),

@@ -14,8 +14,8 @@ from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset, describe
 from pipeline.decode import ON_GPU, Picture
+from pipeline.demo.images import CLASSES, SPLITS, UndrawnDataset, is_drawn
 from pipeline.splits import load_splits, roots_of
-from pipeline.synthetic.demo import CLASSES, SPLITS, UndrawnDataset, is_drawn
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
 

@@ -25,8 +25,8 @@ from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
 from pipeline.decode import Picture, TooNarrowError
-from pipeline.gpu_decode.encoded import Encoded
-from pipeline.gpu_decode.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.gpu.encoded import Encoded
+from pipeline.gpu.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
 from pipeline.shared import SharedArray
 

@@ -25,7 +25,7 @@ from PIL import Image, ImageFile
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import region
 from pipeline.index import default_cache_dir
-from pipeline.sizing.machine import free_memory
+from pipeline.machine import free_memory
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")

@@ -13,11 +13,11 @@ from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
 from pipeline.decode import ON_GPU
-from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
+from pipeline.gpu.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
+from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks, batches_ready
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
-from pipeline.sizing.plan import PREFETCH_FACTOR, LoaderPlan, Ranks, batches_ready
 
 
 @dataclass(frozen=True)

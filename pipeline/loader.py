@@ -28,11 +28,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from pipeline import machine
 from pipeline.dataset import Dataset
-from pipeline.gpu_decode.encoded import EncodedRows
-from pipeline.gpu_decode.geometry import COLUMNS
+from pipeline.gpu.encoded import EncodedRows
+from pipeline.gpu.geometry import COLUMNS
 from pipeline.shared import SharedArray, page_lock, page_unlock
-from pipeline.sizing import machine
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
-from pipeline.gpu_augment import apply_operations
+from pipeline.gpu.augment import apply_operations
 from pipeline.loader import HostBatch, Loader
 
 

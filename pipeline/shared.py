@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from conf.schema import UserError
-from pipeline.sizing import machine
+from pipeline import machine
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ import torch
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
 from pipeline.dataset import BadImageError, Dataset, DrawingDataset, describe
-from pipeline.gpu_decode.encoded import EncodedDataset, EncodedRows, FileWriter
+from pipeline.gpu.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it

@@ -100,20 +100,20 @@ from PIL import Image
 import train
 from engine import checkpoint
 from engine.distributed import StopSignal, World, join_world
-from engine.meters import Meter
+from engine.log.meters import Meter
+from engine.log.pictures import bars
+from engine.log.runlog import RunLog
 from engine.optim import Curve
-from engine.pictures import bars
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory
-from engine.runlog import RunLog
 from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import DrawingDataset, FileDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
+from pipeline.loader_plan import choose_decoder, worker_budget
+from pipeline.machine import cores
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from pipeline.sizing.machine import cores
-from pipeline.sizing.plan import choose_decoder, worker_budget
 from scripts import copies
 from scripts.heat_map import heat_map
 

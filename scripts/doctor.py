@@ -70,23 +70,22 @@ import torch
 from conf.compose import complete
 from conf.schema import Config, Data, UserError
 from engine import checkpoint
-from engine.boards import check_installed
 from engine.distributed import World, resolve_device
-from engine.finetune import decide
+from engine.extras.finetune import decide
+from engine.log.boards import check_installed
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
-from pipeline import decode
+from pipeline import decode, machine
 from pipeline.augment import Compose
 from pipeline.build import Datasets, build_datasets, train_transform, val_transform
 from pipeline.class_names import imagenet_names
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
 from pipeline.decode import ON_GPU
+from pipeline.demo.images import MARKER
 from pipeline.index import KINDS, MOST_IGNORED, outdated_cache, stored_as
 from pipeline.loader import SLOW_SAMPLE_SECONDS
-from pipeline.sizing import machine
-from pipeline.sizing.plan import worker_limit
+from pipeline.loader_plan import worker_limit
 from pipeline.splits import load_splits, roots_of
-from pipeline.synthetic.demo import MARKER
 from scripts import bench, gpus, survey
 from scripts.gpus import Ask, Finding
 from scripts.survey import Files, Opened, Split, Tell
@@ -95,7 +94,7 @@ GIB = 1 << 30
 BEGAN = time.time(), time.monotonic()
 OPEN_FILES = resource.getrlimit(
     resource.RLIMIT_NOFILE
-)  # before pipeline.sizing.machine raises the soft limit
+)  # before pipeline.machine raises the soft limit
 NAMED = 10  # files per row on the console
 SUSPICIOUS_BYTES = 128  # no image is smaller: such files are always opened
 # A disk measurement writes at least PROBE_LEAST, and at most PROBE_BYTES or for PROBE_SECONDS.

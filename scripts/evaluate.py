@@ -90,19 +90,19 @@ from torch import Tensor
 
 import train
 from conf import strict_json
-from engine import pictures
-from engine.boards import exit_with
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import RankError, World, join_world
 from engine.evaluate import MOST_CLASSES, Metrics, evaluate
-from engine.predictions import Predictions, Recorder
+from engine.log import pictures
+from engine.log.boards import exit_with
+from engine.log.predictions import Predictions, Recorder
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset, in_form_of
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
+from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.shared import SharedArray
-from pipeline.sizing.plan import LoaderPlan, plan_loader
 from pipeline.splits import refuse_inside
 from scripts.trained import Trained, open_trained
 

@@ -144,17 +144,17 @@ from torch import Tensor, nn
 import models
 from engine.checkpoint import CheckpointError
 from engine.distributed import World, join_world
-from engine.predictions import Ints
+from engine.log.predictions import Ints
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val
 from pipeline.dataset import BadImageError, FileDataset, FolderDataset
 from pipeline.decode import Picture
+from pipeline.demo.images import TEXTURES, draw_image
 from pipeline.loader import LoaderError, start_forkserver
+from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
-from pipeline.sizing.machine import cores
 from pipeline.splits import has_split
-from pipeline.synthetic.demo import TEXTURES, draw_image
 from scripts import evaluate
 from scripts.trained import Trained, open_trained
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from engine.telemetry import SLOWDOWNS
-from pipeline.gpu_decode.decoder import has_engines
+from engine.log.telemetry import SLOWDOWNS
+from pipeline.gpu.decoder import has_engines
 
 Ask = Callable[..., Any]
 """ask("PersistenceMode") calls nvmlDeviceGetPersistenceMode for a GPU; None if the query fails."""

@@ -6,7 +6,7 @@ from itertools import product
 from PIL import Image, ImageColor, ImageDraw
 
 from conf.schema import show
-from engine.pictures import LARGE, SMALL, font, sheet
+from engine.log.pictures import LARGE, SMALL, font, sheet
 from scripts.sweep import AXES, MEASURES, Cell, best, knee
 
 WIDTH, HEIGHT = 84, 52  # of a cell, pixels

@@ -58,12 +58,12 @@ from PIL import Image
 
 import train
 from engine import checkpoint
-from engine.boards import exit_with
 from engine.checkpoint import CheckpointError
 from engine.distributed import RankError, join_world
+from engine.log.boards import exit_with
+from engine.log.pictures import BLUE, GREY, RED, SMALL, font, sheet
 from engine.optim import Curve
 from engine.out_of_memory import explain_out_of_memory
-from engine.pictures import BLUE, GREY, RED, SMALL, font, sheet
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainingError

@@ -130,14 +130,13 @@ import torch
 
 from engine.checkpoint import CheckpointError
 from engine.distributed import resolve_device
-from pipeline import decode
+from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.build import val_transform
 from pipeline.class_names import readable
 from pipeline.dataset import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
-from pipeline.sizing import machine
 from scripts.trained import Trained, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes

@@ -405,7 +405,7 @@ def read_object(run: Run, name: str) -> dict[str, Any]:
 def read_rows(run: Run) -> None:
     """Fill `train` and `val`.
 
-    If steps were repeated after a restart, the later rows count, as in engine/tracker.py.
+    If steps were repeated after a restart, the later rows count, as in engine/log/tracker.py.
     """
     damaged = 0
     for line in read_text(run, "metrics.jsonl").splitlines():

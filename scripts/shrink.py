@@ -84,10 +84,9 @@ from typing import IO
 
 from conf import strict_json
 from conf.schema import MAX_PIXELS, Data, UserError, show
-from pipeline import decode
+from pipeline import decode, machine
 from pipeline.dataset import describe
 from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
-from pipeline.sizing import machine
 from pipeline.splits import has_split
 from scripts import destination, pool
 from scripts.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError

@@ -18,7 +18,7 @@ from conf.compose import load, load_stored
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.plan import choose_precision, count_flops
-from models import gpu_layers
+from models.kernels import layers as gpu_layers
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.
 NOT_OF_THE_MODEL = (

@@ -1,7 +1,7 @@
 """An answer of loader.workers=auto and the setup of its run, for tests."""
 
-from pipeline.sizing.autotune import Answer
-from pipeline.sizing.diagnosis import Setup, Supply
+from engine.tune.autotune import Answer
+from engine.tune.verdict import Setup, Supply
 
 SETUP = Setup(
     batch_size=256,

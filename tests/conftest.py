@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.synthetic.demo import draw_image
+from pipeline.demo.images import draw_image
 from tests.ranks import Ranks
 
 pytest_plugins = ["tests.figures"]
@@ -64,7 +64,7 @@ def _one_torch_thread() -> None:
     """Use one thread: the number of torch's threads changes the bits of a result.
 
     On a busy machine, threads also wait for each other. With a load of 6 on 2 cores,
-    tests/models/test_gpu_layers.py takes 114 s with two threads and 27 s with one.
+    tests/models/kernels/test_layers.py takes 114 s with two threads and 27 s with one.
     """
     torch.set_num_threads(1)
 

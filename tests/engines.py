@@ -9,8 +9,8 @@ from torch import Tensor
 from pipeline import decode
 from pipeline.augment import NAMES, operated
 from pipeline.decode import Picture
-from pipeline.gpu_decode import geometry
-from pipeline.gpu_decode.decoder import EngineError
+from pipeline.gpu import geometry
+from pipeline.gpu.decoder import EngineError
 
 
 def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:

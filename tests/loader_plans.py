@@ -5,7 +5,7 @@ import torch
 from conf.schema import Config
 from engine.distributed import World
 from pipeline.build import Datasets
-from pipeline.sizing.plan import LoaderPlan, plan_memory
+from pipeline.loader_plan import LoaderPlan, plan_memory
 
 
 def world_of(device: torch.device, ranks: int = 1, ranks_here: int = 1) -> World:

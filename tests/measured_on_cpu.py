@@ -16,10 +16,11 @@ from typing import Any
 
 import train
 from conf import cli
-from engine.boards import exit_with
 from engine.launch import end_with_torchrun
-from pipeline import feed
-from pipeline.sizing import autotune, machine, plan
+from engine.log.boards import exit_with
+from engine.tune import autotune
+from pipeline import feed, machine
+from pipeline import loader_plan as plan
 from tests.engines import PillowEngines
 
 

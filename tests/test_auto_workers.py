@@ -21,15 +21,17 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import train
 from conf.schema import Config
-from engine import checkpoint, ledger
+from engine import checkpoint
 from engine.distributed import World
-from pipeline import decode, feed
-from pipeline.gpu_decode.decoder import has_engines
+from engine.log import ledger
+from engine.tune import autotune
+from engine.tune.verdict import Observation
+from pipeline import decode, feed, machine
+from pipeline import loader_plan as plan
+from pipeline.gpu.decoder import has_engines
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
 from pipeline.sampler import TrainSampler
-from pipeline.sizing import autotune, machine, plan
-from pipeline.sizing.diagnosis import Observation
 from tests import small_run
 from tests.answers import ANSWER
 from tests.engines import PillowEngines

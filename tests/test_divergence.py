@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 import train
-from engine import runlog
+from engine.log import runlog
 from engine.state import TrainState
 from pipeline.prefetcher import Batch
 from tests.ranks import Ranks

@@ -18,7 +18,7 @@ from conf import cli
 from conf.compose import complete
 from conf.schema import Config, UserError, config_values
 from engine import checkpoint
-from engine.finetune import decide
+from engine.extras.finetune import decide
 from tests import small_run
 from tests.libraries import timm_module
 from tests.ranks import Ranks

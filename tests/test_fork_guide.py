@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.synthetic.demo import ensure_demo_dataset
+from pipeline.demo.images import ensure_demo_dataset
 from tests.processes import wait_until
 from tests.results import rows, stored
 
@@ -134,7 +134,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if (ROOT / name).is_file():  # not deleted since
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name)
-    source = root / "pipeline" / "synthetic" / "demo.py"
+    source = root / "pipeline" / "demo" / "images.py"
     counts = "TRAIN_IMAGES, VAL_IMAGES = {}, {}"
     text = source.read_text()
     assert counts.format(2000, 500) in text

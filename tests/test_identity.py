@@ -19,10 +19,10 @@ from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, w
 from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
 from engine.plan import make_plan, tuning_question
+from pipeline import loader_plan
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
-from pipeline.sizing import plan as loader_plan
-from pipeline.sizing.plan import choose_decoder, pixels_of
+from pipeline.loader_plan import choose_decoder, pixels_of
 from tests.ranks import Ranks
 from tests.results import stored
 from tests.small_run import SMALL_RUN
@@ -376,7 +376,7 @@ def test_resumed_decoder_gives_the_same_pixels(
     ] == (["cpu"] * 4 + ["gpu", "hybrid"])
     # as on a GPU with JPEG engines
     monkeypatch.setattr(
-        "pipeline.sizing.plan.why_no_engines",
+        "pipeline.loader_plan.why_no_engines",
         lambda device: None if device.type == "cuda" else "a CPU",
     )
     cpu, cuda = torch.device("cpu"), torch.device("cuda")

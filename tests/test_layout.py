@@ -179,8 +179,8 @@ def test_measured_values_become_valid_json() -> None:
         "engine.compile_cache",
         "engine.heartbeat",
         "models.weights",
-        "pipeline.sizing.autotune",
-        "pipeline.synthetic.demo",
+        "engine.tune.autotune",
+        "pipeline.demo.images",
         "scripts.destination",
         "scripts.export",
     }

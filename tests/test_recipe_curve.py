@@ -17,7 +17,7 @@ from PIL import Image
 import train
 from conf import cli
 from conf.schema import Config, Expect
-from pipeline.synthetic.demo import draw_image, ensure_demo_dataset
+from pipeline.demo.images import draw_image, ensure_demo_dataset
 from scripts import report
 from tests.results import rows
 from tests.small_run import SMALL

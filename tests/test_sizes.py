@@ -9,7 +9,7 @@ import torch
 
 import train
 from conf import cli
-from engine.runlog import RunLog
+from engine.log.runlog import RunLog
 from tests.results import rows
 from tests.small_run import compose, run
 

@@ -39,9 +39,10 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint, tracker, validator
+from engine import checkpoint, validator
 from engine.distributed import StopSignal
-from engine.ledger import SHORT, Ledger
+from engine.log import tracker
+from engine.log.ledger import SHORT, Ledger
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from engine.validator import Validator

@@ -21,7 +21,7 @@ import torch
 
 import train
 from conf import cli, schema
-from pipeline.sizing import machine
+from pipeline import machine
 from tests.processes import descendants
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ PLAN = dataclasses.replace(plan(), compile="default")
 
 
 class Doubled(torch.autograd.Function):
-    """As in models.gpu_layers: a gradient that is written by hand."""
+    """As in models.kernels.layers: a gradient that is written by hand."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:

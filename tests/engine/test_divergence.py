@@ -12,11 +12,11 @@ from torch import Tensor, nn
 import train
 from conf.schema import Optim
 from engine.divergence import Divergence
+from engine.extras.suspects import SampleLosses
 from engine.lamb import Lamb
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
 from engine.step_graph import Values
-from engine.suspects import SampleLosses
 from pipeline.prefetcher import Batch
 
 BAD_STEP, STEPS, CLASSES = 3, 6, 3

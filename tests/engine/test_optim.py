@@ -12,7 +12,7 @@ from torch import nn
 from conf.schema import Optim, Schedule, group_names
 from engine.optim import OPTIMIZERS, SCHEDULES, Curve, build_optimizer
 from models import build, freeze
-from models.gpu_layers import rewrite
+from models.kernels.layers import rewrite
 from models.resnet import resnet_tiny
 from models.vit import vit_s16
 from tests.libraries import timm_module

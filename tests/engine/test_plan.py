@@ -28,7 +28,7 @@ from engine.plan import (
     resolve_compile,
 )
 from pipeline.build import build_datasets
-from pipeline.sizing.plan import LoaderPlan, MemoryPlan
+from pipeline.loader_plan import LoaderPlan, MemoryPlan
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOADER = LoaderPlan(

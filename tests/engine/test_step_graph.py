@@ -10,8 +10,8 @@ import torch
 import train
 from conf import cli
 from engine.distributed import World, join_world
+from engine.log.runlog import step_points
 from engine.plan import Plan, make_plan
-from engine.runlog import step_points
 from engine.state import TrainState, params_sha256, untouched
 from engine.step_graph import ORDINARY_STEPS, StepGraph, Values
 from pipeline.build import build_datasets

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import models
 from conf.packages import import_torchvision
-from models.gpu_layers import OnePassAddNorm, OnePassBatchNorm, rewrite
+from models.kernels.layers import OnePassAddNorm, OnePassBatchNorm, rewrite
 
 # Model -> the number of its blocks, and the modules of a block whose outputs are dropped.
 BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {

@@ -17,12 +17,12 @@ import pytest
 from PIL import EpsImagePlugin, Image, UnidentifiedImageError
 
 from conf.schema import UserError
+from engine.tune.prices import measure_gains
 from pipeline import dataset as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_of
 from pipeline.decode import open_picture
 from pipeline.index import Index, load_index
-from pipeline.sizing.prices import measure_gains
 from scripts import shrink, survey
 from tests.processes import compiled_preload
 from tests.stored import as_shards, as_tar, as_zip

@@ -13,7 +13,7 @@ from pipeline.augment import Compose
 from pipeline.build import DATASETS, Splits, build_datasets
 from pipeline.dataset import Dataset, FileDataset
 from pipeline.feed import open_feed
-from pipeline.sizing.plan import choose_decoder
+from pipeline.loader_plan import choose_decoder
 from tests.loader_plans import loader_plan, world_of
 
 ROOT = Path(__file__).parents[2]

@@ -15,7 +15,7 @@ from PIL import Image
 from conf.schema import UserError
 from models.zoo import import_torchvision
 from pipeline import decode
-from pipeline.synthetic.demo import draw_image
+from pipeline.demo.images import draw_image
 
 
 def drawn(mode: str = "RGB") -> Image.Image:

@@ -20,8 +20,8 @@ from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture, installed
 from pipeline.feed import Feed, open_feed
-from pipeline.gpu_decode.decoder import FIRST_SHARE, EngineUpload
-from pipeline.gpu_decode.encoded import EncodedDataset
+from pipeline.gpu.decoder import FIRST_SHARE, EngineUpload
+from pipeline.gpu.encoded import EncodedDataset
 from tests.engines import PillowEngines, pillow_operations
 from tests.loader_plans import loader_plan, world_of
 

@@ -21,7 +21,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
-from pipeline.gpu_decode.decoder import EngineUpload, GpuDecoder
+from pipeline.gpu.decoder import EngineUpload, GpuDecoder
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from conf.schema import UserError
+from pipeline.machine import reached_limit
 from pipeline.shared import SharedArray
-from pipeline.sizing.machine import reached_limit
 from tests.processes import HANGS_SECONDS, needs_linux
 from tests.small_run import command
 

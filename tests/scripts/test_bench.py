@@ -18,9 +18,9 @@ from PIL import Image
 
 from conf import cli
 from conf.schema import Config, Loader, UserError
+from pipeline import machine
+from pipeline.demo import images as demo
 from pipeline.loader import LoaderError
-from pipeline.sizing import machine
-from pipeline.synthetic import demo
 from scripts import bench, copies, heat_map, sweep
 from scripts.sweep import Cell, Setting
 from tests.small_run import SMALL

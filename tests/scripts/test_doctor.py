@@ -36,12 +36,11 @@ from conf.schema import UserError
 from engine import checkpoint
 from engine.out_of_memory import state_bytes
 from engine.rundir import run_identity
-from pipeline import decode
+from pipeline import decode, machine
 from pipeline.class_names import imagenet_names
+from pipeline.demo.images import draw_image
 from pipeline.index import load_index
-from pipeline.sizing import machine
-from pipeline.sizing.plan import FILES_KEPT
-from pipeline.synthetic.demo import draw_image
+from pipeline.loader_plan import FILES_KEPT
 from scripts import doctor, gpus, pool, survey
 from scripts.doctor import Case, Row
 from tests.processes import descendants, is_running, needs_linux
@@ -648,7 +647,7 @@ def test_a_duplicate_with_another_label(root: Path) -> None:
 
 
 def test_more_workers_than_cores(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.sizing.machine.cores", lambda: 4)
+    monkeypatch.setattr("pipeline.machine.cores", lambda: 4)
     assert only(look(root, "loader.workers=4")["workers"]).status == "ok"
     row = only(look(root, "loader.workers=5")["workers"])
     assert (

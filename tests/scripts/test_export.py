@@ -22,8 +22,8 @@ import train
 from conf.compose import complete, load
 from conf.schema import Config, UserError
 from engine.distributed import World, join_world
-from engine.finetune import decide
-from models import gpu_layers
+from engine.extras.finetune import decide
+from models.kernels import layers as gpu_layers
 from models.vit import VisionTransformer
 from pipeline.dataset import BadImageError
 from scripts import evaluate, export

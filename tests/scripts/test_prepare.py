@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from conf.schema import Data, UserError
+from pipeline.demo.images import draw_image
 from pipeline.index import load_index
 from pipeline.splits import load_splits
-from pipeline.synthetic.demo import draw_image
 from scripts import prepare
 from scripts.sources import imagenet, tables
 from scripts.sources.layouts import recognise

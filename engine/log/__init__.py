@@ -1,0 +1,1 @@
+"""What observes a run: console, metrics.jsonl, TensorBoard, telemetry and pictures."""

@@ -1,0 +1,1 @@
+"""Optional: layers rewritten for compiled bf16 on a GPU."""

@@ -1,0 +1,214 @@
+"""Faster versions of four layers that cuDNN and torch.compile execute slowly on a GPU.
+
+Parameters, their names and the function stay the same; only rounding differs. Measurements (one
+H200, ResNet-50, batch 256) are in docs/benchmarks.md.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from models.vit import AddNorm
+
+# 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
+PADDED_CHANNELS = 16
+
+
+def rewrite(model: nn.Module, *, channels_last: bool) -> None:
+    """Replace the classes of layers that have a faster version here, in place.
+
+    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
+    other settings the plain layers are at least as fast.
+
+    Args:
+        channels_last: memory format of the model. The convnet layers are faster only with it.
+    """
+    layers = (LAYERS | CONVNET_LAYERS) if channels_last else LAYERS
+    for module in model.modules():
+        for faster, fits in layers.items():
+            if fits(module):
+                module.__class__ = faster
+
+
+class BlockConv(nn.Conv2d):
+    """The first convolution of a ResNet, computed on blocks of 2x2 pixels (space to depth).
+
+    The 7x7 kernel over 3 channels with stride 2 becomes 4x4 over 12 channels with stride 1, as in
+    MLPerf submissions for TPUs. For 3 channels, cuDNN pads to 8 channels and selects a kernel of
+    the previous GPU generation.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, 3, S, S] -> [B, C, S / 2, S / 2]."""
+        if input.shape[2] % 2 or input.shape[3] % 2:
+            return super().forward(input)
+        # A row and a column of zeros before the weights make them 8x8, so that output o depends on
+        # blocks o to o + 3.
+        weight = F.pixel_unshuffle(F.pad(self.weight, (1, 0, 1, 0)), 2)
+        blocks = F.pixel_unshuffle(F.pad(input, (4, 2, 4, 2)), 2)
+        more = (0, 0, 0, 0, 0, PADDED_CHANNELS - blocks.shape[1])
+        return F.conv2d(
+            F.pad(blocks, more).contiguous(memory_format=torch.channels_last), F.pad(weight, more)
+        )
+
+
+class OnePassBatchNorm(nn.BatchNorm2d):
+    """Batch normalisation that computes mean and variance from two sums in one pass.
+
+    torch.compile uses Welford's algorithm, which divides for every element and reaches half the
+    memory bandwidth. The sums here are float32, of values shifted by one of the inputs (Chan, Golub
+    and LeVeque 1983). That input lies within a few standard deviations of the mean, so the
+    cancellation error is far smaller than the rounding error of bf16 inputs.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, C, H, W] -> the same shape and dtype."""
+        if not self.training:
+            return super().forward(input)
+        assert (
+            self.running_mean is not None
+            and self.running_var is not None
+            and self.momentum is not None
+        )
+        self._check_input_dim(input)
+        count = input.numel() // input.shape[1]
+        if count == 1:
+            raise ValueError(
+                "batch normalisation in training needs more than 1 value per channel, "
+                f"not {list(input.shape)}"
+            )
+        whole = input.to(torch.promote_types(input.dtype, torch.float32))
+        # Not the running mean: torch.compile recomputes `x` in the backward pass, after the running
+        # mean has changed. Not a corner, which depends on the zero padding of the convolution.
+        near = whole[0, :, input.shape[2] // 2, input.shape[3] // 2].detach()
+        x = whole - near[:, None, None]
+        mean = x.mean((0, 2, 3))
+        variance = ((x * x).mean((0, 2, 3)) - mean * mean).clamp(min=0)
+        with torch.no_grad():
+            if self.num_batches_tracked is not None:
+                self.num_batches_tracked.add_(1)
+            self.running_mean.lerp_(near + mean, self.momentum)
+            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+        scale = self.weight * torch.rsqrt(variance + self.eps)
+        return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(
+            input.dtype
+        )
+
+
+class PlacedMaxPool(nn.MaxPool2d):
+    """3x3 max pooling with stride 2 and a backward pass that writes every gradient once."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, C, S, S] -> [B, C, S / 2, S / 2]."""
+        if (
+            not input.is_cuda
+            or input.dtype == torch.float64
+            or input.shape[2] % 2
+            or input.shape[3] % 2
+            or input.numel() >= 1 << 31
+        ):
+            return super().forward(input)
+        pooled: Tensor = _PlacedMaxPool.apply(input)
+        return pooled
+
+
+class _PlacedMaxPool(torch.autograd.Function):
+    """Saves the position of the maximum in each window, int8 in 0 to 8."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor) -> Tensor:
+        padded = F.pad(input, (1, 0, 1, 0), value=-torch.inf)
+        best = padded[:, :, 0:-1:2, 0:-1:2]
+        place = torch.zeros_like(best, dtype=torch.int8)
+        for k in range(1, 9):
+            value = padded[:, :, k // 3 :: 2, k % 3 :: 2][:, :, : best.shape[2], : best.shape[3]]
+            better = (value > best) | value.isnan()
+            best, place = (
+                torch.where(better, value, best),
+                torch.where(better, k, place).to(torch.int8),
+            )
+        ctx.save_for_backward(place)
+        return best
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        from models.kernels.pool_kernel import place_gradients
+
+        return place_gradients(grads[0], ctx.saved_tensors[0])
+
+
+class OnePassAddNorm(AddNorm):
+    """Residual addition and layer norm with a backward pass in one kernel.
+
+    torch.compile uses several kernels for the gradients of the inputs and of the parameters. They
+    took 4.9 of the 30 ms of a step of ViT-S/16 on an H200; this one takes 2.0.
+    """
+
+    def forward(self, stream: Tensor, branch: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """float32 and bf16 [B, N, width] -> the sum, float32, and its norm, bf16."""
+        if not (stream.is_cuda and stream.dtype == torch.float32 and branch.dtype != stream.dtype):
+            return super().forward(stream, branch)
+        total, normed = _AddNorm.apply(stream, branch, self.weight, self.bias, self.eps)
+        return total, normed
+
+
+class _AddNorm(torch.autograd.Function):
+    """Saves the sum, and the mean and the inverse standard deviation of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, stream: Tensor, branch: Tensor, weight: Tensor, bias: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        total = stream + branch
+        normed, mean, inverse = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(total, mean, inverse, weight)
+        # Autocast would convert it to this dtype for the next matrix product anyway.
+        return total, normed.to(branch.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        from models.kernels.norm_kernel import norm_gradients
+
+        return *norm_gradients(grads[0], grads[1], *ctx.saved_tensors), None
+
+
+def _is_stem(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.Conv2d
+        and (module.in_channels, module.kernel_size, module.stride, module.padding)
+        == (3, (7, 7), (2, 2), (3, 3))
+        and (module.groups, module.dilation, module.bias, module.padding_mode)
+        == (1, (1, 1), None, "zeros")
+    )
+
+
+def _is_batch_norm(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.BatchNorm2d
+        and module.affine
+        and module.track_running_stats
+        and module.momentum is not None
+    )
+
+
+def _is_pooling(module: nn.Module) -> bool:
+    return (
+        type(module) is nn.MaxPool2d
+        and (module.kernel_size, module.stride, module.padding) == (3, 2, 1)
+        and (module.dilation, module.return_indices, module.ceil_mode) == (1, False, False)
+    )
+
+
+def _is_add_norm(module: nn.Module) -> bool:
+    return type(module) is AddNorm
+
+
+LAYERS: dict[type[nn.Module], Callable[[nn.Module], bool]] = {OnePassAddNorm: _is_add_norm}
+CONVNET_LAYERS: dict[type[nn.Module], Callable[[nn.Module], bool]] = {
+    BlockConv: _is_stem,
+    OnePassBatchNorm: _is_batch_norm,
+    PlacedMaxPool: _is_pooling,
+}

@@ -1,0 +1,1 @@
+"""Optional: images that the program draws itself."""

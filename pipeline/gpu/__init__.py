@@ -1,0 +1,1 @@
+"""Optional: the GPU decodes JPEG files, crops, resizes and augments them."""

@@ -1,0 +1,418 @@
+"""JPEG files to normalised crops on the GPU: hardware JPEG engines, then a crop and resize kernel.
+
+Journey of a batch, 2-5 for `loader.decoder=gpu` and `hybrid`: a worker reads a file, draws its
+augmentation, and writes bytes and geometry into the slot. Here nvJPEG decodes a batch on the
+hardware engines (14,000 images/s while an H200 also trains; one host thread waits without the GIL),
+and one kernel makes the batch: float [B, 3, S, S].
+
+The engines support baseline YCbCr JPEGs. A worker decodes the other files of a batch, and their
+pixels go through the same kernel.
+"""
+
+import ctypes
+import importlib.util
+import logging
+import math
+import time
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from pipeline.gpu.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
+from pipeline.loader import TASK_ROWS, HostBatch, Loader
+from pipeline.prefetcher import DeviceSlot, finish_pixels
+
+logger = logging.getLogger(__name__)
+
+FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
+MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
+# nvjpegStatus_t.
+STATUSES = {
+    1: "not initialized",
+    2: "invalid parameter",
+    3: "bad JPEG",
+    4: "JPEG not supported",
+    5: "allocator failure",
+    6: "execution failed",
+    7: "architecture mismatch: this GPU has no JPEG engines",
+    8: "internal error",
+    9: "implementation not supported",
+    10: "incomplete bitstream",
+}
+OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
+
+
+class EngineError(RuntimeError):
+    """The JPEG engines are missing or reported an error."""
+
+
+class Engines:
+    """nvJPEG's batched decoder on the hardware engines, called through its C interface.
+
+    One call decodes a batch, and ctypes releases the GIL during the call. Python packages for the
+    same library create an object per image, which costs milliseconds per batch.
+
+    Args:
+        library: from `find_library`.
+
+    Raises:
+        EngineError: this GPU has no JPEG engines, or the driver does not support them.
+    """
+
+    HARDWARE_BACKEND = 3  # NVJPEG_BACKEND_HARDWARE
+    RGB_INTERLEAVED = 5  # NVJPEG_OUTPUT_RGBI
+    # nvJPEG's own pipelining waits for a small kernel after every image: 18,300 images/s on an idle
+    # H200, 2,200 while training steps queue their kernels. Without it 15,500 and 14,400.
+    NO_PIPELINE = 1  # NVJPEG_FLAGS_HW_DECODE_NO_PIPELINE
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+        self.version = ".".join(str(self._property(kind)) for kind in range(3))
+        if self._property(0) < OLDEST:
+            raise EngineError(f"nvJPEG {self.version} is too old; install version {OLDEST}")
+        self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
+        self._check(
+            library.nvjpegCreateEx(
+                self.HARDWARE_BACKEND,
+                None,
+                None,
+                ctypes.c_uint(self.NO_PIPELINE),
+                ctypes.byref(self._handle),
+            ),
+            "nvjpegCreateEx",
+        )
+        self._check(
+            library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state)),
+            "nvjpegJpegStateCreate",
+        )
+        self._count = 0
+
+    def decode(
+        self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
+    ) -> None:
+        """Decode a batch on `stream`. The caller keeps files and targets alive until it is done.
+
+        Args:
+            files: uint64 [n] host addresses of the files.
+            lengths: uint64 [n] bytes.
+            targets: uint64 [n, 8] nvjpegImage_t: device address in column 0, pitch in column 4.
+
+        Raises:
+            EngineError: a file is damaged or the engines do not support it.
+        """
+        n = len(files)
+        if n != self._count:
+            initialize = self.library.nvjpegDecodeBatchedInitialize
+            self._check(
+                initialize(self._handle, self._state, n, 1, self.RGB_INTERLEAVED),
+                "nvjpegDecodeBatchedInitialize",
+            )
+            self._count = n
+        status = self.library.nvjpegDecodeBatched(
+            self._handle,
+            self._state,
+            _pointer(files),
+            _pointer(lengths),
+            _pointer(targets),
+            ctypes.c_void_p(stream.cuda_stream),
+        )
+        if status:
+            self._count = 0
+        self._check(status, "nvjpegDecodeBatched")
+
+    def close(self) -> None:
+        """Free the decoder. No decoding may be in progress."""
+        self.library.nvjpegJpegStateDestroy(self._state)
+        self.library.nvjpegDestroy(self._handle)
+
+    def _property(self, kind: int) -> int:
+        """A part of the version: 0 major, 1 minor, 2 patch (libraryPropertyType)."""
+        value = ctypes.c_int()
+        status = self.library.nvjpegGetProperty(kind, ctypes.byref(value))
+        if status:
+            raise EngineError(f"nvjpegGetProperty returned status {status}")
+        return value.value
+
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            meaning = STATUSES.get(status, "unknown")
+            raise EngineError(
+                f"{call} of nvJPEG {self.version} returned status {status} ({meaning})"
+            )
+
+
+def _pointer(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@cache
+def find_library() -> ctypes.CDLL | None:
+    """nvJPEG from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit; None if missing."""
+    for name in [
+        *_in_nvidia_wheels(),
+        *_in_torchvision(),
+        "libnvjpeg.so.13",
+        "libnvjpeg.so.12",
+        "/usr/local/cuda/lib64/libnvjpeg.so",
+    ]:
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    return None
+
+
+def _in_nvidia_wheels() -> list[str]:
+    """Files of the packages nvidia-nvjpeg (CUDA 13) and nvidia-nvjpeg-cu12."""
+    found = []
+    for package in ("nvidia-nvjpeg", "nvidia-nvjpeg-cu12"):
+        try:
+            files = metadata.files(package) or []
+        except metadata.PackageNotFoundError:
+            continue
+        found += [str(file.locate()) for file in files if file.name.startswith("libnvjpeg.so")]
+    return found
+
+
+def _in_torchvision() -> list[str]:
+    vision = importlib.util.find_spec("torchvision")
+    if vision is None or vision.origin is None:
+        return []
+    folder = Path(vision.origin).parent.parent / "torchvision.libs"
+    return [str(path) for path in sorted(folder.glob("libnvjpeg*.so*"))]
+
+
+_unused: list[Engines] = []  # opened by `why_no_engines`; a GpuDecoder takes them: it saves 0.8 s
+
+
+def _open_engines() -> Engines:
+    """Open the engines of the current device.
+
+    Raises:
+        EngineError: nvJPEG or the engines are missing.
+    """
+    if _unused:
+        return _unused.pop()
+    library = find_library()
+    if library is None:
+        raise EngineError(
+            "nvJPEG is not installed; install torchvision for CUDA or nvidia-nvjpeg with pip"
+        )
+    return Engines(library)
+
+
+@cache
+def why_no_engines(device: torch.device) -> str | None:
+    """Why GpuDecoder does not work on this device; None if it does."""
+    if device.type != "cuda":
+        return "training runs on the CPU"
+    try:
+        torch.cuda.init()
+        _unused.append(_open_engines())
+    except (EngineError, RuntimeError) as error:  # RuntimeError: of CUDA
+        return str(error)
+    return None
+
+
+def has_engines(device: torch.device) -> bool:
+    """Whether GpuDecoder works on this device."""
+    return why_no_engines(device) is None
+
+
+ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
+
+
+class GpuDecoder:
+    """Decodes the encoded rows of a batch, then crops and normalises all rows.
+
+    Args:
+        device: a GPU.
+        batch_size: rows of a batch.
+
+    Raises:
+        EngineError: nvJPEG or the engines are missing.
+
+    Attributes:
+        seconds_per_image: host time of the engines in the newest batch.
+    """
+
+    def __init__(self, device: torch.device, batch_size: int) -> None:
+        self.engines = _open_engines()
+        self.device = device
+        self._targets = np.zeros(
+            (batch_size, 8), np.uint64
+        )  # nvjpegImage_t: four device pointers, four pitches
+        self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
+        self._settled = torch.cuda.Event()
+        self.seconds_per_image = 0.0
+        self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3]: rows that workers decoded
+
+    def make_batch(
+        self,
+        files: np.ndarray,
+        geometry: torch.Tensor,
+        pixels: torch.Tensor,
+        out: torch.Tensor,
+        scale: torch.Tensor,
+        shift: torch.Tensor,
+    ) -> None:
+        """Enqueue decoding and the kernel on the current stream.
+
+        Waits on the host until the engines have read the files.
+
+        Args:
+            files: uint8 [bytes] of the slot, in host memory.
+            geometry: float64 [B, COLUMNS] on the host, pinned; ADDRESS and PITCH are written here.
+            pixels: uint8 [B, S, S, 3] of the slot, on the host, pinned; rows decoded by workers.
+            out: float or uint8 [B, 3, S, S] on the device.
+            scale: float32 [3] on the device.
+            shift: float32 [3] on the device.
+
+        Raises:
+            EngineError: the engines do not support a file.
+        """
+        from pipeline.gpu.crop_kernel import crop_resize
+
+        table = geometry.numpy()
+        files_here = table[:, LENGTH] > 0
+        if self._raw is None or self._raw.shape != pixels.shape:  # data.sizes: a few times in a run
+            self._raw = torch.empty_like(pixels, device=self.device)
+        for first, last in _runs(np.flatnonzero(~files_here)):
+            self._raw[first:last].copy_(pixels[first:last], non_blocking=True)
+        row_bytes = pixels[0].nbytes
+        table[:, PITCH] = np.where(files_here, 3 * table[:, WIDTH], row_bytes // len(pixels[0]))
+        table[:, ADDRESS] = self._raw.data_ptr() + row_bytes * np.arange(len(table))
+        if files_here.any():
+            address = self._room(table[files_here])
+            table[files_here, ADDRESS] = address
+            targets = self._targets[: len(address)]
+            targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
+            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(
+                np.uint64
+            )
+            lengths = table[files_here, LENGTH].astype(np.uint64)
+            self._settled.synchronize()  # the engines decode one batch at a time
+            began = time.perf_counter()
+            self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
+            self._settled.record()
+            self.seconds_per_image = (time.perf_counter() - began) / len(source)
+        rows = geometry.to(self.device, non_blocking=True)
+        for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
+            crop_resize(rows, out, scale, shift, bicubic=bool(bicubic))
+
+    def close(self) -> None:
+        """Free the engines' memory. No batch may be in progress."""
+        self.engines.close()
+
+    def _room(self, rows: np.ndarray) -> np.ndarray:
+        """Device addresses, int64 [n], for the decoded images of these rows of the geometry."""
+        size = -(-(rows[:, PITCH] * rows[:, HEIGHT]).astype(np.int64) // ALIGNMENT) * ALIGNMENT
+        total = int(size.sum())
+        if total > len(self._decoded):
+            # The old memory returns to this stream's pool, so kernels that still read it run first.
+            # It grows only a few times.
+            self._decoded = torch.empty(total + total // 4, dtype=torch.uint8, device=self.device)
+        address: np.ndarray = self._decoded.data_ptr() + np.cumsum(size) - size
+        return address
+
+
+def _runs(rows: np.ndarray) -> list[tuple[int, int]]:
+    """Ranges of consecutive rows as (first, last + 1): one copy per range."""
+    if not len(rows):
+        return []
+    parts = np.split(rows, np.flatnonzero(np.diff(rows) > 1) + 1)
+    return [(int(part[0]), int(part[-1]) + 1) for part in parts]
+
+
+class EngineUpload:
+    """Decodes the encoded rows of a batch on the GPU. Calls block on the host, without the GIL.
+
+    Args:
+        loader: its source has `encoded` buffers.
+        decoder: for batches of this size.
+
+    Attributes:
+        taken: number of batches that the engines decoded.
+        refused: the last error of the engines.
+        hybrid: whether workers decode a share of each batch.
+    """
+
+    def __init__(self, loader: Loader, decoder: GpuDecoder) -> None:
+        rows = loader.pool.sources[loader.source].encoded
+        assert rows is not None, "the source has no buffers for files"
+        self.loader = loader
+        self.decoder = decoder
+        self.rows = rows
+        self.taken = 0
+        self.refused: EngineError | None = None
+        self.hybrid = False
+        self._enough = math.inf
+
+    def share_with_workers(self, hybrid: bool, *, enough: float = math.inf) -> None:
+        """Set which part of later batches the engines decode: all of it, or with `hybrid` a share.
+
+        The share is the smallest with which the workers decode the rest at `enough` images/s, so
+        that decoding takes as little of the GPU as possible. If workers and engines together are
+        slower, it is the share with which both finish together.
+
+        Args:
+            hybrid: whether the workers decode, too.
+            enough: images/s of a rank.
+        """
+        self.hybrid, self._enough = hybrid, enough
+        self.loader.encoded_share = FIRST_SHARE if hybrid else 1.0
+        if hybrid:
+            self._balance()
+
+    def __call__(self, host: HostBatch, slot: DeviceSlot, mixed: bool) -> torch.Tensor:
+        """Make normalised images [B, 3, S, S] on the device.
+
+        Raises:
+            LoaderError: an image cannot be read; names it.
+        """
+        image = slot.format
+        scale, shift = image.scale.flatten(), image.shift.flatten()
+        if host.operations is not None:  # they compute on whole levels
+            out = slot.memory("raw", host.images.shape, torch.uint8)
+            self._decode(host, out, torch.ones_like(scale), torch.zeros_like(shift))
+            return finish_pixels(out, host, slot, mixed)
+        if mixed:  # the transforms compute in float32, as after a CPU decoder, and make new images
+            out = torch.empty(
+                host.images.shape, device=image.device, memory_format=image.memory_format
+            )
+        else:  # the kernel writes the images that the step reads
+            out = slot.memory("images", host.images.shape, image.dtype)
+        self._decode(host, out, scale, shift)
+        return out
+
+    def _decode(
+        self, host: HostBatch, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
+    ) -> None:
+        """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
+        files = self.rows.files.array[host.slot]
+        geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
+        pixels = host.images.permute(0, 2, 3, 1)
+        try:
+            self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
+            self.taken += 1
+        except EngineError as error:
+            self.refused = error
+            logger.warning("%s: the CPU decoder decodes this batch instead", error)
+            self.loader.load_in_process(host)
+            self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
+        if self.hybrid:
+            self._balance()
+
+    def _balance(self) -> None:
+        """Set the share from the measured rates of workers and engines."""
+        pool = self.loader.pool
+        worker_seconds = pool.decode_seconds[self.loader.source]
+        if worker_seconds.count and self.decoder.seconds_per_image:
+            engines = 1 / self.decoder.seconds_per_image
+            workers = max(1, pool.active) / max(worker_seconds.value, 1e-9)
+            together = engines / (engines + workers)
+            needed = max(0.0, 1 - workers / self._enough)
+            self.loader.encoded_share = min(together, needed, MOST_SHARE)

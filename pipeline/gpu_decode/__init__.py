@@ -1,1 +1,0 @@
-"""loader.decoder=gpu and hybrid: the GPU decodes JPEG files; one kernel crops and resizes them."""

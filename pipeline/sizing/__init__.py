@@ -1,1 +1,0 @@
-"""Decoder, number of workers and memory of the input pipeline on this machine."""

@@ -1,1 +1,0 @@
-"""Datasets that the program makes itself: `demo` draws its images."""

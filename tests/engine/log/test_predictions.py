@@ -1,0 +1,178 @@
+"""Metrics of recorded predictions, compared with formulas written out image by image."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from engine.distributed import World
+from engine.evaluate import evaluate
+from engine.log import pictures
+from engine.log.predictions import Predictions, Recorder
+from train import validation_loss
+
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+CLASSES, IMAGES = 7, 500
+
+
+@pytest.fixture(scope="module")
+def logits() -> Tensor:
+    return 2 * torch.randn(IMAGES, CLASSES, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def labels(logits: Tensor) -> Tensor:
+    """Half of them are the prediction."""
+    generator = torch.Generator().manual_seed(2)
+    drawn = torch.randint(0, CLASSES, (IMAGES,), generator=generator)
+    return torch.where(torch.rand(IMAGES, generator=generator) < 0.5, logits.argmax(1), drawn)
+
+
+def recorded(logits: Tensor, labels: Tensor, size: int) -> Predictions:
+    """Record batches of `size`; the last one is filled up. The images are the logits."""
+    recorder = Recorder(nn.Identity())
+    fill = -len(labels) % size
+    rows = torch.cat([logits, torch.zeros(fill, CLASSES)])
+    padded = torch.cat([labels, torch.full((fill,), -1)])
+    batches = zip(rows.split(size), padded.split(size), strict=True)
+    evaluate([recorder], recorder.recording(validation_loss), batches, ALONE)
+    return recorder.predictions(ALONE)
+
+
+@pytest.mark.parametrize("size", [1, 32, 500, 501])
+def test_recorded_values(logits: Tensor, labels: Tensor, size: int) -> None:
+    found = recorded(logits, labels, size)
+    assert found.labels.tolist() == labels.tolist()
+    assert found.predictions.tolist() == logits.argmax(1).tolist()
+    for i, (row, label) in enumerate(zip(logits.double().tolist(), labels.tolist(), strict=True)):
+        total = sum(math.exp(value) for value in row)
+        assert found.losses[i] == pytest.approx(math.log(total) - row[label], rel=1e-4, abs=1e-5)
+        assert found.confidences[i] == pytest.approx(math.exp(max(row)) / total, rel=1e-5)
+        assert found.top5[i] == (sorted(row, reverse=True).index(row[label]) < 5)
+
+
+def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
+    """The formula of arXiv 1706.04599, with bins (0, 1/15], (1/15, 2/15], ..."""
+    found = recorded(logits, labels, 64)
+    answers = labels.tolist()
+    error, counts = 0.0, []
+    for number in range(15):
+        low, high = number / 15, (number + 1) / 15
+        chosen = [i for i in range(IMAGES) if low < found.confidences[i] <= high]
+        counts.append(len(chosen))
+        if chosen:
+            accuracy = sum(answers[i] == found.predictions[i] for i in chosen) / len(chosen)
+            confidence = sum(found.confidences[i] for i in chosen) / len(chosen)
+            error += len(chosen) / IMAGES * abs(accuracy - confidence)
+    calibration = found.calibration()
+    assert calibration.images.tolist() == counts
+    assert calibration.error == pytest.approx(error, abs=1e-9) and error > 0.05
+
+
+def made(confidences: list[float], right: list[bool]) -> Predictions:
+    labels = np.zeros(len(right), np.int64)
+    predictions = np.array([int(not good) for good in right])
+    values = np.array(confidences)
+    top5 = np.ones(len(right), bool)
+    return Predictions(labels, predictions, -values, values, np.array(right), top5)
+
+
+def test_calibration_by_hand() -> None:
+    """Two bins: 0.9 and 0.95 are confident and half right, 0.5 is right."""
+    found = made([0.9, 0.95, 0.5], [True, False, True]).calibration(2)
+    assert found.images.tolist() == [1, 2]  # 0.5 belongs to (0, 0.5]
+    assert found.accuracy.tolist() == [1.0, 0.5]
+    assert found.confidence == pytest.approx([0.5, 0.925])
+    assert found.error == pytest.approx((1 * 0.5 + 2 * 0.425) / 3)
+    assert made([1.0, 1.0], [True, True]).calibration().error == 0
+    assert made([1.0, 1.0], [False, False]).calibration().error == 1
+
+
+def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
+    found = recorded(logits, labels, 64)
+    table = found.table(CLASSES)
+    pairs = found.confusions(CLASSES)
+    rows = found.per_class(CLASSES)
+    for label in range(CLASSES):
+        own = [i for i in range(IMAGES) if labels[i] == label]
+        for prediction in range(CLASSES):
+            count = sum(found.predictions[i] == prediction for i in own)
+            assert table[label, prediction] == count
+            assert ((label, prediction, count) in pairs) == (count > 0)
+        top1 = 100 * sum(found.predictions[i] == label for i in own) / len(own)
+        top5 = 100 * sum(bool(found.top5[i]) for i in own) / len(own)
+        loss = sum(found.losses[i] for i in own) / len(own)
+        assert rows[label] == {
+            "images": len(own),
+            "top1": pytest.approx(top1),
+            "top5": pytest.approx(top5),
+            "loss": pytest.approx(loss),
+        }
+
+
+def test_worst(logits: Tensor, labels: Tensor) -> None:
+    found = recorded(logits, labels, 64)
+    worst = found.worst(10).tolist()
+    assert worst == sorted(range(IMAGES), key=lambda i: -found.losses[i])[:10]
+    found.losses[17] = math.nan
+    assert found.worst(1).tolist() == [17]
+    assert len(found.worst(10_000)) == IMAGES and len(found.worst(0)) == 0
+
+
+def test_flip_averages_logits() -> None:
+    class Corner(nn.Module):
+        def forward(self, images: Tensor) -> Tensor:
+            return images[:, :, 0, 0]
+
+    images = torch.randn(5, 3, 4, 4)
+    expected = (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2
+    assert torch.equal(Recorder(Corner(), flip=True)(images), expected)
+    assert torch.equal(Recorder(Corner())(images), images[:, :, 0, 0])
+
+
+def test_nan_is_no_hit() -> None:
+    """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
+    found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
+    assert found.per_class(CLASSES)[0]["top1"] == 0
+    assert found.calibration().accuracy.sum() == 0 and found.confidences.tolist() == [0] * 4
+
+
+def test_nothing_recorded() -> None:
+    found = Recorder(nn.Identity()).predictions(ALONE)
+    assert len(found.labels) == 0 and found.calibration().error == 0
+
+
+class Shares(World):
+    """Rank 0 of two; `gather` returns the shares that the ranks recorded one after another."""
+
+    found: list[Tensor] = []
+
+    def gather(self, value: Tensor) -> list[Tensor]:  # type: ignore[override]
+        self.found.append(value)
+        return self.found
+
+
+def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tensor) -> None:
+    """The sampler gives rank r the images r, r + 2, ...; the second rank has one image less."""
+    world = Shares(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    for rank in (0, 1):
+        recorder = Recorder(nn.Identity())
+        measure = recorder.recording(validation_loss)
+        recorder.eval()
+        measure(recorder, logits[:7][rank::2], labels[:7][rank::2])
+        if rank == 0:
+            world.found.append(torch.stack(recorder._rows)[0])
+    found = recorder.predictions(world)
+    assert found.labels.tolist() == labels[:7].tolist()
+    assert found.losses == pytest.approx(recorded(logits[:7], labels[:7], 7).losses)
+
+
+def test_reliability_diagram(logits: Tensor, labels: Tensor) -> None:
+    found = recorded(logits, labels, 64).calibration()
+    image = pictures.reliability("title", found.images, found.accuracy, found.error)
+    colours = {colour for _, colour in image.getcolors(1 << 20) or []}
+    assert (0x4C, 0x72, 0xB0) in colours and (0xC4, 0x4E, 0x52) in colours
+    empty = pictures.reliability("title", 0 * found.images, found.accuracy, 0.0)
+    assert (0x4C, 0x72, 0xB0) not in {colour for _, colour in empty.getcolors(1 << 20) or []}

@@ -1,0 +1,223 @@
+"""The operations of RandAugment on a GPU: Pillow's pixels, byte for byte."""
+
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline.augment import (
+    NAMES,
+    STRENGTHS,
+    RandAugment,
+    TrivialAugment,
+    as_rows,
+    operate,
+    operated,
+    signed_strength,
+)
+from pipeline.decode import Picture
+from pipeline.gpu.augment import COLUMNS, MOVED, apply_operations, has_kernels, kernel_rows
+
+GEOMETRIC = ("identity", "shear_x", "shear_y", "translate_x", "translate_y", "rotate")
+
+
+def example_images(size: int, photo: Path) -> np.ndarray:
+    """Noise, a photo, few levels, one level and nearly one level: uint8 [8, size, size, 3]."""
+    noise = np.random.default_rng(0).integers(0, 256, (size, size, 3), np.uint8)
+    with Image.open(photo) as image:
+        real = np.asarray(image.convert("RGB").resize((size, size)))
+    flat = np.full((size, size, 3), (3, 200, 77), np.uint8)
+    halves = np.where(np.tri(size, dtype=bool)[..., None], np.uint8(10), np.uint8(250))
+    corner = np.zeros((size, size, 3), np.uint8)
+    corner[0, 0] = 9
+    # Equalize divides the number of pixels below the highest level by 255.
+    steps = np.zeros((size**2, 3), np.uint8)
+    steps[:509], steps[-1] = 7, 9
+    return np.stack(
+        [
+            noise,
+            real,
+            real[::-1] // 3 + 40,
+            noise // 128 * 255,
+            flat,
+            halves.repeat(3, -1),
+            corner,
+            steps.reshape(size, size, 3),
+        ]
+    )
+
+
+def on_gpu(images: np.ndarray, operations: np.ndarray) -> np.ndarray:
+    """Apply operations to uint8 [B, S, S, 3] on a GPU."""
+    pixels = torch.from_numpy(images).cuda().permute(0, 3, 1, 2)
+    return apply_operations(pixels, operations).permute(0, 2, 3, 1).cpu().numpy()
+
+
+def all_strengths(name: str, size: int) -> list[float]:
+    """With both signs and both units."""
+    return [
+        signed_strength(name, sign * strength / STRENGTHS, (size, size), wide=wide)
+        for wide, strength, sign in itertools.product((0, 1), range(STRENGTHS + 1), (1, -1))
+    ]
+
+
+# The rows for the kernels, read here as the kernels read them.
+
+
+@pytest.mark.parametrize("size", [1, 2, 33])
+@pytest.mark.parametrize("name", GEOMETRIC)
+def test_matrices_copy_the_pixels_that_pillow_copies(name: str, size: int) -> None:
+    image = np.random.default_rng(0).integers(1, 256, (size, size, 3), np.uint8)
+    y, x = np.indices((size, size))
+    for strength in all_strengths(name, size):
+        (row,) = kernel_rows(as_rows([(name, strength)])[None], size)[0].astype(int)
+        assert row[0] == MOVED
+        from_x, from_y = ((a * x + b * y + c) >> 16 for a, b, c in (row[1:4], row[4:7]))
+        inside = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
+        found = np.where(inside[..., None], image[from_y * inside, from_x * inside], 0)
+        np.testing.assert_array_equal(found, operate(Image.fromarray(image), name, strength))
+
+
+@pytest.mark.parametrize("name", ["brightness", "posterize", "solarize"])
+def test_numbers_make_the_levels_that_pillow_makes(name: str) -> None:
+    level = np.arange(256)
+    image = Image.fromarray(level.astype(np.uint8).repeat(3).reshape(16, 16, 3))
+    for strength in all_strengths(name, 16):
+        (row,) = kernel_rows(as_rows([(name, strength)])[None], 16)[0]
+        assert row[0] == NAMES.index(name)
+        found = {
+            "brightness": np.clip(level.astype(np.float32) * np.float32(row[1]), 0, 255),
+            "posterize": level & int(row[1]),
+            "solarize": np.where(level < row[1], level, 255 - level),
+        }[name].astype(np.uint8)
+        expected = np.asarray(operate(image, name, strength))[..., 0]
+        np.testing.assert_array_equal(found, expected.flatten())
+
+
+def test_rows_keep_the_order_of_operations_and_images() -> None:
+    names = [("color", "posterize"), ("equalize", "rotate"), ("sharpness", "color")]
+    drawn = np.stack([as_rows([(first, 0.5), (second, 2.0)]) for first, second in names])
+    rows = kernel_rows(drawn, 8)
+    assert rows.shape == (2, 3, COLUMNS)
+    positions = [[NAMES.index(name) for name in each] for each in zip(*names, strict=True)]
+    positions[1][1] = MOVED
+    np.testing.assert_array_equal(rows[..., 0], positions)
+    np.testing.assert_array_equal(rows[0, :, 1], [1.5, 0, 1.5])
+    np.testing.assert_array_equal(rows[1, ::2, 1], [252, 3])
+
+
+def test_the_kernels_need_a_gpu() -> None:
+    assert not has_kernels(torch.device("cpu"))
+
+
+# The pixels.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [1, 2, 3, 33, 48, 224])
+@pytest.mark.parametrize("name", NAMES)
+def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size: int) -> None:
+    images = example_images(size, image_root / "train" / "dots" / "03.jpg")
+    strengths = all_strengths(name, size)
+    operations = np.repeat([as_rows([(name, strength)]) for strength in strengths], 8, axis=0)
+    found = on_gpu(np.concatenate([images] * len(strengths)), operations)
+    expected = [
+        np.asarray(operate(Image.fromarray(image), name, strength))
+        for strength, image in itertools.product(strengths, images)
+    ]
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [48, pytest.param(224, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "transform",
+    [
+        RandAugment(count=3, magnitude=17),
+        RandAugment(count=3, magnitude=17, magnitude_std=5, p=0.5),
+        TrivialAugment(),
+    ],
+    ids=["rand", "some", "trivial"],
+)
+def test_operations_of_a_batch_are_applied_in_their_order(
+    image_root: Path, transform: RandAugment | TrivialAugment, size: int
+) -> None:
+    images = example_images(size, image_root / "train" / "dots" / "02.jpg")
+    images = np.concatenate([images] * 16)
+    drawn = [transform.draw((size, size), random.Random(seed)) for seed in range(len(images))]
+    expected = [
+        operated(Picture(image), operations).pixels()
+        for image, operations in zip(images, drawn, strict=True)
+    ]
+    operations = np.stack([as_rows(each) for each in drawn])
+    np.testing.assert_array_equal(on_gpu(images, operations), expected)
+    # Small batches, whose size is odd.
+    for first in range(0, 24, 3):
+        part = slice(first, first + 3)
+        found = on_gpu(images[part], operations[part])
+        np.testing.assert_array_equal(found, expected[part])
+
+
+@pytest.mark.gpu
+def test_deterministic_algorithms_are_enough(image_root: Path) -> None:
+    """None of the kernels is refused."""
+    images = example_images(48, image_root / "train" / "dots" / "02.jpg")
+    names = [*NAMES, "equalize", "rotate"]
+    operations = np.stack([as_rows([(name, 0.4)]) for name in names])
+    batch = np.concatenate([images, images])
+    expected = on_gpu(batch, operations)
+    torch.use_deterministic_algorithms(True)
+    try:
+        np.testing.assert_array_equal(on_gpu(batch, operations), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_operations_do_not_wait_for_the_device() -> None:
+    images = torch.zeros(16, 3, 32, 32, dtype=torch.uint8, device="cuda")
+    names = [[(name, 0.5)] for name in (*NAMES, "rotate", "equalize")]
+    operations = np.stack([as_rows(drawn) for drawn in names])
+    apply_operations(images, operations)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        apply_operations(images, operations)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_offsets_of_a_large_batch(image_root: Path) -> None:
+    """More than 2**31 bytes."""
+    size, batch = 224, 2**31 // (3 * 224**2) + 2
+    photo = example_images(size, image_root / "train" / "dots" / "03.jpg")[1]
+    pixels = torch.from_numpy(photo).cuda().expand(batch, -1, -1, -1).permute(0, 3, 1, 2)
+    drawn = [(name, 0.5) for name in ("rotate", "equalize", "sharpness")]
+    made = apply_operations(pixels, np.repeat(as_rows(drawn)[None], batch, axis=0))
+    expected = torch.from_numpy(operated(Picture(photo), drawn).pixels().copy()).cuda()
+    for part in made.permute(0, 2, 3, 1).split(1024):
+        assert (part == expected).all()
+
+
+@pytest.mark.gpu
+def test_without_a_compiler_the_workers_apply_the_operations(tmp_path: Path) -> None:
+    """A warning says why; Triton keeps what it compiled in a folder of its own."""
+    code = (
+        "import torch, pipeline.gpu.augment as gpu;print(gpu.has_kernels(torch.device('cuda', 0)))"
+    )
+    environment = {key: value for key, value in os.environ.items() if key != "CC"}
+    environment |= {"PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.strip() == "False"
+    assert "augment.train: the workers apply the random operations" in ended.stderr
+    assert "Failed to find C compiler" in ended.stderr
+    assert has_kernels(torch.device("cuda", 0))

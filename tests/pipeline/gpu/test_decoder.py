@@ -1,0 +1,588 @@
+"""The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
+
+import io
+import random
+from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from pipeline import augment, decode
+from pipeline.augment import Compose, sample_rng
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.demo.images import draw_image
+from pipeline.gpu import decoder, geometry
+from pipeline.gpu.decoder import (
+    EngineError,
+    Engines,
+    EngineUpload,
+    GpuDecoder,
+    find_library,
+    has_engines,
+    why_no_engines,
+)
+from pipeline.gpu.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.index import load_index
+from pipeline.loader import Loader, Pinned, WorkerPool, start_source
+from pipeline.prefetcher import ImageFormat, Prefetcher
+
+TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
+VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
+RANDOM: list[Any] = [
+    {"random_resized_crop": {"size": 48, "interpolation": "random"}},
+    "horizontal_flip",
+]
+CUBIC: list[Any] = [
+    {"resize": {"size": 56, "interpolation": "bicubic"}},
+    {"center_crop": {"size": 48}},
+]
+SQUASH: list[Any] = [{"resize": {"size": [48, 48]}}]
+LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "bicubic": CUBIC, "squash": SQUASH}
+
+
+def transform(entries: list[Any]) -> Compose:
+    return Compose(augment.build(entries, augment.TRANSFORMS, key="augment.train"))
+
+
+def encoded(image: Image.Image, kind: str = "JPEG", **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def triangle(distance: float) -> float:
+    return max(0.0, 1 - distance)
+
+
+def cubic(distance: float) -> float:
+    """The kernel of Keys (1981), equation 4, with a = -1/2."""
+    if distance < 1:
+        return 1.5 * distance**3 - 2.5 * distance**2 + 1
+    return max(0.0, 2 - distance) ** 2 * (1 - distance) / 2
+
+
+def weights(
+    start: float, scale: float, count: int, low: int, high: int, size: int, *, bicubic: bool
+) -> np.ndarray:
+    """float64 [count, size]: weight of each source pixel per target pixel, as in crop_kernel.py."""
+    table = np.zeros((count, size))
+    width = max(scale, 1.0)
+    reach = 2 * width if bicubic else width
+    for i in range(count):
+        centre = start + scale * (i + 0.5)
+        first, last = int(centre - reach + 0.5), int(centre + reach + 0.5)
+        for place in range(max(first, low), min(last, high)):
+            distance = abs(place + 0.5 - centre) / width
+            table[i, place] = cubic(distance) if bicubic else triangle(distance)
+        table[i] /= table[i].sum()
+    return table
+
+
+def levels(values: np.ndarray) -> np.ndarray:
+    return np.floor(values + 0.5).clip(0, 255)
+
+
+def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
+    """The result of the kernel for a row of the geometry, uint8 [side, side, 3]."""
+    g, (height, width, _) = geometry, pixels.shape
+    bicubic = bool(row[g.BICUBIC])
+    across = weights(
+        row[g.SOURCE_LEFT],
+        row[g.SCALE_X],
+        side,
+        int(row[g.CLIP_LEFT]),
+        int(row[g.CLIP_RIGHT]),
+        width,
+        bicubic=bicubic,
+    )
+    down = weights(
+        row[g.SOURCE_TOP],
+        row[g.SCALE_Y],
+        side,
+        int(row[g.CLIP_TOP]),
+        int(row[g.CLIP_BOTTOM]),
+        height,
+        bicubic=bicubic,
+    )
+    lines = np.einsum("hwc,xw->hxc", pixels.astype(float), across)
+    made = np.einsum("yh,hxc->yxc", down, levels(lines) if bicubic else lines)
+    return levels(made[:, ::-1] if row[g.MIRRORED] else made).astype(np.uint8)
+
+
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("seed", range(12))
+def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: int) -> None:
+    """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
+    data = encoded(draw_image("waves", np.random.default_rng(seed)), quality=95)
+    chain = transform(entries)
+    noted = open_noted(data)
+    assert noted is not None
+    result = chain(noted, sample_rng(1, 2, seed))
+    assert isinstance(result, NotedPicture)
+    row = np.zeros(geometry.COLUMNS)
+    result.write(row)
+    exact = decode.Picture(
+        decode.open_picture(data, "pillow").pixels()
+    )  # not shrunk by its decoder
+    expected = chain(exact, sample_rng(1, 2, seed)).pixels().astype(int)
+    assert abs(apply(row, exact.pixels(), 48).astype(int) - expected).max() <= 1
+
+
+def black_and_white(seed: int) -> np.ndarray:
+    """Pixels of 0 and 255 only, where a bicubic filter overshoots most: uint8 [90, 130, 3]."""
+    return np.random.default_rng(seed).choice(np.array([0, 255], np.uint8), (90, 130, 3))
+
+
+@pytest.mark.parametrize("side", [30, 48, 170])
+def test_bicubic_is_cut_off_after_each_direction_as_on_the_cpu(side: int) -> None:
+    pixels = black_and_white(0)
+    noted = NotedPicture((130, 90), (0, 0, 130, 90))
+    row = np.zeros(geometry.COLUMNS)
+    noted.resized((side, side), (10, 7, 121, 83), interpolation="bicubic").write(row)
+    expected = decode.resize(pixels[7:83, 10:121], (side, side), "bicubic").astype(int)
+    assert abs(apply(row, pixels, side).astype(int) - expected).max() <= 1
+
+
+def test_random_interpolation_notes_both_filters() -> None:
+    noted = NotedPicture((130, 90), (0, 0, 130, 90))
+    rows = np.zeros((40, geometry.COLUMNS))
+    for index, row in enumerate(rows):
+        picture = transform(RANDOM)(noted, sample_rng(1, 2, index))
+        assert isinstance(picture, NotedPicture)
+        picture.write(row)
+    bicubic = rows[:, geometry.BICUBIC] == 1
+    assert 8 < bicubic.sum() < 32
+    mirrored = rows[:, geometry.MIRRORED] == 1
+    assert 0 < (bicubic & mirrored).sum() < bicubic.sum()  # the draws are independent
+
+
+def test_order_of_crop_and_mirror_is_kept() -> None:
+    picture = NotedPicture((100, 80), (0, 0, 100, 80))
+    cropped = picture.mirrored().cropped((10, 0, 40, 20))
+    row = np.zeros(geometry.COLUMNS)
+    cropped.write(row)
+    assert (row[geometry.SOURCE_LEFT], cropped.size, row[geometry.MIRRORED]) == (60, (30, 20), 1)
+    row_back = np.zeros(geometry.COLUMNS)
+    cropped.mirrored().write(row_back)
+    assert row_back[geometry.MIRRORED] == 0
+
+
+def test_transforms_that_need_pixels_raise() -> None:
+    picture = open_noted(encoded(draw_image("dots", np.random.default_rng(0))))
+    assert picture is not None
+    with pytest.raises(NeedsPixelsError):
+        transform([{"random_crop": {"size": 400, "padding": 200}}])(picture, random.Random(0))
+    with pytest.raises(NeedsPixelsError):
+        transform(["rand_augment"])(picture, random.Random(0))
+    with pytest.raises(NeedsPixelsError):
+        picture.resized((50, 50)).resized((20, 20))
+
+
+@pytest.mark.parametrize(
+    ("data", "taken"),
+    [
+        (lambda image: encoded(image), True),
+        (lambda image: encoded(image, subsampling=0), True),
+        (lambda image: encoded(image, subsampling=1), True),
+        (lambda image: encoded(image) + b"tail", True),
+        (lambda image: encoded(image, progressive=True), False),
+        (lambda image: encoded(image.convert("L")), False),
+        (lambda image: encoded(image.convert("CMYK")), False),
+        (lambda image: encoded(image, "PNG"), False),
+        (lambda image: encoded(image)[:-200], False),
+    ],
+    ids=["4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "PNG", "truncated"],
+)
+def test_engines_get_only_supported_files(data: Any, taken: bool) -> None:
+    assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
+
+
+def changed(data: bytes, rng: random.Random) -> bytes:
+    """Change a few bytes of the header of a JPEG, mostly markers and lengths."""
+    made, header = bytearray(data), data.index(b"\xff\xda") + 14
+    markers = [at for at in range(2, header - 14) if data[at] == 0xFF]
+    for _ in range(rng.choice([1, 1, 2, 3])):
+        place = rng.choice([rng.randrange(header), rng.choice(markers) + rng.randrange(6)])
+        made[place] = rng.choice([rng.randrange(256), rng.randrange(16), 0xFF, made[place] ^ 1])
+    if rng.random() < 0.2:
+        at = rng.choice(markers)
+        made[at:at] = rng.choice([b"\xff", b"\xff\xfe\0\x02", b"\xff\xd8", made[at:header]])
+    return bytes(made)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged EXIF data
+def test_headers_read_without_pillow() -> None:
+    """They are usual ones, and Pillow reads the same in them."""
+    image = draw_image("plaid", np.random.default_rng(1))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    options: list[dict[str, Any]] = [
+        *({"subsampling": number} for number in range(3)),
+        *({"exif": exif}, {"comment": b"drawn"}, {"icc_profile": bytes(3000)}, {"optimize": True}),
+        {"dpi": (300, 300)},
+    ]
+    files = [encoded(image, **one) for one in options]
+    rng, accepted = random.Random(0), 0
+    for number in range(3000):
+        data = files[number] if number < len(files) else changed(rng.choice(files), rng)
+        header = geometry._plain_header(data)
+        assert number >= len(files) or header is not None
+        if header is not None:
+            accepted += 1
+            assert geometry._header_by_pillow(data, 10**12) == header, data[:700]
+    assert 500 < accepted < 2500
+
+
+def with_segment(data: bytes, marker: int, content: bytes, *, length: int | None = None) -> bytes:
+    """Insert a segment before the first scan."""
+    length = len(content) + 2 if length is None else length
+    segment = bytes((0xFF, marker)) + length.to_bytes(2, "big") + content
+    at = data.index(b"\xff\xda")
+    return data[:at] + segment + data[at:]
+
+
+@pytest.mark.parametrize(
+    "unusual",
+    [
+        lambda data: with_segment(data, 0xE0, b"JFIF\0\1"),
+        lambda data: with_segment(data, 0xEE, b"Adobe\0\x64\0\0\0\0\0"),
+        lambda data: with_segment(data, 0xE2, b"MPF\0" + bytes(20)),
+        lambda data: with_segment(data, 0xFE, b"", length=0),
+        lambda data: with_segment(data, 0xDB, bytes(64)),
+        lambda data: with_segment(data, 0xDB, bytes((4, *range(64)))),
+        lambda data: with_segment(data, 0xC0, data[data.index(b"\xff\xc0") + 4 :][:15]),
+        lambda data: data.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0b\3"),
+        lambda data: data.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
+        lambda data: data.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+        lambda data: b"\xff\xd9" + data[2:],
+    ],
+)
+def test_unusual_headers_are_left_to_pillow(unusual: Callable[[bytes], bytes]) -> None:
+    data = encoded(draw_image("plaid", np.random.default_rng(1)))
+    usual = with_segment(with_segment(data, 0xE1, b"note"), 0xDB, bytes((3, *range(64))))
+    assert geometry._plain_header(usual) is not None
+    assert unusual(data) != data
+    assert geometry._plain_header(unusual(data)) is None
+
+
+# Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
+
+
+def loader_of(
+    dataset: Dataset, *, share: float, file_bytes: int, batch: int = 8
+) -> Iterator[Loader]:
+    source = start_source(dataset, batch_size=batch, size=48, slots=4, file_bytes=file_bytes)
+    with WorkerPool([source], workers=1) as pool:
+        loader = Loader(
+            pool,
+            0,
+            lambda step: np.stack([np.zeros(batch, int), np.arange(batch) + batch * step], 1),
+            hold=1,
+        )
+        loader.encoded_share = share
+        yield loader
+
+
+@pytest.mark.parametrize(
+    ("share", "file_bytes", "files"),
+    [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)],
+)
+def test_slot_holds_files_and_geometry(
+    image_root: Path, share: float, file_bytes: int, files: int
+) -> None:
+    dataset = FolderDataset(
+        load_index(image_root / "train", key="data.train"), transform(TRAIN), seed=3
+    )
+    for loader in loader_of(dataset, share=share, file_bytes=file_bytes):
+        for batch in loader.batches(0, 3):
+            encoded = loader.pool.sources[0].encoded
+            assert encoded is not None
+            table = encoded.geometry.array[batch.slot]
+            assert (table[:, geometry.LENGTH] > 0).sum() == files
+            for row in range(8):
+                index = 8 * batch.step + row
+                path, length, offset = (
+                    dataset.name(index),
+                    int(table[row, geometry.LENGTH]),
+                    int(table[row, geometry.OFFSET]),
+                )
+                if length:
+                    assert (
+                        encoded.files.array[batch.slot][offset : offset + length].tobytes()
+                        == Path(path).read_bytes()
+                    )
+                    assert (
+                        tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]])
+                        == Image.open(path).size
+                    )
+                else:
+                    np.testing.assert_array_equal(
+                        batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0]
+                    )
+                assert batch.labels[row] == dataset.load(0, index)[1]
+            loader.load_in_process(batch)
+            assert not table[:, geometry.LENGTH].any()
+            np.testing.assert_array_equal(
+                batch.images[0].permute(1, 2, 0).numpy(), dataset.load(0, 8 * batch.step)[0]
+            )
+            batch.release(None)
+
+
+def test_worker_decodes_a_dataset_that_has_no_files() -> None:
+    """A dataset need not override `load_encoded`."""
+    dataset = FakeDataset(num_samples=64, num_classes=2, size=48)
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 15):
+        for batch in loader.batches(0, 2):
+            encoded = loader.pool.sources[0].encoded
+            assert encoded is not None
+            assert not encoded.geometry.array[batch.slot, :, geometry.LENGTH].any()
+            pixels = dataset.load(0, 8 * batch.step)[0]
+            np.testing.assert_array_equal(batch.images[0].permute(1, 2, 0).numpy(), pixels)
+            batch.release(None)
+
+
+class RefusingEngines:
+    """Stands in for GpuDecoder: refuses a batch with files, and copies the pixels of another."""
+
+    seconds_per_image = 0.0
+
+    def make_batch(
+        self, files: Any, rows: Any, pixels: Any, out: Any, scale: Any, shift: Any
+    ) -> None:
+        if (rows[:, geometry.LENGTH] > 0).any():
+            raise EngineError("nvjpegDecodeBatched returned status 2")
+        out.copy_((pixels.float() * scale + shift).permute(0, 3, 1, 2))
+
+
+def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
+    image_root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = FolderDataset(load_index(image_root / "train", key="data.train"), transform(TRAIN))
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
+        upload = EngineUpload(loader, RefusingEngines())  # type: ignore[arg-type]
+        image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
+        prefetcher = Prefetcher(loader, image, depth=1)
+        prefetcher.make_with(upload, in_thread=True)
+        for batch in prefetcher.batches(0, 2):
+            for row in range(8):
+                expected = dataset.load(0, 8 * batch.step + row)[0]
+                found = batch.images[row].permute(1, 2, 0).numpy()
+                np.testing.assert_array_equal(found, expected)
+        prefetcher.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "status 2: the CPU decoder decodes this batch instead" in caplog.text
+
+
+class Library:
+    """Stands in for nvJPEG: its calls return a status; it notes their names."""
+
+    def __init__(self, version: tuple[int, int, int] = (12, 3, 3), **statuses: int) -> None:
+        self.version, self.statuses = version, statuses
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any) -> int:
+            self.calls.append(name)
+            return self.statuses.get(name, 0)
+
+        return call
+
+    def nvjpegGetProperty(self, kind: int, value: Any) -> int:  # noqa: N802
+        value._obj.value = self.version[kind]
+        return self.statuses.get("nvjpegGetProperty", 0)
+
+
+def test_errors_of_nvjpeg_name_the_version_and_the_status() -> None:
+    with pytest.raises(
+        EngineError,
+        match=r"nvjpegCreateEx of nvJPEG 12\.3\.3 returned status 7 \(architecture mismatch",
+    ):
+        Engines(Library(nvjpegCreateEx=7))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"status 99 \(unknown\)"):
+        Engines(Library(nvjpegJpegStateCreate=99))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match=r"^nvJPEG 11\.9\.0 is too old; install version 12$"):
+        Engines(Library((11, 9, 0)))  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="nvjpegGetProperty returned status 1"):
+        Engines(Library(nvjpegGetProperty=1))  # type: ignore[arg-type]
+
+
+def test_engines_free_what_they_create() -> None:
+    library = Library()
+    Engines(library).close()  # type: ignore[arg-type]
+    assert library.calls == [
+        "nvjpegCreateEx",
+        "nvjpegJpegStateCreate",
+        "nvjpegJpegStateDestroy",
+        "nvjpegDestroy",
+    ]
+
+
+def test_nvidias_own_package_is_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As installed by pip, then torchvision's, then that of the CUDA toolkit."""
+    wheel = metadata.PackagePath("nvidia/cu13/lib/libnvjpeg.so.13")
+    wheel.dist = metadata.Distribution.at("/venv/nvidia_nvjpeg-13.0.dist-info")
+    other = metadata.PackagePath("nvidia/cu13/include/nvjpeg.h")
+    monkeypatch.setattr(
+        metadata, "files", lambda name: [other, wheel] if name == "nvidia-nvjpeg" else None
+    )
+    monkeypatch.setattr(decoder, "_in_torchvision", lambda: ["/venv/torchvision.libs/libnvjpeg.so"])
+    asked: list[str] = []
+
+    def load(name: str) -> Any:
+        asked.append(name)
+        if name.endswith(".so.12"):
+            return "the toolkit's"
+        raise OSError(name)
+
+    monkeypatch.setattr(decoder.ctypes, "CDLL", load)
+    assert find_library.__wrapped__() == "the toolkit's"
+    assert asked == [
+        "/venv/nvidia/cu13/lib/libnvjpeg.so.13",
+        "/venv/torchvision.libs/libnvjpeg.so",
+        "libnvjpeg.so.13",
+        "libnvjpeg.so.12",
+    ]
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+def test_engines_are_found_or_their_absence_is_explained() -> None:
+    device = torch.device("cuda", 0)
+    reason = why_no_engines(device)
+    assert has_engines(device) == (reason is None)
+    assert reason is None or "nvJPEG" in reason
+    assert why_no_engines(torch.device("cpu")) == "training runs on the CPU"
+
+
+@pytest.mark.gpu
+def test_two_decoders_may_exist_one_after_the_other() -> None:
+    """The first one, which only looks for engines, is freed."""
+    device = torch.device("cuda", 0)
+    for _ in range(3):
+        GpuDecoder(device, 2).close()
+
+
+def cropped(rows: np.ndarray, images: list[np.ndarray], device: torch.device) -> np.ndarray:
+    """The result of the kernel itself, uint8 [B, 48, 48, 3]."""
+    from pipeline.gpu.crop_kernel import crop_resize
+
+    on_device = [torch.from_numpy(image.copy()).to(device) for image in images]
+    rows[:, geometry.ADDRESS] = [image.data_ptr() for image in on_device]
+    rows[:, geometry.PITCH] = [image.stride(0) for image in on_device]
+    out = torch.empty(len(rows), 3, 48, 48, dtype=torch.uint8, device=device)
+    levels = torch.ones(3, device=device), torch.zeros(3, device=device)
+    for bicubic in (False, True):
+        crop_resize(torch.from_numpy(rows).to(device), out, *levels, bicubic=bicubic)
+    return out.permute(0, 2, 3, 1).cpu().numpy()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
+    """To one level, if both get the same pixels."""
+    chain, count = transform(entries), 12
+    images = [black_and_white(seed) for seed in range(count // 2)]
+    images += [np.asarray(draw_image("waves", np.random.default_rng(i))) for i in range(count // 2)]
+    rows = np.zeros((count, geometry.COLUMNS))
+    for index, (row, image) in enumerate(zip(rows, images, strict=True)):
+        size = image.shape[1], image.shape[0]
+        noted = chain(NotedPicture(size, (0, 0, *size)), sample_rng(1, 2, index))
+        assert isinstance(noted, NotedPicture)
+        noted.write(row)
+    made = cropped(rows, images, torch.device("cuda", 0))
+    for index, (ours, image) in enumerate(zip(made, images, strict=True)):
+        expected = chain(decode.Picture(image), sample_rng(1, 2, index)).pixels().astype(int)
+        assert abs(ours.astype(int) - expected).max() <= 1, index
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_batches_agree_with_the_cpu_path(
+    image_root: Path, tmp_path: Path, entries: list[Any], share: float
+) -> None:
+    """Engines and libjpeg differ in inverse DCT and chroma upsampling: by 2 levels on average."""
+    root = tmp_path / "train"
+    (root / "a").mkdir(parents=True)
+    images = [
+        draw_image(name, np.random.default_rng(i))
+        for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)
+    ]
+    kinds: list[dict[str, Any]] = [
+        {"quality": 95},
+        {"subsampling": 0},
+        {"progressive": True},
+        {"quality": 80},
+    ]
+    for i, image in enumerate(images):
+        (root / "a" / f"{i:02d}.jpg").write_bytes(encoded(image, **kinds[i % 4]))
+    (root / "a" / "24.jpg").write_bytes(encoded(images[0].convert("CMYK")))
+    (root / "a" / "25.jpg").write_bytes(encoded(images[0], "PNG"))
+    dataset = FolderDataset(load_index(root, key="data.train"), transform(entries), seed=3)
+    device = torch.device("cuda", 0)
+    for loader in loader_of(dataset, share=share, file_bytes=1 << 17, batch=13):
+        with Pinned(loader.pool.sources[0].buffers):
+            upload = EngineUpload(loader, GpuDecoder(device, 13))
+            image = ImageFormat(device, mean=[0, 0, 0], std=[1 / 255] * 3)
+            prefetcher = Prefetcher(loader, image, depth=1)
+            prefetcher.make_with(upload, in_thread=True)
+            loader.encoded_share = share
+            by_workers = 0
+            for batch in prefetcher.batches(0, 2):
+                ours = batch.images.permute(0, 2, 3, 1).cpu().numpy()
+                for row in range(13):
+                    index = 13 * batch.step + row
+                    if abs(ours[row] - dataset.load(0, index)[0]).max() < 0.01:
+                        by_workers += 1
+                        continue
+                    # From the whole image: the CPU path may scale while decoding.
+                    whole = decode.Picture(
+                        decode.open_picture(
+                            Path(dataset.name(index)).read_bytes(), "pillow"
+                        ).pixels()
+                    )
+                    expected = (
+                        dataset.transform(whole, sample_rng(3, 0, index)).pixels().astype(float)
+                    )
+                    difference = abs(ours[row] - expected)
+                    assert difference.mean() < 2, (batch.step, row)
+                    assert np.percentile(difference, 99) < 25, (batch.step, row)
+            # The engines do not support the progressive files, the CMYK file and the PNG.
+            assert by_workers == 8 if share == 1.0 else 13 < by_workers < 20
+
+
+@pytest.mark.gpu
+def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
+    image_root: Path, tmp_path: Path
+) -> None:
+    """A valid header before damaged data: the batch is complete, or an error names the file."""
+    from pipeline.loader import LoaderError
+
+    root = tmp_path / "train"
+    (root / "a").mkdir(parents=True)
+    for i in range(8):
+        (root / "a" / f"{i}.jpg").write_bytes(encoded(draw_image("dots", np.random.default_rng(i))))
+    bad = bytearray((root / "a" / "3.jpg").read_bytes())
+    bad[200:400] = bytes(200)  # within the tables
+    (root / "a" / "3.jpg").write_bytes(bytes(bad))
+    dataset = FolderDataset(load_index(root, key="data.train"), transform(TRAIN), seed=3)
+    device = torch.device("cuda", 0)
+    for loader in loader_of(dataset, share=1.0, file_bytes=1 << 17):
+        with Pinned(loader.pool.sources[0].buffers):
+            upload = EngineUpload(loader, GpuDecoder(device, 8))
+            image = ImageFormat(device, mean=[0, 0, 0], std=[1, 1, 1])
+            prefetcher = Prefetcher(loader, image, depth=1)
+            prefetcher.make_with(upload, in_thread=True)
+            found = None
+            try:
+                found = next(prefetcher.batches(0, 1)).images
+            except LoaderError as error:
+                message = str(error)
+            assert found.isfinite().all() if found is not None else "3.jpg" in message
