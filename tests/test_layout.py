@@ -14,9 +14,9 @@ ROOT = Path(__file__).parents[1]
 # package -> modules of this project that it may import, in addition to itself
 ALLOWED = {
     "conf": [],
-    "pipeline": ["conf.schema", "conf.packages"],
-    "models": ["conf.schema", "conf.packages"],
-    "engine": ["conf.schema", "conf.signals", "conf.strict_json", "pipeline", "models"],
+    "pipeline": ["conf.schema", "conf.packages", "conf.rooms"],
+    "models": ["conf.schema", "conf.packages", "conf.rooms"],
+    "engine": ["conf.schema", "conf.rooms", "conf.signals", "conf.strict_json", "pipeline", "models"],
     "train": ["conf", "pipeline", "models", "engine"],
     "scripts": ["conf", "pipeline", "models", "engine", "train"],
     "tests": ["conf", "pipeline", "models", "engine", "train", "scripts"],

@@ -22,7 +22,7 @@ from pipeline.loader_plan import (
 )
 from tests.processes import needs_linux
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture

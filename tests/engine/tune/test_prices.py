@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.engine.tune.test_autotune import SWEEPS
 
 from conf import cli
 from engine.tune import prices
@@ -17,6 +16,7 @@ from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
 from pipeline.decode import DECODERS, installed
 from pipeline.feed import open_feed
+from tests.engine.tune.test_autotune import SWEEPS
 from tests.loader_plans import loader_plan, world_of
 
 STARVED = Flow(rate=4000, step=8000, alone=7500, waits=True)
