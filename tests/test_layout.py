@@ -16,7 +16,10 @@ ALLOWED = {
     "conf": [],
     "pipeline": ["conf.schema", "conf.packages", "conf.rooms"],
     "models": ["conf.schema", "conf.packages", "conf.rooms"],
-    "engine": ["conf.schema", "conf.rooms", "conf.signals", "conf.strict_json", "pipeline", "models"],
+    "engine": [
+        *("conf.schema", "conf.rooms", "conf.signals", "conf.strict_json"),
+        *("pipeline", "models"),
+    ],
     "train": ["conf", "pipeline", "models", "engine"],
     "scripts": ["conf", "pipeline", "models", "engine", "train"],
     "tests": ["conf", "pipeline", "models", "engine", "train", "scripts"],
