@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
 from conf.schema import Config, Run, Schedule, UserError
-from scripts import sweep
+from scripts.lib import sweep
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
@@ -114,8 +114,8 @@ from pipeline.loader_plan import choose_decoder, worker_budget
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from scripts import copies
-from scripts.heat_map import heat_map
+from scripts.lib import copies
+from scripts.lib.heat_map import heat_map
 
 WINDOWS = 5
 # Per window with or without telemetry: at least one log row, shorter than the machine's drift.

@@ -86,9 +86,10 @@ from pipeline.index import KINDS, MOST_IGNORED, outdated_cache, stored_as
 from pipeline.loader import SLOW_SAMPLE_SECONDS
 from pipeline.loader_plan import worker_limit
 from pipeline.splits import load_splits, roots_of
-from scripts import bench, gpus, survey
-from scripts.gpus import Ask, Finding
-from scripts.survey import Files, Opened, Split, Tell
+from scripts import bench
+from scripts.lib import gpus, survey
+from scripts.lib.gpus import Ask, Finding
+from scripts.lib.survey import Files, Opened, Split, Tell
 
 GIB = 1 << 30
 BEGAN = time.time(), time.monotonic()

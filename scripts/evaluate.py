@@ -104,7 +104,7 @@ from pipeline.loader import TASK_ROWS, LoaderError, start_forkserver
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.shared import SharedArray
 from pipeline.splits import refuse_inside
-from scripts.trained import Trained, open_trained
+from scripts.lib.trained import Trained, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
 SHOWN = 16  # images in worst.jpg

@@ -156,7 +156,7 @@ from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
 from pipeline.splits import has_split
 from scripts import evaluate
-from scripts.trained import Trained, open_trained
+from scripts.lib.trained import Trained, open_trained
 
 CPU = torch.device("cpu")
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2

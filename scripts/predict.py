@@ -137,7 +137,7 @@ from pipeline.class_names import readable
 from pipeline.dataset import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
-from scripts.trained import Trained, open_trained
+from scripts.lib.trained import Trained, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
 # 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.

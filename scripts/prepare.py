@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli, strict_json
 from conf.schema import UserError
-from scripts.destination import FORMATS
+from scripts.lib.destination import FORMATS
 
 SCRIPT = "prepare.py"
 
@@ -103,11 +103,11 @@ from functools import partial
 
 from pipeline import decode
 from pipeline.dataset import describe
-from scripts import destination
-from scripts.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
-from scripts.report_page import duration
-from scripts.sources.layouts import recognise
-from scripts.sources.samples import WHOLE, Layout, Sample
+from scripts.lib import destination
+from scripts.lib.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
+from scripts.lib.report_page import duration
+from scripts.lib.sources.layouts import recognise
+from scripts.lib.sources.samples import WHOLE, Layout, Sample
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"

@@ -46,8 +46,8 @@ import yaml
 
 from conf.overrides import FIELDS
 from conf.schema import LEAST_RUNS, NOT_OF_THE_RECIPE, RESULT, UserError, show
-from scripts import report_page as page
-from scripts.report_page import (
+from scripts.lib import report_page as page
+from scripts.lib.report_page import (
     Axis,
     Column,
     Curve,

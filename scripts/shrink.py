@@ -44,7 +44,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from conf import cli
-from scripts.destination import FORMATS
+from scripts.lib.destination import FORMATS
 
 SIDE = 352  # pipeline.dataset.SHRUNK_SIDE, which cannot be imported before torch
 
@@ -88,9 +88,9 @@ from pipeline import decode, machine
 from pipeline.dataset import describe
 from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
 from pipeline.splits import has_split
-from scripts import destination, pool
-from scripts.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
-from scripts.report_page import duration
+from scripts.lib import destination, pool
+from scripts.lib.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
+from scripts.lib.report_page import duration
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 SCRIPT = "shrink.py"

@@ -184,7 +184,7 @@ def test_measured_values_become_valid_json() -> None:
         "models.weights",
         "engine.tune.autotune",
         "pipeline.demo.images",
-        "scripts.destination",
+        "scripts.lib.destination",
         "scripts.export",
     }
 

@@ -10,7 +10,7 @@ import train
 from conf import cli
 from conf.compose import complete, load_stored
 from conf.schema import UserError, config_values, group_names
-from scripts.trained import open_trained
+from scripts.lib.trained import open_trained
 from tests.conf.test_cli import DATA, refusal
 from tests.small_run import SMALL_RUN
 

@@ -23,7 +23,8 @@ from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_of
 from pipeline.decode import open_picture
 from pipeline.index import Index, load_index
-from scripts import shrink, survey
+from scripts import shrink
+from scripts.lib import survey
 from tests.processes import compiled_preload
 from tests.stored import as_shards, as_tar, as_zip
 

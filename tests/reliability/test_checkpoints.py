@@ -24,7 +24,7 @@ from engine.checkpoint import CheckpointError
 from engine.distributed import World
 from engine.rundir import RunDirectory, run_identity
 from engine.state_check import check_state
-from scripts.trained import open_trained
+from scripts.lib.trained import open_trained
 from tests import small_run
 from tests.processes import HANGS_SECONDS
 from tests.reliability.hostile_checkpoints import CONTENTS, FILES, LONG, SAFETENSORS

@@ -21,8 +21,9 @@ from conf.schema import Config, Loader, UserError
 from pipeline import machine
 from pipeline.demo import images as demo
 from pipeline.loader import LoaderError
-from scripts import bench, copies, heat_map, sweep
-from scripts.sweep import Cell, Setting
+from scripts import bench
+from scripts.lib import copies, heat_map, sweep
+from scripts.lib.sweep import Cell, Setting
 from tests.small_run import SMALL
 
 ROOT = Path(__file__).parents[2]

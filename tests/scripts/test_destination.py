@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from conf.schema import UserError
-from scripts import destination
-from scripts.destination import CONTAINERS, ContainerWriter
+from scripts.lib import destination
+from scripts.lib.destination import CONTAINERS, ContainerWriter
 
 MEMBERS = {
     "n01/a.JPEG": b"a" * 700,

@@ -41,8 +41,9 @@ from pipeline.class_names import imagenet_names
 from pipeline.demo.images import draw_image
 from pipeline.index import load_index
 from pipeline.loader_plan import FILES_KEPT
-from scripts import doctor, gpus, pool, survey
+from scripts import doctor
 from scripts.doctor import Case, Row
+from scripts.lib import gpus, pool, survey
 from tests.processes import descendants, is_running, needs_linux
 from tests.small_run import SMALL
 from tests.stored import as_tar, as_zip

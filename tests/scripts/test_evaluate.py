@@ -23,7 +23,7 @@ from engine.checkpoint import CheckpointError
 from engine.distributed import World, join_world
 from scripts import evaluate
 from scripts.evaluate import Evaluated, with_config, with_labels_of
-from scripts.trained import Trained, open_trained
+from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 from tests.processes import needs_linux

@@ -28,7 +28,7 @@ from models.vit import VisionTransformer
 from pipeline.dataset import BadImageError
 from scripts import evaluate, export
 from scripts.export import CPU, IMAGES, ExportError, Job
-from scripts.trained import Trained, open_trained
+from scripts.lib.trained import Trained, open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 

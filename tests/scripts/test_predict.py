@@ -18,8 +18,8 @@ from PIL import Image
 from conf.schema import UserError
 from engine.distributed import World
 from scripts import evaluate, predict
+from scripts.lib.trained import open_trained
 from scripts.predict import Predicted, Predictor, Result, Unreadable, find_files, read_list
-from scripts.trained import open_trained
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 

@@ -19,7 +19,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts import report, report_page
+from scripts import report
+from scripts.lib import report_page
 from tests import small_run
 
 ROOT = Path(__file__).parents[2]

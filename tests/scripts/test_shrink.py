@@ -25,7 +25,8 @@ from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset
 from pipeline.demo.images import draw_image
 from pipeline.index import load_index
-from scripts import destination, shrink
+from scripts import shrink
+from scripts.lib import destination
 from tests.processes import descendants, is_running
 from tests.stored import as_tar, as_zip
 

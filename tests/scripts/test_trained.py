@@ -14,7 +14,7 @@ import models
 from conf.schema import UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
-from scripts.trained import open_trained
+from scripts.lib.trained import open_trained
 from tests import small_run
 from tests.conftest import CLASSES
 

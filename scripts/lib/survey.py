@@ -24,7 +24,7 @@ from pipeline import decode
 from pipeline.containers import Container
 from pipeline.dataset import describe
 from pipeline.index import EXTENSIONS, SPECIAL, Index
-from scripts import pool
+from scripts.lib import pool
 
 Tell = Callable[[str], None]
 """Displays progress."""
@@ -271,7 +271,7 @@ def examine_all(
         partial(examine, decoder=decoder, max_pixels=max_pixels),
         paths,
         workers=workers,
-        preload=["scripts.survey", "train"],  # torch and the imports of doctor.py
+        preload=["scripts.lib.survey", "train"],  # torch and the imports of doctor.py
         seconds=seconds,
     )
     with closing(answers):

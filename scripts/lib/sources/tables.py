@@ -15,7 +15,7 @@ from typing import Any
 
 from conf.schema import UserError
 from pipeline import decode
-from scripts.sources.samples import (
+from scripts.lib.sources.samples import (
     SPLITS,
     UNSPLIT,
     WNID,

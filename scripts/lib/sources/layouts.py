@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from conf.schema import UserError
 from pipeline.splits import chosen
-from scripts.sources import imagenet, tables
-from scripts.sources.samples import (
+from scripts.lib.sources import imagenet, tables
+from scripts.lib.sources.samples import (
     SPLITS,
     UNSPLIT,
     WHOLE,

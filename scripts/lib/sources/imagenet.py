@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from conf.schema import UserError
-from scripts.sources.samples import (
+from scripts.lib.sources.samples import (
     WNID,
     Layout,
     Place,

@@ -7,7 +7,7 @@ from PIL import Image, ImageColor, ImageDraw
 
 from conf.schema import show
 from engine.log.pictures import LARGE, SMALL, font, sheet
-from scripts.sweep import AXES, MEASURES, Cell, best, knee
+from scripts.lib.sweep import AXES, MEASURES, Cell, best, knee
 
 WIDTH, HEIGHT = 84, 52  # of a cell, pixels
 LEFT, TOP = 144, 76  # margins, pixels
