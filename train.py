@@ -7,33 +7,16 @@ This file contains the algorithm from top to bottom: the loop, the step and its 
 the plan. Fork it: no module that it imports depends on it.
 """
 
-import os
-import signal
-import sys
-
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
-    from engine import slurm
-
-    # As if torchrun had started the tasks of srun: only one per node prints a mistake.
-    os.environ.update(slurm.ranks(os.environ))
-    from engine.launch import end_with_torchrun
-
-    end_with_torchrun()
-
-from conf import cli
-from conf.compose import complete
-
-# Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine, this
-# makes the demo 6 times as fast. torch reads the variable once, at its import.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
 if __name__ == "__main__":
     # Before torch is imported, so that --help and a typo are answered in a fraction of a second.
-    CONFIG = cli.parse(sys.argv[1:], script="train.py", purpose=__doc__.split("\n")[0])
+    from conf.start import start
+
+    CONFIG = start(__doc__)
 
 import gc
 import logging
+import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -46,6 +29,8 @@ import torch
 from torch import Tensor, nn
 
 import models
+from conf import cli
+from conf.compose import complete
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import (
@@ -518,5 +503,4 @@ def main(config: Config) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
     exit_with(partial(main, CONFIG))

@@ -30,10 +30,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from conf import strict_json
+from conf.launch import Launch, read_launch
 from conf.schema import UserError, show
 from conf.signals import STOPS, handle_stops
 from engine.heartbeat import CONNECTION, Heartbeat
-from engine.launch import Launch, read_launch
 
 T = TypeVar("T")
 

@@ -18,18 +18,20 @@ fewest workers that reach 0.98 of the best rate, and writes sweep.json and sweep
 
 import argparse
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+if __name__ == "__main__":
+    from conf.start import set_up_process
+
+    set_up_process()
+
 from conf import cli
 from conf.schema import Config, Run, Schedule, UserError
 from scripts.lib import sweep
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 RUNGS = ("read", "decode", "loader", "copy", "step", "train")
 ON_REQUEST = ("telemetry",)

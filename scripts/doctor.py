@@ -17,9 +17,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli
+if __name__ == "__main__":
+    from conf.start import set_up_process
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
+    set_up_process()
+
+from conf import cli
 
 if __name__ == "__main__":
     parser = cli.option_parser(__doc__)

@@ -21,20 +21,18 @@ Exit status: 0 evaluated, 1 failed or --self-check found a difference, 2 wrong a
 """
 
 import os
-import signal
 import sys
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli, streams
-from conf.schema import UserError, typed_keys
-from engine.launch import end_with_torchrun
+if __name__ == "__main__":
+    from conf.start import set_up_process
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
+    set_up_process()
+
+from conf import cli
+from conf.schema import UserError, typed_keys
 
 SCRIPT = "evaluate.py"
 WORST = 100  # images to list
@@ -74,7 +72,6 @@ if __name__ == "__main__":
             raise UserError(f"--out {OPTIONS.out}: is a file; give a folder")
     except UserError as mistake:
         cli.fail(str(mistake), SCRIPT)
-    end_with_torchrun()
 
 import csv
 import math
@@ -546,7 +543,7 @@ def evaluate_all() -> int:
                 report(found, folder, width)
         if world.leads and not OPTIONS.json:
             print(*(f"written to {folder}" for folder in folders), sep="\n")
-    return int(differs or (OPTIONS.json and streams.lost_output()))
+    return int(differs)
 
 
 def main() -> int:
@@ -566,5 +563,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
     exit_with(main)

@@ -36,20 +36,19 @@ Exit status: 0 exported, 1 failed or a check found a difference, 2 wrong argumen
 
 import argparse
 import os
-import signal
 import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+if __name__ == "__main__":
+    from conf.start import set_up_process
+
+    set_up_process()
 
 from conf import cli
 from conf.schema import UserError, did_you_mean, typed_keys
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 SCRIPT = "export.py"
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -667,5 +666,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
     sys.exit(main())

@@ -17,11 +17,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+if __name__ == "__main__":
+    from conf.start import set_up_process
+
+    set_up_process()
+
 from conf import cli
 from conf.schema import Config, UserError
-from engine.launch import end_with_torchrun
-
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
 
 LEAST_STEPS = 20
 # The default range, as multiples of optim.lr. The loss rises again at about 10 times the best
@@ -36,7 +38,6 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path(), help="output folder (the current one)")
     OPTIONS, OVERRIDES = parser.parse_known_args()
     CONFIG = cli.parse(OVERRIDES, script="lr_find.py", purpose=__doc__.split("\n")[0])
-    end_with_torchrun()
     LOWEST = CONFIG.optim.lr * BELOW if OPTIONS.lowest is None else OPTIONS.lowest
     HIGHEST = CONFIG.optim.lr * ABOVE if OPTIONS.highest is None else OPTIONS.highest
     if OPTIONS.steps < LEAST_STEPS:

@@ -36,20 +36,16 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports prints no traceback
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli, strict_json  # first: it refuses Windows, which has no SIGPIPE
-from conf.schema import UserError, typed_keys
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a message
-    # The output is all that this program makes: a closed or full one is an error.
-    sys.stdin, sys.stdout = sys.__stdin__, sys.__stdout__
+    from conf.start import set_up_process
 
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as train.py does, before torch is imported
+    set_up_process()
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a message
+
+from conf import cli, strict_json
+from conf.schema import UserError, typed_keys
 
 SCRIPT = "predict.py"
 MOST = 5  # classes per image, unless --top is given
@@ -514,5 +510,4 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on, Ctrl-C cleans up
     sys.exit(main(OPTIONS))

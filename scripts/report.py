@@ -39,7 +39,12 @@ from typing import Any, NoReturn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from conf import cli  # first: in one line it says which packages are missing
+if __name__ == "__main__":
+    from conf.start import set_up_process
+
+    set_up_process()
+
+from conf import cli
 
 # isort: split
 import yaml

@@ -43,6 +43,11 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+if __name__ == "__main__":
+    from conf.start import set_up_process
+
+    set_up_process()
+
 from conf import cli
 from scripts.lib.destination import FORMATS
 

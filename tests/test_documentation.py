@@ -251,6 +251,7 @@ def check_command(words: list[str], given: str, monkeypatch: pytest.MonkeyPatch)
 def _undo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo what scripts change at their start."""
     monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGPIPE)}
     yield

@@ -17,7 +17,7 @@ ALLOWED = {
     "pipeline": ["conf.schema", "conf.packages", "conf.rooms"],
     "models": ["conf.schema", "conf.packages", "conf.rooms"],
     "engine": [
-        *("conf.schema", "conf.rooms", "conf.signals", "conf.strict_json"),
+        *("conf.schema", "conf.launch", "conf.rooms", "conf.signals", "conf.strict_json"),
         *("pipeline", "models"),
     ],
     "train": ["conf", "pipeline", "models", "engine"],

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import conf
+from conf import start
 
 ROOT = Path(__file__).parents[2]
 SCRIPTS = (
@@ -61,7 +61,7 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
 
 
 def test_one_package_is_missing(tmp_path: Path) -> None:
-    for name in conf.PACKAGES:
+    for name in start.PACKAGES:
         if name != "torch":
             (tmp_path / name).mkdir()
     done = run("train.py", tmp_path)
@@ -78,8 +78,7 @@ def test_only_local_rank_0_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_environment_that_is_not_activated(tmp_path: Path) -> None:
     """`make env` has already installed the packages."""
     shutil.copy(ROOT / "train.py", tmp_path)
-    for name in ("conf", "engine"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    shutil.copytree(ROOT / "conf", tmp_path / "conf")
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     (tmp_path / ".venv" / "bin" / "activate").touch()
     packages = tmp_path / "packages"
@@ -92,8 +91,8 @@ def test_environment_that_is_not_activated(tmp_path: Path) -> None:
 def test_packages_are_the_required_ones() -> None:
     """All except tensorboard, without which a run prints a warning and continues."""
     required = re.findall(r"^([\w-]+)[>=]", (ROOT / "requirements.txt").read_text(), re.MULTILINE)
-    assert set(conf.PACKAGES.values()) == set(required) - {"tensorboard"}
-    assert all(importlib.util.find_spec(name) for name in conf.PACKAGES)
+    assert set(start.PACKAGES.values()) == set(required) - {"tensorboard"}
+    assert all(importlib.util.find_spec(name) for name in start.PACKAGES)
 
 
 WINDOWS = """

@@ -4,8 +4,8 @@ import threading
 
 import pytest
 
+from conf.launch import REMEDY, Launch, end_with_torchrun, read_launch
 from conf.schema import UserError
-from engine.launch import REMEDY, Launch, end_with_torchrun, read_launch
 
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),

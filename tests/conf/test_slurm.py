@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine import slurm
-from engine.slurm import first_host, ranks
+from conf import launch
+from conf.launch import first_host
+from conf.launch import ranks_of_srun as ranks
 
 ROOT = Path(__file__).parents[2]
 # Task 5 of 7, on the second of two nodes.
@@ -28,7 +29,7 @@ STEP = {
 @pytest.fixture(autouse=True)
 def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a task of srun; the tests may run in a terminal."""
-    monkeypatch.setattr(slurm, "_has_terminal", lambda: False)
+    monkeypatch.setattr(launch, "_has_terminal", lambda: False)
 
 
 def test_a_task_of_a_step_is_a_rank() -> None:
@@ -70,7 +71,7 @@ def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
     """srun --ntasks-per-node=8 --pty bash"""
     program = """if True:
         import fcntl, os, sys, termios
-        from engine.slurm import ranks
+        from conf.launch import ranks_of_srun as ranks
         assert ranks(os.environ)["RANK"] == "5"
         fcntl.ioctl(1, termios.TIOCSCTTY, 0)
         assert ranks(os.environ) == {}

@@ -1,0 +1,93 @@
+"""The start of a program, before torch is imported: environment, packages, command line.
+
+    if __name__ == "__main__":
+        CONFIG = start(__doc__)  # a script with its own options calls `set_up_process` instead
+
+Only the standard library is imported here, because any other package may be missing.
+"""
+
+import atexit
+import os
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from conf.launch import end_with_torchrun, ranks_of_srun
+
+if TYPE_CHECKING:
+    from conf.schema import Config
+
+# Module -> package that provides it. Without tensorboard a run prints a warning and continues.
+PACKAGES = {
+    "hydra": "hydra-core",
+    "numpy": "numpy",
+    "omegaconf": "omegaconf",
+    "PIL": "pillow",
+    "torch": "torch",
+    "torchvision": "torchvision",
+}
+
+
+def start(doc: str) -> "Config":
+    """Set up the process of train.py and return the config of its command line.
+
+    --help, --cfg job, a sweep and a mistake end the program here.
+
+    Args:
+        doc: the docstring of the program, whose first line --help prints.
+    """
+    set_up_process()
+    from conf import cli  # Hydra may be missing
+
+    script = Path(sys.argv[0]).name
+    return cli.parse(sys.argv[1:], script=script, purpose=doc.splitlines()[0])
+
+
+def set_up_process() -> None:
+    """Check the platform and the packages, and set what torch reads once, at its import.
+
+    After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
+    """
+    os.environ.update(ranks_of_srun(os.environ))
+    if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
+        _refuse("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
+    missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
+    if missing:
+        _refuse(f"{', '.join(missing)}: not installed for {sys.executable}; {_environment()}")
+    sys.excepthook = _report
+    atexit.register(_flush)
+    end_with_torchrun()
+    # Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine,
+    # this makes the demo 6 times as fast.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _refuse(message: str) -> None:
+    """Exit with status 2. Of the processes of a node, the first one prints the message."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def _environment() -> str:
+    """How to get the packages: most often, the environment is not activated."""
+    environment = Path(__file__).absolute().parent.parent / ".venv"
+    if (environment / "bin" / "activate").exists() and Path(sys.prefix) != environment:
+        return f"run `source {os.path.relpath(environment)}/bin/activate` first"
+    return "run `make env` and `source .venv/bin/activate`, or `pip install -r requirements.txt`"
+
+
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an unexpected error."""
+    if not issubclass(kind, (BrokenPipeError, KeyboardInterrupt)):
+        sys.__excepthook__(kind, error, trace)
+
+
+def _flush() -> None:
+    """Flush the output at exit; nothing is lost that the reader of a broken pipe still wants."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
