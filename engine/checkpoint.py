@@ -32,8 +32,9 @@ import torch
 from torch import Tensor
 
 from conf import strict_json
+from conf.files import open_regular
 from conf.schema import UserError, show
-from models.archive import open_regular, read_archive
+from models.archive import read_archive
 from pipeline.shared import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 import models
+from conf.files import open_regular
 from conf.schema import (
     CHOOSE_SAMPLES,
     RESULT,
@@ -28,7 +29,6 @@ from engine.distributed import World, same_on_all_ranks
 from engine.out_of_memory import state_bytes
 from engine.plan import Plan
 from engine.state import TrainingError, TrainState, diverged
-from models.archive import open_regular
 from pipeline.build import Datasets
 from pipeline.dataset import in_form_of
 from pipeline.loader_plan import pixels_of

@@ -9,7 +9,6 @@ import argparse
 import io
 import os
 import pickletools
-import stat
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor, nn
+
+from conf.files import open_regular
 
 # Limits of a pickle, the part of a file without the numbers of the tensors. That of a ResNet-50
 # with its average and momentum has 26,000 instructions in 80 kB. At these limits, a hostile one
@@ -45,26 +46,6 @@ TAKES = {
 }
 EXTENDS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "BUILD")  # the value below those
 PUTS, GETS = ("BINPUT", "LONG_BINPUT"), ("BINGET", "LONG_BINGET")
-
-
-def open_regular(path: Path) -> io.BufferedReader:
-    """Open a regular file to read all of it.
-
-    Opening a FIFO would wait, reading a device might not end, and a sparse file may have terabytes.
-
-    Raises:
-        OSError: it cannot be opened.
-        ValueError: it is not a regular file, or is larger than the memory.
-    """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = os.fstat(handle)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if stat.S_ISREG(file.st_mode) and file.st_size <= memory:
-        return open(handle, "rb")
-    os.close(handle)
-    if stat.S_ISREG(file.st_mode):
-        raise ValueError(f"is larger than the memory of this machine ({file.st_size:,} bytes)")
-    raise ValueError("is a folder" if stat.S_ISDIR(file.st_mode) else "is not a regular file")
 
 
 def read_archive(path: Path) -> Any:

@@ -16,8 +16,9 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor, nn
 
+from conf.files import open_regular
 from conf.schema import UserError
-from models.archive import open_regular, read_archive
+from models.archive import read_archive
 from models.stages import stages
 
 logger = logging.getLogger(__name__)

@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from PIL import Image, ImageFile
 
+from conf.files import default_cache_dir
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import region
-from pipeline.index import default_cache_dir
 from pipeline.machine import free_memory
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels

@@ -26,6 +26,7 @@ from typing import Any
 
 import numpy as np
 
+from conf.files import default_cache_dir
 from conf.schema import UserError
 from pipeline.containers import Container, list_members
 from pipeline.lists import read_list
@@ -341,21 +342,6 @@ def _of_scan(root: str, scan: Mapping[str, np.ndarray]) -> Index:
     )
     places = SharedArray.copy_of(scan["places"])
     return Index(root, classes, paths, offsets, labels, containers, places)
-
-
-def default_cache_dir() -> Path:
-    """Return the folder of this program in XDG_CACHE_HOME, or in ~/.cache.
-
-    A relative XDG_CACHE_HOME is ignored, as the XDG Base Directory Specification requires.
-
-    Raises:
-        UserError: neither is set, and this user has no home.
-    """
-    given = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.path.expanduser("~")
-    if not os.path.isabs(given) and not os.path.isabs(home):
-        raise UserError("there is no home folder for the cache; set HOME or XDG_CACHE_HOME")
-    return Path(given if os.path.isabs(given) else f"{home}/.cache") / "imagenet-trainer"
 
 
 def check_splits(train: Index, val: Index) -> None:

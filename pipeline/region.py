@@ -19,7 +19,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from pipeline.index import default_cache_dir
+from conf.files import default_cache_dir
 
 SOURCE = Path(__file__).with_suffix(".c")
 COMPILERS = ("cc", "gcc", "clang")

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.demo.images import draw_image
+from tests.drawings import draw_image
 from tests.ranks import Ranks
 
 pytest_plugins = ["tests.figures"]

@@ -14,10 +14,11 @@ ROOT = Path(__file__).parents[1]
 # package -> modules of this project that it may import, in addition to itself
 ALLOWED = {
     "conf": [],
-    "pipeline": ["conf.schema", "conf.packages", "conf.rooms"],
-    "models": ["conf.schema", "conf.packages", "conf.rooms"],
+    "pipeline": ["conf.schema", "conf.files", "conf.packages", "conf.rooms"],
+    "models": ["conf.schema", "conf.files", "conf.packages", "conf.rooms"],
     "engine": [
-        *("conf.schema", "conf.launch", "conf.rooms", "conf.signals", "conf.strict_json"),
+        *("conf.schema", "conf.files", "conf.launch", "conf.rooms"),
+        *("conf.signals", "conf.strict_json"),
         *("pipeline", "models"),
     ],
     "train": ["conf", "pipeline", "models", "engine"],

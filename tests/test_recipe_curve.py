@@ -17,8 +17,9 @@ from PIL import Image
 import train
 from conf import cli
 from conf.schema import Config, Expect
-from pipeline.demo.images import draw_image, ensure_demo_dataset
+from pipeline.demo.images import ensure_demo_dataset
 from scripts import report
+from tests.drawings import draw_image
 from tests.results import rows
 from tests.small_run import SMALL
 

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from conf import schema
+from conf.files import default_cache_dir
 from engine.tune.prices import measure_gains
 from engine.tune.verdict import (
     DECODING,
@@ -47,7 +48,6 @@ from pipeline.dataset import describe
 from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 from pipeline.gpu.decoder import has_engines
-from pipeline.index import default_cache_dir
 from pipeline.loader import Loader, LoaderError
 from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks, Stop, workers_for
 from pipeline.prefetcher import Batch

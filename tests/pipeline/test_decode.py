@@ -15,7 +15,7 @@ from PIL import Image
 from conf.schema import UserError
 from models.zoo import import_torchvision
 from pipeline import decode
-from pipeline.demo.images import draw_image
+from tests.drawings import draw_image
 
 
 def drawn(mode: str = "RGB") -> Image.Image:

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conf.files import default_cache_dir
 from conf.schema import UserError
-from pipeline.index import Index, check_splits, default_cache_dir, load_index
+from pipeline.index import Index, check_splits, load_index
 
 NOBODY = 65534  # root may read and write what permissions forbid
 

@@ -16,7 +16,7 @@ import pytest
 
 from conf.schema import UserError
 from pipeline import decode, region
-from pipeline.demo.images import draw_image
+from tests.drawings import draw_image
 
 needs_compiler = pytest.mark.skipif(
     not any(map(shutil.which, region.COMPILERS)) or isinstance(region.load(), str),

@@ -31,8 +31,8 @@ from PIL import Image
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import BadImageError, FolderDataset, describe
-from pipeline.demo.images import draw_image
 from pipeline.index import load_index
+from tests.drawings import draw_image
 
 WIDTH, HEIGHT = 90, 70  # of an image that is trained, in pixels
 MAX_PIXELS = 4_000_000  # data.max_pixels of the campaign

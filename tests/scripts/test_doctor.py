@@ -38,12 +38,12 @@ from engine.out_of_memory import state_bytes
 from engine.rundir import run_identity
 from pipeline import decode, machine
 from pipeline.class_names import imagenet_names
-from pipeline.demo.images import draw_image
 from pipeline.index import load_index
 from pipeline.loader_plan import FILES_KEPT
 from scripts import doctor
 from scripts.doctor import Case, Row
 from scripts.lib import gpus, pool, survey
+from tests.drawings import draw_image
 from tests.processes import descendants, is_running, needs_linux
 from tests.small_run import SMALL
 from tests.stored import as_tar, as_zip

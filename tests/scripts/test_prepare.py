@@ -21,13 +21,13 @@ import numpy as np
 import pytest
 
 from conf.schema import Data, UserError
-from pipeline.demo.images import draw_image
 from pipeline.index import load_index
 from pipeline.splits import load_splits
 from scripts import prepare
 from scripts.lib.sources import imagenet, tables
 from scripts.lib.sources.layouts import recognise
 from scripts.lib.sources.samples import Layout, Place, Sample, read_place, tree_of_folder
+from tests.drawings import draw_image
 
 ROOT = Path(__file__).parents[2]
 # Class folders of ImageNet whose order differs from that of their ILSVRC2012_ID, as in the real

@@ -23,10 +23,10 @@ from conf.schema import UserError
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.dataset import SHRUNK_SIDE, FolderDataset
-from pipeline.demo.images import draw_image
 from pipeline.index import load_index
 from scripts import shrink
 from scripts.lib import destination
+from tests.drawings import draw_image
 from tests.processes import descendants, is_running
 from tests.stored import as_tar, as_zip
 

@@ -14,8 +14,7 @@ from engine.distributed import World
 from engine.extras.suspects import FEWEST, OWN_SHARE, UNIT, SampleLosses, image_losses
 from engine.state import TrainState, untouched
 from pipeline.dataset import Dataset, FakeDataset
-from pipeline.demo.images import CLASSES as TEXTURES
-from pipeline.demo.images import draw_image
+from tests.drawings import TEXTURES, draw_image
 from tests.ranks import Ranks
 from tests.results import same, stored
 from tests.small_run import command, run
@@ -281,14 +280,14 @@ def test_the_same_sums_on_a_gpu() -> None:
 
 @pytest.mark.slow
 def test_recall_on_the_demo(tmp_path: Path) -> None:
-    """recipe=demo with 2 % wrong labels."""
+    """Textures with 2 % wrong labels."""
     rng = np.random.default_rng(0)
     names = sorted(TEXTURES)
-    for split, count in (("train", 200), ("val", 10)):
+    for split, count in (("train", 340), ("val", 10)):
         for place, name in enumerate(names):
             for number in range(count):
-                wrong = split == "train" and number < 4
-                label = names[(place + rng.integers(1, 10)) % 10] if wrong else name
+                wrong = split == "train" and number < 7
+                label = names[(place + rng.integers(1, 6)) % 6] if wrong else name
                 path = (
                     tmp_path / "images" / split / label / f"{'wrong-' * wrong}{name}-{number}.jpg"
                 )

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from conf.files import default_cache_dir
 from engine.tune.autotune import Answer, recall, remember
-from pipeline.index import default_cache_dir
 from tests.answers import ANSWER
 
 QUESTION: dict[str, Any] = {

@@ -15,7 +15,6 @@ from PIL import Image
 from pipeline import augment, decode
 from pipeline.augment import Compose, sample_rng
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
-from pipeline.demo.images import draw_image
 from pipeline.gpu import decoder, geometry
 from pipeline.gpu.decoder import (
     EngineError,
@@ -30,6 +29,7 @@ from pipeline.gpu.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
+from tests.drawings import draw_image
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
 VAL: list[Any] = [{"resize": {"size": 56}}, {"center_crop": {"size": 48}}]
@@ -513,7 +513,7 @@ def test_batches_agree_with_the_cpu_path(
     (root / "a").mkdir(parents=True)
     images = [
         draw_image(name, np.random.default_rng(i))
-        for i, name in enumerate(["waves", "cells", "rings", "plaid"] * 6)
+        for i, name in enumerate(["waves", "dots", "rings", "plaid"] * 6)
     ]
     kinds: list[dict[str, Any]] = [
         {"quality": 95},
