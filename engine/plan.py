@@ -3,18 +3,22 @@
 import math
 import platform
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 import models
 from conf.schema import CHOOSE_SAMPLES, SPEED, Config, UserError, affecting
+from engine.compute import (
+    check_single_image,
+    choose_precision,
+    count_flops,
+    precision_note,
+    resolve_compile,
+)
 from engine.distributed import World
 from engine.extras.suspects import SampleLosses
-from engine.log.ledger import peak_rate
 from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
 from engine.out_of_memory import activation_bytes, state_bytes
@@ -29,34 +33,15 @@ from pipeline.sampler import SizeSchedule
 FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
 GOOD_STEPS = 16  # optimiser steps per epoch that the advised batch gives at least
 SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images
-# model.compile=auto, measured on one H200 with bf16, channels_last and batch 256; without
-# compilation, ResNet-50 reaches 4,820 images/s, ResNet-18 13,510 and ViT-S/16 5,020.
-EAGER_SHARE = 0.12  # of the peak: 0.12, 0.15 and 0.14
-EAGER_STEP = 2e-3  # seconds, assumed: hundreds of kernels take this long however small they are
-SLOWEST = 1e12  # operations/s that any GPU is assumed to reach
-# Shares of the time without compilation. ResNet-50: 7,450 images/s with `default`, ResNet-18
-# 22,400, ViT-S/16 10,130; ResNet-50 with `tuned` another 6 %.
-DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
-# Seconds to compile ResNet-50 with `default`, and how many more `tuned` takes.
-DEFAULT_COSTS, TUNED_COSTS = 60, 165
-
-NO_SIZES = SizeSchedule({}, num_samples=1, batch_size=1)
 
 
 @dataclass(frozen=True)
 class Due:
-    """What is due after an optimiser step.
-
-    Attributes:
-        log: a log row.
-        epoch: an epoch has ended.
-        validate: a validation; a checkpoint always follows it.
-        save: a checkpoint.
-    """
+    """What is due after an optimiser step: a log row, the end of an epoch, ..."""
 
     log: bool
     epoch: bool
-    validate: bool
+    validate: bool  # a checkpoint always follows a validation
     save: bool
 
 
@@ -71,12 +56,11 @@ class Plan:
         schedule_steps: the length of the learning-rate schedule.
         stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
         loader: how this rank's data loading runs.
-        large_files: whether scripts/shrink.py would make the training files much smaller.
+        large_files: whether scripts/prepare.py --side would make the training files much smaller.
         device: name of the device.
         compile: the resolved model.compile.
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
-        flops_per_image: operations of a forward pass for an image of image_size.
-        smaller_flops: the same by size, for the other sizes of data.sizes.
+        flops_by_size: side of the training images -> operations of a forward pass of one image.
         activation_bytes: memory that one image takes in the model for the backward pass.
         state_bytes: memory of the training state, and about the size of a checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
@@ -90,6 +74,7 @@ class Plan:
     classes: tuple[str, ...]
     image_size: int
     val_size: int
+    sizes: SizeSchedule
     schedule_steps: int
     stop_step: int
     curve: Curve
@@ -100,13 +85,11 @@ class Plan:
     precision: str
     channels_last: bool
     compile: str
+    compile_reason: str
     parameters: int
-    flops_per_image: int
+    flops_by_size: Mapping[int, int]
     activation_bytes: int
     state_bytes: int
-    sizes: SizeSchedule = NO_SIZES
-    smaller_flops: Mapping[int, int] = field(default_factory=dict)
-    compile_reason: str = ""
     class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -124,6 +107,22 @@ class Plan:
         """Not an integer in general: the last batch of an epoch is filled from the next epoch."""
         return self.train_images / self.batch_size
 
+    @property
+    def rewrites_layers(self) -> bool:
+        """Whether to use the layers of models/kernels, made for compiled bf16 on a GPU."""
+        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16"
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint stores in addition to the config, so that its model can be used."""
+        return {
+            "classes": list(self.classes),
+            "image_size": self.image_size,
+            "channels_last": self.channels_last,
+            "rewrites_layers": self.rewrites_layers,
+            "device_type": self.device_type,
+        }
+
     def epoch(self, step: int) -> float:
         """Return the epochs done after `step` steps, at most train.epochs."""
         return min(step / self.steps_per_epoch, self.config.train.epochs)
@@ -136,28 +135,23 @@ class Plan:
         """Return the side of the training images of a step in pixels."""
         return self.sizes.at(step) or self.image_size
 
-    def flops(self, step: int) -> int:
-        """Return the operations of a forward pass for a training image of a step."""
-        return self.smaller_flops.get(self.size(step), self.flops_per_image)
-
-    def mean_flops(self, stop: int) -> int:
-        """Return the mean of `flops` over the first `stop` steps."""
-        steps = self.sizes.steps(stop) if self.sizes.starts else {self.image_size: stop}
-        total = sum(
-            count * self.smaller_flops.get(size, self.flops_per_image)
-            for size, count in steps.items()
-        )
-        return total // max(1, stop)
-
     def later_sizes(self, step: int) -> list[int]:
         """Return the first step of each size of data.sizes that begins after `step`."""
         return [first for first, _ in self.sizes.starts if step < first < self.stop_step]
 
+    def flops(self, step: int) -> int:
+        """Return the operations of a forward pass for a training image of a step."""
+        return self.flops_by_size[self.size(step)]
+
+    def mean_flops(self, stop: int) -> int:
+        """Return the mean of `flops` over the first `stop` steps."""
+        steps = self.sizes.steps(stop) if self.sizes.starts else {self.image_size: stop}
+        return sum(n * self.flops_by_size[size] for size, n in steps.items()) // max(1, stop)
+
     def due(self, step: int) -> Due:
         """Return what is due after `step` optimiser steps."""
         last = step == self.stop_step
-        ended = self.epochs_ended(step)
-        before = self.epochs_ended(step - 1)
+        ended, before = self.epochs_ended(step), self.epochs_ended(step - 1)
         every = self.config.train.validate_every_epochs
         validate = step > 0 and (last or ended // every > before // every)
         return Due(
@@ -167,10 +161,11 @@ class Plan:
             save=validate or step % self.config.checkpoint.every_steps == 0,
         )
 
-    @property
-    def rewrites_layers(self) -> bool:
-        """Whether to use models.kernels.layers, made for compiled bf16 on a GPU."""
-        return self.device_type == "cuda" and self.compile != "off" and self.precision == "bf16"
+    def autocast(self) -> torch.autocast:
+        """Return the context of every forward pass. bf16 needs no gradient scaler."""
+        return torch.autocast(
+            self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
+        )
 
     @property
     def setup(self) -> Setup:
@@ -186,64 +181,41 @@ class Plan:
             decoder_fixed=self.config.loader.decoder != "auto",
         )
 
-    @property
-    def record(self) -> dict[str, Any]:
-        """What a checkpoint stores in addition to the config, so that its model can be used."""
-        return {
-            "classes": list(self.classes),
-            "image_size": self.image_size,
-            "channels_last": self.channels_last,
-            "rewrites_layers": self.rewrites_layers,
-            "device_type": self.device_type,
-        }
-
-    def autocast(self) -> torch.autocast:
-        """Return the context of every forward pass. bf16 needs no gradient scaler."""
-        return torch.autocast(
-            self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
-        )
-
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
-        train = self.config.train
-        steps = f"{self.stop_step:,} of {self.batch_size} images"
-        if self.world_size > 1:
-            steps += f" ({self.batch_size // self.world_size} on each of {self.world_size} ranks)"
-        if train.accumulate > 1:
-            part = self.batch_size // self.world_size // train.accumulate
-            steps += f" in {train.accumulate} micro-batches of {part}"
-        steps += f", {self.steps_per_epoch:,.1f} per epoch"
-        if self.stop_step < self.schedule_steps:
-            steps += f"; stops early: {train.epochs:g} epochs are {self.schedule_steps:,} steps"
-        else:
-            steps += f", {train.epochs:g} epochs"
         layout = ", channels_last" if self.channels_last else ""
         reason = f" ({self.compile_reason})" if self.compile_reason else ""
-        rows = [
-            (
-                "data",
-                f"{self.train_images:,} training and {self.val_images:,} validation images, "
-                f"{self.num_classes} classes",
-            ),
-            ("steps", steps),
-            (
-                "model",
-                f"{self.parameters / 1e6:.2f} M parameters, "
-                f"{self.flops_per_image / 1e9:.2f} GFLOP forward per {self.image_size} px image; "
-                f"validated at {self.val_size} px",
-            ),
-            *([("sizes", self._size_line())] if self.sizes.starts else []),
-            ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}"),
-        ]
-        lines = [f"{name:<8} {text}" for name, text in rows]
+        flops = self.flops_by_size[self.image_size]
+        rows = {
+            "data": f"{self.train_images:,} training and {self.val_images:,} validation images, "
+            f"{self.num_classes} classes",
+            "steps": _steps_line(self),
+            "model": f"{self.parameters / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP forward "
+            f"per {self.image_size} px image; validated at {self.val_size} px",
+            "sizes": _sizes_line(self),
+            "device": f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}",
+        }
+        lines = [f"{name:<8} {text}" for name, text in rows.items() if text]
         return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
 
-    def _size_line(self) -> str:
-        epochs = zip(self.config.data.sizes, self.sizes.starts, strict=True)
-        parts = [
-            f"{size} px from epoch {epoch} (step {first:,})" for epoch, (first, size) in epochs
-        ]
-        return f"trained at {', '.join(parts)}"
+
+def _steps_line(plan: Plan) -> str:
+    ranks, parts, epochs = plan.world_size, plan.config.train.accumulate, plan.config.train.epochs
+    line = f"{plan.stop_step:,} of {plan.batch_size} images"
+    if ranks > 1:
+        line += f" ({plan.batch_size // ranks} on each of {ranks} ranks)"
+    if parts > 1:
+        line += f" in {parts} micro-batches of {plan.batch_size // ranks // parts}"
+    line += f", {plan.steps_per_epoch:,.1f} per epoch"
+    if plan.stop_step < plan.schedule_steps:
+        return f"{line}; stops early: {epochs:g} epochs are {plan.schedule_steps:,} steps"
+    return f"{line}, {epochs:g} epochs"
+
+
+def _sizes_line(plan: Plan) -> str:
+    epochs = zip(plan.config.data.sizes, plan.sizes.starts, strict=True)
+    parts = [f"{size} px from epoch {epoch} (step {first:,})" for epoch, (first, size) in epochs]
+    return f"trained at {', '.join(parts)}" if parts else ""
 
 
 def make_plan(
@@ -260,36 +232,37 @@ def make_plan(
     Raises:
         UserError: the batch, the model, the image size or the data loading is impossible.
     """
-    images = len(datasets.train)
-    size = config.loader.batch_size
-    check_sync_bn(config.model.sync_bn, world)
-    check_batch(size, images, world.size)
-    check_accumulate(config.train.accumulate, size, world.size)
+    images, size = len(datasets.train), config.loader.batch_size
+    check_batch(config, images, world)
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
-    check_profile(config.profile.steps, stop_step)
+    if config.profile.steps and config.profile.steps[0] >= stop_step:
+        raise UserError(
+            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
+            f"numbered 0 to {stop_step - 1:,}; give earlier ones"
+        )
     done, stored = resumed
 
-    train_size = datasets.train_size
     with torch.device("meta"):
         model = models.build(
             config.model.name,
             num_classes=len(datasets.classes),
-            image_size=train_size,
+            image_size=datasets.train_size,
             args=config.model.args,
         )
     models.freeze(model, config.model.freeze)
-    flops = count_flops(model, train_size)
-    smaller_flops = {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
-    if datasets.val_size not in (train_size, *smaller_flops):  # fails here, not later
+    flops = {datasets.train_size: count_flops(model, datasets.train_size)}
+    flops |= {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
+    if datasets.val_size not in flops:  # fails here, not later
         count_flops(model, datasets.val_size, key="data.val_size, augment.val")
     synchronised = config.model.sync_bn and world.size > 1
     if size == world.size * config.train.accumulate and not synchronised:
-        check_single_image(model, min((train_size, *datasets.smaller)))
+        check_single_image(model, min(flops))
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
     losses = SampleLosses(images, len(datasets.classes), first_epoch=0, device=torch.device("meta"))
     held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average, losses))
+
     on_gpu = world.device.type == "cuda"
     precision = choose_precision(config.train.precision, world.device)
     channels_last = config.model.channels_last
@@ -312,17 +285,20 @@ def make_plan(
         stored,
         steps=max(0, stop_step - done),
         precision=precision,
-        flops_per_image=flops,
+        flops_per_image=flops[datasets.train_size],
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
+    balance = config.train.class_weights == "balanced"
+    counts = datasets.train.class_counts(len(datasets.classes)) if balance else []
     return Plan(
         config=config,
         world_size=world.size,
         train_images=images,
         val_images=len(datasets.val),
         classes=datasets.classes,
-        image_size=train_size,
+        image_size=datasets.train_size,
         val_size=datasets.val_size,
+        sizes=SizeSchedule(config.data.sizes, num_samples=images, batch_size=size),
         schedule_steps=steps,
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
@@ -335,14 +311,10 @@ def make_plan(
         compile=compile_mode,
         compile_reason=compile_reason,
         parameters=models.parameter_count(model),
-        flops_per_image=flops,
-        activation_bytes=activation_bytes(model, train_size, dtype),
+        flops_by_size=flops,
+        activation_bytes=activation_bytes(model, datasets.train_size, dtype),
         state_bytes=held,
-        sizes=SizeSchedule(config.data.sizes, num_samples=images, batch_size=size),
-        smaller_flops=smaller_flops,
-        class_weights=balanced(datasets.train.class_counts(len(datasets.classes)))
-        if config.train.class_weights == "balanced"
-        else (),
+        class_weights=balanced(counts) if balance else (),
         notes=(
             *config.notes,
             *other_gpus(world),
@@ -386,65 +358,39 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
     return max(1, math.ceil(round(epochs * train_images / batch_size, 6)))
 
 
-def check_profile(steps: list[int], stop_step: int) -> None:
-    """Refuse steps to profile that the run does not reach.
+def check_batch(config: Config, train_images: int, world: World) -> None:
+    """Refuse a batch that does not fit the data or the ranks, and micro-batches that differ.
 
     Raises:
-        UserError: the run reaches none of them.
+        UserError: the batch is larger than the training split, or not divisible by the number of
+            ranks; train.accumulate does not divide the batch of a rank; or several ranks on a CPU
+            ask for SyncBatchNorm, which torch has for GPUs only.
     """
-    if steps and steps[0] >= stop_step:
-        raise UserError(
-            f"profile.steps=[{steps[0]},{steps[1]}]: the run ends after {stop_step:,} steps, "
-            f"numbered 0 to {stop_step - 1:,}; give earlier ones"
-        )
-
-
-def check_batch(batch_size: int, train_images: int, world_size: int) -> None:
-    """Refuse a batch that does not fit the data or the ranks.
-
-    Raises:
-        UserError: it is larger than the training split, or not divisible by the number of ranks.
-    """
+    batch_size, accumulate = config.loader.batch_size, config.train.accumulate
     if batch_size > train_images:
         raise UserError(
             f"loader.batch_size={batch_size}: larger than the training split ({train_images} "
             "images); give at most that"
         )
-    if batch_size % world_size:
-        most = train_images // world_size
-        nearest = min(max(1, round(batch_size / world_size)), most) * world_size
+    if batch_size % world.size:
+        most = train_images // world.size
+        nearest = min(max(1, round(batch_size / world.size)), most) * world.size
         raise UserError(
             f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
-            f"{world_size} ranks; set it to {nearest}, the nearest one"
+            f"{world.size} ranks; set it to {nearest}, the nearest one"
         )
-
-
-def check_sync_bn(sync_bn: bool, world: World) -> None:
-    """Refuse SyncBatchNorm on CPUs, where torch does not have it.
-
-    Raises:
-        UserError: several ranks train on the CPU.
-    """
-    if sync_bn and world.size > 1 and world.device.type == "cpu":
-        raise UserError(
-            "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
-        )
-
-
-def check_accumulate(accumulate: int, batch_size: int, world_size: int) -> None:
-    """Refuse micro-batches of different sizes.
-
-    Raises:
-        UserError: train.accumulate does not divide the batch of a rank.
-    """
-    share = batch_size // world_size
+    share = batch_size // world.size
     if share % accumulate:
         divisors = [n for n in range(1, share + 1) if share % n == 0]
         nearest = min(divisors, key=lambda n: (abs(n - accumulate), -n))
         raise UserError(
             f"train.accumulate={accumulate}: does not divide the batch of a rank into equal "
-            f"parts ({share} images: loader.batch_size={batch_size} on {world_size} rank(s)); "
+            f"parts ({share} images: loader.batch_size={batch_size} on {world.size} rank(s)); "
             f"give {nearest}"
+        )
+    if config.model.sync_bn and world.size > 1 and world.device.type == "cpu":
+        raise UserError(
+            "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
         )
 
 
@@ -496,150 +442,3 @@ def data_notes(config: Config, datasets: Datasets) -> list[str]:
             "give another split"
         )
     return notes
-
-
-def has_bf16(device: torch.device) -> bool:
-    """Return whether the device is a GPU with bf16 hardware.
-
-    Compute capability 8.0 and newer has it, so T4 and V100 do not.
-    """
-    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-
-
-def choose_precision(choice: str, device: torch.device) -> str:
-    """Resolve train.precision=auto: bf16 on a GPU with bf16 hardware, else fp32."""
-    return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
-
-
-def precision_note(choice: str, device: torch.device) -> list[str]:
-    """Return a note about train.precision on a GPU without bf16 hardware."""
-    if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
-        return []
-    if choice == "auto":
-        return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
-    return [
-        "train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"
-    ]
-
-
-def resolve_compile(
-    config: Config,
-    world: World,
-    stored: Mapping[str, Any],
-    *,
-    steps: int,
-    precision: str,
-    flops_per_image: int,
-) -> tuple[str, str]:
-    """Resolve model.compile=auto.
-
-    With train.deterministic=true, a resumed run keeps the mode in its checkpoint, because another
-    mode rounds differently. A checkpoint names no mode if it was written with
-    train.deterministic=false.
-
-    Args:
-        stored: identity of the checkpoint to resume.
-        steps: steps that this start trains.
-
-    Returns:
-        The mode, and why it was chosen; no reason if it was given, or on a CPU.
-    """
-    choice, repeatable = config.model.compile, config.train.deterministic
-    if choice != "auto":
-        return choice, ""
-    if repeatable and "model.compile" in stored:
-        return stored["model.compile"], "as in the checkpoint"
-    if world.device.type != "cuda":
-        return "off", ""
-    if repeatable and stored:  # earlier versions used `default` and did not store it
-        return "default", "the checkpoint does not name a mode"
-    peak = peak_rate(
-        torch.cuda.get_device_name(world.device),
-        precision=precision,
-        flops_per_image=flops_per_image,
-        ranks=1,
-    )
-    rate = EAGER_SHARE * peak if peak else SLOWEST / (3 * flops_per_image)
-    images = steps * config.loader.batch_size // world.size
-    seconds = max(images / rate, steps * EAGER_STEP)
-    return choose_compile(seconds, known=peak is not None, repeatable=repeatable)
-
-
-def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[str, str]:
-    """Choose the mode of torch.compile on a GPU by the time that it saves.
-
-    `default` must save more time than compiling without a cache takes. `tuned` must save twice what
-    it costs, because the saving may be overestimated: if a run waits for its images, a faster step
-    saves nothing.
-
-    Args:
-        seconds: time of the steps without compilation.
-        known: whether the GPU's speed is known; `seconds` is otherwise an upper bound.
-        repeatable: exclude `tuned`: it selects kernels by their measured time, so two starts may
-            round differently.
-
-    Returns:
-        The mode and the reason.
-    """
-    if DEFAULT_SAVES * seconds < DEFAULT_COSTS:
-        return "off", f"the steps take {'about' if known else 'at most'} {_rounded(seconds)}"
-    if not known:
-        return "default", "the speed of this GPU is not known"
-    if repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
-        return "default", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES))}"
-    return "tuned", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES - TUNED_SAVES))}"
-
-
-def check_single_image(model: nn.Module, image_size: int) -> None:
-    """Refuse to train on one image at a time if batch normalisation then sees a single value.
-
-    Args:
-        model: on the meta device; left in the mode it was in.
-        image_size: side of the smallest images, pixels.
-
-    Raises:
-        UserError: a feature map before a batch normalisation has one pixel.
-    """
-    mode = model.training
-    model.train()
-    try:
-        with torch.no_grad():
-            model(torch.empty(1, 3, image_size, image_size, device="meta"))
-    except ValueError as error:  # of torch's batch normalisation
-        raise UserError(
-            f"loader.batch_size: with one image of {image_size} px at a time, batch "
-            "normalisation gets a single value per channel; increase loader.batch_size or "
-            "data.image_size"
-        ) from error
-    finally:
-        model.train(mode)
-
-
-def _rounded(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
-
-
-def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_size") -> int:
-    """Count the operations of one image's forward pass (a multiply-add counts as two).
-
-    Args:
-        model: on the meta device; left in the mode it was in.
-        image_size: side of the image, pixels.
-        key: key to name if the model does not take such images.
-
-    Raises:
-        UserError: the model does not take images of this size.
-    """
-    mode = model.training
-    model.eval()
-    try:
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(torch.empty(1, 3, image_size, image_size, device="meta"))
-    except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
-        reason = str(error).splitlines()[0]
-        raise UserError(
-            f"{key}: the model does not take images of {image_size} px ({reason}); give another "
-            "size"
-        ) from None
-    model.train(mode)
-    return int(counter.get_total_flops())

@@ -19,19 +19,6 @@ from engine.tune.verdict import (
 )
 from pipeline.clock import Timing
 
-# Dense bf16 operations per second, from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "B200": 2250e12,
-    "H200": 989e12,
-    "H100": 989e12,
-    "A100": 312e12,
-    "A30": 165e12,
-    "L40S": 362e12,
-    "L4": 121e12,
-    "A10": 125e12,
-    "4090": 165e12,
-    "3090": 71e12,
-}
 SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
 LOST = ("validation", "checkpoint", "start", "profile")
 FIGURES = (
@@ -58,23 +45,6 @@ FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown
 Period = Literal["epoch", "run"]
 Gather = Callable[[Observation | None], list[Observation | None]]
 Measure = Callable[[], Gains | None]
-
-
-def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
-    """Images/s at which the model's operations would take the whole peak of all GPUs.
-
-    A step takes three times the operations of a forward pass: the backward pass takes two.
-
-    Args:
-        device: name of the GPU.
-
-    Returns:
-        None for a device or precision whose peak is not known.
-    """
-    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
-    if peak is None or precision != "bf16":
-        return None
-    return peak * ranks / (3 * flops_per_image)
 
 
 class Ledger:

@@ -19,12 +19,13 @@ from conf import strict_json
 from conf.schema import RESULT, Config, in_effect, show, walk
 from engine.bad_files import NAME as BAD_FILES
 from engine.bad_files import BadFiles
+from engine.compute import peak_rate
 from engine.distributed import StopSignal, World
 from engine.evaluate import Mistakes
 from engine.extras.expectation import Expectation, compare
 from engine.extras.profiler import StepProfiler
 from engine.log.leaks import Leaks, memory_now
-from engine.log.ledger import Ledger, Period, peak_rate
+from engine.log.ledger import Ledger, Period
 from engine.log.meters import Interval, Meter
 from engine.log.pictures import bars
 from engine.log.telemetry import GpuMonitor, allocator_figures, host_figures, spread

@@ -17,7 +17,7 @@ import models
 from conf.compose import load, load_stored
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
-from engine.plan import choose_precision, count_flops
+from engine.compute import choose_precision, count_flops
 from models.kernels import layers as gpu_layers
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.

@@ -10,8 +10,9 @@ from torch import nn
 import models
 from conf import cli
 from conf.schema import FOLDER, Config, Optim, group_names
+from engine.compute import count_flops
 from engine.optim import Curve, build_optimizer
-from engine.plan import count_flops, count_steps
+from engine.plan import count_steps
 from pipeline import augment
 from pipeline.batch_augment import BATCH_TRANSFORMS
 

@@ -10,25 +10,20 @@ import torch
 import models
 from conf import cli
 from conf.schema import Checkpoint, Config, Loader, Log, Model, Schedule, Train, UserError
-from engine.distributed import World, join_world
-from engine.optim import Curve
-from engine.plan import (
-    Plan,
-    check_accumulate,
-    check_batch,
-    check_sync_bn,
+from engine.compute import (
     choose_compile,
     choose_precision,
     count_flops,
-    count_steps,
-    few_steps,
     has_bf16,
-    make_plan,
     precision_note,
     resolve_compile,
 )
+from engine.distributed import World, join_world
+from engine.optim import Curve
+from engine.plan import Plan, check_batch, count_steps, few_steps, make_plan
 from pipeline.build import build_datasets
 from pipeline.loader_plan import LoaderPlan, MemoryPlan
+from pipeline.sampler import SizeSchedule
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 LOADER = LoaderPlan(
@@ -85,6 +80,7 @@ def plan(
         classes=tuple("abcdefghij"),
         image_size=224,
         val_size=256,
+        sizes=SizeSchedule({}, num_samples=images, batch_size=batch),
         schedule_steps=steps,
         stop_step=min(steps, max_steps or steps),
         curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
@@ -95,8 +91,9 @@ def plan(
         precision="fp32",
         channels_last=False,
         compile="off",
+        compile_reason="",
         parameters=25_557_032,
-        flops_per_image=8_178_000_000,
+        flops_by_size={224: 8_178_000_000},
         activation_bytes=0,
         state_bytes=0,
     )
@@ -321,32 +318,37 @@ def test_compile_mode_of_a_resumed_run(
     )
 
 
-def test_invalid_batch_sizes() -> None:
-    check_batch(12, 12, 4)
-    with pytest.raises(
-        UserError, match=r"^loader\.batch_size=12: larger than the training split \(11 images\)"
-    ):
-        check_batch(12, 11, 1)
-    with pytest.raises(
-        UserError,
-        match=r"^loader\.batch_size=12: the global batch must be a multiple of the 5 ranks; "
-        r"set it to 10, the nearest one$",
-    ):
-        check_batch(12, 100, 5)
-
-
 @pytest.mark.parametrize(
-    ("accumulate", "batch", "ranks", "nearest"),
-    [(3, 256, 1, 4), (7, 96, 2, 8), (1000, 64, 1, 64), (5, 12, 1, 6), (2, 7, 1, 1)],
+    ("batch", "accumulate", "images", "ranks", "message"),
+    [
+        (12, 1, 11, 1, r"loader\.batch_size=12: larger than the training split \(11 images\)"),
+        (
+            12,
+            1,
+            100,
+            5,
+            r"loader\.batch_size=12: .* multiple of the 5 ranks; set it to 10",
+        ),
+        (256, 3, 999, 1, r"train\.accumulate=3: .*batch_size=256 .*give 4$"),
+        (96, 7, 999, 2, r"train\.accumulate=7: .*batch_size=96 .*give 8$"),
+        (64, 1000, 999, 1, r"train\.accumulate=1000: .*batch_size=64 .*give 64$"),
+        (12, 5, 999, 1, r"train\.accumulate=5: .*batch_size=12 .*give 6$"),
+        (7, 2, 999, 1, r"train\.accumulate=2: .*batch_size=7 .*give 1$"),
+    ],
 )
-def test_micro_batches_of_different_sizes_are_refused(
-    accumulate: int, batch: int, ranks: int, nearest: int
+def test_invalid_batches(
+    batch: int, accumulate: int, images: int, ranks: int, message: str
 ) -> None:
-    with pytest.raises(
-        UserError, match=rf"^train\.accumulate={accumulate}: .*batch_size={batch} .*give {nearest}$"
-    ):
-        check_accumulate(accumulate, batch, ranks)
-    check_accumulate(nearest, batch, ranks)
+    given = dataclasses.replace(config(batch), train=Train(accumulate=accumulate))
+    with pytest.raises(UserError, match=f"^{message}"):
+        check_batch(given, images, World(0, ranks, 0, ranks, CPU))
+
+
+def test_valid_batches() -> None:
+    check_batch(config(12), 12, World(0, 4, 0, 4, CPU))
+    for accumulate, batch, ranks in [(4, 256, 1), (8, 96, 2), (64, 64, 1), (6, 12, 1), (1, 7, 1)]:
+        given = dataclasses.replace(config(batch), train=Train(accumulate=accumulate))
+        check_batch(given, 999, World(0, ranks, 0, ranks, CPU))
 
 
 def test_class_weights_follow_from_the_images() -> None:
@@ -368,12 +370,11 @@ def test_class_weights_follow_from_the_images() -> None:
 
 
 def test_sync_bn_on_cpus_is_refused() -> None:
-    cpu = World(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    given = dataclasses.replace(config(12), model=Model(sync_bn=True))
     with pytest.raises(UserError, match=r"^model\.sync_bn=true: torch has SyncBatchNorm for GPUs"):
-        check_sync_bn(True, cpu)
-    check_sync_bn(False, cpu)
-    check_sync_bn(True, dataclasses.replace(cpu, size=1))
-    check_sync_bn(True, dataclasses.replace(cpu, device=torch.device("cuda")))
+        check_batch(given, 99, World(0, 2, 0, 2, CPU))
+    check_batch(given, 99, World(0, 1, 0, 1, CPU))
+    check_batch(given, 99, World(0, 2, 0, 2, CUDA))
 
 
 def test_sync_bn_of_one_rank_needs_more_than_one_image() -> None:
@@ -424,14 +425,14 @@ def test_sizes(image_root: Path) -> None:
     )
     assert [made.size(step) for step in (0, 4, 5, 8, 9, 13)] == [16, 16, 24, 24, 32, 32]
     assert [made.later_sizes(step) for step in (0, 4, 5, 9)] == [[5, 9], [5, 9], [9], []]
-    assert made.flops(9) == made.flops_per_image
+    assert made.flops(9) == made.flops_by_size[32]
     assert 3.9 * made.flops(0) < made.flops(9) < 4.1 * made.flops(0)
     assert made.mean_flops(1) == made.flops(0)
     assert made.mean_flops(10) == (5 * made.flops(0) + 4 * made.flops(5) + made.flops(9)) // 10
 
     plain = plan()
     assert plain.later_sizes(0) == [] and plain.size(3) == plain.image_size
-    assert plain.flops(3) == plain.mean_flops(7) == plain.flops_per_image
+    assert plain.flops(3) == plain.mean_flops(7) == plain.flops_by_size[224]
 
 
 def test_published_flops() -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from conf import cli
+from engine.compute import peak_rate
 from engine.distributed import join_world
-from engine.log.ledger import SHORT, Ledger, peak_rate
+from engine.log.ledger import SHORT, Ledger
 from engine.plan import Plan, make_plan
 from engine.tune.prices import Gains
 from engine.tune.verdict import (
@@ -82,7 +83,7 @@ def ledger_of(plan: Plan, spent: dict[str, float]) -> Ledger:
         peak_rate=peak_rate(
             plan.device,
             precision=plan.precision,
-            flops_per_image=plan.flops_per_image,
+            flops_per_image=plan.flops(0),
             ranks=plan.world_size,
         ),
     )

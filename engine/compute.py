@@ -1,0 +1,195 @@
+"""What a model costs on a device: operations per image, precision and the mode of torch.compile."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from conf.schema import Config, UserError
+from engine.distributed import World
+
+# Dense bf16 operations per second, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "B200": 2250e12,
+    "H200": 989e12,
+    "H100": 989e12,
+    "A100": 312e12,
+    "A30": 165e12,
+    "L40S": 362e12,
+    "L4": 121e12,
+    "A10": 125e12,
+    "4090": 165e12,
+    "3090": 71e12,
+}
+# model.compile=auto, measured on one H200 with bf16, channels_last and batch 256; without
+# compilation, ResNet-50 reaches 4,820 images/s, ResNet-18 13,510 and ViT-S/16 5,020.
+EAGER_SHARE = 0.12  # of the peak: 0.12, 0.15 and 0.14
+EAGER_STEP = 2e-3  # seconds, assumed: hundreds of kernels take this long however small they are
+SLOWEST = 1e12  # operations/s that any GPU is assumed to reach
+# Shares of the time without compilation. ResNet-50: 7,450 images/s with `default`, ResNet-18
+# 22,400, ViT-S/16 10,130; ResNet-50 with `tuned` another 6 %.
+DEFAULT_SAVES, TUNED_SAVES = 0.35, 0.04
+# Seconds to compile ResNet-50 with `default`, and how many more `tuned` takes.
+DEFAULT_COSTS, TUNED_COSTS = 60, 165
+
+
+def peak_rate(device: str, *, precision: str, flops_per_image: int, ranks: int) -> float | None:
+    """Return the images/s at which the model's operations would take the whole peak of all GPUs.
+
+    A step takes three times the operations of a forward pass: the backward pass takes two.
+
+    Args:
+        device: name of the GPU.
+
+    Returns:
+        None for a device or precision whose peak is not known.
+    """
+    peak = next((peak for name, peak in PEAK_FLOPS.items() if name in device), None)
+    if peak is None or precision != "bf16":
+        return None
+    return peak * ranks / (3 * flops_per_image)
+
+
+def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_size") -> int:
+    """Count the operations of one image's forward pass (a multiply-add counts as two).
+
+    Args:
+        model: on the meta device; left in the mode it was in.
+        image_size: side of the image, pixels.
+        key: key to name if the model does not take such images.
+
+    Raises:
+        UserError: the model does not take images of this size.
+    """
+    mode = model.training
+    model.eval()
+    try:
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except (RuntimeError, AssertionError, ValueError) as error:  # whatever a layer raises
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{key}: the model does not take images of {image_size} px ({reason}); give another "
+            "size"
+        ) from None
+    model.train(mode)
+    return int(counter.get_total_flops())
+
+
+def check_single_image(model: nn.Module, image_size: int) -> None:
+    """Refuse to train on one image at a time if batch normalisation then sees a single value.
+
+    Args:
+        model: on the meta device; left in the mode it was in.
+        image_size: side of the smallest images, pixels.
+
+    Raises:
+        UserError: a feature map before a batch normalisation has one pixel.
+    """
+    mode = model.training
+    model.train()
+    try:
+        with torch.no_grad():
+            model(torch.empty(1, 3, image_size, image_size, device="meta"))
+    except ValueError as error:  # of torch's batch normalisation
+        raise UserError(
+            f"loader.batch_size: with one image of {image_size} px at a time, batch "
+            "normalisation gets a single value per channel; increase loader.batch_size or "
+            "data.image_size"
+        ) from error
+    finally:
+        model.train(mode)
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Return whether the device is a GPU with bf16 hardware.
+
+    Compute capability 8.0 and newer has it, so T4 and V100 do not.
+    """
+    return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def choose_precision(choice: str, device: torch.device) -> str:
+    """Resolve train.precision=auto: bf16 on a GPU with bf16 hardware, else fp32."""
+    return ("bf16" if has_bf16(device) else "fp32") if choice == "auto" else choice
+
+
+def precision_note(choice: str, device: torch.device) -> list[str]:
+    """Return a note about train.precision on a GPU without bf16 hardware."""
+    if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
+        return []
+    if choice == "auto":
+        return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
+    return [
+        "train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"
+    ]
+
+
+def resolve_compile(
+    config: Config,
+    world: World,
+    stored: Mapping[str, Any],
+    *,
+    steps: int,
+    precision: str,
+    flops_per_image: int,
+) -> tuple[str, str]:
+    """Resolve model.compile=auto.
+
+    With train.deterministic=true, a resumed run keeps the mode in its checkpoint, because another
+    mode rounds differently. A checkpoint names no mode if it was written with
+    train.deterministic=false.
+
+    Args:
+        stored: identity of the checkpoint to resume.
+        steps: steps that this start trains.
+
+    Returns:
+        The mode, and why it was chosen; no reason if it was given, or on a CPU.
+    """
+    choice, repeatable = config.model.compile, config.train.deterministic
+    if choice != "auto":
+        return choice, ""
+    if repeatable and "model.compile" in stored:
+        return stored["model.compile"], "as in the checkpoint"
+    if world.device.type != "cuda":
+        return "off", ""
+    if repeatable and stored:  # earlier versions used `default` and did not store it
+        return "default", "the checkpoint does not name a mode"
+    gpu = torch.cuda.get_device_name(world.device)
+    peak = peak_rate(gpu, precision=precision, flops_per_image=flops_per_image, ranks=1)
+    rate = EAGER_SHARE * peak if peak else SLOWEST / (3 * flops_per_image)
+    images = steps * config.loader.batch_size // world.size
+    seconds = max(images / rate, steps * EAGER_STEP)
+    return choose_compile(seconds, known=peak is not None, repeatable=repeatable)
+
+
+def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[str, str]:
+    """Choose the mode of torch.compile on a GPU by the time that it saves.
+
+    `default` must save more time than compiling without a cache takes. `tuned` must save twice what
+    it costs, because the saving may be overestimated: if a run waits for its images, a faster step
+    saves nothing.
+
+    Args:
+        seconds: time of the steps without compilation.
+        known: whether the GPU's speed is known; `seconds` is otherwise an upper bound.
+        repeatable: exclude `tuned`: it selects kernels by their measured time, so two starts may
+            round differently.
+
+    Returns:
+        The mode and the reason.
+    """
+    if DEFAULT_SAVES * seconds < DEFAULT_COSTS:
+        return "off", f"the steps take {'about' if known else 'at most'} {_rounded(seconds)}"
+    if not known:
+        return "default", "the speed of this GPU is not known"
+    if repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
+        return "default", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES))}"
+    return "tuned", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES - TUNED_SAVES))}"
+
+
+def _rounded(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"
