@@ -137,7 +137,7 @@ def train(config: Config) -> dict[str, Any]:
             save(state, run, log, stop)
         use(garbage_collection_paused())
         # A signal ends the loop before the same step on all ranks, also while one waits for input.
-        for batch in stop.together(feed.train.batches(state.step, plan.stop_step)):
+        for batch in stop.interruptible(feed.train.batches(state.step, plan.stop_step)):
             log.begin_step(batch)
             values = step(batch)  # forward, loss, backward, clip, update, average
             state.step += 1
@@ -328,12 +328,12 @@ def agree_on(config: Config, world: World) -> Config:
         UserError: other keys differ between the ranks; or the weights or images cannot be read.
     """
     if config.adapt:
-        images = world.all_or_none(lambda: len(build_datasets(config).train))
-        values = world.all_or_none(lambda: decide(config, images, world.size))
-        config = world.all_or_none(lambda: complete(config, values))
-    config = replace(config, run=world.agree(lambda: config.run))
+        images = world.on_all_ranks(lambda: len(build_datasets(config).train))
+        values = world.on_all_ranks(lambda: decide(config, images, world.size))
+        config = world.on_all_ranks(lambda: complete(config, values))
+    config = replace(config, run=world.broadcast(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
-    same_on_all_ranks(world.gather(keys))
+    same_on_all_ranks(world.all_gather(keys))
     return config
 
 
@@ -343,18 +343,18 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     Raises:
         UserError: something the user must change; nothing has been created.
     """
-    world.agree(lambda: check_installed(config.log.trackers))
-    resumed = world.agree(run.stored)
+    world.broadcast(lambda: check_installed(config.log.trackers))
+    resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans
-    datasets = world.all_or_none(lambda: build_datasets(config))
-    plan = world.all_or_none(lambda: make_plan(config, datasets, world, resumed))
+    datasets = world.on_all_ranks(lambda: build_datasets(config))
+    plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
     # The ranks of a node share its memory: all of them take the smallest plan.
-    memories = world.of_node(world.gather(plan.loader.memory))
+    memories = world.local_values(world.all_gather(plan.loader.memory))
     memory = min(memories, key=lambda m: m.host)
     plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-    state = world.all_or_none(lambda: build_state(plan, world))
+    state = world.on_all_ranks(lambda: build_state(plan, world))
     datasets.prepare()  # draws the images of data=demo if they are missing
     return datasets, plan, state
 
@@ -430,7 +430,7 @@ def tune_loader(
         The result, measured now or at an earlier start on this machine, or None if there is none;
         and the lines to print.
     """
-    run.world.enter("measurement")
+    run.world.set_section("measurement")
     take_steps_of_later_sizes(step, feed, plan, state, stop)
     config, loader = plan.config, plan.loader
     unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
@@ -473,7 +473,7 @@ def take_steps_of_later_sizes(
         return
     with untouched(state):
         for first in firsts:
-            for batch in stop.together(feed.train.batches(first, first + 1)):
+            for batch in stop.interruptible(feed.train.batches(first, first + 1)):
                 for _ in range(step.ordinary_steps):
                     step(batch)
     step.reset()

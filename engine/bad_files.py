@@ -45,7 +45,7 @@ class BadFiles:
         self._written: set[int] = set()  # those that `listed` has
         self._counted = 0, 0  # of this rank, and of all, when they were last counted
         if limit is not None:
-            self.listed = world.agree(partial(_read, folder / NAME))
+            self.listed = world.broadcast(partial(_read, folder / NAME))
 
     @property
     def too_many(self) -> bool:
@@ -79,7 +79,7 @@ class BadFiles:
         if self.limit is None:
             return
         new = {index: text for index, text in dict(self._own).items() if index not in self._all}
-        for found in self.world.gather(new):
+        for found in self.world.all_gather(new):
             self._all.update(found)
         self._counted = len(self._own), len(self._all)
         self.write()

@@ -68,26 +68,25 @@ class World:
     heartbeat: Heartbeat | None = field(default=None, repr=False, compare=False)
 
     @property
-    def leads(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this is rank 0, the only one that prints and writes."""
         return self.rank == 0
 
-    def enter(self, section: str) -> None:
-        """Note what this rank begins to do, for messages about ranks that wait for each other."""
-        if self.heartbeat is not None:
-            self.heartbeat.enter(section)
+    def set_section(self, section: str | None) -> None:
+        """Note what this rank begins to do, for messages about ranks that wait for each other.
 
-    def leave(self) -> None:
-        """Note that this rank waits for no other from now on, whatever ends it."""
+        Args:
+            section: such as "step 12"; None if this rank waits for no other from now on.
+        """
         if self.heartbeat is not None:
-            self.heartbeat.leave()
+            self.heartbeat.set_section(section)
 
-    def agree(self, decide: Callable[[], T]) -> T:
-        """Call `decide` on rank 0; all ranks return its result or raise its error. Collective."""
+    def broadcast(self, function: Callable[[], T]) -> T:
+        """Call a function on rank 0; all ranks return its result or raise its error. Collective."""
         box: list[Any] = [None, None]
-        if self.leads:
+        if self.is_main:
             try:
-                box[0] = decide()
+                box[0] = function()
             except Exception as error:
                 box[1] = error
         if self.size > 1:
@@ -96,7 +95,7 @@ class World:
             raise box[1]
         return cast("T", box[0])
 
-    def gather(self, value: T) -> list[T]:
+    def all_gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order. Collective."""
         if self.size == 1:
             return [value]
@@ -104,23 +103,23 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
-    def all_or_none(self, attempt: Callable[[], T]) -> T:
-        """Call `attempt` on every rank; return the result of this one. Collective.
+    def on_all_ranks(self, function: Callable[[], T]) -> T:
+        """Call a function on every rank; return the result of this one. Collective.
 
         Raises:
             UserError: on every rank, if one rank raised it.
         """
         result, own = None, None
         try:
-            result = attempt()
+            result = function()
         except UserError as error:
             own = error
-        for mistake in self.gather(own):
+        for mistake in self.all_gather(own):
             if mistake is not None:
                 raise mistake
         return cast("T", result)
 
-    def of_node(self, values: list[T]) -> list[T]:
+    def local_values(self, values: list[T]) -> list[T]:
         """Select the values of this node's ranks from one value per rank."""
         first = self.rank - self.local_rank
         return values[first : first + self.local_size]
@@ -137,7 +136,7 @@ class World:
             dist.all_reduce(values, op=dist.ReduceOp.MAX)
         return values
 
-    def share_buffers(self, model: nn.Module) -> None:
+    def broadcast_buffers(self, model: nn.Module) -> None:
         """Copy rank 0's buffers to all ranks: they validate with the same BatchNorm statistics."""
         if self.size > 1:
             _copy_from_rank_0(model.buffers())
@@ -164,8 +163,8 @@ class World:
         network = nn.parallel.DistributedDataParallel(
             model, device_ids=devices, gradient_as_bucket_view=True
         )
-        # `share_buffers` copies them before a validation instead of at every step. Set here because
-        # torch 2.13 deprecates the argument, and 2.10 has no other.
+        # They are broadcast before a validation, not at every step. Set here because torch 2.13
+        # deprecates the argument, and 2.10 has no other.
         network.broadcast_buffers = False
         network.eval()
         network(example.to(self.device)).sum().backward()
@@ -351,7 +350,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
         )
         if world.size > 1:
             same_on_all_ranks(
-                world.gather(_source_hashes()), remedy="copy the same program to every node"
+                world.all_gather(_source_hashes()), remedy="copy the same program to every node"
             )
         yield world
 
@@ -395,7 +394,7 @@ def _meet(
     else:
         patience = min(seconds, STORE_SECONDS) if launch.by_torchrun else seconds
         _wait_for_port(launch.host, launch.port, patience)
-    heartbeat.enter(CONNECTION)
+    heartbeat.set_section(CONNECTION)
     shared = dist.TCPStore(
         launch.host,
         launch.port,
@@ -403,7 +402,7 @@ def _meet(
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
-    heartbeat.enter("start")
+    heartbeat.set_section("start")
     own = {"address": heartbeat.introduction(launch.host), "versions": _versions()}
     try:
         own["device"] = find_device().type
@@ -564,7 +563,7 @@ class StopSignal:
         self.received = 0
         self.number = 0
         self._key = f"stop {next(self._count)}"  # in the store: the number of the signal
-        self._waiting = False  # the main thread is in `attempt`
+        self._waiting = False  # the main thread is in `wait_for`
         self._sent_again = False  # the next signal comes from `_watch`
         self._since = 0.0  # when it received the first signal
         self._saving: tuple[float, float, str] | None = None  # since when, for how long, what
@@ -621,7 +620,7 @@ class StopSignal:
             self.number = int(highest)
         return self.number != 0
 
-    def attempt(self, wait: Callable[[], T]) -> T | None:
+    def wait_for(self, wait: Callable[[], T]) -> T | None:
         """Call `wait`, which waits for input, such as a read; return its result.
 
         A signal ends the call, wherever it is, and the result is None. What `wait` has used must
@@ -635,13 +634,13 @@ class StopSignal:
         finally:
             self._waiting = False
 
-    def together(self, batches: Iterator[T]) -> Iterator[T]:
+    def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches as long as all ranks have one and none has to stop. Collective.
 
         Every rank has the same number of batches.
         """
         while not self:
-            batch = self.attempt(partial(next, batches, None))
+            batch = self.wait_for(partial(next, batches, None))
             if self.poll() or batch is None:
                 return
             yield batch
@@ -717,13 +716,13 @@ class StopSignal:
         self._end(number, reason)
 
     def _end(self, number: int, reason: str) -> NoReturn:
-        if self.world.leads:
+        if self.world.is_main:
             logger.error("%s: %s", signal.Signals(number).name, reason)
         os._exit(128 + number)
 
 
 class _WaitEnded(BaseException):
-    """A signal has ended `StopSignal.attempt`. Not an Exception: nothing else may handle it."""
+    """A signal has ended `StopSignal.wait_for`. Not an Exception: nothing else may handle it."""
 
 
 def _own_store() -> Any:

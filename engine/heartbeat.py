@@ -96,14 +96,16 @@ class Heartbeat:
         if self._socket is not None:
             self._socket.close()
 
-    def enter(self, section: str) -> None:
-        """Note what this rank begins to do, for messages: "step 12", "validation"."""
+    def set_section(self, section: str | None) -> None:
+        """Note what this rank begins to do, for messages: "step 12", "validation".
+
+        With None, it waits for no other rank from now on: it only closes what it has opened.
+        """
+        if section is None:
+            self._waits = False
+            return
         self._section = section
         self._entered += 1
-
-    def leave(self) -> None:
-        """Note that this rank waits for no other from now on: it only closes what it has opened."""
-        self._waits = False
 
     def explain(self, error: str) -> str:
         """Say in one line which collective failed, for torch's error about another rank."""

@@ -202,9 +202,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 or the checkpoint is missing or of another training.
             CheckpointError: there are checkpoints, and each of them is damaged.
         """
-        same_on_all_ranks(self.world.gather(identity))
+        same_on_all_ranks(self.world.all_gather(identity))
         self._identity = identity
-        self.resumed, self.accepted = self.world.agree(lambda: self._open(check, stop_step))
+        self.resumed, self.accepted = self.world.broadcast(lambda: self._open(check, stop_step))
 
     def _open(
         self, check: Check | None, stop_step: int | None
@@ -330,7 +330,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             CheckpointError: the checkpoint could not be written, or there is no memory to copy
                 the state.
         """
-        self.world.share_buffers(state.model)
+        self.world.broadcast_buffers(state.model)
         if state.losses is not None:
             state.losses.collect(self.world)
         content = {
@@ -346,7 +346,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             flush()
             self._write(copied)
 
-        self.world.agree(lambda: self._writer.start(content, write))
+        self.world.broadcast(lambda: self._writer.start(content, write))
         self.saved_step, self._begun_step = self._begun_step, state.step
         if self._compiled is not None:
             self._compiled.save()
@@ -368,7 +368,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
-        self.world.agree(self._writer.wait)
+        self.world.broadcast(self._writer.wait)
         self.saved_step = self._begun_step
 
     def _find(self) -> _Found | None:
@@ -437,7 +437,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             UserError: the summary cannot be removed.
         """
         self._plan = plan.record
-        self.world.agree(lambda: self._begin(state, files))
+        self.world.broadcast(lambda: self._begin(state, files))
         self._compiled = CompileCache(self.path, plan, self.world)
         self._compiled.load()
 

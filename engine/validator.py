@@ -53,7 +53,7 @@ class Validator:
         with self.log.pause("validation"):
             began = time.perf_counter()
             for network in networks:
-                self.world.share_buffers(network)
+                self.world.broadcast_buffers(network)
             with self.plan.autocast(), self.feed.for_validation():
                 found, *raw = evaluate(
                     networks, self.measure, self._batches(), self.world, mistakes
@@ -82,7 +82,7 @@ class Validator:
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         batches = self.feed.val.batches(0, self.feed.val_batches)
         # A rank that ends early needs no other rank for it: the count of images is too low for all.
-        while (batch := self.stop.attempt(lambda: next(batches, None))) is not None:
+        while (batch := self.stop.wait_for(lambda: next(batches, None))) is not None:
             # In parts as in training, because a whole batch may not fit the GPU.
             for part in batch.split(self.plan.config.train.accumulate):
                 yield part.images, part.labels

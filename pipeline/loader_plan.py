@@ -63,23 +63,23 @@ class Ranks(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def agree(self, decide: Callable[[], Any]) -> Any:
-        """Rank 0 decides; every rank gets its answer or raises its error. Collective."""
+    def broadcast(self, function: Callable[[], Any]) -> Any:
+        """Call a function on rank 0; every rank returns its result or raises its error."""
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         """The value of every rank, in the order of the ranks. Collective."""
 
-    def of_node(self, values: list[Any]) -> list[Any]:
+    def local_values(self, values: list[Any]) -> list[Any]:
         """Of one value per rank, those of the ranks of this node."""
 
 
 class Stop(Protocol):
     """Ends waiting for input at a signal, as `engine.distributed.StopSignal` does."""
 
-    def attempt(self, wait: Callable[[], T]) -> T | None:
+    def wait_for(self, wait: Callable[[], T]) -> T | None:
         """Call `wait` and return its result; None if a signal has ended it."""
 
-    def together(self, batches: Iterator[T]) -> Iterator[T]:
+    def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches until a signal to one of the ranks ends this on all of them. Collective."""
 
 
@@ -521,7 +521,7 @@ def plan_memory(
     ]
     pixels = 3 * (datasets.train_size**2 + datasets.val_size**2)
     free = machine.free_memory() // world.local_size
-    with_rank_0 = 0 in world.of_node(list(range(world.size)))
+    with_rank_0 = 0 in world.local_values(list(range(world.size)))
     wanted = partial(
         slots_needed,
         batch_size=share,

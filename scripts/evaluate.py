@@ -185,7 +185,7 @@ def run(trained: Trained, world: World, *, flip: bool, self_check: bool) -> Eval
     model = Recorder(trained.build(device), flip=flip)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     began = time.perf_counter()
-    world.enter("evaluation")
+    world.set_section("evaluation")
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
         measure = model.recording(train.validation_loss)
         batches = progress(feed, len(datasets.val), config.train.accumulate, world)
@@ -293,7 +293,7 @@ def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPla
 
 def progress(feed: Feed, images: int, parts: int, world: World) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the validation batches of this rank, and count the images on a terminal."""
-    live = world.leads and sys.stderr.isatty()
+    live = world.is_main and sys.stderr.isatty()
     done = 0
     for batch in feed.val.batches(0, feed.val_batches):
         for part in batch.split(
@@ -537,11 +537,11 @@ def evaluate_all() -> int:
         for number, (trained, folder) in enumerate(zip(opened, folders, strict=True)):
             found = run(trained, world, flip=OPTIONS.flip, self_check=OPTIONS.self_check)
             differs = differs or found.differs
-            if world.leads:
+            if world.is_main:
                 if not OPTIONS.json and number == 0:
                     print(header(width))
                 report(found, folder, width)
-        if world.leads and not OPTIONS.json:
+        if world.is_main and not OPTIONS.json:
             print(*(f"written to {folder}" for folder in folders), sep="\n")
     return int(differs)
 

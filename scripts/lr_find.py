@@ -148,10 +148,10 @@ def range_test(
                 image_bytes=plan.activation_bytes,
             )
         )
-        say_start(plan, curve, leads=world.leads)
+        say_start(plan, curve, leads=world.is_main)
         losses: list[float] = []
         for batch in feed.train.batches(0, steps):
-            world.enter(f"step {batch.step + 1}")
+            world.set_section(f"step {batch.step + 1}")
             loss = step(batch)["loss"].double()  # a copy: the next step overwrites the value
             losses.append(float(world.sum(loss)) / world.size)
             if has_diverged(losses) or state.divergence.found:  # then the weights stay the same

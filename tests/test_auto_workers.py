@@ -153,7 +153,7 @@ def test_the_verdict_uses_all_ranks_and_the_measured_step_time(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gathered: list[Any] = []
-    monkeypatch.setattr(World, "gather", lambda world, value: gathered.append(value) or [value])
+    monkeypatch.setattr(World, "all_gather", lambda world, value: gathered.append(value) or [value])
     monkeypatch.setattr(ledger, "SHORT", {"epoch": 0.0, "run": 0.0})
     run(image_root, tmp_path / "run")
     demand = json.loads((tmp_path / "run" / "autotune.json").read_text())["demand"]

@@ -29,7 +29,7 @@ ADDRESSES = "10.0.0.1", "10.0.0.2"
 MEETS = """
 from engine.distributed import join_world
 with join_world("cpu", 4) as world:
-    print(world.gather(world.rank))
+    print(world.all_gather(world.rank))
 """
 
 

@@ -97,7 +97,7 @@ with join_world("cpu") as world:
             pairs = ((batch.images, batch.labels) for batch in batches)
             (one,) = evaluate([network], validation_loss, pairs, world, mistakes)
         found.append([one.loss, one.top1, one.top5, one.images, mistakes.table.tolist()])
-    if world.leads:
+    if world.is_main:
         print(json.dumps(found))
 """
 

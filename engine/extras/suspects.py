@@ -99,7 +99,7 @@ class SampleLosses(nn.Module):
 
     def keep_on_rank_0(self, world: World) -> None:
         """Clear the sums of the other ranks, which have the same ones."""
-        if not world.leads:
+        if not world.is_main:
             self.sums.zero_()
 
     def csv(self, dataset: Dataset, classes: Sequence[str]) -> str:

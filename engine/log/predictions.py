@@ -138,7 +138,7 @@ class Recorder(nn.Module):
         nothing = torch.zeros(COLUMNS, 0, dtype=torch.float64, device=world.device)
         own = torch.cat([nothing, *self._rows], dim=1)
         own = own[:, own[0] >= 0].cpu()  # without the rows that fill up the last batch
-        shares = world.gather(own)
+        shares = world.all_gather(own)
         found = torch.empty(COLUMNS, sum(share.shape[1] for share in shares), dtype=torch.float64)
         for rank, share in enumerate(shares):  # as pipeline.sampler.ValSampler deals them
             found[:, rank :: world.size] = share

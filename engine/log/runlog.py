@@ -69,7 +69,7 @@ class RunLog:
         self.finished = run.finished_summary(state.step) if finished else None
         config = plan.config
         self.tracker = Tracker(
-            run.path if world.leads else None,
+            run.path if world.is_main else None,
             start_step=state.step,
             total_steps=plan.stop_step,
             epochs=config.train.epochs,
@@ -79,7 +79,7 @@ class RunLog:
         )
         self.say = self.tracker.say
         self.meter = Meter(world)
-        folder = run.path / "profile" if world.leads else None
+        folder = run.path / "profile" if world.is_main else None
         self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
         self.expectation = Expectation(
             config,
@@ -182,7 +182,8 @@ class RunLog:
             try:
                 yield
             finally:
-                self.world.leave()  # after an error, others may end while rank 0 still writes
+                # After an error, other ranks may end while rank 0 still writes.
+                self.world.set_section(None)
                 self.profiler.close()
                 self.tracker.flush()  # before the feed is closed: after a crash, that may hang
 
@@ -190,7 +191,7 @@ class RunLog:
 
     def begin_step(self, batch: Batch) -> None:
         """Start the profiler or write the images of the batch, if either is due."""
-        self.world.enter(f"step {batch.step + 1}")
+        self.world.set_section(f"step {batch.step + 1}")
         if self.profiler.starts(batch.step):
             with self.ledger.lost("profile"):
                 self.profiler.start(batch.step)
@@ -257,7 +258,7 @@ class RunLog:
                 epoch = round(self.plan.epoch(step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
             if self.world.size > 1:
-                figures = spread(self.world.gather(self.monitor.read("epoch")))
+                figures = spread(self.world.all_gather(self.monitor.read("epoch")))
                 self.tracker.figures(figures, step)
             if slow:
                 self.say(f"gpu      runs below its maximum clock: {slow}")
@@ -268,7 +269,7 @@ class RunLog:
 
         It counts neither in images/s nor in the time of a step.
         """
-        self.world.enter(kind)
+        self.world.set_section(kind)
         with self._paused(), self.ledger.lost(kind):
             yield
             if kind == "checkpoint" and self.bad_files is not None:
@@ -346,7 +347,7 @@ class RunLog:
             for epoch, index in feed.loader.samples(step - 1).tolist()
         ]
         own: dict[str, Any] = {"loss": loss, "samples": samples}
-        ranks = self.world.gather(own)
+        ranks = self.world.all_gather(own)
         # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
         bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
         name = "diverged.json"
@@ -416,13 +417,13 @@ class RunLog:
                 with self.ledger.lost("profile"):
                     self.profiler.stop(self.state.step)
             summary = self._summary(signal_number)
-            if self.world.leads:
+            if self.world.is_main:
                 self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         config = self.plan.config
         if not signal_number:
             self.tracker.results(summary, self.state.step)
         self.tracker.outcome(summary, compiles=self.plan.compile != "off")
-        if not signal_number and self.world.leads:
+        if not signal_number and self.world.is_main:
             self._write_suspects()
         if unreadable := summary["unreadable_images"]:
             self.say(f"skipped   {unreadable:,} unreadable images: {self.run.path / BAD_FILES}")
@@ -501,19 +502,19 @@ class RunLog:
         source = loader.pool.sources[loader.source]
         draw_only = source.operations is not None
         gains = partial(measure_gains, source.dataset, draw_only=draw_only)  # reads files
-        measure = partial(self._stop.attempt, gains)
+        measure = partial(self._stop.wait_for, gains)
         self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
         if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
             self.ledger.images_changed()
         limits = self.ledger.verdict(
             period,
             describe_loader(self.feed),
-            self.world.gather,
+            self.world.all_gather,
             measure,
             slowdowns=slowdowns,
             place=f"rank {self.world.rank} on {socket.gethostname()}",
         )
-        leaks = enumerate(self.world.gather(self.leaks.sentences()))
+        leaks = enumerate(self.world.all_gather(self.leaks.sentences()))
         rank, found = next((one for one in leaks if one[1]), (0, []))
         where = f"on rank {rank}, " if self.world.size > 1 else ""
         return limits + [f"{where}{sentence}" for sentence in found]

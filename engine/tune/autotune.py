@@ -271,7 +271,7 @@ class Tuner:
         self._synchronize()
         began = time.perf_counter()
         supply = self._probe(encoded=float(self.feed.plan.decoder == "gpu"))
-        step_seconds: float = max(self.ranks.gather(self._step_seconds(resident)))
+        step_seconds: float = max(self.ranks.all_gather(self._step_seconds(resident)))
         demand = self.loader.batch_size / step_seconds
         copy_ms = self._choose_memory()
         self.loader.pool.prefetch_factor = self._prefetch_factor(supply)
@@ -284,7 +284,7 @@ class Tuner:
             workers = max(fewest, min(self.budget(decoder), math.ceil(RESERVE * fewest)))
         self.use(decoder, workers, demand)
         if enough_steps and self.feed.train.cuda:  # a GPU that has become warm lowers its clock
-            step_seconds = max(self.ranks.gather(self._step_seconds(resident, rounds=2)))
+            step_seconds = max(self.ranks.all_gather(self._step_seconds(resident, rounds=2)))
             demand = self.loader.batch_size / step_seconds
         return Answer(
             **asdict(trial),
@@ -308,7 +308,7 @@ class Tuner:
 
     def _lead(self, decoder: str) -> str:
         """Rank 0's choice: all ranks use the engines in the same way, or their own CPU decoder."""
-        leading: str = self.ranks.gather(decoder)[0]
+        leading: str = self.ranks.all_gather(decoder)[0]
         return leading if leading in ON_GPU else self.feed.plan.decoder
 
     def use(self, decoder: str, workers: int, demand: float) -> None:
@@ -327,7 +327,7 @@ class Tuner:
             StoppedError: a signal came before all of them; every rank raises it.
         """
         left = count
-        for batch in self.stop.together(
+        for batch in self.stop.interruptible(
             self.feed.train.batches(self.first_step, self.first_step + count)
         ):
             left -= 1
@@ -339,19 +339,19 @@ class Tuner:
         """The supply of the node's slowest rank; all ranks give up when one cannot read a file."""
         found: Supply | str | None
         try:
-            found = self.stop.attempt(
+            found = self.stop.wait_for(
                 lambda: measure_supply(self.loader, encoded=encoded, step=self.first_step)
             )
         except LoaderError as error:
             self.loader.pool.abandon()
             found = str(error)
-        supplies: list[Any] = self.ranks.gather(found)
+        supplies: list[Any] = self.ranks.all_gather(found)
         if None in supplies:
             raise StoppedError
         for failure in (one for one in supplies if isinstance(one, str)):
             raise NotMeasuredError(failure)
         slowest: Supply = max(
-            self.ranks.of_node(supplies), key=lambda one: one.cpu_ms + one.wait_ms
+            self.ranks.local_values(supplies), key=lambda one: one.cpu_ms + one.wait_ms
         )
         return slowest
 
@@ -365,7 +365,7 @@ class Tuner:
             return (time.perf_counter() - began) / steps
 
         # Every rank takes as many steps as the first: they average gradients together.
-        guess = self.ranks.gather(timed(3))[0]
+        guess = self.ranks.all_gather(timed(3))[0]
         steps = max(2, min(20, round(MEASURE_SECONDS / 5 / guess)))
         return median(timed(steps) for _ in range(rounds))
 
@@ -395,7 +395,7 @@ class Tuner:
             deadline: no trial begins after this time, in seconds of time.perf_counter().
         """
         plan = self.feed.plan
-        uses_engines = all(self.ranks.gather(plan.uses_engines))
+        uses_engines = all(self.ranks.all_gather(plan.uses_engines))
         own = self._workers_alone(plan.decoder, demand, supply)
         fed = Candidate(1, 1, demand)  # by the engines
         batch_seconds = self._expected_seconds(fed if uses_engines else own, own.first, demand)
@@ -411,16 +411,16 @@ class Tuner:
             return self._attempt(decoder, workers, demand, seconds)
 
         def more(wants: bool) -> bool:
-            return any(self.ranks.gather(wants and time.perf_counter() < deadline))
+            return any(self.ranks.all_gather(wants and time.perf_counter() < deadline))
 
         tried: dict[str, dict[int, Trial]] = {}
         run = partial(search, attempt, demand=demand, more=more, lead=self._lead, tried=tried)
         candidates = {} if plan.decoder in ON_GPU else {plan.decoder: own}
         supplied = own.cap * own.each
         sure = bool(candidates) and supplied >= MISJUDGED * MARGIN * demand
-        if not uses_engines or all(self.ranks.gather(sure)):
+        if not uses_engines or all(self.ranks.all_gather(sure)):
             run(candidates)
-        if uses_engines and not all(self.ranks.gather(is_enough(tried))):
+        if uses_engines and not all(self.ranks.all_gather(is_enough(tried))):
             engines = self._engine_candidates(demand, supply)
             candidates = candidates | engines if supplied >= demand else engines | candidates
             run(candidates, rounds=ROUNDS - len(attempts))
@@ -434,7 +434,7 @@ class Tuner:
             logger.warning("loader.decoder=auto: the GPU's JPEG engines are not used: %s", refused)
             return {}
         assert self.feed.engines is not None
-        seconds = max(self.ranks.gather(self.feed.engines.decoder.seconds_per_image))
+        seconds = max(self.ranks.all_gather(self.feed.engines.decoder.seconds_per_image))
         rate = 1 / max(seconds, 1e-9)
         reading = supply if plan.decoder == "gpu" else self._probe(encoded=1.0)
         found = {
@@ -490,7 +490,7 @@ class Tuner:
         feed.decode_with("gpu")
         try:
             batches = feed.train.batches(self.first_step, self.first_step + WARM_BATCHES)
-            if self.stop.attempt(lambda: deque(batches, maxlen=0)) is None:
+            if self.stop.wait_for(lambda: deque(batches, maxlen=0)) is None:
                 failure = SIGNAL
         except LoaderError:
             raise
@@ -501,7 +501,7 @@ class Tuner:
         elif failure is None and not feed.engines.decoder.seconds_per_image:
             failure = "augment.train or the files need the CPU"
         feed.decode_with(feed.plan.decoder)
-        failures: list[str | None] = self.ranks.gather(failure)
+        failures: list[str | None] = self.ranks.all_gather(failure)
         if SIGNAL in failures:
             raise StoppedError
         return next(filter(None, failures), None)
@@ -509,7 +509,7 @@ class Tuner:
     def _expected_seconds(self, candidate: Candidate, workers: int, demand: float) -> float:
         """Expected seconds per batch on the slowest rank."""
         rate = min(demand, workers * candidate.each, candidate.bound)
-        seconds: float = max(self.ranks.gather(self.loader.batch_size / rate))
+        seconds: float = max(self.ranks.all_gather(self.loader.batch_size / rate))
         return seconds
 
     def _attempt(self, decoder: str, workers: int, demand: float, batch_seconds: float) -> Trial:
@@ -522,10 +522,10 @@ class Tuner:
         self.use(decoder, workers, demand)
         steps = max(FEWEST_STEPS, min(200, round(MEASURE_SECONDS / batch_seconds)))
         # The share of hybrid is right after the batches that are begun with the first guess.
-        ahead: int = max(self.ranks.gather(self.loader.ahead))
+        ahead: int = max(self.ranks.all_gather(self.loader.ahead))
         warm = WARM_BATCHES + (ahead if decoder == "hybrid" else 0)
-        everyone: list[Trial] = self.ranks.gather(self._try_with_step(steps, warm))
-        trials: list[Trial] = self.ranks.of_node(everyone)
+        everyone: list[Trial] = self.ranks.all_gather(self._try_with_step(steps, warm))
+        trials: list[Trial] = self.ranks.local_values(everyone)
         rate = min(trial.rate for trial in trials)
         # All ranks are as fast as the one that waits longest.
         longest = max(trial.wait_fraction for trial in everyone)
@@ -577,7 +577,7 @@ def settle(
         LoaderError: the first batches cannot be made.
         StoppedError: a signal came.
     """
-    known: Answer | None = tuner.ranks.agree(lambda: None if refresh else recall(question))
+    known: Answer | None = tuner.ranks.broadcast(lambda: None if refresh else recall(question))
     if known is not None:
         return _reuse(tuner, known)
     steps = last_step - tuner.first_step
@@ -595,7 +595,7 @@ def settle(
         gains = partial(measure_gains, source.dataset, draw_only=draw_only)  # reads files
         seen = replace(
             seen,
-            gains=tuner.stop.attempt(gains),
+            gains=tuner.stop.wait_for(gains),
             has_engines=has_engines(tuner.feed.train.format.device),
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]

@@ -63,15 +63,15 @@ def _no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_world_of_size_1() -> None:
     with join_world("cpu") as world:
         assert world == alone()
-        assert world.leads
-        assert world.agree(lambda: 5) == 5
+        assert world.is_main
+        assert world.broadcast(lambda: 5) == 5
         with pytest.raises(UserError, match="own"):
-            world.agree(lambda: (_ for _ in ()).throw(UserError("own")))
-        assert world.gather("own") == world.of_node(["own"]) == ["own"]
+            world.broadcast(lambda: (_ for _ in ()).throw(UserError("own")))
+        assert world.all_gather("own") == world.local_values(["own"]) == ["own"]
         assert world.sum(torch.tensor([1.0, 2.0])).tolist() == [1, 2]
         model = nn.BatchNorm1d(2)
         assert world.wrap(model, torch.zeros(1, 4)) is model
-        world.share_buffers(model)
+        world.broadcast_buffers(model)
         assert not torch.distributed.is_initialized()
 
 
@@ -187,10 +187,10 @@ def test_second_ctrl_c_interrupts() -> None:
 
 def test_signal_ends_a_wait_for_input_and_nothing_else() -> None:
     with StopSignal(alone()) as stop:
-        assert stop.attempt(lambda: 5) == 5
-        assert stop.attempt(lambda: signal.raise_signal(signal.SIGTERM) or time.sleep(600)) is None
-        assert stop.attempt(lambda: 5) is None
-        assert list(stop.together(iter(range(3)))) == []
+        assert stop.wait_for(lambda: 5) == 5
+        assert stop.wait_for(lambda: signal.raise_signal(signal.SIGTERM) or time.sleep(600)) is None
+        assert stop.wait_for(lambda: 5) is None
+        assert list(stop.interruptible(iter(range(3)))) == []
         signal.raise_signal(signal.SIGTERM)
         assert stop.number == signal.SIGTERM
 
@@ -224,7 +224,7 @@ def test_signal_that_a_destructor_has_swallowed() -> None:
         time.sleep(600)
 
     with StopSignal(alone()) as stop:
-        assert stop.attempt(wait) is None
+        assert stop.wait_for(wait) is None
         assert stop.poll()
         assert stop.number == signal.SIGINT
 
@@ -363,7 +363,7 @@ def test_ranks_of_a_node() -> None:
                 local_size=local_size,
                 device=torch.device("cpu"),
             )
-            assert world.of_node([*range(8)]) == [*range(first, first + local_size)]
+            assert world.local_values([*range(8)]) == [*range(first, first + local_size)]
 
 
 def test_sum(ranks: tuple[Found, Found]) -> None:

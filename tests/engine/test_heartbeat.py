@@ -29,7 +29,7 @@ def test_each_rank_learns_the_section_of_the_other(two: tuple[Heartbeat, Heartbe
     first, second = two
     with first:
         with second:
-            second.enter("validation")
+            second.set_section("validation")
             wait_until(lambda: other(first).section == "validation")
             wait_until(lambda: other(second).section == "start")
             assert other(first).process == f"process {os.getpid()} on {socket.gethostname()}"
@@ -46,7 +46,7 @@ def test_a_rank_that_only_closes_waits_for_no_other(two: tuple[Heartbeat, Heartb
     with first:
         second.__enter__()
         wait_until(lambda: other(first).heard is not None)
-        first.leave()
+        first.set_section(None)
         second.__exit__(KeyError)
         heard = other(first).heard
         assert heard is not None and not other(first).left
@@ -103,7 +103,7 @@ def test_time_in_which_this_process_did_not_run_does_not_count(
 def test_errors_of_torch_become_one_line() -> None:
     beat = Heartbeat(0, 120)
     beat.meet([beat.introduction("localhost"), json.dumps([["", 0], "token", "process 5 on b"])])
-    beat.enter("step 12")
+    beat.set_section("step 12")
     other(beat).section = "validation"
     closed = "[gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:1234"
     assert beat.explain(closed).startswith("rank 0: another rank ended during step 12; ")

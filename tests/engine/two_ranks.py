@@ -42,12 +42,12 @@ def agreement(world: World) -> dict[str, Any]:
         return inner
 
     found: dict[str, Any] = {
-        "values": [str(world.agree(decide(v))) for v in (Path("runs/a"), None, {"x": 1})],
+        "values": [str(world.broadcast(decide(v))) for v in (Path("runs/a"), None, {"x": 1})],
         "errors": [],
     }
     for error in (UserError("run.dir=x: is a file"), OSError(28, "No space left on device")):
         try:
-            world.agree(decide(error))
+            world.broadcast(decide(error))
         except Exception as caught:
             found["errors"].append([type(caught).__name__, str(caught)])
     found["decided"] = len(decided)
@@ -60,20 +60,21 @@ def all_or_none(world: World) -> list[Any]:
             raise UserError(f"rank {world.rank} has no memory")
         return 10 * world.rank
 
-    found: list[Any] = [world.all_or_none(lambda: attempt(2))]  # of this rank
+    found: list[Any] = [world.on_all_ranks(lambda: attempt(2))]  # of this rank
     try:
-        world.all_or_none(lambda: attempt(1))
+        world.on_all_ranks(lambda: attempt(1))
     except UserError as error:
         found.append(str(error))
     return found
 
 
 def gathering(world: World) -> dict[str, Any]:
-    values = world.gather({"rank": world.rank, "path": Path(f"runs/{world.rank}"), "none": None})
+    own = {"rank": world.rank, "path": Path(f"runs/{world.rank}"), "none": None}
+    values = world.all_gather(own)
     return {
         "ranks": [value["rank"] for value in values],
         "paths": [str(value["path"]) for value in values],
-        "of_node": [value["rank"] for value in world.of_node(values)],
+        "of_node": [value["rank"] for value in world.local_values(values)],
     }
 
 
@@ -89,7 +90,7 @@ def buffers(world: World) -> dict[str, Any]:
     model.num_batches_tracked.fill_(world.rank + 5)
     with torch.no_grad():
         model.weight.fill_(world.rank + 7)
-    world.share_buffers(model)
+    world.broadcast_buffers(model)
     return {
         "mean": model.running_mean.tolist(),
         "count": int(model.num_batches_tracked),
@@ -201,10 +202,10 @@ def validation(world: World) -> dict[str, Any]:
     """Rank 0 has three batches, rank 1 has one and a half; the rest of the rows is padding."""
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
-    own = torch.arange(15) if world.leads else torch.arange(15, 25)
+    own = torch.arange(15) if world.is_main else torch.arange(15, 25)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
-        for part in own.split(5 if world.leads else 7):
+        for part in own.split(5 if world.is_main else 7):
             fill = 7 - len(part)
             yield (
                 torch.cat([images[part], torch.zeros(fill, 6)]),
@@ -251,7 +252,7 @@ def stopping(world: World, signals: dict[int, tuple[int, signal.Signals]]) -> li
 def after_a_failed_checkpoint(world: World) -> list[int]:
     """Run until both ranks stop: at step 4, rank 0 notices that its checkpoint failed."""
     step = 0
-    with StopSignal(world, lambda: world.leads and step >= 4) as stop:
+    with StopSignal(world, lambda: world.is_main and step >= 4) as stop:
         while not stop:
             step += 1
             stop.poll()
@@ -274,10 +275,10 @@ def stalled(world: World, signalled: int) -> list[int]:
             yield step
 
     with StopSignal(world) as stop:
-        steps = list(stop.together(batches()))
+        steps = list(stop.interruptible(batches()))
         world.sum(torch.zeros(1))  # rank 0 is as far as rank 1
     with StopSignal(world) as validating:
-        images = validating.attempt(lambda: next(islice(batches(), 2, None)))
+        images = validating.wait_for(lambda: next(islice(batches(), 2, None)))
         world.sum(torch.zeros(1))
         validating.poll()
     return [*steps, stop.number, validating.number, images or 0]
@@ -312,7 +313,7 @@ def main(folder: Path) -> None:
                 world.local_rank,
                 world.local_size,
                 str(world.device),
-                world.leads,
+                world.is_main,
             ],
             "agreement": agreement(world),
             "gathering": gathering(world),

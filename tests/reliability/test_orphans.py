@@ -117,7 +117,7 @@ with engine.distributed.join_world("cpu", 1) as world:
     for seconds in (2, 7):
         if world.rank == 1:
             time.sleep(seconds)
-        print(world.gather(world.rank), flush=True)
+        print(world.all_gather(world.rank), flush=True)
 """
 
 

@@ -145,11 +145,11 @@ def test_nothing_recorded() -> None:
 
 
 class Shares(World):
-    """Rank 0 of two; `gather` returns the shares that the ranks recorded one after another."""
+    """Rank 0 of two; `all_gather` returns the shares that the ranks recorded one after another."""
 
     found: list[Tensor] = []
 
-    def gather(self, value: Tensor) -> list[Tensor]:  # type: ignore[override]
+    def all_gather(self, value: Tensor) -> list[Tensor]:  # type: ignore[override]
         self.found.append(value)
         return self.found
 

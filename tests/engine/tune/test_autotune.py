@@ -252,7 +252,7 @@ def test_step_that_waits_for_another_node_is_not_slowed(
     clocked: Feed, slower_when_fed: Callable[[Batch], None]
 ) -> None:
     class TwoNodes(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return (
                 [value, replace(value, wait_fraction=0.6)] if isinstance(value, Trial) else [value]
             )
@@ -272,7 +272,7 @@ def test_several_ranks_get_a_reserve_of_workers(
     """One worker is enough for a slow step in the trial."""
 
     class EqualRanks(World):
-        def gather(self, value: Any) -> list[Any]:
+        def all_gather(self, value: Any) -> list[Any]:
             return [value] * self.size
 
     def step(batch: Batch) -> None:

@@ -95,7 +95,7 @@ class SimulatedTuner(Tuner):
         return Supply(1e3 / READING, 0.0, 1.0, 110e3, 2)
 
     def _attempt(self, decoder: str, workers: int, demand: float, batch_seconds: float) -> Trial:
-        self.ranks.gather("gradients")
+        self.ranks.all_gather("gradients")
         self.trials.append((decoder, workers))
         rate, wait, each = self.host.run(decoder, workers)
         rate *= 1 + self.noise.normal(0, 0.004)
@@ -217,7 +217,7 @@ class Node(World):
     barrier: threading.Barrier = field(kw_only=True)
     values: list[Any] = field(kw_only=True)
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.values[self.rank] = value
         self.barrier.wait()
         found = list(self.values)
