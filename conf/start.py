@@ -25,6 +25,7 @@ PACKAGES = {
     "numpy": "numpy",
     "omegaconf": "omegaconf",
     "PIL": "pillow",
+    "safetensors": "safetensors",
     "torch": "torch",
     "torchvision": "torchvision",
 }

@@ -34,7 +34,7 @@ from torch import Tensor
 from conf import strict_json
 from conf.files import open_regular
 from conf.schema import UserError, show
-from models.archive import read_archive
+from models.weights import read_torch_file
 from pipeline.shared import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)
@@ -282,7 +282,7 @@ def load(path: Path) -> dict[str, Any]:
     """
     try:
         verify(path)
-        content: dict[str, Any] = read_archive(path)
+        content: dict[str, Any] = read_torch_file(path)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path}: cannot be read as a checkpoint: {reason}") from error

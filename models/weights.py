@@ -3,22 +3,22 @@
 Reading a file never executes code from it.
 """
 
+import argparse
 import hashlib
-import json
 import logging
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from conf.files import open_regular
 from conf.schema import UserError
-from models.archive import read_archive
 from models.stages import stages
 
 logger = logging.getLogger(__name__)
@@ -34,35 +34,16 @@ RENAMED = (
     (r"\.mlp\.linear_1\.", ".mlp.0."),
     (r"\.mlp\.linear_2\.", ".mlp.3."),
 )
-NAMED = 3  # keys to name in a message
 # Last part of the name of a position embedding, float [1, tokens, C] -> how its library resizes it:
 # torchvision's interpolate_embeddings, timm's resample_abs_pos_embed.
 POSITIONS: dict[str, dict[str, bool]] = {
     "pos_embedding": {"align_corners": True},
     "pos_embed": {"antialias": True},
 }
-# Bytes; that of a model has less than 1 MB. 100 MB, the limit of the package, can take 2 GB of RAM.
-LONGEST_HEADER = 16 << 20
-# The types of https://github.com/huggingface/safetensors (section "Format") that weights have.
-SAFETENSORS = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
     """Load the initial weights of a training from any file that `read_file` reads.
-
-    If the number of classes differs, or the file has no head, the head keeps its initial weights.
-    Position embeddings of another image size are interpolated.
 
     Raises:
         UserError: the file is missing, cannot be read, or is of another model.
@@ -70,6 +51,26 @@ def load_weights(model: nn.Module, path: Path) -> None:
     origin = f"model.weights={path}"
     weights = weights_in(read_file(path, origin=origin), origin=origin)
     fit_weights(model, weights, origin=origin, new_head=True)
+
+
+def read_torch_file(path: Path) -> Any:
+    """Read a file of torch.save to the CPU, without executing code from it.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is not a regular file of torch.save, or would run code; one line.
+    """
+    open_regular(path).close()
+    try:
+        # timm and torchvision store their arguments. A Namespace only holds attributes.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # torch.load raises many types, with texts of many lines
+        unsafe = re.search(r"GLOBAL (\S+) was not an allowed global", str(error))
+        reason = f"it would import {unsafe[1]}" if unsafe else "damaged, or not by torch.save"
+        raise ValueError(f"{reason} ({type(error).__name__})") from None
 
 
 def read_file(path: Path, *, origin: str) -> Any:
@@ -84,20 +85,20 @@ def read_file(path: Path, *, origin: str) -> Any:
     """
     if path.suffix in (".pt2", ".onnx"):
         raise UserError(
-            f"{origin}: is an exported program; give the checkpoint or the run that it was "
-            "exported from"
+            f"{origin}: is an exported program; give the checkpoint that it was exported from"
         )
     try:
-        if path.suffix == ".safetensors":
-            return _read_safetensors(path)
-        return read_archive(path)
+        if path.suffix != ".safetensors":
+            return read_torch_file(path)
+        open_regular(path).close()
+        return load_file(path)
     except FileNotFoundError:
         raise UserError(
             f"{origin}: no such file or folder; give a checkpoint, the folder of a run, or a file "
             "with weights (.pth, .pt, .safetensors)"
         ) from None
-    except (OSError, ValueError, RecursionError, MemoryError) as error:
-        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
         raise UserError(
             f"{origin}: cannot be read ({reason}); give a state_dict or a checkpoint"
         ) from None
@@ -119,19 +120,23 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     elif isinstance(content, dict):
         inner = (content[name] for name in CONTAINERS if isinstance(content.get(name), dict))
         stored = next(inner, content)
-    if not isinstance(stored, dict) or not stored:
+    weights = dict(stored) if isinstance(stored, dict) else {}
+    weights.pop("n_averaged", None)
+    if not weights or not all(
+        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
+    ):
         raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
-    weights = {name: value for name, value in stored.items() if name != "n_averaged"}
-    if not all(isinstance(k, str) and isinstance(v, Tensor) for k, v in weights.items()):
-        raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
-    return _without_prefixes(weights)
+    for prefix in PREFIXES * 2:  # in any order
+        if all(name.startswith(prefix) for name in weights):
+            weights = {name.removeprefix(prefix): value for name, value in weights.items()}
+    return {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
 
 
 def stored_name(content: Any) -> str | None:
     """Return the name of the model that pytorch/examples, timm or torchvision store in a file."""
-    name = content.get("arch") if isinstance(content, dict) else None
-    if name is None and isinstance(content, dict):
-        name = getattr(content.get("args"), "model", None)
+    if not isinstance(content, dict):
+        return None
+    name = content.get("arch") or getattr(content.get("args"), "model", None)
     return name if isinstance(name, str) else None
 
 
@@ -155,26 +160,74 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
     unknown = [k for k in weights if k not in own]
     other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    # The number of classes is the first dimension of the head's tensors.
-    first = {(own[k].shape[:1], weights[k].shape[:1]) for k in other}
-    only_head = set(other) <= set(_head(model)) and all(
-        own[k].shape[1:] == weights[k].shape[1:] for k in other
-    )
-    if new_head and only_head and not unknown and (not missing or missing == _head(model)):
-        if kept := missing or other:
-            why = "the file has no head"
-            for model_size, file_size in first:
-                why = f"the file has {file_size[0]} classes, the data {model_size[0]}"
-            logger.warning("%s: %s keep their initial weights: %s", origin, ", ".join(kept), why)
-    elif missing or unknown or other:
-        kinds = [f"{_named(missing)} missing"] if missing else []
-        kinds += [f"{_named(unknown)} unknown"] if unknown else []
-        kinds += [f"{_named(other)} of another shape"] if other else []
-        names = "model.name and data.image_size" if other else "model.name"
-        raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check {names}")
+    kept = missing or other
+    if kept and new_head and not unknown and _differs_in_head(model, missing, other, weights):
+        why = "the file has no head"
+        if other:
+            sizes = weights[other[0]].shape[0], own[other[0]].shape[0]
+            why = f"the file has {sizes[0]} classes, the data {sizes[1]}"
+        logger.warning("%s: %s keep their initial weights: %s", origin, ", ".join(kept), why)
+    elif kept or unknown:
+        found = {"missing": missing, "unknown": unknown, "of another shape": other}
+        kinds = [f"{_listed(names)} {kind}" for kind, names in found.items() if names]
+        keys = "model.name and data.image_size" if other else "model.name"
+        raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check {keys}")
     # `own` has the versions of the layers, which MNASNet requires.
     own.update({name: value for name, value in weights.items() if name not in other})
     model.load_state_dict(own)
+
+
+def _differs_in_head(
+    model: nn.Module, missing: list[str], other: list[str], weights: Weights
+) -> bool:
+    """Whether weights only lack the head, or have one for another number of classes.
+
+    Args:
+        missing: names of the tensors that the weights lack.
+        other: names of the tensors that have another shape.
+    """
+    own, head = model.state_dict(), _head(model)
+    # The number of classes is the first dimension of the head's tensors.
+    same_features = all(own[name].shape[1:] == weights[name].shape[1:] for name in other)
+    return set(other) <= set(head) and same_features and missing in ([], head)
+
+
+def _head(model: nn.Module) -> list[str]:
+    """Return the names of the tensors of the classifier: timm states it, else the last layer."""
+    parameters = dict(model.named_parameters())
+    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
+    if stated:
+        layers = {stated} if isinstance(stated, str) else set(stated)
+        return [name for name in parameters if name.rpartition(".")[0] in layers]
+    last = stages(model)[-1].parameters
+    layers = {name.rpartition(".")[0] for name in last if parameters[name].ndim > 1}
+    return [name for name in last if name.rpartition(".")[0] in layers]
+
+
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+    return f"{', '.join(keys[:3])}{more} {'is' if len(keys) == 1 else 'are'}"
+
+
+def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
+    """Return the name of a tensor in the model, if the file has a former one."""
+    if name in own:
+        return name
+    names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
+    return next((new for new in names if new in own), name)
+
+
+def _resized_positions(weights: Weights, own: Mapping[str, Tensor]) -> Weights:
+    """Return the position embeddings that have another number of tokens, for the model's."""
+    resized: Weights = {}
+    for name, value in weights.items():
+        options = POSITIONS.get(name.rpartition(".")[2])
+        if options is None or name not in own or value.shape == own[name].shape:
+            continue
+        if value.ndim == own[name].ndim == 3 and value.shape[::2] == own[name].shape[::2]:
+            found = resize_positions(value, own[name].shape[1], **options)
+            resized |= {} if found is None else {name: found}
+    return resized
 
 
 def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor | None:
@@ -199,55 +252,16 @@ def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor 
     return None
 
 
-def _resized_positions(weights: Weights, own: Mapping[str, Tensor]) -> Weights:
-    """Return the position embeddings that have another number of tokens, for the model's."""
-    resized: Weights = {}
-    for name, value in weights.items():
-        options = POSITIONS.get(name.rpartition(".")[2])
-        if options is None or name not in own or value.ndim != 3 or own[name].ndim != 3:
-            continue
-        (_, tokens, width), same = own[name].shape, value.shape == own[name].shape
-        if not same and (value.shape[0], value.shape[2]) == (1, width):
-            found = resize_positions(value, tokens, **options)
-            resized |= {} if found is None else {name: found}
-    return resized
-
-
-def _head(model: nn.Module) -> list[str]:
-    """Return the names of the tensors of the classifier: timm states it, else the last layer."""
-    parameters = dict(model.named_parameters())
-    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
-    if stated:
-        layers = {stated} if isinstance(stated, str) else set(stated)
-        return [name for name in parameters if name.rpartition(".")[0] in layers]
-    last = stages(model)[-1].parameters
-    layers = {name.rpartition(".")[0] for name in last if parameters[name].ndim > 1}
-    return [name for name in last if name.rpartition(".")[0] in layers]
-
-
 def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) -> None:
-    """Write a safetensors file.
+    """Write a safetensors file; `texts` becomes its `__metadata__`.
 
-    Args:
-        texts: its `__metadata__`.
+    Raises:
+        OSError: the disk is full, for example.
     """
-    names = {dtype: name for name, dtype in SAFETENSORS.items()}
-    header: dict[str, Any] = {"__metadata__": dict(texts)}
-    end = 0
-    for name, value in weights.items():
-        place = [end, end + value.nbytes]
-        end = place[1]
-        header[name] = {
-            "dtype": names[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": place,
-        }
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers may map the tensors, which must be aligned
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for value in weights.values():
-            file.write(value.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    try:
+        save_file({name: value.contiguous() for name, value in weights.items()}, path, dict(texts))
+    except SafetensorError as error:
+        raise OSError(f"{path}: {error}") from None
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
@@ -256,8 +270,12 @@ def safetensors_metadata(path: Path) -> dict[str, str]:
     Raises:
         ValueError: the file is damaged.
     """
-    with open_regular(path) as file:
-        return dict(_safetensors_header(file).get("__metadata__", {}))
+    open_regular(path).close()
+    try:
+        with safe_open(path, "pt") as file:
+            return file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(str(error)) from None
 
 
 def file_fingerprint(path: Path) -> str:
@@ -270,77 +288,7 @@ def file_fingerprint(path: Path) -> str:
         with open_regular(path) as file:
             return f"SHA-256 {hashlib.file_digest(file, 'sha256').hexdigest()[:16]}"
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
         raise UserError(
-            f"model.weights={path}: {reason}; give the path of the file, which every start reads, "
-            "even if the run resumes"
+            f"model.weights={path}: {getattr(error, 'strerror', None) or error}; give the path of "
+            "the file, which every start reads, even if the run resumes"
         ) from None
-
-
-def _named(keys: list[str]) -> str:
-    more = f" and {len(keys) - NAMED} more" if len(keys) > NAMED else ""
-    return f"{', '.join(keys[:NAMED])}{more} {'is' if len(keys) == 1 else 'are'}"
-
-
-def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
-    """Return the name of a tensor in the model, if the file has a former one."""
-    if name in own:
-        return name
-    names = (re.sub(pattern, new, name) for pattern, new in RENAMED)
-    return next((new for new in names if new in own), name)
-
-
-def _without_prefixes(weights: Mapping[str, Tensor]) -> Weights:
-    """Remove the prefixes that wrappers add to every key; torch.compile also adds them inside."""
-    plain = dict(weights)
-    while prefix := next(
-        (p for p in PREFIXES if plain and all(k.startswith(p) for k in plain)), ""
-    ):
-        plain = {key.removeprefix(prefix): value for key, value in plain.items()}
-    return {key.replace("_orig_mod.", ""): value for key, value in plain.items()}
-
-
-def _read_safetensors(path: Path) -> Weights:
-    """Read a safetensors file: the length of a JSON header, the header, and the raw tensors.
-
-    Raises:
-        ValueError: the file is damaged, or holds another type of numbers.
-    """
-    with open_regular(path) as file:
-        header = _safetensors_header(file)
-        data = memoryview(file.read())
-    header.pop("__metadata__", None)
-    weights: Weights = {}
-    left = len(data)
-    for name, entry in header.items():
-        weights[name] = _tensor(name, entry, data)
-        left -= weights[name].nbytes
-        if left < 0:
-            raise ValueError("its tensors overlap")
-    return weights
-
-
-def _safetensors_header(file: BinaryIO) -> dict[str, Any]:
-    """Read the header; the tensors follow in the file."""
-    length = int.from_bytes(file.read(8), "little")
-    if not 2 <= length <= min(os.fstat(file.fileno()).st_size - 8, LONGEST_HEADER):
-        raise ValueError("not a safetensors file")
-    header = json.loads(file.read(length))
-    if not isinstance(header, dict) or not isinstance(header.get("__metadata__", {}), dict):
-        raise ValueError("not a safetensors file")
-    return header
-
-
-def _tensor(name: str, entry: Any, data: memoryview) -> Tensor:
-    try:
-        dtype, shape = SAFETENSORS[entry["dtype"]], entry["shape"]
-        begin, end = entry["data_offsets"]
-        size = math.prod(shape) * dtype.itemsize
-        if not 0 <= begin <= end <= len(data) or end - begin != size:
-            raise ValueError("its size is wrong")
-        if size == 0:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(bytearray(data[begin:end]), dtype=dtype).reshape(shape)
-    except (KeyError, TypeError, ValueError, RuntimeError, OverflowError) as error:
-        reason = str(error).partition("\n")[0]  # torch adds its stack
-        raise ValueError(f"tensor {name}: {type(error).__name__}: {reason[:200]}") from None

@@ -182,7 +182,6 @@ def test_measured_values_become_valid_json() -> None:
         "conf.strict_json",
         "engine.compile_cache",
         "engine.heartbeat",
-        "models.weights",
         "engine.tune.autotune",
         "pipeline.demo.images",
         "scripts.lib.destination",

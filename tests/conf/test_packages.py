@@ -50,7 +50,8 @@ def test_outside_the_environment(program: str, tmp_path: Path) -> None:
     done = run(program, tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(
-        f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, torch, torchvision: not "
+        f"{Path(program).name}: hydra-core, numpy, omegaconf, pillow, safetensors, torch, "
+        "torchvision: not "
     )
     remedy = (
         ".venv/bin/activate` first\n"

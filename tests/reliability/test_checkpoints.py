@@ -1,14 +1,16 @@
-"""Hostile, foreign and damaged checkpoints: refused in one line, with bounded memory and time."""
+"""Foreign, hostile and damaged checkpoints: refused in one line, and no code in them runs."""
 
+import copy
 import hashlib
 import json
+import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import struct
+import tarfile
+import zipfile
+from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,45 +28,192 @@ from engine.rundir import RunDirectory, run_identity
 from engine.state_check import check_state
 from scripts.lib.trained import open_trained
 from tests import small_run
-from tests.processes import HANGS_SECONDS
-from tests.reliability.hostile_checkpoints import CONTENTS, FILES, LONG, SAFETENSORS
 from tests.results import same
 
-ROOT = Path(__file__).parents[2]
 NAME = "step-00000005.pt"
 OPTIONS = ("train.epochs=1", "train.ema_decay=0.9", "loader.workers=0")
-KEYS = ("checkpoint.resume", "model.weights")
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
-# Time for a file on a busy machine, and memory: a pickle may take 500 MB.
-SECONDS, MOST_MIB = 300, 700
+Content = dict[str, Any]
+Make = Callable[[Content, Path], object]
+Open = Callable[[Path, Path], None]
 
 
-def peak_mib() -> float:
-    """Return the largest memory of this process so far; 0 where the system does not show it."""
-    if sys.platform != "linux":
-        return 0.0
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("VmHWM"))
+def archive(path: Path, members: dict[str, bytes]) -> None:
+    """Write a file as torch.save does; `members` replace or add records."""
+    records = {"data.pkl": b"\x80\x02}.", "byteorder": b"little", "version": b"3\n", **members}
+    with zipfile.ZipFile(path, "w") as file:
+        for name, record in records.items():
+            file.writestr(f"archive/{name}", record)
 
 
-@contextmanager
-def bounded() -> Iterator[None]:
-    """Fail if the block takes longer than SECONDS, or more than MOST_MIB of memory."""
+def written(data: bytes) -> Make:
+    return lambda _, path: path.write_bytes(data)
 
-    def stop(*_: object) -> None:
-        raise AssertionError(f"takes more than {SECONDS} s")
 
-    before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
-    if sys.platform == "linux":
-        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    start = peak_mib()
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-        signal.signal(signal.SIGALRM, before)
-    assert peak_mib() - start < MOST_MIB
+def pickled(program: bytes) -> Make:
+    """A checkpoint whose data.pkl is this program of the pickle machine."""
+    return lambda _, path: archive(path, {"data.pkl": b"\x80\x02" + program + b"."})
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def cut_off(content: Content, path: Path) -> None:
+    torch.save(content, path)
+    os.truncate(path, 5000)
+
+
+def tar(_: Content, path: Path) -> None:
+    with tarfile.open(path, "w") as file:
+        for name in ("sys_info", "pickle", "storages", "tensors"):
+            file.addfile(tarfile.TarInfo(name))
+
+
+def larger_than_memory(_: Content, path: Path) -> None:
+    path.touch()
+    os.truncate(path, 10**13)
+
+
+# Nothing here is a checkpoint or a file with weights.
+FILES: dict[str, Make] = {
+    "fifo": lambda _, path: os.mkfifo(path),
+    "device": lambda _, path: path.symlink_to("/dev/zero"),
+    "directory": lambda _, path: path.mkdir(),
+    "link to itself": lambda _, path: path.symlink_to(path.name),
+    "dangling link": lambda _, path: path.symlink_to("gone"),
+    "larger than memory": larger_than_memory,
+    "empty": written(b""),
+    "text": written(b"step: 5\n" * 1000),
+    "YAML with a tag": written(b"!!python/object/apply:os.system ['true']\n"),
+    "zeros": written(bytes(100_000)),
+    "zip without a pickle": lambda _, path: archive(path, {"data.pkl": b""}),
+    "zip of something else": lambda _, path: zipfile.ZipFile(path, "w").close(),
+    "zip cut off": cut_off,
+    "TorchScript": lambda _, path: archive(path, {"constants.pkl": b"\x80\x02)."}),
+    "tar": tar,
+    "os.system": pickled(b"cos\nsystem\n" + text("true") + b"\x85R"),
+    "__builtin__.eval": pickled(b"c__builtin__\neval\n" + text("1") + b"\x85R"),
+    "unknown opcode": pickled(b"\xff"),
+    "text that ends too early": pickled(b"X\xff\xff\xff\x7f"),
+}
+
+
+def put(*path: Any) -> Make:
+    """Set an item of the content: the names that lead to it, then its value."""
+    *names, last, value = path
+
+    def change(content: Content, to: Path) -> None:
+        content = target = copy.deepcopy(content)
+        for name in names:
+            target = target[name]
+        target[last] = value(target[last]) if callable(value) else value
+        torch.save(content, to)
+
+    return change
+
+
+def drop(*path: Any) -> Make:
+    """Remove an item of the content."""
+    *names, last = path
+
+    def change(content: Content, to: Path) -> None:
+        content = target = copy.deepcopy(content)
+        for name in names:
+            target = target[name]
+        del target[last]
+        torch.save(content, to)
+
+    return change
+
+
+def other_optimizer(state: Content) -> Content:
+    """The state of AdamW for the same parameters."""
+    moments = {
+        number: dict.fromkeys(("exp_avg", "exp_avg_sq"), next(iter(values.values())))
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": moments}
+
+
+def first_moment(change: Callable[[Any], Any]) -> Callable[[Content], Content]:
+    """Change the first tensor of the optimiser's state."""
+
+    def changed(states: dict[Any, Any]) -> dict[Any, Any]:
+        name, value = next(iter(states[0].items()))
+        return {**states, 0: {**states[0], name: change(value)}}
+
+    return changed
+
+
+WEIGHT = ("state", "model", "conv1.weight")
+# A real checkpoint with one change. The model is resnet_tiny with a moving average and SGD.
+CONTENTS: dict[str, Make] = {
+    **{f"no {name}": drop(name) for name in ("format", "step", "state", "identity", "config")},
+    **{
+        f"step {value!r}": put("step", value)
+        for value in ("5", -1, 10**9, 2**80, True, 5.0, float("nan"), None, [5], 6)
+    },
+    **{
+        f"step {value!r} in the state": put("state", "step", value)
+        for value in ("5", -1, 10**9, True, 5.0, float("nan"), 6)
+    },
+    "format true": put("format", True),
+    "format as text": put("format", "2"),
+    "config as YAML": put("config", "!!python/object/apply:os.system ['true']"),
+    "identity with a line end": put("identity", "model.name", "a\nError: b\x1b[2J"),
+    "identity with a key that is a number": put("identity", 5, 5),
+    "identity with a tensor": put("identity", "model.name", torch.zeros(3)),
+    "state is a list": put("state", [1]),
+    **{
+        f"no {name} in the state": drop("state", name)
+        for name in ("model", "ema", "ema_steps", "optimizer", "best", "last", "spent", "history")
+    },
+    "no weights": put("state", "model", {}),
+    "weights as a list": put("state", "model", [1]),
+    "no first layer": drop(*WEIGHT),
+    "layer unknown": put("state", "model", "conv9.weight", torch.zeros(1)),
+    "layer as text": put(*WEIGHT, "weights"),
+    "layer of another shape": put(*WEIGHT, torch.zeros(3)),
+    "layer of another dtype": put(*WEIGHT, lambda v: v.to(torch.int64)),
+    "complex layer": put(*WEIGHT, lambda v: v.to(torch.complex64)),
+    "average is empty": put("state", "ema", {}),
+    "average is a tensor": put("state", "ema", torch.zeros(3)),
+    "average without a layer": drop("state", "ema", "conv1.weight"),
+    "updates of the average": put("state", "ema_steps", torch.zeros(3)),
+    "updates as text": put("state", "ema_steps", "many"),
+    "optimizer as text": put("state", "optimizer", "sgd"),
+    "optimizer without groups": put("state", "optimizer", "param_groups", []),
+    "optimizer with wrong groups": put(
+        "state", "optimizer", "param_groups", lambda groups: [*groups, groups[0]]
+    ),
+    "optimizer with a short group": put(
+        "state", "optimizer", "param_groups", 0, "params", lambda numbers: numbers[1:]
+    ),
+    "optimizer of another kind": put("state", "optimizer", other_optimizer),
+    "momentum of another shape": put(
+        "state", "optimizer", "state", first_moment(lambda v: torch.zeros(2))
+    ),
+    "momentum of another dtype": put(
+        "state", "optimizer", "state", first_moment(lambda v: v.to(torch.int64))
+    ),
+    "momentum as text": put("state", "optimizer", "state", first_moment(lambda v: "fast")),
+    "momentum of an unknown parameter": put("state", "optimizer", "state", 999, {}),
+    "table of losses too short": put("state", "losses", "sums", lambda v: v[:3].clone()),
+    "table of losses too long": put("state", "losses", "latest", lambda v: torch.cat([v, v])),
+    "table of losses of floats": put("state", "losses", "sums", lambda v: v.float()),
+    "losses as a list": put("state", "losses", [1, 2]),
+    "best as a list": put("state", "best", [1]),
+    "best without a step": put("state", "best", {"top1": 5.0}),
+    "best with text": put("state", "best", lambda row: {**row, "top1": "high"}),
+    "last as text": put("state", "last", "row"),
+    "seconds as text": put("state", "spent", lambda spent: {**spent, "training": "1"}),
+    "seconds as a tensor": put("state", "spent", {"training": torch.zeros(3)}),
+    "origin as a number": put("state", "origin", 5),
+    "history as text": put("state", "history", "none"),
+    "history of numbers": put("state", "history", [1, 2]),
+    "ordered": lambda content, path: torch.save(OrderedDict(content, step="x"), path),
+}
 
 
 @pytest.fixture(scope="module")
@@ -76,11 +225,8 @@ def run(whole_runs: None, image_root: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture(scope="module")
-def content(run: Path) -> dict[str, Any]:
+def content(run: Path) -> Content:
     return checkpoint.load(run / "checkpoints" / NAME)
-
-
-Open = Callable[[Path, Path], None]
 
 
 @pytest.fixture(scope="module")
@@ -113,13 +259,13 @@ def open_model(_: Path, path: Path) -> None:
 
 
 def refused(open_file: Open, path: Path, folder: Path) -> str:
-    """Check that a file is refused in one line, within bounds, and that nothing is created."""
+    """Check that a file is refused in one line that names it, and that nothing is created."""
     before = {p.name for p in path.parent.iterdir()}
-    with pytest.raises((UserError, CheckpointError)) as error, bounded():
+    with pytest.raises((UserError, CheckpointError)) as error:
         open_file(folder, path)
     message = str(error.value)
-    assert len(" ".join(message.splitlines())) < 1000
-    assert {p.name for p in path.parent.iterdir()} == before
+    assert str(path) in message and len(" ".join(message.splitlines())) < 1000
+    assert {p.name for p in path.parent.iterdir()} == before and not folder.exists()
     return message
 
 
@@ -137,50 +283,25 @@ def planted(_: Path, path: Path) -> None:
         path.with_suffix(".json").unlink()
 
 
-@pytest.mark.parametrize("case", [case for case in FILES if case not in LONG])
+@pytest.mark.parametrize("case", FILES)
 def test_file_that_is_no_checkpoint(
-    case: str, content: dict[str, Any], resume: Open, tmp_path: Path
+    case: str, content: Content, resume: Open, tmp_path: Path
 ) -> None:
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / NAME
     FILES[case](content, path)
     for entry_point in (resume, load_weights, open_model, planted):
-        message = refused(entry_point, path, tmp_path / "run")
-        assert str(path) in message, entry_point
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("case", SAFETENSORS)
-def test_safetensors_that_is_none(case: str, content: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "files").mkdir()
-    path = tmp_path / "files" / "model.safetensors"
-    SAFETENSORS[case](content, path)
-    for entry_point in (load_weights, open_model):
-        assert str(path) in refused(entry_point, path, tmp_path / "run")
+        refused(entry_point, path, tmp_path / "run")
 
 
 @pytest.mark.parametrize("case", CONTENTS)
 def test_checkpoint_of_something_else(
-    case: str, content: dict[str, Any], resume: Open, tmp_path: Path
+    case: str, content: Content, resume: Open, tmp_path: Path
 ) -> None:
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / NAME
     CONTENTS[case](content, path)
-    assert str(path) in refused(resume, path, tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CONTENTS)
-def test_evaluation_of_something_else(case: str, content: dict[str, Any], tmp_path: Path) -> None:
-    """It is refused in one line, or what is wrong with it does not matter without training."""
-    path = tmp_path / NAME
-    CONTENTS[case](content, path)
-    with bounded():
-        try:
-            open_model(tmp_path, path)
-        except (UserError, CheckpointError) as error:
-            assert str(path) in str(error)
+    refused(resume, path, tmp_path / "run")
 
 
 def test_the_checkpoint_itself_is_taken(run: Path, resume: Open, tmp_path: Path) -> None:
@@ -192,19 +313,11 @@ def test_the_checkpoint_itself_is_taken(run: Path, resume: Open, tmp_path: Path)
     assert (tmp_path / "run").exists()
 
 
-# Every case, with the key that gives its path to train.py.
-CASES = {
-    **{f"{case} as a file": (make, KEYS[n % 2]) for n, (case, make) in enumerate(FILES.items())},
-    **{f"{case} as safetensors": (make, KEYS[1]) for case, make in SAFETENSORS.items()},
-    **{f"{case} in a checkpoint": (make, KEYS[0]) for case, make in CONTENTS.items()},
-}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*FILES, *CONTENTS])
 def test_train_refuses_a_hostile_checkpoint(
     case: str,
-    content: dict[str, Any],
+    content: Content,
     image_root: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -212,51 +325,16 @@ def test_train_refuses_a_hostile_checkpoint(
     figure: Callable[[str, int, int], None],
 ) -> None:
     """Its exit status and output, and that it creates nothing."""
-    make, key = CASES[case]
-    path = tmp_path / ("model.safetensors" if case.endswith("safetensors") else NAME)
-    make(content, path)
-    config = small_run.compose(image_root, tmp_path / "run", *OPTIONS, f"{key}={path}")
-    with bounded():
-        status = train.main(config)
+    path = tmp_path / NAME
+    (FILES | CONTENTS)[case](content, path)
+    run_dir = tmp_path / "run"
+    resume = f"checkpoint.resume={path}"
+    status = train.main(small_run.compose(image_root, run_dir, *OPTIONS, resume))
     lines = capsys.readouterr().err.splitlines()
-    created = {p.name for p in tmp_path.iterdir()} - {path.name}
-    good = status == 2 and len(lines) == 1 and not created
+    good = status == 2 and len(lines) == 1 and not run_dir.exists()
     figure("hostile checkpoints refused in one line", int(good), 1)
-    assert good, (status, lines, created)
+    assert good, (status, lines)
 
-
-COMMANDS = {
-    "train.py": ["recipe=demo", "run.dir=new", "model.weights={}"],
-    "scripts/evaluate.py": ["{}", "data.root=."],
-    "scripts/predict.py": ["{}", "."],
-    "scripts/export.py": ["{}", "--to", "safetensors"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", COMMANDS)
-@pytest.mark.parametrize("case", ["fifo", "zip bomb", "deep key", "bytearray of 4 GB"])
-def test_every_program_refuses_a_hostile_file(
-    script: str, case: str, content: dict[str, Any], tmp_path: Path
-) -> None:
-    (tmp_path / "file").mkdir()
-    path = tmp_path / "file" / NAME
-    FILES[case](content, path)
-    words = [word.format(path) for word in COMMANDS[script]]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / script), *words],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=HANGS_SECONDS,
-        check=False,
-    )
-    assert done.returncode == 2, done.stderr
-    assert len(done.stderr.splitlines()) == 1 and NAME in done.stderr
-    assert {p.name for p in tmp_path.iterdir()} == {"file"}
-
-
-# Damage.
 
 PAGE = 4096
 
@@ -267,10 +345,6 @@ def flip_a_bit(data: bytearray, rng: random.Random) -> None:
 
 def truncate(data: bytearray, rng: random.Random) -> None:
     del data[rng.randrange(len(data)) :]
-
-
-def append(data: bytearray, rng: random.Random) -> None:
-    data += rng.randbytes(rng.randrange(1, PAGE))
 
 
 def zero_a_page(data: bytearray, rng: random.Random) -> None:
@@ -284,19 +358,12 @@ def overwrite(data: bytearray, rng: random.Random) -> None:
     data[start:end] = rng.randbytes(end - start)
 
 
-def swap_blocks(data: bytearray, rng: random.Random) -> None:
-    size = min(512, len(data) // 4)
-    first, second = sorted(rng.sample(range(len(data) // size), 2))
-    one, two = (slice(n * size, (n + 1) * size) for n in (first, second))
-    data[one], data[two] = data[two], data[one]
-
-
 def drop_a_block(data: bytearray, rng: random.Random) -> None:
     start = rng.randrange(len(data))
     del data[start : start + rng.randrange(1, PAGE)]
 
 
-DAMAGE = (flip_a_bit, truncate, append, zero_a_page, overwrite, swap_blocks, drop_a_block)
+DAMAGE = (flip_a_bit, truncate, zero_a_page, overwrite, drop_a_block)
 
 
 def undetected(path: Path, numbers: range) -> tuple[int, list[str]]:

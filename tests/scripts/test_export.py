@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import models
@@ -177,12 +179,11 @@ def finetuned(weights: Path) -> Config:
 
 
 def test_safetensors_package_reads_the_file(trained: Trained, tmp_path: Path) -> None:
-    package = pytest.importorskip("safetensors.torch")
     job = job_for(trained, "safetensors")
     export.save(job, trained.build(CPU), tmp_path / "a.safetensors")
-    weights = package.load_file(tmp_path / "a.safetensors")
+    weights = load_file(tmp_path / "a.safetensors")
     assert all(torch.equal(weights[k], trained.weights[k]) for k in trained.weights)
-    with package.safe_open(tmp_path / "a.safetensors", "pt") as file:
+    with safe_open(tmp_path / "a.safetensors", "pt") as file:
         assert file.metadata() == job.texts()
 
 
