@@ -42,7 +42,7 @@ from engine.distributed import (
     same_on_all_ranks,
     without_sync,
 )
-from engine.evaluate import hits, sums
+from engine.evaluate import hits
 from engine.extras.finetune import decide
 from engine.extras.suspects import SampleLosses, image_losses
 from engine.log.boards import check_installed, exit_with
@@ -129,7 +129,9 @@ def train(config: Config) -> dict[str, Any]:
             )
         )
         log.tuned(*tune_loader(feed, step, plan, state, run, stop, datasets.train.fingerprint()))
-        validate = Validator(validation_loss, feed=feed, plan=plan, world=world, log=log, stop=stop)
+        validate = Validator(
+            validation_values, feed=feed, plan=plan, world=world, log=log, stop=stop
+        )
         use(log.watch(feed, step, stop))
 
         if validate.missing(state):  # an earlier start was stopped before it could validate
@@ -271,21 +273,24 @@ def training_loss(
     return loss, values, image_losses(logits, targets, labels)
 
 
-def validation_loss(
-    network: nn.Module, images: Tensor, labels: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Values:
     """Forward pass and loss in validation. Labels below 0 do not count.
 
     Not compiled: the CPU decodes the validation images, and is slower than the GPU anyway.
 
     Returns:
-        float32 [4]: summed loss, top-1 hits, top-5 hits, images. And for each row, [B], its loss
-        (float32, 0 where it does not count) and its predicted class (int64; the first of equal
-        logits).
+        For each row, [B]: its loss (float32, 0 where it does not count), whether it is a top-1 and
+        a top-5 hit, its predicted class (the first of equal logits) and that class's probability.
     """
     logits = network(images).float()
-    losses = nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none")
-    return sums(logits, labels, losses.sum()), losses, logits.argmax(1)
+    top1, top5 = hits(logits, labels)
+    return {
+        "loss": nn.functional.cross_entropy(logits, labels, ignore_index=-1, reduction="none"),
+        "top1": top1,
+        "top5": top5,
+        "prediction": logits.argmax(1),
+        "confidence": logits.softmax(1).amax(1).nan_to_num(),
+    }
 
 
 def compiled(function: F, mode: str) -> F:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from engine.distributed import StopSignal, World
-from engine.evaluate import WORST_IMAGES, Measure, Mistakes, evaluate
+from engine.evaluate import Measure, evaluate
 from engine.log.runlog import RunLog
 from engine.plan import Plan
 from engine.state import TrainState
@@ -17,7 +17,7 @@ class Validator:
     """Validates the model of a run on the whole validation split.
 
     Args:
-        measure: `train.validation_loss`.
+        measure: `train.validation_values`.
         feed: gives the validation batches.
         log: reports the results.
         stop: a signal ends a validation early.
@@ -48,16 +48,13 @@ class Validator:
         recorded: the next start validates again.
         """
         networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-        worst = WORST_IMAGES if self.log.tracker.draws else 0
-        mistakes = Mistakes(self.plan.num_classes, self.world.device, worst=worst)
+        each: list[dict[str, Tensor]] = []
         with self.log.pause("validation"):
             began = time.perf_counter()
             for network in networks:
                 self.world.broadcast_buffers(network)
             with self.plan.autocast(), self.feed.for_validation():
-                found, *raw = evaluate(
-                    networks, self.measure, self._batches(), self.world, mistakes
-                )
+                found, *raw = evaluate(networks, self.measure, self._batches(), self.world, each)
             if found.images == self.plan.val_images:
                 row = {
                     "step": state.step,
@@ -76,7 +73,7 @@ class Validator:
                 state.best = row if best else state.best
                 seconds = time.perf_counter() - began
                 counts = {"split": "val", "images": found.images, "seconds": seconds}
-                self.log.validated({**row, **counts}, mistakes, best=best, previous=previous)
+                self.log.validated({**row, **counts}, each, best=best, previous=previous)
         self.stop.poll()
 
     def _batches(self) -> Iterator[tuple[Tensor, Tensor]]:

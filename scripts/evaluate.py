@@ -83,16 +83,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import train
 from conf import strict_json
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import RankError, World, join_world
-from engine.evaluate import MOST_CLASSES, Metrics, evaluate
+from engine.evaluate import Metrics, evaluate
 from engine.log import pictures
 from engine.log.boards import exit_with
-from engine.log.predictions import Predictions, Recorder
+from engine.log.predictions import Predictions
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset, in_form_of
@@ -104,7 +104,6 @@ from pipeline.splits import refuse_inside
 from scripts.lib.trained import Trained, open_trained
 
 CPU_BATCH = 32  # images; larger batches are not faster on a CPU, and need gigabytes
-SHOWN = 16  # images in worst.jpg
 # Keys without which a validation cannot be repeated to the last digit.
 REPEATED = (
     "data.val_size",
@@ -160,6 +159,21 @@ class Evaluated:
         }
 
 
+class MirrorAverage(nn.Module):
+    """A network whose logits are averaged over each image and its mirror image.
+
+    FFCV adds these logits, which gives the same accuracy, but another loss.
+    """
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Return float32 logits [B, classes]."""
+        return (self.network(images).float() + self.network(images.flip(3)).float()) / 2
+
+
 def run(trained: Trained, world: World, *, flip: bool, self_check: bool) -> Evaluated:
     """Evaluate one model on its validation images.
 
@@ -182,15 +196,17 @@ def run(trained: Trained, world: World, *, flip: bool, self_check: bool) -> Eval
         refuse_check(trained, datasets, world)
     trained.check_size(datasets.val_size)
     plan = loader_plan(trained, datasets, world)
-    model = Recorder(trained.build(device), flip=flip)
+    model = trained.build(device)
+    if flip:
+        model = MirrorAverage(model)
     autocast = torch.autocast(device.type, torch.bfloat16, enabled=precision == "bf16")
     began = time.perf_counter()
     world.set_section("evaluation")
     with open_feed(config, datasets, plan, world) as feed, feed.for_validation(), autocast:
-        measure = model.recording(train.validation_loss)
         batches = progress(feed, len(datasets.val), config.train.accumulate, world)
-        (metrics,) = evaluate([model], measure, batches, world)
-    predictions = model.predictions(world)
+        each: list[dict[str, Tensor]] = []
+        (metrics,) = evaluate([model], train.validation_values, batches, world, each)
+    predictions = Predictions.gather(each, world)
     found = Evaluated(
         trained=trained,
         metrics=metrics,
@@ -419,11 +435,20 @@ def _write(found: Evaluated, folder: Path, worst: int) -> None:
         ["path", "class", "prediction", "confidence", "loss", "name", "prediction_name"],
         [
             [found.datasets.val.name(i), *row, *map(readable, row[:2])]
-            for i in places.tolist()
+            for i in places
             for row in [described(found, i)]
         ],
     )
-    draw(found, folder, places[:SHOWN].tolist())
+    val = found.datasets.val
+    drawn = predictions.draw(classes, lambda i: torch.from_numpy(val.load(0, i)[0]))
+    for name, picture in drawn.items():
+        file = "worst.jpg" if name == "worst" else f"{name}.png"
+        picture.save(folder / file, quality=90)
+    title = f"reliability of {found.trained.name}"
+    picture = pictures.reliability(
+        title, calibration.images, calibration.accuracy, calibration.error
+    )
+    picture.save(folder / "reliability.png")
 
 
 def described(found: Evaluated, i: int) -> tuple[str, str, float, float]:
@@ -431,31 +456,6 @@ def described(found: Evaluated, i: int) -> tuple[str, str, float, float]:
     p = found.predictions
     names = found.classes[p.labels[i]], found.classes[p.predictions[i]]
     return *names, float(p.confidences[i]), float(p.losses[i])
-
-
-def draw(found: Evaluated, folder: Path, places: list[int]) -> None:
-    """Draw the images with the largest loss, confusions, classes and calibration."""
-    predictions, classes = found.predictions, [readable(name) for name in found.classes]
-    if places:
-        rows = [described(found, i) for i in places]
-        captions = [
-            (readable(a), readable(b), f"loss {loss:.2f}, {100 * c:.0f} %")
-            for a, b, c, loss in rows
-        ]
-        images = [torch.tensor(found.datasets.val.load(0, i)[0]).permute(2, 0, 1) for i in places]
-        picture = pictures.worst("largest losses", torch.stack(images), captions)
-        picture.save(folder / "worst.jpg", quality=90)
-    if len(classes) <= MOST_CLASSES:
-        table = predictions.table(len(classes))
-        pictures.confusion("confusions", table, classes).save(folder / "confusion.png")
-    seen = np.bincount(predictions.labels, minlength=len(classes))
-    right = np.bincount(predictions.labels[predictions.top1], minlength=len(classes))
-    pictures.per_class("top-1 of each class", seen, right, classes).save(folder / "per_class.png")
-    c = predictions.calibration()
-    picture = pictures.reliability(
-        f"reliability of {found.trained.name}", c.images, c.accuracy, c.error
-    )
-    picture.save(folder / "reliability.png")
 
 
 def write_csv(path: Path, header: list[str], rows: list[list[Any]]) -> None:

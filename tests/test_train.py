@@ -771,16 +771,16 @@ def test_signal_while_validating(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """An interrupted validation is not recorded; the next start repeats it, also at the end."""
-    measure = train.validation_loss
+    measure = train.validation_values
 
-    def interrupted(*arguments: Any) -> torch.Tensor:
+    def interrupted(*arguments: Any) -> dict[str, torch.Tensor]:
         signal.raise_signal(signal.SIGTERM)
         return measure(*arguments)
 
     folder = tmp_path / "run"
     at_the_end = "train.validate_every_epochs=5"
     with monkeypatch.context() as patch:
-        patch.setattr(train, "validation_loss", interrupted)
+        patch.setattr(train, "validation_values", interrupted)
         first = run(image_root, folder)
         assert (first["status"], first["step"], first["signal"]) == (
             "interrupted",
@@ -794,7 +794,7 @@ def test_signal_while_validating(
     assert "compilation" not in capsys.readouterr().out  # on a CPU nothing compiles
     assert [r["step"] for r in rows(folder, "val")] == [5, 8]
     with monkeypatch.context() as patch:
-        patch.setattr(train, "validation_loss", interrupted)
+        patch.setattr(train, "validation_values", interrupted)
         for _ in range(2):
             third = run(image_root, folder, at_the_end)
             assert (third["status"], third["step"], third["signal"]) == (

@@ -169,22 +169,19 @@ def test_loss_is_computed_in_float32() -> None:
     assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}
 
 
-def test_validation_loss_ignores_padding() -> None:
+def test_validation_ignores_padding() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 7)
     images, labels = torch.randn(9, 8), torch.randint(0, 7, (9,))
     padded = torch.cat([images, torch.full((3, 8), 1e9)])
-    found, losses, predictions = train.validation_loss(
-        network, padded, torch.cat([labels, torch.full((3,), EMPTY_ROW)])
-    )
-    torch.testing.assert_close(found, train.validation_loss(network, images, labels)[0])
+    filled = torch.cat([labels, torch.full((3,), EMPTY_ROW)])
+    found = train.validation_values(network, padded, filled)
     each = nn.functional.cross_entropy(network(images), labels, reduction="none")
-    torch.testing.assert_close(losses, torch.cat([each, torch.zeros(3)]))
-    assert found[0].item() == pytest.approx(each.sum().item())
-    assert torch.equal(predictions[:9], network(images).argmax(1))
-    assert found[1] == (predictions[:9] == labels).sum()
-    padding_only = train.validation_loss(network, images, torch.full((9,), EMPTY_ROW))
-    assert padding_only[0].tolist() == [0, 0, 0, 0]
+    torch.testing.assert_close(found["loss"], torch.cat([each, torch.zeros(3)]))
+    assert torch.equal(found["prediction"][:9], network(images).argmax(1))
+    assert found["top1"].tolist() == (found["prediction"] == filled).tolist()
+    assert found["top5"][:9].sum() >= found["top1"].sum() and not found["top5"][9:].any()
+    assert torch.equal(found["confidence"][:9], network(images).softmax(1).amax(1))
 
 
 def after_five_steps(accumulate: int, mixed: bool) -> tuple[list[Tensor], list[dict[str, float]]]:

@@ -78,11 +78,12 @@ VALIDATES = """
 import json, sys
 from conf import cli
 from engine.distributed import join_world
-from engine.evaluate import Mistakes, evaluate
+from engine.evaluate import evaluate
+from engine.log.predictions import Predictions
 from engine.plan import make_plan
 from pipeline.build import build_datasets
 from pipeline.feed import open_feed
-from train import build_state, validation_loss
+from train import build_state, validation_values
 
 found = []
 with join_world("cpu") as world:
@@ -91,12 +92,13 @@ with join_world("cpu") as world:
         datasets = build_datasets(config)
         plan = make_plan(config, datasets, world)
         network = build_state(plan, world).model
-        mistakes = Mistakes(plan.num_classes, world.device)
+        each = []
         with open_feed(config, datasets, plan.loader, world) as feed:
             batches = feed.val.batches(0, feed.val_batches)
             pairs = ((batch.images, batch.labels) for batch in batches)
-            (one,) = evaluate([network], validation_loss, pairs, world, mistakes)
-        found.append([one.loss, one.top1, one.top5, one.images, mistakes.table.tolist()])
+            (one,) = evaluate([network], validation_values, pairs, world, each)
+        table = Predictions.gather(each, world).table(plan.num_classes)
+        found.append([one.loss, one.top1, one.top5, one.images, table.tolist()])
     if world.is_main:
         print(json.dumps(found))
 """

@@ -1,21 +1,28 @@
-"""The prediction for every image of a split, and what follows from it: calibration, classes, pairs.
+"""The predictions for all images of a split, and what follows from them.
 
-`Recorder` collects them on the device while `engine.evaluate` measures the model.
+Per-class accuracy, confusions, calibration and the images with the largest loss: for the log of a
+run and for scripts/evaluate.py.
 """
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, nn
+from PIL import Image
+from torch import Tensor
 
 from engine.distributed import World
-from engine.evaluate import Measure, hits
+from engine.log import pictures
+from pipeline.class_names import readable
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
-COLUMNS = 6  # of a recorded batch: label, prediction, loss, confidence, top-1 hit, top-5 hit
+COLUMNS = ("label", "prediction", "loss", "confidence", "top1", "top5")
+WORST_IMAGES = 16  # to draw
+# Up to this many classes, confusions are drawn: a table of 128 MiB. ImageNet-21k needs 3.6 GiB.
+MOST_CLASSES = 4096
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -55,6 +62,32 @@ class Predictions:
     top1: npt.NDArray[np.bool_]
     top5: npt.NDArray[np.bool_]
 
+    @classmethod
+    def gather(cls, batches: Sequence[Mapping[str, Tensor]], world: World) -> "Predictions":
+        """Bring the batches of all ranks into the order of the split. Collective.
+
+        Args:
+            batches: what `engine.evaluate.evaluate` has added to `each` on this rank.
+        """
+        nothing = torch.zeros(len(COLUMNS), 0, dtype=torch.float64, device=world.device)
+        rows = [torch.stack([batch[name].double() for name in COLUMNS]) for batch in batches]
+        own = torch.cat([nothing, *rows], dim=1)
+        own = own[:, own[0] >= 0].cpu()  # without the rows that fill up the last batch
+        shares = world.all_gather(own)
+        images = sum(share.shape[1] for share in shares)
+        found = torch.empty(len(COLUMNS), images, dtype=torch.float64)
+        for rank, share in enumerate(shares):  # as pipeline.sampler.ValSampler deals them
+            found[:, rank :: world.size] = share
+        labels, predictions, losses, confidences, top1, top5 = found.numpy()
+        return cls(
+            labels.astype(np.int64),
+            predictions.astype(np.int64),
+            losses,
+            confidences,
+            top1.astype(bool),
+            top5.astype(bool),
+        )
+
     def calibration(self, bins: int = BINS) -> Calibration:
         """Compute the expected calibration error (Naeini 2015; arXiv 1706.04599)."""
         edges = np.linspace(0, 1, bins + 1)[1:-1]
@@ -91,63 +124,42 @@ class Predictions:
             for i, n in enumerate(images)
         ]
 
-    def worst(self, count: int) -> Ints:
+    def worst(self, count: int) -> list[int]:
         """Return the positions of the images with the largest loss, in descending order."""
         losses = np.nan_to_num(self.losses, nan=np.inf)
-        return np.argsort(-losses, kind="stable")[:count]
+        return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
 
+    def draw(
+        self, classes: Sequence[str], load: Callable[[int], Tensor], when: str = ""
+    ) -> dict[str, Image.Image]:
+        """Draw the images with the largest loss, the confusions and the accuracy of each class.
 
-class Recorder(nn.Module):
-    """The network to measure; keeps the logits of its last batch and collects predictions.
+        Args:
+            classes: names of the classes.
+            load: returns an image of the split by its position, uint8 [H, W, 3].
+            when: the end of each title.
 
-    Args:
-        network: float [B, 3, S, S] -> logits [B, classes].
-        flip: average the logits of each image and of its mirror image. FFCV adds these logits,
-            which gives the same accuracy, but another loss.
-    """
-
-    def __init__(self, network: nn.Module, *, flip: bool = False) -> None:
-        super().__init__()
-        self.network, self.flip = network, flip
-        self._logits = torch.empty(0)
-        self._rows: list[Tensor] = []
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return float32 logits [B, classes]."""
-        self._logits = self.network(images).float()
-        if self.flip:
-            self._logits = (self._logits + self.network(images.flip(3)).float()) / 2
-        return self._logits
-
-    def recording(self, measure: Measure) -> Measure:
-        """Return `measure`, which also records the predictions. Nothing waits for the device."""
-
-        def measure_and_record(
-            network: nn.Module, images: Tensor, labels: Tensor
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            totals, losses, predictions = measure(network, images, labels)
-            confidences = self._logits.softmax(1).amax(1).nan_to_num()
-            row = (labels, predictions, losses, confidences, *hits(self._logits, labels))
-            self._rows.append(torch.stack([column.double() for column in row]))
-            return totals, losses, predictions
-
-        return measure_and_record
-
-    def predictions(self, world: World) -> Predictions:
-        """Return the predictions of all ranks in the order of the split. Collective."""
-        nothing = torch.zeros(COLUMNS, 0, dtype=torch.float64, device=world.device)
-        own = torch.cat([nothing, *self._rows], dim=1)
-        own = own[:, own[0] >= 0].cpu()  # without the rows that fill up the last batch
-        shares = world.all_gather(own)
-        found = torch.empty(COLUMNS, sum(share.shape[1] for share in shares), dtype=torch.float64)
-        for rank, share in enumerate(shares):  # as pipeline.sampler.ValSampler deals them
-            found[:, rank :: world.size] = share
-        labels, predictions, losses, confidences, top1, top5 = found.numpy()
-        return Predictions(
-            labels.astype(np.int64),
-            predictions.astype(np.int64),
-            losses,
-            confidences,
-            top1.astype(bool),
-            top5.astype(bool),
-        )
+        Returns:
+            `worst`, `confusion`, `per_class`: those that can be drawn.
+        """
+        names = [readable(name) for name in classes]
+        drawn = {}
+        if places := self.worst(WORST_IMAGES):
+            captions = [
+                (
+                    names[self.labels[i]],
+                    names[self.predictions[i]],
+                    f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %",
+                )
+                for i in places
+            ]
+            images = torch.stack([load(i).permute(2, 0, 1) for i in places])
+            drawn["worst"] = pictures.worst(f"largest losses{when}", images, captions)
+        if len(names) <= MOST_CLASSES:
+            table = self.table(len(names))
+            drawn["confusion"] = pictures.confusion(f"confusions{when}", table, names)
+        seen = np.bincount(self.labels, minlength=len(names))
+        right = np.bincount(self.labels[self.top1], minlength=len(names))
+        title = f"top-1 of each class{when}"
+        drawn["per_class"] = pictures.per_class(title, seen, right, names)
+        return drawn

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import models
@@ -21,13 +22,13 @@ from engine.bad_files import NAME as BAD_FILES
 from engine.bad_files import BadFiles
 from engine.compute import peak_rate
 from engine.distributed import StopSignal, World
-from engine.evaluate import Mistakes
 from engine.extras.expectation import Expectation, compare
 from engine.extras.profiler import StepProfiler
 from engine.log.leaks import Leaks, memory_now
 from engine.log.ledger import Ledger, Period
 from engine.log.meters import Interval, Meter
 from engine.log.pictures import bars
+from engine.log.predictions import Predictions
 from engine.log.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.log.tracker import Tracker, duration
 from engine.out_of_memory import state_bytes
@@ -286,7 +287,7 @@ class RunLog:
     def validated(
         self,
         row: dict[str, Any],
-        mistakes: Mistakes,
+        each: Sequence[Mapping[str, Tensor]],
         *,
         best: bool,
         previous: Mapping[str, float],
@@ -294,20 +295,21 @@ class RunLog:
         """Report a validation, and warn if the run falls behind its recipe.
 
         Args:
+            each: what `engine.evaluate.evaluate` has collected on this rank.
             previous: the row of the validation before; empty if there was none.
         """
-        val = self.feed.val
+        loader = self.feed.val.loader
+        dataset = loader.pool.sources[loader.source].dataset
         after, before = (
             (self._ended(int(r.get("step", 0))), r.get("top1", 0.0)) for r in (row, previous)
         )
         self.tracker.val_row(row | self.expectation.columns(after[0]), best=best)
         if warning := self.expectation.warning(after, before):
             self.say(f"warning  {warning}")
-        self.tracker.mistakes(
-            mistakes,
+        self.tracker.predictions(
+            Predictions.gather(each, self.world),
             self.plan.classes,
-            scale=val.format.scale,
-            shift=val.format.shift,
+            load=lambda index: torch.from_numpy(dataset.load(0, index)[0]),
             step=self.state.step,
         )
 

@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from conf import strict_json
 from engine.checkpoint import replace_file, write_json
-from engine.evaluate import Mistakes
 from engine.extras.expectation import sentence
 from engine.log import boards, pictures
 from engine.log.boards import BOARDS, Board, Picture
+from engine.log.predictions import Predictions
 from pipeline.class_names import readable
 
 logger = logging.getLogger(__name__)
@@ -120,11 +120,6 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by close()
-
-    @property
-    def draws(self) -> bool:
-        """Whether pictures are written."""
-        return bool(self._boards)
 
     def _each_board(self, call: Callable[[Board], None]) -> None:
         """Call every board. One that fails is left out from then on."""
@@ -248,35 +243,37 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if self._boards:
             self._picture(tag, lambda: _encoded(image, photos=photos), step)
 
-    def mistakes(
-        self, found: Mistakes, classes: Sequence[str], *, scale: Tensor, shift: Tensor, step: int
+    def predictions(
+        self,
+        found: Predictions,
+        classes: Sequence[str],
+        *,
+        load: Callable[[int], Tensor],
+        step: int,
     ) -> None:
         """Write a validation's errors: per_class.json, and images for the boards.
 
         Args:
-            classes: names of the classes.
-            scale, shift: see `images`.
+            classes, load: see `Predictions.draw`.
         """
         if self.folder is None:
             return
-        images, hits = found.per_class()
         rows = [
             {
                 "class": name,
-                "images": n,
-                "top1": round(100 * hit / n, 4) if n else None,
+                "images": row["images"],
+                "top1": round(row["top1"], 4) if row["images"] else None,
                 "name": readable(name),
             }
-            for name, n, hit in zip(classes, images.tolist(), hits.tolist(), strict=True)
+            for name, row in zip(classes, found.per_class(len(classes)), strict=True)
         ]
         self.record("per_class.json", {"step": step, "classes": rows})
         if not self._boards:
             return
-        when = f"validation after step {step:,}"
-        names = [readable(name) for name in classes]
-        drawn = self._guard("pictures", _draw_mistakes, found, names, scale, shift, when)
-        for tag, image in (drawn or {}).items():
-            self.picture(tag, image, step, photos=tag == "val/worst")
+        when = f", validation after step {step:,}"
+        drawn = self._guard("pictures", found.draw, classes, load, when)
+        for name, image in (drawn or {}).items():
+            self.picture(f"val/{name}", image, step, photos=name == "worst")
 
     def graph(self, build: Callable[[], nn.Module], *, image_size: int, parameters: int) -> None:
         """Write the model's graph to TensorBoard if the model can be traced.
@@ -462,25 +459,3 @@ def _encode_grid(pixels: Tensor, ready: torch.cuda.Event | None) -> Picture:
 def _pixels(images: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Undo the normalisation: float [N, 3, S, S] -> uint8."""
     return images.float().sub(shift).div(scale).round().clamp(0, 255).to(torch.uint8)
-
-
-def _draw_mistakes(
-    found: Mistakes, classes: Sequence[str], scale: Tensor, shift: Tensor, when: str
-) -> dict[str, Image.Image]:
-    """Draw a validation's errors: tag -> image."""
-    drawn = {}
-    images, rows = found.worst_images()
-    if rows:
-        captions = [
-            (classes[label], classes[prediction], f"loss {loss:.2f}")
-            for label, prediction, loss in rows
-        ]
-        pixels = _pixels(images, scale, shift).cpu()
-        drawn["val/worst"] = pictures.worst(f"largest losses, {when}", pixels, captions)
-    if found.pairs:
-        table = found.table.cpu().numpy()
-        drawn["val/confusion"] = pictures.confusion(f"confusions, {when}", table, classes)
-    seen, hits = (counts.numpy() for counts in found.per_class())
-    title = f"top-1 of each class, {when}"
-    drawn["val/per_class"] = pictures.per_class(title, seen, hits, classes)
-    return drawn

@@ -32,8 +32,9 @@ from engine.distributed import (
     join_world,
     resolve_device,
 )
-from engine.evaluate import Mistakes, evaluate
+from engine.evaluate import evaluate
 from engine.heartbeat import Heartbeat
+from engine.log.predictions import Predictions
 from engine.plan import make_plan
 from engine.state import TrainState, params_sha256
 from pipeline.build import build_datasets
@@ -43,7 +44,7 @@ from tests.engine.two_ranks import small_convnet
 from tests.processes import HANGS_SECONDS
 from tests.ranks import free_port
 from train import build_state, train_step, training_loss
-from train import validation_loss as measure
+from train import validation_values as measure
 
 ROOT = Path(__file__).parents[2]
 Found = dict[str, Any]
@@ -436,13 +437,15 @@ def test_sync_bn_keeps_weights_and_keys() -> None:
 def test_validation_with_different_numbers_of_batches(ranks: tuple[Found, Found]) -> None:
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
-    mistakes = Mistakes(8, alone().device)
-    (expected,) = evaluate([model], measure, [(images, labels)], alone(), mistakes)
+    each: list[dict[str, torch.Tensor]] = []
+    (expected,) = evaluate([model], measure, [(images, labels)], alone(), each)
+    rows = Predictions.gather(each, alone())
     for found in ranks:
         assert found["validation"]["metrics"] == pytest.approx(
             [expected.loss, expected.top1, expected.top5, 25]
         )
-        assert found["validation"]["table"] == mistakes.table.tolist()
+        assert found["validation"]["labels"] == labels.tolist()
+        assert found["validation"]["losses"] == pytest.approx(rows.losses.tolist())
     assert ranks[0]["validation"] == ranks[1]["validation"]
     assert 0 < expected.top1 < 100
 

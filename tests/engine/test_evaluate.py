@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from engine import evaluate as module
 from engine.distributed import World
-from engine.evaluate import Metrics, Mistakes, evaluate, metrics_of, sums
+from engine.evaluate import Metrics, evaluate, hits, metrics_of
 from models.resnet import resnet_tiny
 from pipeline.worker import EMPTY_ROW
-from train import validation_loss as measure
+from train import validation_values as measure
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 IMAGES = 37
@@ -74,7 +73,7 @@ def test_nothing_to_validate(model: nn.Module) -> None:
 
 
 def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    """The results are those of single evaluations; the mistakes are the first network's."""
+    """The results are those of single evaluations; the rows are the first network's."""
     torch.manual_seed(3)
     other, read = resnet_tiny(7, 16).eval(), []
 
@@ -84,7 +83,8 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
             yield batch
 
     model.train()
-    together, alone = Mistakes(7, ALONE.device), Mistakes(7, ALONE.device)
+    together: list[dict[str, Tensor]] = []
+    alone: list[dict[str, Tensor]] = []
     found = evaluate([model, other], measure, batches(), ALONE, together)
     assert read == [0, 1, 2, 3, 4] and (model.training, other.training) == (True, False)
     assert found == [
@@ -92,7 +92,9 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
         *evaluate([other], measure, batches(), ALONE),
     ]
     assert found[0].loss != found[1].loss
-    assert torch.equal(together.table, alone.table)
+    for name in ("label", "loss", "prediction"):
+        rows, expected = (torch.cat([part[name] for part in one]) for one in (together, alone))
+        assert torch.equal(rows, expected) and len(rows) == 40
 
 
 @pytest.mark.parametrize("mode", [True, False])
@@ -107,7 +109,7 @@ def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode:
 def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     seen = []
 
-    def watch(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def watch(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         seen.append((torch.is_grad_enabled(), model.training, model(images).requires_grad))
         return measure(model, images, labels)
 
@@ -117,98 +119,24 @@ def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) ->
     assert torch.is_grad_enabled()
 
 
-def classed(
-    model: nn.Module, images: Tensor, labels: Tensor
-) -> tuple[Tensor, list[float], list[int]]:
-    """Return counts by label and prediction, losses, and predictions."""
-    logits = model.eval()(images)
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none").tolist()
-    predictions = logits.argmax(1).tolist()
-    table = torch.zeros(7, 7, dtype=torch.int32)
-    for label, prediction in zip(labels.tolist(), predictions, strict=True):
-        table[label, prediction] += 1
-    return table, losses, predictions
-
-
-@pytest.mark.parametrize("size", [1, 5, 37, 100])
-def test_mistakes(model: nn.Module, data: tuple[Tensor, Tensor], size: int) -> None:
-    """For any batch size; padding is neither counted nor shown."""
-    mistakes = Mistakes(7, ALONE.device, worst=4)
-    (found,) = evaluate([model], measure, padded(*data, size), ALONE, mistakes)
-    table, losses, predictions = classed(model, *data)
-    assert mistakes.table.dtype == torch.int32 and torch.equal(mistakes.table, table)
-    seen, hits = mistakes.per_class()
-    assert torch.equal(seen, data[1].bincount(minlength=7))
-    assert hits.sum().item() == pytest.approx(found.top1 * IMAGES / 100)
-
-    images, rows = mistakes.worst_images()
-    worst = sorted(range(IMAGES), key=lambda i: -losses[i])[:4]
-    assert torch.equal(images, data[0][worst])
-    assert [row[:2] for row in rows] == [(int(data[1][i]), predictions[i]) for i in worst]
-    assert [row[2] for row in rows] == pytest.approx([losses[i] for i in worst])
-
-
-def test_mistakes_of_fewer_images_than_are_kept(
-    model: nn.Module, data: tuple[Tensor, Tensor]
-) -> None:
-    mistakes = Mistakes(7, ALONE.device, worst=16)
-    evaluate([model], measure, padded(data[0][:5], data[1][:5], 3), ALONE, mistakes)
-    images, rows = mistakes.worst_images()
-    assert len(images) == len(rows) == 5
-    assert {row[0] for row in rows} == set(data[1][:5].tolist())
-
-
-def test_mistakes_without_images(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    for mistakes, batches in (
-        (Mistakes(7, ALONE.device, worst=4), []),
-        (Mistakes(7, ALONE.device), [data]),
-    ):
-        evaluate([model], measure, batches, ALONE, mistakes)
-        images, rows = mistakes.worst_images()
-        assert len(images) == 0 and rows == []
-        assert mistakes.table.sum() == sum(len(labels) for _, labels in batches)
-
-
-def test_mistakes_of_too_many_classes_for_pairs(
-    model: nn.Module, data: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pairs = Mistakes(7, ALONE.device)
-    monkeypatch.setattr(module, "MOST_CLASSES", 6)
-    single = Mistakes(7, ALONE.device)
-    for mistakes in (pairs, single):
-        evaluate([model], measure, padded(*data, 10), ALONE, mistakes)
-    assert (pairs.pairs, single.pairs, single.table.shape) == (True, False, (7, 2))
-    for one, other in zip(pairs.per_class(), single.per_class(), strict=True):
-        assert one.dtype == other.dtype == torch.int64 and torch.equal(one, other)
-
-
 @pytest.mark.gpu
 def test_nothing_waits_for_the_gpu(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    """Also with deterministic kernels; in bf16, the table counts the same hits as top1."""
-    network, device = copy.deepcopy(model).cuda(), torch.device("cuda")
-    world = World(rank=0, size=1, local_rank=0, local_size=1, device=device)
+    """Until the sums are read, also with deterministic kernels."""
+    network = copy.deepcopy(model).cuda().eval()
     batches = [(images.cuda(), labels.cuda()) for images, labels in padded(*data, 8)]
     compiled = torch.compile(measure, dynamic=False)
-    expected = Mistakes(7, device, worst=4)
     with torch.autocast("cuda", dtype=torch.bfloat16), torch.no_grad():
-        metrics, same = evaluate(
-            [network, copy.deepcopy(network)], compiled, batches, world, expected
-        )
-        assert metrics == same
-        rows = [compiled(network.eval(), *batch)[1:] for batch in batches]
-    assert expected.per_class()[1].sum().item() == pytest.approx(metrics.top1 * IMAGES / 100)
-    for repeatable in (False, True):
-        found = Mistakes(7, device, worst=4)
-        torch.use_deterministic_algorithms(repeatable)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for batch, (losses, predictions) in zip(batches, rows, strict=True):
-                found.add(*batch, losses, predictions)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            torch.use_deterministic_algorithms(False)
-        assert torch.equal(found.table, expected.table) and found.table.sum() == IMAGES
-        assert torch.equal(found.worst_images()[0], expected.worst_images()[0])
+        expected = [compiled(network, *batch) for batch in batches]
+        for repeatable in (False, True):
+            torch.use_deterministic_algorithms(repeatable)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                found = [compiled(network, *batch) for batch in batches]
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+                torch.use_deterministic_algorithms(False)
+            for one, other in zip(found, expected, strict=True):
+                assert all(torch.equal(one[name], other[name]) for name in one)
 
 
 def counted(logits: Tensor, labels: Tensor) -> tuple[int, int, int]:
@@ -231,42 +159,29 @@ def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
     )  # no ties
     labels = torch.randint(0, classes, (500,), generator=generator)
     labels[torch.rand(500, generator=generator) < 0.1] = EMPTY_ROW
-    found = sums(logits, labels, torch.tensor(2.5))
-    assert found.dtype == torch.float32
-    assert found.tolist() == [2.5, *counted(logits, labels)]
-    assert 0 < found[1] < found[3] < 500
+    top1, top5 = hits(logits, labels)
+    expected = counted(logits, labels)
+    assert (top1.sum(), top5.sum(), (labels >= 0).sum()) == expected
+    assert 0 < expected[0] < expected[2] < 500
 
 
-def test_padding_does_not_count() -> None:
-    logits = torch.eye(6)[[0, 1, 2, 3]]
-    assert sums(logits, torch.tensor([0, 1, EMPTY_ROW, EMPTY_ROW]), torch.tensor(0.0)).tolist() == [
-        0,
-        2,
-        2,
-        2,
-    ]
-    assert sums(logits, torch.tensor([EMPTY_ROW] * 4), torch.tensor(0.0)).tolist() == [0, 0, 0, 0]
-    assert sums(logits, torch.tensor([0, 1, 5, 4]), torch.tensor(0.0)).tolist() == [0, 2, 3, 4]
-
-
-def test_nan_is_no_hit() -> None:
-    logits = torch.zeros(3, 10)
-    logits[:, 4] = 1
-    labels = torch.tensor([4, 4, 4])
-    logits[1] = math.nan
-    logits[2, 4] = math.nan
-    assert sums(logits, labels, torch.tensor(0.0)).tolist() == [0, 1, 1, 3]
-
-
-def test_infinite_logits() -> None:
-    logits = torch.tensor([[-math.inf] * 10, [math.inf] * 10])
-    assert sums(logits, torch.tensor([0, 5]), torch.tensor(0.0)).tolist() == [0, 1, 1, 2]
-
-
-def test_equal_logits_rank_in_the_order_of_their_classes() -> None:
-    """A constant network has a top-1 accuracy of 1 / classes, not 1."""
-    logits = torch.zeros(10, 10)
-    assert sums(logits, torch.arange(10), torch.tensor(0.0)).tolist() == [0, 1, 5, 10]
+@pytest.mark.parametrize(
+    ("logits", "labels", "expected"),
+    [
+        (torch.eye(6)[:4], [0, 1, EMPTY_ROW, EMPTY_ROW], (2, 2)),
+        (torch.eye(6)[:4], [EMPTY_ROW] * 4, (0, 0)),
+        (torch.eye(6)[:4], [0, 1, 5, 4], (2, 3)),
+        (torch.tensor([[-math.inf] * 10, [math.inf] * 10]), [0, 5], (1, 1)),
+        # A constant network has a top-1 accuracy of 1 / classes, not 1.
+        (torch.zeros(10, 10), list(range(10)), (1, 5)),
+        (torch.full((2, 6), math.nan), [4, 0], (0, 0)),
+        (torch.tensor([[0.0, math.nan, 1], [0, 1, math.nan]]), [2, 2], (1, 1)),
+    ],
+)
+def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int, int]) -> None:
+    """Padding and NaN are no hits; equal logits rank in the order of their classes."""
+    top1, top5 = hits(logits, torch.tensor(labels))
+    assert (top1.sum().item(), top5.sum().item()) == expected
 
 
 def test_metrics_of() -> None:

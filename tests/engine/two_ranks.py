@@ -22,11 +22,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from conf.schema import UserError
 from engine.distributed import StopSignal, World, average_gradients, join_world
-from engine.evaluate import Mistakes, evaluate
+from engine.evaluate import evaluate
 from engine.log.meters import Meter
+from engine.log.predictions import Predictions
 from engine.state import TrainState, params_sha256
 from pipeline.prefetcher import Batch
-from train import train_step, training_loss, validation_loss
+from train import train_step, training_loss, validation_values
 
 
 def agreement(world: World) -> dict[str, Any]:
@@ -199,10 +200,10 @@ def divergence(world: World) -> dict[str, Any]:
 
 
 def validation(world: World) -> dict[str, Any]:
-    """Rank 0 has three batches, rank 1 has one and a half; the rest of the rows is padding."""
+    """Rank 0 has three batches, rank 1 has two; the rest of the rows is padding."""
     torch.manual_seed(1)
     model, images, labels = nn.Linear(6, 8), torch.randn(25, 6), torch.randint(0, 8, (25,))
-    own = torch.arange(15) if world.is_main else torch.arange(15, 25)
+    own = torch.arange(world.rank, 25, world.size)
 
     def batches() -> Iterator[tuple[Tensor, Tensor]]:
         for part in own.split(5 if world.is_main else 7):
@@ -212,11 +213,13 @@ def validation(world: World) -> dict[str, Any]:
                 torch.cat([labels[part], torch.full((fill,), -1)]),
             )
 
-    mistakes = Mistakes(8, world.device)
-    (found,) = evaluate([model], validation_loss, batches(), world, mistakes)
+    each: list[dict[str, Tensor]] = []
+    (found,) = evaluate([model], validation_values, batches(), world, each)
+    rows = Predictions.gather(each, world)
     return {
         "metrics": [found.loss, found.top1, found.top5, found.images],
-        "table": mistakes.table.tolist(),
+        "labels": rows.labels.tolist(),
+        "losses": rows.losses.tolist(),
     }
 
 

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from engine.distributed import World
 from engine.evaluate import evaluate
 from engine.log import pictures
-from engine.log.predictions import Predictions, Recorder
-from train import validation_loss
+from engine.log.predictions import COLUMNS, MOST_CLASSES, Predictions
+from scripts.evaluate import MirrorAverage
+from train import validation_values
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 CLASSES, IMAGES = 7, 500
@@ -32,13 +33,13 @@ def labels(logits: Tensor) -> Tensor:
 
 def recorded(logits: Tensor, labels: Tensor, size: int) -> Predictions:
     """Record batches of `size`; the last one is filled up. The images are the logits."""
-    recorder = Recorder(nn.Identity())
     fill = -len(labels) % size
     rows = torch.cat([logits, torch.zeros(fill, CLASSES)])
     padded = torch.cat([labels, torch.full((fill,), -1)])
     batches = zip(rows.split(size), padded.split(size), strict=True)
-    evaluate([recorder], recorder.recording(validation_loss), batches, ALONE)
-    return recorder.predictions(ALONE)
+    each: list[dict[str, Tensor]] = []
+    evaluate([nn.Identity()], validation_values, batches, ALONE, each)
+    return Predictions.gather(each, ALONE)
 
 
 @pytest.mark.parametrize("size", [1, 32, 500, 501])
@@ -114,10 +115,10 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
 
 def test_worst(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels, 64)
-    worst = found.worst(10).tolist()
+    worst = found.worst(10)
     assert worst == sorted(range(IMAGES), key=lambda i: -found.losses[i])[:10]
     found.losses[17] = math.nan
-    assert found.worst(1).tolist() == [17]
+    assert found.worst(1) == [17]
     assert len(found.worst(10_000)) == IMAGES and len(found.worst(0)) == 0
 
 
@@ -128,8 +129,7 @@ def test_flip_averages_logits() -> None:
 
     images = torch.randn(5, 3, 4, 4)
     expected = (images[:, :, 0, 0] + images[:, :, 0, 3]) / 2
-    assert torch.equal(Recorder(Corner(), flip=True)(images), expected)
-    assert torch.equal(Recorder(Corner())(images), images[:, :, 0, 0])
+    assert torch.equal(MirrorAverage(Corner())(images), expected)
 
 
 def test_nan_is_no_hit() -> None:
@@ -140,7 +140,7 @@ def test_nan_is_no_hit() -> None:
 
 
 def test_nothing_recorded() -> None:
-    found = Recorder(nn.Identity()).predictions(ALONE)
+    found = Predictions.gather([], ALONE)
     assert len(found.labels) == 0 and found.calibration().error == 0
 
 
@@ -157,14 +157,13 @@ class Shares(World):
 def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tensor) -> None:
     """The sampler gives rank r the images r, r + 2, ...; the second rank has one image less."""
     world = Shares(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    shares: list[dict[str, Tensor]] = []
     for rank in (0, 1):
-        recorder = Recorder(nn.Identity())
-        measure = recorder.recording(validation_loss)
-        recorder.eval()
-        measure(recorder, logits[:7][rank::2], labels[:7][rank::2])
-        if rank == 0:
-            world.found.append(torch.stack(recorder._rows)[0])
-    found = recorder.predictions(world)
+        own = labels[:7][rank::2]
+        values = validation_values(nn.Identity(), logits[:7][rank::2], own)
+        shares.append({"label": own, **values})
+    world.found = [torch.stack([shares[0][name].double() for name in COLUMNS])]
+    found = Predictions.gather([shares[1]], world)
     assert found.labels.tolist() == labels[:7].tolist()
     assert found.losses == pytest.approx(recorded(logits[:7], labels[:7], 7).losses)
 
@@ -176,3 +175,36 @@ def test_reliability_diagram(logits: Tensor, labels: Tensor) -> None:
     assert (0x4C, 0x72, 0xB0) in colours and (0xC4, 0x4E, 0x52) in colours
     empty = pictures.reliability("title", 0 * found.images, found.accuracy, 0.0)
     assert (0x4C, 0x72, 0xB0) not in {colour for _, colour in empty.getcolors(1 << 20) or []}
+
+
+def test_pictures(logits: Tensor, labels: Tensor) -> None:
+    """The 16 images with the largest loss are loaded; a matrix of too many classes is not drawn."""
+    found = recorded(logits, labels, 64)
+    loaded: list[int] = []
+
+    def load(index: int) -> Tensor:
+        loaded.append(index)
+        return torch.full((8, 8, 3), index % 256, dtype=torch.uint8)
+
+    names = ["cat", "n01443537", *"abcde"]
+    drawn = found.draw(names, load, ", title")
+    assert loaded == found.worst(16)
+    shown = ["cat", "goldfish", *"abcde"]
+    table = found.table(CLASSES)
+    assert drawn["confusion"] == pictures.confusion("confusions, title", table, shown)
+    right = table.diagonal()
+    expected = pictures.per_class("top-1 of each class, title", table.sum(1), right, shown)
+    assert drawn["per_class"] == expected
+    captions = [
+        (
+            shown[found.labels[i]],
+            shown[found.predictions[i]],
+            f"loss {found.losses[i]:.2f}, {100 * found.confidences[i]:.0f} %",
+        )
+        for i in loaded
+    ]
+    images = torch.tensor(loaded).remainder(256).byte()[:, None, None, None].expand(16, 3, 8, 8)
+    assert drawn["worst"] == pictures.worst("largest losses, title", images, captions)
+    many = [str(i) for i in range(MOST_CLASSES + 1)]
+    assert found.draw(many, load).keys() == {"worst", "per_class"}
+    assert Predictions.gather([], ALONE).draw(names, load).keys() == {"confusion", "per_class"}

@@ -23,10 +23,10 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
 
-from engine.evaluate import Mistakes
 from engine.log import pictures
 from engine.log.boards import LAYOUT
 from engine.log.pictures import grid
+from engine.log.predictions import Predictions
 from engine.log.tracker import HEADER, Tracker, duration
 from engine.log.tracker import SCALARS as ROW_TAGS
 
@@ -87,20 +87,17 @@ def val_row(step: int, top1: float = 60.0) -> dict[str, Any]:
 
 ONE, ZERO = torch.tensor(1.0), torch.tensor(0.0)
 CLASSES = ["cat", "n01443537", "fish"]
-NAMES = ["cat", "goldfish", "fish"]
 
 
-def mistakes(worst: int = 4) -> Mistakes:
-    """Four images: one cat is classified as a dog, and one row is padding."""
-    found = Mistakes(3, torch.device("cpu"), worst=worst)
-    pixels = torch.arange(4.0)[:, None, None, None].expand(4, 3, 8, 8)
-    found.add(
-        pixels,
-        torch.tensor([0, 0, 2, -1]),
-        torch.tensor([0.1, 3.0, 0.2, 9.0]),
-        torch.tensor([0, 1, 2, 1]),
-    )
-    return found
+def predictions() -> Predictions:
+    """Three images: one cat is classified as a goldfish."""
+    labels, found = np.array([0, 0, 2]), np.array([0, 1, 2])
+    losses, confidences = np.array([0.1, 3.0, 0.2]), np.array([0.9, 0.8, 0.7])
+    return Predictions(labels, found, losses, confidences, labels == found, labels == labels)
+
+
+def load(index: int) -> torch.Tensor:
+    return torch.full((8, 8, 3), index, dtype=torch.uint8)
 
 
 def start(folder: Path, start_step: int, steps: list[int], loss: float) -> None:
@@ -113,7 +110,7 @@ def start(folder: Path, start_step: int, steps: list[int], loss: float) -> None:
             tracker.train_row(train_row(step, loss), FIGURES)
             if step % 20 == 0:
                 tracker.val_row(val_row(step, top1=loss), best=False)
-                tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=step)
+                tracker.predictions(predictions(), CLASSES, load=load, step=step)
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -413,7 +410,7 @@ def test_other_ranks_report_nothing(
         tracker.train_row(train_row(1), FIGURES)
         tracker.val_row(val_row(1), best=True)
         tracker.images("train/images", torch.zeros(1, 3, 4, 4), scale=ONE, shift=ZERO, step=0)
-        tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=1)
+        tracker.predictions(predictions(), CLASSES, load=load, step=1)
         tracker.graph(lambda: pytest.fail("the model is built"), image_size=8, parameters=1)
         tracker.results(SUMMARY, 1)
         tracker.outcome(SUMMARY, compiles=True)
@@ -594,32 +591,17 @@ def picture(events: EventAccumulator, tag: str) -> Image.Image:
     return Image.open(io.BytesIO(events.Images(tag)[-1].encoded_image_string))
 
 
-def test_mistakes(tmp_path: Path) -> None:
+def test_predictions(tmp_path: Path) -> None:
     with Tracker(tmp_path) as tracker:
-        tracker.mistakes(mistakes(), CLASSES, scale=ONE, shift=ZERO, step=7)
+        tracker.predictions(predictions(), CLASSES, load=load, step=7)
     events = curves(tmp_path)
-    table = mistakes().table.numpy()
-    when = "validation after step 7"
-    for tag, expected in {
-        "val/confusion": pictures.confusion(f"confusions, {when}", table, NAMES),
-        "val/per_class": pictures.per_class(
-            f"top-1 of each class, {when}", table.sum(1), table.diagonal(), NAMES
-        ),
-        "val/worst": pictures.worst(
-            f"largest losses, {when}",
-            torch.tensor([1, 2, 0], dtype=torch.uint8)[:, None, None, None].expand(3, 3, 8, 8),
-            [
-                ("cat", "goldfish", "loss 3.00"),
-                ("fish", "fish", "loss 0.20"),
-                ("cat", "cat", "loss 0.10"),
-            ],
-        ),
-    }.items():
-        shown, drawn = (np.asarray(image).astype(int) for image in (picture(events, tag), expected))
-        assert shown.shape == drawn.shape and np.abs(shown - drawn).mean() <= (
-            1 if tag == "val/worst" else 0
-        ), tag  # JPEG
-        assert [image.step for image in events.Images(tag)] == [7]
+    for name, drawn in predictions().draw(CLASSES, load, ", validation after step 7").items():
+        shown, expected = (
+            np.asarray(image).astype(int) for image in (picture(events, f"val/{name}"), drawn)
+        )
+        allowed = 1 if name == "worst" else 0  # JPEG
+        assert shown.shape == expected.shape and np.abs(shown - expected).mean() <= allowed, name
+        assert [image.step for image in events.Images(f"val/{name}")] == [7]
     assert json.loads((tmp_path / "per_class.json").read_text()) == {
         "step": 7,
         "classes": [
@@ -632,8 +614,7 @@ def test_mistakes(tmp_path: Path) -> None:
 
 def test_per_class_without_tensorboard(tmp_path: Path) -> None:
     with Tracker(tmp_path, trackers=[]) as tracker:
-        assert not tracker.draws
-        tracker.mistakes(mistakes(worst=0), CLASSES, scale=ONE, shift=ZERO, step=7)
+        tracker.predictions(predictions(), CLASSES, load=load, step=7)
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "per_class.json"}
 
 
