@@ -31,6 +31,7 @@ from torch import Tensor, nn
 import models
 from conf import cli
 from conf.compose import complete
+from conf.launch import exit_with
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import (
@@ -45,7 +46,7 @@ from engine.distributed import (
 from engine.evaluate import hits
 from engine.extras.finetune import decide
 from engine.extras.suspects import SampleLosses, image_losses
-from engine.log.boards import check_installed, exit_with
+from engine.log.boards import check_installed
 from engine.log.runlog import RunLog
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer

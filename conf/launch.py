@@ -1,15 +1,19 @@
-"""What torchrun or srun says about this process, in environment variables.
+"""Start and end of a process: its rank as torchrun or srun names it, and its exit.
 
 Slurm's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
 
+import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from conf.schema import UserError
 
@@ -161,3 +165,33 @@ def end_with_torchrun() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="torchrun", daemon=True).start()
+
+
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """Call `main` and end the process with the status that it returns.
+
+    If Weights & Biases or a worker hangs, a hook at exit would never return: the process ends
+    without hooks. So it does after a signal, because the interpreter needs seconds to free torch on
+    a busy host.
+    """
+    try:
+        status = main()
+    except Exception:
+        if not _hangs():
+            raise
+        traceback.print_exc()
+        status = 1
+    if status <= 128 and not _hangs():
+        sys.exit(status)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def _hangs() -> bool:
+    """Whether the thread of wandb or a worker is still there after it was closed, or given up.
+
+    A killed worker remains while a read on a stuck mount or a stopped forkserver holds it.
+    """
+    wandb = any(thread.name == "wandb" for thread in threading.enumerate())
+    return wandb or bool(multiprocessing.active_children())

@@ -87,11 +87,11 @@ from torch import Tensor, nn
 
 import train
 from conf import strict_json
+from conf.launch import exit_with
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import RankError, World, join_world
 from engine.evaluate import Metrics, evaluate
 from engine.log import pictures
-from engine.log.boards import exit_with
 from engine.log.predictions import Predictions
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable

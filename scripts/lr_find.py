@@ -58,10 +58,10 @@ import numpy as np
 from PIL import Image
 
 import train
+from conf.launch import exit_with
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.distributed import RankError, join_world
-from engine.log.boards import exit_with
 from engine.log.pictures import BLUE, GREY, RED, SMALL, font, sheet
 from engine.optim import Curve
 from engine.out_of_memory import explain_out_of_memory

@@ -16,8 +16,7 @@ from typing import Any
 
 import train
 from conf import cli
-from conf.launch import end_with_torchrun
-from engine.log.boards import exit_with
+from conf.launch import end_with_torchrun, exit_with
 from engine.tune import autotune
 from pipeline import feed, machine
 from pipeline import loader_plan as plan

@@ -6,14 +6,11 @@ Every method may raise an error; engine/log/tracker.py then warns once and stops
 import contextlib
 import io
 import logging
-import multiprocessing
-import os
 import queue
 import re
 import sys
 import threading
 import time
-import traceback
 import uuid
 import warnings
 from abc import ABC, abstractmethod
@@ -21,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from PIL import Image
@@ -425,35 +422,6 @@ def close_wandb() -> None:
     import wandb
 
     wandb.sdk.teardown()  # wandb.teardown has another name in version 0.19
-
-
-def exit_with(main: Callable[[], int]) -> NoReturn:
-    """Call `main` and end the process with the status that it returns.
-
-    If wandb or a worker hangs, a hook at exit would never return: the process ends without hooks.
-    So it does after a signal, because the interpreter needs seconds to free torch on a busy host.
-    """
-    try:
-        status = main()
-    except Exception:
-        if not _hangs():
-            raise
-        traceback.print_exc()
-        status = 1
-    if status <= 128 and not _hangs():
-        sys.exit(status)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-def _hangs() -> bool:
-    """Whether wandb's thread or a worker is still there after it was closed, or given up.
-
-    A killed worker remains while a read on a stuck mount or a stopped forkserver holds it.
-    """
-    wandb = any(thread.name == WANDB_THREAD for thread in threading.enumerate())
-    return wandb or bool(multiprocessing.active_children())
 
 
 # Name in log.trackers -> board.
