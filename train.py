@@ -32,6 +32,7 @@ import models
 from conf import cli
 from conf.compose import complete
 from conf.launch import exit_with
+from conf.rooms import has_room
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
 from engine.checkpoint import CheckpointError, find
 from engine.distributed import (
@@ -50,19 +51,23 @@ from engine.log.boards import check_installed
 from engine.log.runlog import RunLog
 from engine.losses import Criterion, build_criterion
 from engine.optim import build_optimizer
-from engine.out_of_memory import explain_out_of_memory, state_bytes
-from engine.plan import Plan, make_plan, tuning_question
+from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
-from engine.state import MovingAverage, TrainingError, TrainState, seed_step, untouched
+from engine.state import (
+    MovingAverage,
+    TrainingError,
+    TrainState,
+    seed_step,
+    state_bytes,
+    untouched,
+)
 from engine.state_check import check_state
 from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
-from engine.tune import autotune
 from engine.validator import Validator
 from models.kernels import layers as gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError, start_forkserver
-from pipeline.loader_plan import pixels_of
 from pipeline.machine import reached_limit
 from pipeline.prefetcher import Batch
 
@@ -119,21 +124,12 @@ def train(config: Config) -> dict[str, Any]:
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = use(build_step(plan, state, world))
         stop = use(StopSignal(world, log.failed, unsaved=lambda: state.step != run.saved_step))
-        use(
-            explain_out_of_memory(
-                state,
-                world,
-                folder=run.path,
-                batch_size=plan.batch_size,
-                accumulate=config.train.accumulate,
-                image_bytes=plan.activation_bytes,
-            )
-        )
-        log.tuned(*tune_loader(feed, step, plan, state, run, stop, datasets.train.fingerprint()))
+        use(out_of_memory_explained(plan, state, world))
+        verdict = tune_loader(feed, step, plan, state, run, stop, log)
         validate = Validator(
             validation_values, feed=feed, plan=plan, world=world, log=log, stop=stop
         )
-        use(log.watch(feed, step, stop))
+        use(log.watch(feed, step, stop, verdict))
 
         if validate.missing(state):  # an earlier start was stopped before it could validate
             validate(state)
@@ -419,6 +415,18 @@ def build_state(plan: Plan, world: World) -> TrainState:
     return TrainState(model, build_optimizer(model, config.optim), ema, losses)
 
 
+@contextmanager
+def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Iterator[None]:
+    """Replace CUDA's out-of-memory error by one line; without engine/tune, leave it as it is."""
+    if not has_room("engine.tune"):
+        yield
+        return
+    from engine.tune.out_of_memory import explain_out_of_memory
+
+    with explain_out_of_memory(plan, state, world):
+        yield
+
+
 def tune_loader(
     feed: Feed,
     step: StepGraph,
@@ -426,45 +434,22 @@ def tune_loader(
     state: TrainState,
     run: RunDirectory,
     stop: StopSignal,
-    train_fingerprint: str,
-) -> tuple[autotune.Answer | None, list[str]]:
+    log: RunLog,
+) -> Any:
     """Set decoder and workers for loader.workers=auto, and compile the step for later sizes.
 
-    These steps do not change `state`. The decoder is part of the identity of `run`.
+    These steps do not change `state`.
 
     Returns:
-        The result, measured now or at an earlier start on this machine, or None if there is none;
-        and the lines to print.
+        What judges the speed of the run, for `RunLog.watch`; None without engine/tune.
     """
     run.world.set_section("measurement")
     take_steps_of_later_sizes(step, feed, plan, state, stop)
-    config, loader = plan.config, plan.loader
-    unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
-    if loader.not_measured is not None:
-        return None, [f"not measured, workers={loader.workers}: {loader.not_measured}{unused}"]
-    if not loader.measured:
-        fixed = f"loader.workers={loader.workers} is fixed{unused}; it needs loader.workers=auto"
-        return None, [fixed] if unused else []
-    tuner = autotune.Tuner(
-        feed,
-        step,
-        first_step=state.step,
-        setup=plan.setup,
-        choices=config.loader,
-        ranks=run.world,
-        stop=stop,
-    )
-    question = tuning_question(plan, run.world, train_fingerprint, step=state.step)
-    try:
-        with untouched(state):
-            answer, lines = autotune.settle(
-                tuner, question, refresh=config.autotune.refresh, last_step=plan.stop_step
-            )
-    except autotune.StoppedError:
-        return None, [f"not measured: {autotune.SIGNAL}"]
-    step.reset()
-    run.set_pixels(pixels_of(feed.decoder))
-    return answer, lines
+    if not has_room("engine.tune"):
+        return None
+    from engine.tune.autotune import tune_loader
+
+    return tune_loader(feed, step, plan, state, run, stop, log)
 
 
 def take_steps_of_later_sizes(

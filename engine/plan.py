@@ -1,7 +1,6 @@
 """What one run will do, derived once from the config, the data and the machine."""
 
 import math
-import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import torch
 
 import models
-from conf.schema import CHOOSE_SAMPLES, SPEED, Config, UserError, affecting
+from conf.schema import Config, UserError
 from engine.compute import (
     check_single_image,
     choose_precision,
@@ -21,10 +20,7 @@ from engine.distributed import World
 from engine.extras.suspects import SampleLosses
 from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
-from engine.out_of_memory import activation_bytes, state_bytes
-from engine.state import MovingAverage, TrainState
-from engine.tune import autotune
-from engine.tune.verdict import Setup
+from engine.state import MovingAverage, TrainState, state_bytes
 from pipeline.build import Datasets
 from pipeline.dataset import LARGE_FILE
 from pipeline.loader_plan import LoaderPlan, plan_loader
@@ -61,7 +57,6 @@ class Plan:
         compile: the resolved model.compile.
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
         flops_by_size: side of the training images -> operations of a forward pass of one image.
-        activation_bytes: memory that one image takes in the model for the backward pass.
         state_bytes: memory of the training state, and about the size of a checkpoint.
         class_weights: weight of each class in the loss; empty if all count alike.
         notes: what the user should know about these choices, one line each.
@@ -88,7 +83,6 @@ class Plan:
     compile_reason: str
     parameters: int
     flops_by_size: Mapping[int, int]
-    activation_bytes: int
     state_bytes: int
     class_weights: tuple[float, ...] = ()
     notes: tuple[str, ...] = ()
@@ -165,20 +159,6 @@ class Plan:
         """Return the context of every forward pass. bf16 needs no gradient scaler."""
         return torch.autocast(
             self.device_type, dtype=torch.bfloat16, enabled=self.precision == "bf16"
-        )
-
-    @property
-    def setup(self) -> Setup:
-        """The part of the plan that a diagnosis of the speed needs."""
-        return Setup(
-            batch_size=self.batch_size,
-            ranks=self.world_size,
-            on_gpu=self.device_type == "cuda",
-            most_workers=self.loader.cores,
-            large_files=self.large_files,
-            decoder=self.loader.decoder,
-            compile=self.config.model.compile,
-            decoder_fixed=self.config.loader.decoder != "auto",
         )
 
     def lines(self) -> list[str]:
@@ -312,7 +292,6 @@ def make_plan(
         compile_reason=compile_reason,
         parameters=models.parameter_count(model),
         flops_by_size=flops,
-        activation_bytes=activation_bytes(model, datasets.train_size, dtype),
         state_bytes=held,
         class_weights=balanced(counts) if balance else (),
         notes=(
@@ -323,31 +302,6 @@ def make_plan(
             *data_notes(config, datasets),
         ),
     )
-
-
-def tuning_question(
-    plan: Plan, world: World, train_fingerprint: str, *, step: int = 0
-) -> dict[str, Any]:
-    """Return everything on which the answer of loader.workers=auto depends.
-
-    An answer is remembered for exactly these values.
-
-    Args:
-        step: the steps that are measured have images of the size of this one.
-    """
-    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in CHOOSE_SAMPLES}
-    sizes = keys.pop("data.sizes")
-    if sizes:  # a list, because JSON has no keys that are numbers
-        keys["data.sizes"] = [plan.size(step), *map(list, sizes.items())]
-    loader = plan.loader
-    return {
-        "keys": keys,
-        "data": [train_fingerprint, plan.num_classes],
-        "plan": [plan.precision, plan.compile, plan.channels_last],
-        "decoders": list(loader.decoders),
-        "machine": [plan.device, platform.node(), loader.processes, world.size, world.local_size],
-        "versions": [torch.__version__, autotune.VERSION],
-    }
 
 
 def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:

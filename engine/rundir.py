@@ -26,9 +26,8 @@ from conf.schema import (
 from engine import checkpoint
 from engine.compile_cache import CompileCache
 from engine.distributed import World, same_on_all_ranks
-from engine.out_of_memory import state_bytes
 from engine.plan import Plan
-from engine.state import TrainingError, TrainState, diverged
+from engine.state import TrainingError, TrainState, diverged, state_bytes
 from pipeline.build import Datasets
 from pipeline.dataset import in_form_of
 from pipeline.loader_plan import pixels_of

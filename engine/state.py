@@ -200,6 +200,23 @@ def untouched(state: TrainState) -> Iterator[None]:
             optimizer.zero_grad(set_to_none=True)
 
 
+def state_bytes(state: TrainState) -> int:
+    """Return the bytes of weights, buffers, the optimiser's moments and the moving average.
+
+    The optimiser allocates its moments in the first step; they count before, too.
+    """
+    options = state.optimizer.defaults
+    moments = 2 if "betas" in options else int(bool(options.get("momentum")))
+    held = sum(tensor.nbytes for tensor in state.tensors())
+    return held + moments * trained_bytes(state)
+
+
+def trained_bytes(state: TrainState) -> int:
+    """Return the bytes of the parameters that the optimiser changes."""
+    groups = state.optimizer.param_groups
+    return sum(tensor.nbytes for group in groups for tensor in group["params"])
+
+
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Seed torch for a step: dropout and stochastic depth depend on (seed, step, rank) only."""
     digest = hashlib.blake2b(f"{seed}/{step}/{rank}".encode(), digest_size=8).digest()

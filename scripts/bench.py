@@ -482,7 +482,7 @@ class Stepper:
                             log = RunLog(self.plan, self.world, run, self.state, started=0.0)
                             stack.enter_context(log.tracker)
                             stop = StopSignal(self.world)
-                            stack.enter_context(log.watch(feed, self._train_step, stop))
+                            stack.enter_context(log.watch(feed, self._train_step, stop, None))
                         found[watched] = window(take, seconds / count, self.finish)
                     log = None
                 pairs.append((found[True], found[False]))

@@ -64,7 +64,6 @@ from engine.checkpoint import CheckpointError
 from engine.distributed import RankError, join_world
 from engine.log.pictures import BLUE, GREY, RED, SMALL, font, sheet
 from engine.optim import Curve
-from engine.out_of_memory import explain_out_of_memory
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
@@ -138,16 +137,7 @@ def range_test(
         if plan.loader.workers:
             feed.train.loader.pool.activate(plan.loader.workers)  # they are not measured here
         step = use(train.build_step(replace(plan, curve=curve), state, world))
-        use(
-            explain_out_of_memory(
-                state,
-                world,
-                folder=out,
-                batch_size=plan.batch_size,
-                accumulate=config.train.accumulate,
-                image_bytes=plan.activation_bytes,
-            )
-        )
+        use(train.out_of_memory_explained(plan, state, world))
         say_start(plan, curve, leads=world.is_main)
         losses: list[float] = []
         for batch in feed.train.batches(0, steps):

@@ -18,7 +18,8 @@ from conf import cli
 from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, walk
 from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
-from engine.plan import make_plan, tuning_question
+from engine.plan import make_plan
+from engine.tune.autotune import tuning_question
 from pipeline import loader_plan
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,18 +27,15 @@ from engine.extras.profiler import StepProfiler
 from engine.log.leaks import Leaks, memory_now
 from engine.log.ledger import Ledger, Period
 from engine.log.meters import Interval, Meter
-from engine.log.pictures import bars
 from engine.log.predictions import Predictions
 from engine.log.telemetry import GpuMonitor, allocator_figures, host_figures, spread
 from engine.log.tracker import Tracker, duration
-from engine.out_of_memory import state_bytes
 from engine.plan import Plan
 from engine.rundir import RunDirectory
-from engine.state import TrainingError, TrainState, diverged, params_sha256
+from engine.state import TrainingError, TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import StepGraph
-from engine.tune.autotune import Answer
 from engine.tune.prices import measure_gains
-from engine.tune.verdict import Observation, describe_loader
+from engine.tune.verdict import Observation, describe_loader, setup_of
 from pipeline.clock import StepClock
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
@@ -91,7 +88,6 @@ class RunLog:
         )
         self._first_step = self._last_step = state.step
         self._wants_images = run.is_first_start or plan.due(state.step).epoch
-        self._tuned: Observation | None = None
         self.leaks = Leaks()
         self.bad_files: BadFiles | None = None
 
@@ -145,21 +141,15 @@ class RunLog:
         self.tracker.outcome(self.finished, compiles=self.plan.compile != "off")
         return self.finished
 
-    def tuned(self, answer: Answer | None, lines: Sequence[str]) -> None:
-        """Report what loader.workers=auto has measured, and keep it for the verdicts."""
-        self.say(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
-        if answer is None:
-            return
-        self._tuned = answer.observation(self.plan.setup)
-        self.tracker.record("autotune.json", asdict(answer))
-        self.tracker.text("autotune", "\n".join(lines))
-        rows, limits = answer.bars(self.plan.setup)
-        chart = bars(f"{self.plan.config.model.name}, images/s", rows, marked=limits)
-        self.tracker.picture("autotune/supply and demand", chart)
-
     @contextmanager
-    def watch(self, feed: Feed, step: StepGraph, stop: StopSignal) -> Iterator[None]:
-        """Observe the training steps of the `with` block, which take their batches from `feed`."""
+    def watch(
+        self, feed: Feed, step: StepGraph, stop: StopSignal, tuned: Observation | None
+    ) -> Iterator[None]:
+        """Observe the training steps of the `with` block, which take their batches from `feed`.
+
+        Args:
+            tuned: what `engine.tune.autotune.tune_loader` has returned.
+        """
         self.feed, self._step, self._stop = feed, step, stop
         plan, data = self.plan, self.plan.config.data
         self.bad_files = BadFiles(
@@ -170,12 +160,12 @@ class RunLog:
             limit=data.max_bad_fraction if data.on_error == "skip" else None,
         )
         self.ledger = Ledger(
-            replace(plan.setup, decoder=feed.decoder),
+            replace(setup_of(plan), decoder=feed.decoder),
             self.state.spent,
             train_images=plan.train_images,
             step=self.state.step,
             began=self._started,
-            tuned=self._tuned,
+            tuned=tuned,
             peak_rate=self._peak_rate(plan.flops(self.state.step)),
         )
         points = step_points(self.state, feed.train.clock) if self.world.size > 1 else nullcontext()

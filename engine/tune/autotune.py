@@ -19,6 +19,7 @@ import json
 import logging
 import math
 import os
+import platform
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,6 +35,14 @@ import torch
 
 from conf import schema
 from conf.files import default_cache_dir
+from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
+from engine.distributed import StopSignal, World
+from engine.log.pictures import bars
+from engine.log.runlog import RunLog
+from engine.plan import Plan
+from engine.rundir import RunDirectory
+from engine.state import TrainState, untouched
+from engine.step_graph import StepGraph
 from engine.tune.prices import measure_gains
 from engine.tune.verdict import (
     DECODING,
@@ -42,6 +51,7 @@ from engine.tune.verdict import (
     Setup,
     Supply,
     diagnose,
+    setup_of,
     supply_of,
 )
 from pipeline.dataset import describe
@@ -49,7 +59,14 @@ from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
 from pipeline.gpu.decoder import has_engines
 from pipeline.loader import Loader, LoaderError
-from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, Ranks, Stop, workers_for
+from pipeline.loader_plan import (
+    FEWEST_BATCHES,
+    MAX_PREFETCH_FACTOR,
+    Ranks,
+    Stop,
+    pixels_of,
+    workers_for,
+)
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
 from pipeline.worker import EMPTY_ROW
@@ -559,6 +576,98 @@ class Tuner:
             copy_fraction=timing.copy_fraction,
             drained_fraction=timing.drained_fraction,
         )
+
+
+def tune_loader(
+    feed: Feed,
+    step: StepGraph,
+    plan: Plan,
+    state: TrainState,
+    run: RunDirectory,
+    stop: StopSignal,
+    log: RunLog,
+) -> Observation | None:
+    """Set decoder, workers and prefetch factor of the feed for loader.workers=auto.
+
+    The measured steps do not change `state`. The decoder becomes part of the identity of `run`.
+    The result is measured, or remembered from an earlier start on this machine; `log` prints it and
+    writes it to autotune.json.
+
+    Returns:
+        What was measured, for the verdicts of the run; None if nothing was.
+    """
+    config, loader = plan.config, plan.loader
+    answer = None
+    unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
+    if loader.not_measured is not None:
+        lines = [f"not measured, workers={loader.workers}: {loader.not_measured}{unused}"]
+    elif not loader.measured:
+        fixed = f"loader.workers={loader.workers} is fixed{unused}; it needs loader.workers=auto"
+        lines = [fixed] if unused else []
+    else:
+        answer, lines = _measured(feed, step, plan, state, run, stop)
+    log.say(*(f"{'' if i else 'autotune':<8} {line}" for i, line in enumerate(lines)))
+    if answer is None:
+        return None
+    setup = setup_of(plan)
+    log.tracker.record("autotune.json", asdict(answer))
+    log.tracker.text("autotune", "\n".join(lines))
+    rows, limits = answer.bars(setup)
+    chart = bars(f"{config.model.name}, images/s", rows, marked=limits)
+    log.tracker.picture("autotune/supply and demand", chart)
+    return answer.observation(setup)
+
+
+def _measured(
+    feed: Feed, step: StepGraph, plan: Plan, state: TrainState, run: RunDirectory, stop: StopSignal
+) -> tuple[Answer | None, list[str]]:
+    """The answer, measured or remembered, and its lines; None if a signal came or it failed."""
+    tuner = Tuner(
+        feed,
+        step,
+        first_step=state.step,
+        setup=setup_of(plan),
+        choices=plan.config.loader,
+        ranks=run.world,
+        stop=stop,
+    )
+    fingerprint = tuner.loader.pool.sources[tuner.loader.source].dataset.fingerprint()
+    question = tuning_question(plan, run.world, fingerprint, step=state.step)
+    try:
+        with untouched(state):
+            answer, lines = settle(
+                tuner, question, refresh=plan.config.autotune.refresh, last_step=plan.stop_step
+            )
+    except StoppedError:
+        return None, [f"not measured: {SIGNAL}"]
+    step.reset()
+    run.set_pixels(pixels_of(feed.decoder))
+    return answer, lines
+
+
+def tuning_question(
+    plan: Plan, world: World, train_fingerprint: str, *, step: int = 0
+) -> dict[str, Any]:
+    """Return everything on which the answer of loader.workers=auto depends.
+
+    An answer is remembered for exactly these values.
+
+    Args:
+        step: the steps that are measured have images of the size of this one.
+    """
+    keys = {k: v for k, v in affecting(plan.config, SPEED).items() if k not in CHOOSE_SAMPLES}
+    sizes = keys.pop("data.sizes")
+    if sizes:  # a list, because JSON has no keys that are numbers
+        keys["data.sizes"] = [plan.size(step), *map(list, sizes.items())]
+    loader = plan.loader
+    return {
+        "keys": keys,
+        "data": [train_fingerprint, plan.num_classes],
+        "plan": [plan.precision, plan.compile, plan.channels_last],
+        "decoders": list(loader.decoders),
+        "machine": [plan.device, platform.node(), loader.processes, world.size, world.local_size],
+        "versions": [torch.__version__, VERSION],
+    }
 
 
 def settle(

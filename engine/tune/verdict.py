@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from engine.tune.prices import Change, Flow, Gains
 from pipeline import decode
 from pipeline.feed import Feed
 from pipeline.worker import Reply
+
+if TYPE_CHECKING:
+    from engine.plan import Plan
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
@@ -59,6 +63,20 @@ class Setup:
     compile: str
     decoder_fixed: bool = False
     graph_refused: str | None = None
+
+
+def setup_of(plan: "Plan") -> Setup:
+    """The part of the plan that a diagnosis of the speed needs."""
+    return Setup(
+        batch_size=plan.batch_size,
+        ranks=plan.world_size,
+        on_gpu=plan.device_type == "cuda",
+        most_workers=plan.loader.cores,
+        large_files=plan.large_files,
+        decoder=plan.loader.decoder,
+        compile=plan.config.model.compile,
+        decoder_fixed=plan.config.loader.decoder != "auto",
+    )
 
 
 @dataclass(frozen=True)

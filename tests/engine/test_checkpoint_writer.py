@@ -15,9 +15,8 @@ from conf.schema import Config, Run
 from engine import checkpoint
 from engine.checkpoint import CheckpointError, Writer
 from engine.distributed import World
-from engine.out_of_memory import state_bytes
 from engine.rundir import SPARE_BYTES, RunDirectory
-from engine.state import TrainingError, TrainState, diverged
+from engine.state import TrainingError, TrainState, diverged, state_bytes
 from models.resnet import resnet_tiny
 from tests.processes import HANGS_SECONDS
 from tests.results import same

@@ -34,8 +34,8 @@ import train
 from conf import cli
 from conf.schema import UserError
 from engine import checkpoint
-from engine.out_of_memory import state_bytes
 from engine.rundir import run_identity
+from engine.state import state_bytes
 from pipeline import decode, machine
 from pipeline.class_names import imagenet_names
 from pipeline.index import load_index

@@ -22,6 +22,7 @@ from engine.tune.verdict import (
     Observation,
     Supply,
     describe_loader,
+    setup_of,
     supply_of,
 )
 from pipeline.build import build_datasets
@@ -76,7 +77,7 @@ class SlowDecoder(FolderDataset):
 
 def ledger_of(plan: Plan, spent: dict[str, float]) -> Ledger:
     return Ledger(
-        plan.setup,
+        setup_of(plan),
         spent,
         train_images=plan.train_images,
         began=time.monotonic(),

@@ -1,0 +1,165 @@
+"""Out of GPU memory: one line with a train.accumulate that fits."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import models
+from conf import cli
+from engine.distributed import World
+from engine.optim import build_optimizer
+from engine.plan import Plan, make_plan
+from engine.state import MovingAverage, TrainingError, TrainState, state_bytes, trained_bytes
+from engine.tune import out_of_memory
+from engine.tune.out_of_memory import GIB, activation_bytes, explain_out_of_memory, saved_elements
+from pipeline.build import build_datasets
+
+CUDA = torch.device("cuda", 0)
+Full = Callable[..., None]
+
+
+def world(size: int = 1, device: torch.device = CUDA) -> World:
+    return World(rank=0, size=size, local_rank=0, local_size=size, device=device)
+
+
+def plan_of(*overrides: str) -> Plan:
+    config = cli.load(
+        ["data=fake", "model=resnet_tiny", "data.image_size=64", "data.val_size=64", *overrides]
+    )
+    return make_plan(config, build_datasets(config), world(device=torch.device("cpu")))
+
+
+def state_of(plan: Plan) -> TrainState:
+    model = nn.Linear(4, 4)
+    return TrainState(model, build_optimizer(model, plan.config.optim))
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> Full:
+    """A GPU of 80 GiB with the given memory, GiB; an image takes `image` MiB by the model."""
+
+    def full(*, peak: float, free: float, fraction: float = 1.0, image: int = 0) -> None:
+        statistics = {
+            "allocated_bytes.all.peak": int(peak * GIB),
+            "reserved_bytes.all.current": int((80 - free) * GIB),
+        }
+        monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: statistics)
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (int(free * GIB), 80 * GIB))
+        monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fraction)
+        monkeypatch.setattr(out_of_memory, "activation_bytes", lambda plan: image * 2**20)
+
+    return full
+
+
+@pytest.mark.parametrize(
+    ("batch", "accumulate", "ranks", "memory", "remedy"),
+    [
+        (256, 1, 1, {"peak": 76}, "train.accumulate=2 should fit, and keeps the batch and its"),
+        (512, 2, 1, {"peak": 76}, "train.accumulate=4 should"),
+        (1024, 1, 4, {"peak": 76}, "train.accumulate=2 should"),
+        (256, 1, 1, {"peak": 20, "image": 900}, "train.accumulate=4 should"),  # 80 images fit
+        (256, 1, 1, {"peak": 76, "fraction": 0.25}, "train.accumulate=8 should"),  # 60 fit
+        (257, 1, 1, {"peak": 76}, "use a smaller loader.batch_size, model.name or"),  # a prime
+        (8, 1, 1, {"peak": 76}, "use a smaller loader.batch_size"),  # batch normalisation
+    ],
+)
+def test_message(
+    full: Full, batch: int, accumulate: int, ranks: int, memory: dict[str, float], remedy: str
+) -> None:
+    full(**{"free": 0.5, **memory})
+    plan = plan_of(f"loader.batch_size={batch}", f"train.accumulate={accumulate}")
+    with (
+        pytest.raises(TrainingError) as raised,
+        explain_out_of_memory(plan, state_of(plan), world(ranks)),
+    ):
+        raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+    line = str(raised.value)
+    start = f"loader.batch_size={batch}: out of memory on cuda:0 (0.50 of 80.0 GiB free); an image"
+    assert line.startswith(start) and "\n" not in line
+    assert f"the model 0.00 GiB: {remedy}" in line
+
+
+def test_memory_of_an_image_in_the_message(full: Full) -> None:
+    plan = plan_of("loader.batch_size=256")
+    full(peak=64, free=0.5)
+    assert "an image takes about 256 MiB" in out_of_memory.explanation(
+        plan, state_of(plan), world()
+    )
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ema", "copies"),
+    [
+        (["optim.momentum=0.9"], None, 3),
+        (["optim.momentum=0", "optim.nesterov=false"], None, 2),
+        (["optim=adamw"], 0.99, 5),
+        (["optim=lamb"], None, 4),
+    ],
+)
+def test_fixed_memory(overrides: list[str], ema: float | None, copies: int) -> None:
+    """The estimate before the first step is the memory of weights, moments, average, gradients."""
+    model = nn.Linear(100, 1000)
+    optimizer = build_optimizer(model, cli.load(["data=fake", *overrides]).optim)
+    average = MovingAverage(model, ema) if ema is not None else None
+    state = TrainState(model, optimizer, average)
+    fixed = state_bytes(state) + trained_bytes(state)
+    assert abs(fixed - copies * 4 * 101_000) <= 8  # the average's counter
+
+
+def test_activation_memory() -> None:
+    """Weights and tensors that two layers save count once."""
+    with torch.device("meta"):
+        model = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding=1),
+            nn.BatchNorm2d(16),
+            nn.ReLU(inplace=True),
+            nn.Conv2d(16, 4, 3),
+        )
+    kept = 3 * 32 * 32 + 2 * 16 * 32 * 32  # the input, BatchNorm's and the second convolution's
+    gradients = 2 * 16 * 32 * 32
+    assert abs(saved_elements(model, 32) - kept - gradients) <= 16 * 2  # BatchNorm's statistics
+    assert saved_elements(nn.Linear(7, 7, device="meta"), 32) == 0  # not an image model
+    plan = plan_of()
+    assert activation_bytes(plan) == 2 * activation_bytes(replace(plan, precision="bf16")) > 0
+
+
+@pytest.fixture
+def small_gpu() -> Iterator[None]:
+    """A GPU limited to 8 GiB, with an empty cache."""
+    torch.cuda.empty_cache()
+    _, total = torch.cuda.mem_get_info(CUDA)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, 8 * GIB / total), CUDA)
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0, CUDA)
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small_gpu")
+def test_on_a_gpu() -> None:
+    """The advice fits."""
+    batch = 4096
+    plan = plan_of("model=resnet18", "data.image_size=224", f"loader.batch_size={batch}")
+    model = models.build("resnet18", num_classes=plan.num_classes, image_size=224).to(CUDA)
+    state = TrainState(model, build_optimizer(model, plan.config.optim))
+
+    def step(images: int) -> str:
+        """Return the message; the memory of a step that failed is free again."""
+        try:
+            with explain_out_of_memory(plan, state, world()):
+                model(torch.ones(images, 3, 224, 224, device=CUDA)).sum().backward()
+                state.optimizer.step()
+        except TrainingError as error:
+            return str(error)
+        return ""
+
+    message = step(batch)
+    found = re.search(r"train.accumulate=(\d+) should fit", message)
+    assert found, message
+    state.optimizer.zero_grad(set_to_none=True)
+    torch.cuda.empty_cache()
+    assert step(batch // int(found[1])) == ""
