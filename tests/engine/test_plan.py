@@ -94,7 +94,6 @@ def plan(
         compile_reason="",
         parameters=25_557_032,
         flops_by_size={224: 8_178_000_000},
-        activation_bytes=0,
         state_bytes=0,
     )
     return dataclasses.replace(given, **changes)
