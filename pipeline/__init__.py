@@ -1,7 +1,19 @@
-"""From a JPEG file to a batch on the device. The modules in the order of the path of a batch:
+"""From a JPEG file to a batch on the device. Read the files in the order of the path of a batch:
 
-index -> sampler -> dataset (decode, augment) -> loader (worker, shared) -> feed ->
-prefetcher (batch_augment).
+index (containers, splits) -> decode (region) -> augment -> dataset -> sampler -> loader, worker ->
+prefetcher (clock, batch_augment); feed puts them together.
 
-Optional rooms: gpu (the GPU's JPEG engines and augmentation), demo (images that it draws).
+A file imports only files before it. Optional rooms: gpu (the GPU's JPEG engines and augmentation),
+demo (images that the program draws).
 """
+
+from functools import cache
+from types import ModuleType
+
+
+@cache
+def gpu_room() -> ModuleType:
+    """Return the optional room pipeline.gpu, imported here only; ask `has_room` first."""
+    from pipeline import gpu
+
+    return gpu

@@ -9,7 +9,6 @@ pipeline/build.py, and conf/data/NAME.yaml.
 import copy
 import errno
 import hashlib
-import random
 import re
 import time
 from abc import ABC, abstractmethod
@@ -25,8 +24,6 @@ from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
 from pipeline.decode import Picture, TooNarrowError
-from pipeline.gpu.encoded import Encoded
-from pipeline.gpu.geometry import NeedsPixelsError, NotedPicture, open_noted
 from pipeline.index import Index
 from pipeline.shared import SharedArray
 
@@ -144,8 +141,6 @@ class FileDataset(Dataset):
         """
 
 
-# Images without pixels to which lists are applied, and their (width, height).
-TRIALS, TRIAL_SIZE = 8, (400, 300)
 # Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
 SHRUNK_SIDE = 352
 # Mean bytes per file. ImageNet's own files have 111,000, those of scripts/shrink.py 62,000.
@@ -244,37 +239,6 @@ class FolderDataset(FileDataset):
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
         return pixels, self.label(index), drawn
-
-    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Read a sample and record what its transforms do, with the same draws as in `load`.
-
-        Raises:
-            BadImageError: the file cannot be read.
-        """
-        with self._naming_file(index):
-            data = self.read(index)
-            picture = open_noted(data, self.max_pixels)
-        if picture is None:
-            return None
-        try:
-            noted, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
-        except NeedsPixelsError:
-            return None
-        assert isinstance(noted, NotedPicture)
-        return Encoded(data, picture.size, noted, drawn, self.label(index))
-
-    def first_on_pixels(self) -> int | None:
-        """Place in the list of the first transform that needs decoded pixels of every image.
-
-        None if `load_encoded` is worth trying: at least some images stay encoded.
-        """
-        transforms = self.transform.transforms
-        for place in range(len(transforms)):
-            chain = Compose(transforms[: place + 1])
-            apply = chain.draw if len(chain.transforms) == len(transforms) else chain
-            if all(_needs_pixels(apply, sample_rng(self.seed, 0, i)) for i in range(TRIALS)):
-                return place
-        return None
 
     def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
         began = time.thread_time()
@@ -375,7 +339,7 @@ class FolderDataset(FileDataset):
         Raises:
             BadImageError: the file cannot be read or decoded.
         """
-        with self._naming_file(index):
+        with self.naming_file(index):
             picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
         try:
             yield picture
@@ -383,11 +347,11 @@ class FolderDataset(FileDataset):
             failure = error if isinstance(error, TooNarrowError) else picture.failure
             if failure is None:
                 raise
-            with self._naming_file(index):
+            with self.naming_file(index):
                 raise failure from None
 
     @contextmanager
-    def _naming_file(self, index: int) -> Iterator[None]:
+    def naming_file(self, index: int) -> Iterator[None]:
         """Turn an error of reading or decoding into one that names the file."""
         try:
             yield
@@ -412,14 +376,6 @@ class FolderDataset(FileDataset):
 
     def label(self, index: int) -> int:
         return int(self.index.labels.array[index])
-
-
-def _needs_pixels(apply: Callable[[Picture, random.Random], Any], rng: random.Random) -> bool:
-    try:
-        apply(NotedPicture(TRIAL_SIZE, (0, 0, *TRIAL_SIZE)), rng)
-    except NeedsPixelsError:
-        return True
-    return False
 
 
 class FakeDataset(Dataset):

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from conf.schema import Config
-from pipeline import augment
+from pipeline import augment, gpu_room
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
 from pipeline.decode import ON_GPU
-from pipeline.gpu.decoder import EngineUpload, GpuDecoder
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks, batches_ready
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
@@ -28,7 +28,7 @@ class Feed:
         val_batches: number of validation batches of this rank.
         plan: buffers are allocated for `plan.ceiling` workers.
         pinned: the page-locked buffers; None if they are ordinary memory.
-        engines: the upload with the GPU's JPEG engines; None if no decoder in `plan` uses them.
+        engines: pipeline.gpu.EngineUpload; None if no decoder in `plan` uses them.
     """
 
     train: Prefetcher
@@ -36,7 +36,7 @@ class Feed:
     val_batches: int
     plan: LoaderPlan
     pinned: Pinned | None = None
-    engines: EngineUpload | None = None
+    engines: Any = None
 
     def decode_with(self, decoder: str, *, enough: float = math.inf) -> None:
         """Decode the training images of later iterations with a CPU decoder, gpu or hybrid.
@@ -56,9 +56,10 @@ class Feed:
     @property
     def decoder(self) -> str:
         """The current decoder of the training images."""
-        if self.train.upload is self.engines:
-            return "hybrid" if self.engines.hybrid else "gpu"
-        return self.plan.decoder
+        on_gpu = self.train.upload is self.engines
+        if not on_gpu:
+            return self.plan.decoder
+        return "hybrid" if self.engines.hybrid else "gpu"
 
     @property
     def page_locked(self) -> bool:
@@ -147,9 +148,9 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         val = Prefetcher(val_loader, format, depth=depth)
         engines = None
         if plan.uses_engines:
-            decoder = GpuDecoder(world.device, share)
+            decoder = gpu_room().GpuDecoder(world.device, share)
             stack.callback(decoder.close)
-            engines = EngineUpload(train_loader, decoder)
+            engines = gpu_room().EngineUpload(train_loader, decoder)
         stack.callback(train.close)
         stack.callback(val.close)
         feed = Feed(train, val, len(val_sampler), plan, pinned, engines)

@@ -28,10 +28,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from pipeline import machine
+from pipeline import gpu_room, machine
 from pipeline.dataset import Dataset
-from pipeline.gpu.encoded import EncodedRows
-from pipeline.gpu.geometry import COLUMNS
 from pipeline.shared import SharedArray, page_lock, page_unlock
 from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
 
@@ -41,7 +39,8 @@ logger = logging.getLogger(__name__)
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
 DEATHS_PER_TASK = 2  # a task that killed two workers would kill a third
-PRELOAD = ["pipeline.worker"]  # modules that the forkserver imports once for all workers
+# Modules that the forkserver imports once for all workers. It ignores those that are missing.
+PRELOAD = ["pipeline.worker", "pipeline.gpu"]
 STOP_SECONDS = 1.0
 SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is reported
 SLOW_PAUSE_SECONDS = 10.0  # between two such reports
@@ -96,10 +95,7 @@ def buffer_layout(
         "samples": ((slots, batch_size, 2), np.int64),
     }
     if file_bytes:
-        layout |= {
-            "files": ((slots, batch_size * file_bytes), np.uint8),
-            "geometry": ((slots, batch_size, COLUMNS), np.float64),
-        }
+        layout |= gpu_room().file_buffers(slots, batch_size, file_bytes)
     if operations:
         layout["operations"] = ((slots, batch_size, operations, 2), np.float64)
     return layout
@@ -124,7 +120,9 @@ def start_source(
         operations=operations,
     )
     buffers = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
-    encoded = EncodedRows(buffers["files"], buffers["geometry"], size) if file_bytes else None
+    encoded = None
+    if file_bytes:
+        encoded = gpu_room().EncodedRows(buffers["files"], buffers["geometry"], size)
     return Source(
         dataset,
         buffers["pixels"],

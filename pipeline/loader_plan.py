@@ -14,13 +14,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
+from conf.rooms import has_room, require_room
 from conf.schema import Config, UserError
-from pipeline import decode, machine
+from pipeline import decode, gpu_room, machine
 from pipeline.build import Datasets
 from pipeline.dataset import Dataset, DrawingDataset, FileDataset, FolderDataset
-from pipeline.gpu.augment import has_kernels
-from pipeline.gpu.decoder import why_no_engines
-from pipeline.gpu.encoded import file_bytes_per_row
 from pipeline.loader import buffer_layout, slots_needed
 
 T = TypeVar("T")
@@ -337,9 +335,29 @@ def decoders_to_compare(
     return (decoder,), unused if device.type == "cuda" else ""
 
 
+def why_no_engines(device: torch.device) -> str | None:
+    """Why the GPU's JPEG engines cannot be used on this device; None if they can."""
+    if not has_room("pipeline.gpu"):
+        return "this copy has no pipeline/gpu"
+    reason: str | None = gpu_room().why_no_engines(device)
+    return reason
+
+
+def has_engines(device: torch.device) -> bool:
+    """Whether the GPU's JPEG engines can be used on this device."""
+    return why_no_engines(device) is None
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether a GPU can apply the operations of RandAugment."""
+    return has_room("pipeline.gpu") and gpu_room().has_kernels(device)
+
+
 def why_on_cpu(config: Config, dataset: Dataset) -> str | None:
     """Why JPEG engines could decode no image of this training set; None if they could."""
-    place = dataset.first_on_pixels() if isinstance(dataset, FolderDataset) else None
+    if not isinstance(dataset, FolderDataset) or not has_room("pipeline.gpu"):
+        return None
+    place = gpu_room().first_on_pixels(dataset.transform)
     if place is None:
         return None
     entry = config.augment.train[place]
@@ -374,6 +392,7 @@ def choose_decoder(
         name = stored_pixels
     if name not in decode.ON_GPU:
         return decode.resolve(name)
+    require_room("pipeline.gpu", f"loader.decoder={name}")
     if name == "hybrid" and config.train.deterministic:
         raise UserError(
             "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
@@ -502,7 +521,9 @@ def plan_memory(
     cuda = world.device.type == "cuda"
     share = loader.batch_size // world.size
     factor = loader.prefetch_factor
-    file_bytes = file_bytes_per_row(datasets.train.mean_bytes()) if decoder in decode.ON_GPU else 0
+    file_bytes = 0
+    if decoder in decode.ON_GPU:
+        file_bytes = gpu_room().file_bytes_per_row(datasets.train.mean_bytes())
     operations = operations_on_gpu(datasets.train, world.device)
     layouts = (
         buffer_layout(

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeline import gpu_room
 from pipeline.batch_augment import BatchTransform, batch_part
 from pipeline.clock import Marks, StepClock
-from pipeline.gpu.augment import apply_operations
 from pipeline.loader import HostBatch, Loader
 
 
@@ -172,7 +172,7 @@ def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool
         mixed: whether batch transforms follow.
     """
     if host.operations is not None:
-        pixels = apply_operations(pixels, host.operations)
+        pixels = gpu_room().apply_operations(pixels, host.operations)
     # Two passes over the memory, which the training step needs at the same time. One pass would
     # fuse multiplication and addition, and round differently than a CPU does.
     scaled = pixels * slot.format.scale

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from multiprocessing import connection, parent_process
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +23,6 @@ import torch
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
 from pipeline.dataset import BadImageError, Dataset, DrawingDataset, describe
-from pipeline.gpu.encoded import EncodedDataset, EncodedRows, FileWriter
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
@@ -42,7 +42,8 @@ class Source:
         labels: int64 [slots, B].
         samples: int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from
             the task's if the sample was unreadable and another one replaced it.
-        encoded: buffers for rows that the GPU decodes; None if the workers decode all rows.
+        encoded: buffers for rows that the GPU decodes, pipeline.gpu.EncodedRows; None if the
+            workers decode all rows.
         operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
             `augment.as_rows`; None if the workers apply them.
         skip_unreadable: replace an unreadable sample by the first readable one of its
@@ -55,7 +56,7 @@ class Source:
     pixels: SharedArray
     labels: SharedArray
     samples: SharedArray
-    encoded: EncodedRows | None = None
+    encoded: Any = None
     operations: SharedArray | None = None
     skip_unreadable: bool = False
     smaller: Mapping[int, Dataset] = field(default_factory=dict)
@@ -65,7 +66,7 @@ class Source:
         """This source with images of one of the sizes of `smaller`; itself for any other size."""
         if side not in self.smaller:
             return self
-        encoded = self.encoded and replace(self.encoded, size=side)
+        encoded = self.encoded and self.encoded.of_size(side)
         return replace(self, dataset=self.smaller[side], encoded=encoded, side=side)
 
     def images(self, slot: int) -> np.ndarray:
@@ -149,9 +150,8 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
-    if source.encoded is not None and isinstance(source.dataset, EncodedDataset):
-        load = source.dataset.load_encoded
-        files = FileWriter(source.encoded, load, source.operations, task.slot, rows)
+    if source.encoded is not None:
+        files = source.encoded.writer(source.dataset, source.operations, task.slot, rows)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
@@ -179,9 +179,7 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     )
 
 
-def _fill_row(
-    source: Source, task: Task, files: FileWriter | None, row: int, epoch: int, index: int
-) -> int:
+def _fill_row(source: Source, task: Task, files: Any, row: int, epoch: int, index: int) -> int:
     """Write a sample into its row, encoded or as pixels, and return its label.
 
     Raises:
@@ -189,7 +187,7 @@ def _fill_row(
         ValueError: its size after the transforms is not that of the batch.
     """
     if files is not None and row < task.row + task.encoded:
-        label = files.write(row, epoch, index)
+        label: int | None = files.write(row, epoch, index)
         if label is not None:
             return label
     if source.operations is None:

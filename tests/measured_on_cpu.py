@@ -18,7 +18,7 @@ import train
 from conf import cli
 from conf.launch import end_with_torchrun, exit_with
 from engine.tune import autotune
-from pipeline import feed, machine
+from pipeline import gpu, machine
 from pipeline import loader_plan as plan
 from tests.engines import PillowEngines
 
@@ -48,7 +48,7 @@ def main(folder: Path, overrides: list[str]) -> int:
     machine.cpu_quota = lambda: math.inf
     if "CHOOSES" in os.environ:
         plan.why_no_engines = lambda device: None
-        feed.GpuDecoder = PillowEngines
+        gpu.GpuDecoder = PillowEngines
         autotune.is_enough = lambda tried: False
         autotune.could_win = lambda *_: True
         chosen = os.environ["CHOOSES"] if rank == "0" else "none"

@@ -26,11 +26,11 @@ from engine.distributed import World
 from engine.log import ledger
 from engine.tune import autotune
 from engine.tune.verdict import Observation
-from pipeline import decode, feed, machine
+from pipeline import decode, machine
 from pipeline import loader_plan as plan
-from pipeline.gpu.decoder import has_engines
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
+from pipeline.loader_plan import has_engines
 from pipeline.sampler import TrainSampler
 from tests import small_run
 from tests.answers import ANSWER
@@ -283,7 +283,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> type[PillowEngines]:
         pass
 
     monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
-    monkeypatch.setattr(feed, "GpuDecoder", Engines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", Engines)
     monkeypatch.setattr(autotune, "is_enough", lambda tried: False)
     monkeypatch.setattr(autotune, "could_win", lambda *_: True)
     return Engines

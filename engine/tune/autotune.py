@@ -57,13 +57,13 @@ from engine.tune.verdict import (
 from pipeline.dataset import describe
 from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
-from pipeline.gpu.decoder import has_engines
 from pipeline.loader import Loader, LoaderError
 from pipeline.loader_plan import (
     FEWEST_BATCHES,
     MAX_PREFETCH_FACTOR,
     Ranks,
     Stop,
+    has_engines,
     pixels_of,
     workers_for,
 )

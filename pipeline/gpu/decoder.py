@@ -217,11 +217,6 @@ def why_no_engines(device: torch.device) -> str | None:
     return None
 
 
-def has_engines(device: torch.device) -> bool:
-    """Whether GpuDecoder works on this device."""
-    return why_no_engines(device) is None
-
-
 ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
 
 

@@ -3,25 +3,35 @@
 Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes import this module.
 """
 
+import random
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 
-from pipeline.augment import Drawn, as_rows
+from pipeline.augment import Compose, Drawn, as_rows, sample_rng
+from pipeline.dataset import Dataset, FolderDataset
+from pipeline.decode import Picture
 from pipeline.gpu.geometry import (
     CLIP_BOTTOM,
     CLIP_RIGHT,
+    COLUMNS,
     HEIGHT,
     LENGTH,
     OFFSET,
     SCALE_X,
     SCALE_Y,
     WIDTH,
+    NeedsPixelsError,
     NotedPicture,
+    open_noted,
 )
 from pipeline.shared import SharedArray
+
+# Images without pixels to which lists are applied, and their (width, height).
+TRIALS, TRIAL_SIZE = 8, (400, 300)
 
 
 @dataclass(frozen=True)
@@ -43,12 +53,60 @@ class Encoded:
     label: int
 
 
-@runtime_checkable
-class EncodedDataset(Protocol):
-    """A dataset that can leave decoding to the GPU. Workers decode the samples of all others."""
+def load_encoded(dataset: FolderDataset, epoch: int, index: int) -> Encoded | None:
+    """Read a sample and record what its transforms do, with the same draws as in `dataset.load`.
 
-    def load_encoded(self, epoch: int, index: int) -> Encoded | None:
-        """Return the sample of `load`, still encoded; None if a CPU must decode it."""
+    Returns:
+        None if a CPU must decode it.
+
+    Raises:
+        BadImageError: the file cannot be read.
+    """
+    with dataset.naming_file(index):
+        data = dataset.read(index)
+        picture = open_noted(data, dataset.max_pixels)
+    if picture is None:
+        return None
+    try:
+        noted, drawn = dataset.transform.draw(picture, sample_rng(dataset.seed, epoch, index))
+    except NeedsPixelsError:
+        return None
+    assert isinstance(noted, NotedPicture)
+    return Encoded(data, picture.size, noted, drawn, dataset.label(index))
+
+
+def first_on_pixels(transform: Compose) -> int | None:
+    """Place in the list of the first transform that needs decoded pixels of every image.
+
+    None if `load_encoded` is worth trying: at least some images stay encoded.
+    """
+    transforms = transform.transforms
+    for place in range(len(transforms)):
+        chain = Compose(transforms[: place + 1])
+        apply = chain.draw if len(chain.transforms) == len(transforms) else chain
+        if all(_needs_pixels(apply, sample_rng(0, 0, i)) for i in range(TRIALS)):
+            return place
+    return None
+
+
+def _needs_pixels(apply: Callable[[Picture, random.Random], Any], rng: random.Random) -> bool:
+    try:
+        apply(NotedPicture(TRIAL_SIZE, (0, 0, *TRIAL_SIZE)), rng)
+    except NeedsPixelsError:
+        return True
+    return False
+
+
+def file_buffers(slots: int, batch_size: int, file_bytes: int) -> dict[str, tuple[Any, Any]]:
+    """Shape and dtype of the buffers of EncodedRows.
+
+    Args:
+        file_bytes: bytes per row.
+    """
+    return {
+        "files": ((slots, batch_size * file_bytes), np.uint8),
+        "geometry": ((slots, batch_size, COLUMNS), np.float64),
+    }
 
 
 @dataclass(frozen=True)
@@ -72,13 +130,25 @@ class EncodedRows:
         geometry[..., [CLIP_RIGHT, CLIP_BOTTOM]] = self.size
         geometry[..., [SCALE_X, SCALE_Y]] = 1.0
 
+    def of_size(self, size: int) -> "EncodedRows":
+        """The same buffers for images of another size, in pixels."""
+        return replace(self, size=size)
+
+    def writer(
+        self, dataset: Dataset, operations: SharedArray | None, slot: int, rows: range
+    ) -> "FileWriter | None":
+        """Return what copies the files of a task; None if the dataset reads no files."""
+        if not isinstance(dataset, FolderDataset):
+            return None
+        return FileWriter(self, partial(load_encoded, dataset), operations, slot, rows)
+
 
 class FileWriter:
     """Copies files into the rows of one task.
 
     Args:
         buffers: where to.
-        load: `EncodedDataset.load_encoded` of the dataset.
+        load: `load_encoded` of the dataset.
         operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if the
             workers apply them.
         slot: slot of the ring.

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.log.telemetry import SLOWDOWNS
-from pipeline.gpu.decoder import has_engines
+from pipeline.loader_plan import has_engines
 
 Ask = Callable[..., Any]
 """ask("PersistenceMode") calls nvmlDeviceGetPersistenceMode for a GPU; None if the query fails."""

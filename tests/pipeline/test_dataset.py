@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from pipeline import dataset as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_of
 from pipeline.decode import open_picture
+from pipeline.gpu.encoded import load_encoded
 from pipeline.index import Index, load_index
 from scripts import shrink
 from scripts.lib import survey
@@ -84,7 +86,7 @@ def test_index_may_read_its_files_from_elsewhere(
     dataset = FolderDataset(index, files.transform)
     for number in range(0, len(names), 5):
         np.testing.assert_array_equal(dataset.load(0, number)[0], files.load(0, number)[0])
-        encoded = dataset.load_encoded(0, number)
+        encoded = load_encoded(dataset, 0, number)
         assert encoded is not None and encoded.data == files.read(number)
     assert dataset.mean_bytes() == 0
     with caplog.at_level("DEBUG"):
@@ -225,7 +227,7 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
         image.load()
     assert started.exists()  # without a list of formats it is started
     started.unlink()
-    for load in (dataset.load, dataset.load_encoded):
+    for load in (dataset.load, partial(load_encoded, dataset)):
         with pytest.raises(
             BadImageError, match=f"^{path}: UnidentifiedImageError: cannot identify image file"
         ):

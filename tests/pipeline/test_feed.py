@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from conf import cli
-from pipeline import feed as feed_module
 from pipeline.augment import operated
 from pipeline.build import build_datasets
 from pipeline.dataset import FolderDataset
 from pipeline.decode import Picture, installed
 from pipeline.feed import Feed, open_feed
 from pipeline.gpu.decoder import FIRST_SHARE, EngineUpload
-from pipeline.gpu.encoded import EncodedDataset
+from pipeline.gpu.encoded import load_encoded
 from tests.engines import PillowEngines, pillow_operations
 from tests.loader_plans import loader_plan, world_of
 
@@ -99,7 +98,7 @@ class NoEngines:
 def test_validation_does_not_use_the_engines(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str
 ) -> None:
-    monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", NoEngines)
     with opened(image_root, installed()[0]) as plain, opened(image_root, decoder) as engines:
         assert isinstance(engines.train.upload, EngineUpload)
         assert_equal(validation(engines), validation(plain))
@@ -113,7 +112,7 @@ def test_validation_uses_all_workers(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, decoder: str
 ) -> None:
     """No process is started or ended for it."""
-    monkeypatch.setattr(feed_module, "GpuDecoder", NoEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", NoEngines)
     with opened(image_root, decoder, workers=1, processes=3) as feed:
         pool = feed.train.loader.pool
         pids = pool.pids
@@ -133,14 +132,14 @@ def test_validation_without_workers(image_root: Path) -> None:
 
 def test_decoder_can_be_switched(monkeypatch: pytest.MonkeyPatch, image_root: Path) -> None:
     """Also in the middle of an iteration; every decoder makes the batches of the same samples."""
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     with opened(image_root, "pillow", others=("hybrid", "gpu"), workers=2) as feed:
         assert feed.engines is not None and feed.decoder == "pillow"
         engines: Any = feed.engines.decoder
         dataset = feed.train.loader.pool.sources[0].dataset
-        assert isinstance(dataset, EncodedDataset)
+        assert isinstance(dataset, FolderDataset)
         samples = [pair for step in range(9) for pair in feed.train.loader.samples(step).tolist()]
-        most = sum(dataset.load_encoded(*pair) is not None for pair in samples)
+        most = sum(load_encoded(dataset, *pair) is not None for pair in samples)
         made: dict[str, list[Tensor]] = {}
         for decoder in ("gpu", "pillow", "hybrid", "gpu"):
             feed.decode_with(decoder)
@@ -162,7 +161,7 @@ def test_engines_use_the_interpolation_that_the_worker_drew(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
 ) -> None:
     """The crops are so large that no decoder shrinks the image first."""
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     crop = "{random_resized_crop: {size: 160, interpolation: random}}"
     made = []
     for decoder in ("pillow", "gpu"):
@@ -183,7 +182,7 @@ def test_engines_take_the_smallest_share_that_is_enough(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, enough: float, share: float
 ) -> None:
     """Two workers decode 1,000 images/s, the engines 3,000: together 4,000."""
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     with opened(image_root, "hybrid", workers=2) as feed:
         loader = feed.train.loader
         assert loader.encoded_share == FIRST_SHARE
@@ -245,7 +244,7 @@ LEVELS = ("data.mean=[0,0,0]", f"data.std=[{1 / 255},{1 / 255},{1 / 255}]")
 
 @pytest.fixture
 def operations_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipeline.prefetcher.apply_operations", pillow_operations)
+    monkeypatch.setattr("pipeline.gpu.apply_operations", pillow_operations)
 
 
 def images_of(feed: Feed) -> list[Tensor]:
@@ -322,7 +321,7 @@ def test_sizes_with_drawn_operations(image_root: Path) -> None:
 def test_sizes_with_engines(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
 ) -> None:
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     check_sizes(image_root, "gpu", workers=2, share=share)
 
 
@@ -419,7 +418,7 @@ def test_images_that_the_engines_decode_get_their_operations(
     monkeypatch: pytest.MonkeyPatch, image_root: Path, share: float
 ) -> None:
     """Those of a batch that the workers decode, too."""
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     with opened(image_root, "gpu", overrides=(PLAIN, *LEVELS)) as feed:
         feed.train.loader.encoded_share = share
         plain = images_of(feed)
@@ -437,7 +436,7 @@ def test_workers_decode_if_they_apply_the_operations(
     monkeypatch: pytest.MonkeyPatch, image_root: Path
 ) -> None:
     """Without a GPU, no file stays encoded."""
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     with opened(image_root, "pillow", overrides=(RAND,)) as feed:
         expected = images_of(feed)
     with opened(image_root, "gpu", overrides=(RAND,)) as feed:

@@ -13,7 +13,6 @@ import train
 from conf import cli
 from conf.schema import START_METHOD, Config, UserError
 from engine.distributed import World
-from pipeline import feed as feed_module
 from pipeline import machine
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
@@ -111,7 +110,7 @@ def test_planned_bytes_are_those_that_open_feed_allocates(
     world_size: int,
     overrides: list[str],
 ) -> None:
-    monkeypatch.setattr(feed_module, "GpuDecoder", PillowEngines)
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
     config = small(
         f"data.root={image_root}",
         f"loader.batch_size={batch_size}",

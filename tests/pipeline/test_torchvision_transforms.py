@@ -20,6 +20,7 @@ from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
 from pipeline.decode import Picture, open_picture
 from pipeline.feed import open_feed
+from pipeline.gpu.encoded import load_encoded
 from pipeline.torchvision_transforms import NAMES
 from tests.loader_plans import loader_plan, world_of
 
@@ -113,7 +114,7 @@ def test_pixels_are_the_same_for_any_number_of_workers(image_root: Path) -> None
 
 def test_gpu_decoding_leaves_the_image_to_the_cpu(image_root: Path) -> None:
     config = cli.load([f"data.root={image_root}", "data.image_size=32", AUGMENT])
-    assert build_datasets(config).train.load_encoded(0, 0) is None
+    assert load_encoded(build_datasets(config).train, 0, 0) is None
 
 
 @pytest.mark.slow
