@@ -44,7 +44,6 @@ from engine.distributed import (
     same_on_all_ranks,
     without_sync,
 )
-from engine.evaluate import hits
 from engine.extras.finetune import decide
 from engine.extras.suspects import SampleLosses, image_losses
 from engine.log.boards import check_installed
@@ -63,7 +62,7 @@ from engine.state import (
 )
 from engine.state_check import check_state
 from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
-from engine.validator import Validator
+from engine.validation import METRICS, evaluate, hits
 from models.kernels import layers as gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
@@ -126,13 +125,12 @@ def train(config: Config) -> dict[str, Any]:
         stop = use(StopSignal(world, log.failed, unsaved=lambda: state.step != run.saved_step))
         use(out_of_memory_explained(plan, state, world))
         verdict = tune_loader(feed, step, plan, state, run, stop, log)
-        validate = Validator(
-            validation_values, feed=feed, plan=plan, world=world, log=log, stop=stop
-        )
+        validate = partial(validation, state, feed=feed, plan=plan, world=world, log=log, stop=stop)
         use(log.watch(feed, step, stop, verdict))
 
-        if validate.missing(state):  # an earlier start was stopped before it could validate
-            validate(state)
+        if state.last.get("step") != state.step and plan.due(state.step).validate:
+            # An earlier start was stopped before it could validate.
+            validate()
             save(state, run, log, stop)
         use(garbage_collection_paused())
         # A signal ends the loop before the same step on all ranks, also while one waits for input.
@@ -145,7 +143,7 @@ def train(config: Config) -> dict[str, Any]:
             if due.epoch:
                 log.end_epoch()
             if due.validate and not stop.poll():
-                validate(state)
+                validate()
             if due.save and not stop:
                 save(state, run, log, stop)
         if stop:
@@ -288,6 +286,49 @@ def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Val
         "prediction": logits.argmax(1),
         "confidence": logits.softmax(1).amax(1).nan_to_num(),
     }
+
+
+def validation(
+    state: TrainState, *, feed: Feed, plan: Plan, world: World, log: RunLog, stop: StopSignal
+) -> None:
+    """Validate each image once, and note in the state whether the model is the best so far.
+
+    With train.ema_decay, the moving average is validated, and the raw model alongside it
+    (`loss_raw`, `top1_raw`, `top5_raw`). A signal ends the validation early and nothing is
+    recorded: the next start validates again.
+    """
+    networks = [state.model] if state.ema is None else [state.ema.module, state.model]
+    rows: list[Values] = []
+    with log.pause("validation"):
+        began = time.perf_counter()
+        for network in networks:
+            world.broadcast_buffers(network)
+        batches = validation_batches(feed, stop, plan.config.train.accumulate)
+        with plan.autocast(), feed.for_validation():
+            found, *raw = evaluate(networks, validation_values, batches, world, rows)
+        if found.images == plan.val_images:
+            row = {"step": state.step, "epoch": plan.epoch(state.step)}
+            for suffix, metrics in zip(("", "_raw"), (found, *raw), strict=False):
+                row |= {f"{name}{suffix}": getattr(metrics, name) for name in METRICS}
+            best = not state.best or row["top1"] > state.best["top1"]
+            previous, state.last = state.last, row
+            state.best = row if best else state.best
+            seconds = time.perf_counter() - began
+            counts = {"split": "val", "images": plan.val_images, "seconds": seconds}
+            log.validated({**row, **counts}, rows, best=best, previous=previous)
+    stop.poll()
+
+
+def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's validation images and labels until the end, or until a signal.
+
+    In parts as in training, because a whole batch may not fit the GPU. A rank that ends early needs
+    no other rank for it: the count of images is then too low on all of them.
+    """
+    batches = feed.val.batches(0, feed.val_batches)
+    while (batch := stop.wait_for(lambda: next(batches, None))) is not None:
+        for part in batch.split(parts):
+            yield part.images, part.labels
 
 
 def compiled(function: F, mode: str) -> F:

@@ -217,8 +217,9 @@ def make_plan(
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     if config.profile.steps and config.profile.steps[0] >= stop_step:
+        first, last = config.profile.steps
         raise UserError(
-            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
+            f"profile.steps=[{first},{last}]: the run ends after {stop_step:,} steps, "
             f"numbered 0 to {stop_step - 1:,}; give earlier ones"
         )
     done, stored = resumed

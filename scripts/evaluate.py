@@ -90,9 +90,9 @@ from conf import strict_json
 from conf.launch import exit_with
 from engine.checkpoint import CheckpointError, provenance, write_json
 from engine.distributed import RankError, World, join_world
-from engine.evaluate import Metrics, evaluate
 from engine.log import pictures
 from engine.log.predictions import Predictions
+from engine.validation import Metrics, evaluate
 from pipeline.build import Datasets, build_val
 from pipeline.class_names import readable
 from pipeline.dataset import FolderDataset, in_form_of

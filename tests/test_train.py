@@ -39,13 +39,12 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint, validator
+from engine import checkpoint
 from engine.distributed import StopSignal
 from engine.log import tracker
 from engine.log.ledger import SHORT, Ledger
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
-from engine.validator import Validator
 from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
@@ -406,8 +405,8 @@ def test_validation_does_not_count_as_training(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
 ) -> None:
     """This includes a validation that an earlier start missed."""
-    evaluate = validator.evaluate
-    monkeypatch.setattr(validator, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
+    evaluate = train.evaluate
+    monkeypatch.setattr(train, "evaluate", lambda *arguments: jump() or evaluate(*arguments))
     run(image_root, tmp_path / "run", "train.validate_every_epochs=9", "checkpoint.every_steps=5")
     for name in ("checkpoints/step-00000009.pt", "checkpoints/step-00000009.json", "summary.json"):
         (tmp_path / "run" / name).unlink()
@@ -913,18 +912,18 @@ def test_signal_in_the_last_step_of_an_epoch(
 ) -> None:
     """The checkpoint comes first, because a cluster may kill the job; the next start validates."""
     folder = tmp_path / "run"
-    step, validate, validated = train.train_step, Validator.__call__, list[int]()
+    step, validate, validated = train.train_step, train.validation, list[int]()
 
     def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
         if state.step == 4:
             signal.raise_signal(signal.SIGTERM)
         return step(state, *arguments, **options)
 
-    def recorded(self: Validator, state: TrainState) -> None:
+    def recorded(state: TrainState, **options: Any) -> None:
         validated.append(state.step)
-        validate(self, state)
+        validate(state, **options)
 
-    monkeypatch.setattr(Validator, "__call__", recorded)
+    monkeypatch.setattr(train, "validation", recorded)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM

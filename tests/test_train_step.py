@@ -17,7 +17,7 @@ from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState
 from pipeline.prefetcher import Batch
 from pipeline.worker import EMPTY_ROW
-from tests.engine.test_evaluate import counted
+from tests.engine.test_validation import counted
 
 BATCH, FEATURES, CLASSES = 4, 12, 3
 LEARNING_RATES = (0.5, 0.3, 0.4, 0.05, 0.2)

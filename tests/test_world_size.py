@@ -78,7 +78,7 @@ VALIDATES = """
 import json, sys
 from conf import cli
 from engine.distributed import join_world
-from engine.evaluate import evaluate
+from engine.validation import evaluate
 from engine.log.predictions import Predictions
 from engine.plan import make_plan
 from pipeline.build import build_datasets

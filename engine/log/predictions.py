@@ -52,7 +52,7 @@ class Predictions:
         labels, predictions: int64 [N]; the prediction is the first of equal logits.
         losses: float64 [N], cross entropy.
         confidences: float64 [N], the largest probability; 0 if a logit is NaN.
-        top1, top5: bool [N], hits as `engine.evaluate.hits` counts them.
+        top1, top5: bool [N], hits as `engine.validation.hits` counts them.
     """
 
     labels: Ints
@@ -67,7 +67,7 @@ class Predictions:
         """Bring the batches of all ranks into the order of the split. Collective.
 
         Args:
-            batches: what `engine.evaluate.evaluate` has added to `each` on this rank.
+            batches: what `engine.validation.evaluate` has added to `each` on this rank.
         """
         nothing = torch.zeros(len(COLUMNS), 0, dtype=torch.float64, device=world.device)
         rows = [torch.stack([batch[name].double() for name in COLUMNS]) for batch in batches]

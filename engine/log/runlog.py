@@ -285,7 +285,7 @@ class RunLog:
         """Report a validation, and warn if the run falls behind its recipe.
 
         Args:
-            each: what `engine.evaluate.evaluate` has collected on this rank.
+            each: what `engine.validation.evaluate` has collected on this rank.
             previous: the row of the validation before; empty if there was none.
         """
         loader = self.feed.val.loader

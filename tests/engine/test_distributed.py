@@ -32,11 +32,11 @@ from engine.distributed import (
     join_world,
     resolve_device,
 )
-from engine.evaluate import evaluate
 from engine.heartbeat import Heartbeat
 from engine.log.predictions import Predictions
 from engine.plan import make_plan
 from engine.state import TrainState, params_sha256
+from engine.validation import evaluate
 from pipeline.build import build_datasets
 from pipeline.loader import LoaderError
 from pipeline.prefetcher import Batch

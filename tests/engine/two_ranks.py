@@ -22,10 +22,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from conf.schema import UserError
 from engine.distributed import StopSignal, World, average_gradients, join_world
-from engine.evaluate import evaluate
 from engine.log.meters import Meter
 from engine.log.predictions import Predictions
 from engine.state import TrainState, params_sha256
+from engine.validation import evaluate
 from pipeline.prefetcher import Batch
 from train import train_step, training_loss, validation_values
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+import train
 from conf.schema import UserError
-from engine import validator
 from engine.extras.profiler import StepProfiler
 from tests import small_run
 from tests.results import check_not_trained
@@ -111,14 +111,14 @@ def test_validation_is_not_in_the_profile(
     chosen: str, image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """36 images in batches of 8: step 5 ends an epoch, and the run."""
-    evaluate, validated = validator.evaluate, []
+    evaluate, validated = train.evaluate, []
 
     def marked(*arguments: Any) -> Any:
         validated.append(True)
         with torch.profiler.record_function("a validation"):
             return evaluate(*arguments)
 
-    monkeypatch.setattr(validator, "evaluate", marked)
+    monkeypatch.setattr(train, "evaluate", marked)
     run(image_root, tmp_path / "run", "train.max_steps=5", f"profile.steps={chosen}")
     trace = gzip.decompress((tmp_path / "run" / "profile" / "steps-3-4.json.gz").read_bytes())
     assert validated and b"convolution_backward" in trace and b"a validation" not in trace

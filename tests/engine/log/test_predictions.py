@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed import World
-from engine.evaluate import evaluate
 from engine.log import pictures
 from engine.log.predictions import COLUMNS, MOST_CLASSES, Predictions
+from engine.validation import evaluate
 from scripts.evaluate import MirrorAverage
 from train import validation_values
 

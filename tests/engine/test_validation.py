@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed import World
-from engine.evaluate import Metrics, evaluate, hits, metrics_of
+from engine.validation import evaluate, hits
 from models.resnet import resnet_tiny
 from pipeline.worker import EMPTY_ROW
 from train import validation_values as measure
@@ -182,10 +182,3 @@ def test_hits_of_odd_rows(logits: Tensor, labels: list[int], expected: tuple[int
     """Padding and NaN are no hits; equal logits rank in the order of their classes."""
     top1, top5 = hits(logits, torch.tensor(labels))
     assert (top1.sum().item(), top5.sum().item()) == expected
-
-
-def test_metrics_of() -> None:
-    assert metrics_of(torch.tensor([10.0, 1, 3, 4])) == Metrics(
-        loss=2.5, top1=25, top5=75, images=4
-    )
-    assert metrics_of(torch.zeros(4)) == Metrics(0, 0, 0, 0)

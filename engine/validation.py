@@ -41,13 +41,6 @@ def hits(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return (rank < 1) & valid, (rank < 5) & valid
 
 
-def metrics_of(total: Tensor) -> Metrics:
-    """Turn float [4] sums into means; waits for the device that holds them."""
-    loss, top1, top5, images = total.tolist()
-    count = max(images, 1)
-    return Metrics(loss / count, 100 * top1 / count, 100 * top5 / count, int(images))
-
-
 @torch.no_grad()
 def evaluate(
     networks: Sequence[nn.Module],
@@ -81,4 +74,8 @@ def evaluate(
                 each.append({"label": labels, **values})
     for network, mode in zip(networks, modes, strict=True):
         network.train(mode)
-    return [metrics_of(total) for total in world.sum(totals).cpu()]
+    results = []
+    for loss, top1, top5, images in world.sum(totals).tolist():
+        count = max(images, 1)
+        results.append(Metrics(loss / count, 100 * top1 / count, 100 * top5 / count, int(images)))
+    return results
