@@ -106,11 +106,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 
+from engine.log.tracker import duration
 from pipeline import decode
 from pipeline.dataset import describe
 from scripts.lib import destination
 from scripts.lib.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
-from scripts.lib.report_page import duration
 from scripts.lib.sources.layouts import recognise
 from scripts.lib.sources.samples import WHOLE, Layout, Sample
 

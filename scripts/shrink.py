@@ -89,13 +89,13 @@ from typing import IO
 
 from conf import strict_json
 from conf.schema import MAX_PIXELS, Data, UserError, show
+from engine.log.tracker import duration
 from pipeline import decode, machine
 from pipeline.dataset import describe
 from pipeline.index import KINDS, Index, check_splits, load_index, stored_as
 from pipeline.splits import has_split
 from scripts.lib import destination, pool
 from scripts.lib.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
-from scripts.lib.report_page import duration
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 SCRIPT = "shrink.py"

@@ -17,7 +17,6 @@ import yaml
 import train
 from conf import cli, multirun
 from conf.schema import UserError, group_names
-from scripts import report
 from tests.processes import is_running, wait_until
 from tests.small_run import SMALL_RUN
 
@@ -457,15 +456,3 @@ def test_interrupt_a_sweep_and_type_it_again(
         tmp_path / first,
         tmp_path / second,
     ]
-    check_report(folder)
-
-
-def check_report(folder: Path) -> None:
-    """A report of a sweep names its runs by their values, also from another folder."""
-    assert report.main([str(folder)]) == 0
-    page = (folder / "report.html").read_text()
-    assert "2 runs compared" in page and "optim.lr=0.2" in page and "optim.lr=0.1" in page
-    runs = report.read_runs(folder)
-    out = folder / "other.html"
-    assert report.main([str(folder), str(runs[0].folder), "--out", str(out)]) == 0
-    assert "2 runs compared" in out.read_text()

@@ -217,7 +217,7 @@ def test_runs_that_make_no_curve(
 
 def test_a_run_that_has_not_finished_makes_no_curve(references: list[Path]) -> None:
     runs = [report.read_run(folder) for folder in references]
-    del runs[2].val[-1]
+    del runs[2].rows["val"][-1]
     with pytest.raises(report.UserError, match="seed2 was not validated after each of its 4 epoch"):
         report.reference(runs)
 

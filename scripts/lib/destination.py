@@ -25,7 +25,7 @@ from typing import IO, Any
 
 from conf import cli
 from conf.schema import UserError
-from scripts.lib.report_page import duration
+from engine.log.tracker import duration
 
 # Around the ids of process and thread. Not an image name, so that no scan takes it for a sample.
 TEMPORARY = ".unfinished-", ".tmp"
