@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.compose import complete
+from conf.compose import load
 from conf.launch import exit_with
 from conf.rooms import has_room
 from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
@@ -373,7 +373,8 @@ def agree_on(config: Config, world: World) -> Config:
     if config.adapt:
         images = world.on_all_ranks(lambda: len(build_datasets(config).train))
         values = world.on_all_ranks(lambda: decide(config, images, world.size))
-        config = world.on_all_ranks(lambda: complete(config, values))
+        decided = world.on_all_ranks(lambda: load(config.typed, decided=values))
+        config = replace(decided, run=config.run)  # named after what is typed
     config = replace(config, run=world.broadcast(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
     same_on_all_ranks(world.all_gather(keys))

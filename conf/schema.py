@@ -5,7 +5,6 @@ refuses values that the types accept but the program does not. A `Config` is the
 """
 
 import difflib
-import hashlib
 import math
 import os
 import sys
@@ -188,9 +187,11 @@ def rising(sizes: Any) -> str | None:
     )
 
 
-def split_name(path: str) -> str | None:
-    """A split's folder in the name of a run: its normalised name, or a hash of an absolute path."""
-    return path_hash(path) if os.path.isabs(path) else os.path.normpath(path)
+def last_name(path: Any) -> Any:
+    """Of a path, or of each path of a list, the last part: it stands for it in a run's name."""
+    if isinstance(path, list):
+        return [last_name(str(each)) for each in path]
+    return os.path.basename(os.path.abspath(os.path.expanduser(path))) if path else path
 
 
 def roots(value: Any) -> str | None:
@@ -206,21 +207,6 @@ def classes(value: Any) -> str | None:
 
 def _is_words(value: Any) -> bool:
     return isinstance(value, list) and value != [] and all(v and type(v) is str for v in value)
-
-
-def root_hash(value: Any) -> Any:
-    """`path_hash` of one folder or of each of a list."""
-    if isinstance(value, list):
-        return [path_hash(str(path)) for path in value]
-    return path_hash(value and str(value))
-
-
-def path_hash(path: str | None) -> str | None:
-    """Six hexadecimal digits that represent a path in the name of a run."""
-    if not path:
-        return path
-    absolute = os.path.abspath(os.path.expanduser(path))
-    return hashlib.sha256(os.fsencode(absolute)).hexdigest()[:6]
 
 
 def stage(value: Any) -> str | None:
@@ -268,19 +254,19 @@ class Data:
         "train-00000.tar, ..., train.zip (stored) or train.csv (path,label); a list of folders "
         "unites their images",
         roots,
-        alike=root_hash,
+        alike=last_name,
     )
     train: str = key(
         "train",
         RESULT | SPEED,
         "training split: a folder or file in data.root, or an absolute path",
-        alike=split_name,
+        alike=last_name,
     )
     val: str = key(
         "val",
         RESULT,
         "validation split: a folder or file in data.root, or an absolute path",
-        alike=split_name,
+        alike=last_name,
     )
     classes: Any = key(
         None,
@@ -464,7 +450,7 @@ class Model:
         RESULT,
         "initial weights: a file with a state_dict or a checkpoint, the folder of a run, or "
         "`pretrained`",
-        alike=lambda weights: weights if weights == "pretrained" else path_hash(weights),
+        alike=last_name,
     )
     args: dict[str, Any] = key(
         {},
@@ -899,12 +885,13 @@ def with_size(transforms: Iterable[Any], size: int, other: Any) -> list[Any]:
     ]
 
 
-def check(config: Config, *, runnable: bool = True) -> None:
+def check(config: Config, *, runnable: bool = True, complete: bool = False) -> None:
     """Refuse values that the types accept but the program does not.
 
     Args:
         config: composed config.
         runnable: also refuse a missing data.root.
+        complete: a recipe with `adapt` has got the values that the program decides.
 
     Raises:
         UserError: names the key, the value and the allowed values.
@@ -916,7 +903,7 @@ def check(config: Config, *, runnable: bool = True) -> None:
         allowed = test(value) if test else None
         if allowed:
             raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
-    if not config.adapt:  # the program decides image size and epochs later, see compose.complete
+    if complete or not config.adapt:
         check_sizes(config)
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(

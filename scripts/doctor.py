@@ -70,7 +70,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from conf.compose import complete
+from conf.compose import load
 from conf.schema import Config, Data, UserError
 from engine import checkpoint
 from engine.distributed import World, resolve_device
@@ -555,7 +555,9 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config
     if config.adapt:
         files = case.both()[0].files if has_files(config.data) else build_datasets(config).train
-        config = case.config = complete(config, decide(config, len(files), case.ranks))
+        config = case.config = load(
+            config.typed, decided=decide(config, len(files), case.ranks), runnable=False
+        )
     world = World(0, case.ranks, 0, case.ranks, resolve_device(config.train.device, 0, case.ranks))
     if has_files(config.data):  # datasets of the same length, without an index and its cache
         train_split, val_split = case.both()

@@ -15,7 +15,7 @@ from PIL import Image
 import models
 import train
 from conf import cli
-from conf.compose import complete
+from conf.compose import load
 from conf.schema import Config, UserError, config_values
 from engine import checkpoint
 from engine.extras.finetune import decide
@@ -95,7 +95,7 @@ def frozen_tensors(state: dict[str, Any]) -> dict[str, torch.Tensor]:
 def decided(images: int, *typed: str) -> dict[str, Any]:
     """Dotted key -> value of a config that has been completed."""
     config = cli.load(["recipe=finetune", "data.root=/nowhere", *typed])
-    return config_values(complete(config, decide(config, images)))
+    return config_values(load(config.typed, decided=decide(config, images)))
 
 
 def saved(path: Path, name: str, content: Callable[[Any], Any] = lambda weights: weights) -> str:
@@ -118,7 +118,7 @@ def test_fine_tuning_is_better_than_training_from_scratch(
     )
     values = yaml.safe_load((tmp_path / "tuned" / "config.yaml").read_text())
     assert values["data"]["mean"] == [0.5, 0.5, 0.5] and values["data"]["val_size"] == 32
-    config = complete(config, decide(config, 18))
+    config = load(config.typed, decided=decide(config, 18))
     config = replace(
         config,
         adapt=False,
@@ -221,7 +221,7 @@ def test_typed_keys_override_what_the_program_decides(pretrained: Path) -> None:
 
 def test_name_and_folder_of_a_run_depend_on_what_is_typed(pretrained: Path) -> None:
     config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
-    after = complete(config, decide(config, 36))
+    after = load(config.typed, decided=decide(config, 36))
     assert after.run == config.run and after.model.name == "resnet_tiny"
 
 
@@ -261,7 +261,9 @@ def test_sizes_are_checked_with_the_decided_values(pretrained: Path) -> None:
 @pytest.mark.parametrize("ranks", [1, 3, 6])
 def test_the_ranks_share_the_batch(pretrained: Path, ranks: int) -> None:
     config = cli.load(["recipe=finetune", "data.root=/nowhere", f"model.weights={pretrained}"])
-    batch = config_values(complete(config, decide(config, 20_000, ranks)))["loader.batch_size"]
+    batch = config_values(load(config.typed, decided=decide(config, 20_000, ranks)))[
+        "loader.batch_size"
+    ]
     assert batch % ranks == 0 and 250 < batch <= 256
 
 

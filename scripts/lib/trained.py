@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import models
-from conf.compose import load, load_stored
+from conf.compose import load
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
@@ -157,7 +157,7 @@ def open_trained(
         checkpoint.verify(path)
         found = _open_ours(path, content, weights, overrides)
     elif stated := models.exported(path):
-        config = load_stored(stated.values, overrides)
+        config = load(overrides, stored=stated.values)
         found = _of_config(path, config, weights, stated.classes)
     else:
         found = _open_foreign(path, content, weights, overrides)
@@ -178,7 +178,7 @@ def _open_ours(
     values["loader.batch_size"] = max(
         1, _whole(values, "loader.batch_size") // _whole(values, "ranks")
     )
-    config = load_stored(values, overrides)
+    config = load(overrides, stored=values)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):
         raise UserError(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from conf import cli
-from conf.compose import load, load_stored
+from conf.compose import load
 from conf.schema import UserError, config_values
 
 
@@ -16,11 +16,11 @@ def values() -> dict[str, Any]:
 
 
 def test_config_is_unchanged(values: dict[str, Any]) -> None:
-    assert config_values(load_stored(values)) == values
+    assert config_values(load(stored=values)) == values
 
 
 def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
-    config = load_stored(values, ["data.val_size=288"])
+    config = load(["data.val_size=288"], stored=values)
     assert config.augment.val == [
         {"resize": {"size": 288, "crop_ratio": 0.875}},
         {"center_crop": {"size": 288}},
@@ -30,18 +30,20 @@ def test_sizes_follow_the_key(values: dict[str, Any]) -> None:
 
 def test_both_sides_of_a_squash_follow_the_key(values: dict[str, Any]) -> None:
     squash = [{"resize": {"size": [256, 256]}}]
-    config = load_stored({**values, "augment.val": squash}, ["data.val_size=288"])
+    config = load(["data.val_size=288"], stored={**values, "augment.val": squash})
     assert config.augment.val == [{"resize": {"size": [288, 288]}}]
 
 
 def test_other_entries_are_kept(values: dict[str, Any]) -> None:
     entries = ["v2.RandomInvert", {"resize": {"size": 300}}, {"center_crop": {"size": 256}}]
-    config = load_stored({**values, "augment.val": entries}, ["data.val_size=288"])
+    config = load(["data.val_size=288"], stored={**values, "augment.val": entries})
     assert config.augment.val == [*entries[:2], {"center_crop": {"size": 288}}]
 
 
 def test_overrides(values: dict[str, Any]) -> None:
-    config = load_stored(values, ["augment=demo", "data.root=/other", "data.mean=[0,0,0]"])
+    config = load(
+        stored=values, overrides=["augment=demo", "data.root=/other", "data.mean=[0,0,0]"]
+    )
     assert config.augment.val[0] == {"resize": {"size": 256}}
     assert (config.data.root, config.data.mean) == ("/other", [0, 0, 0])
     for override, message in {
@@ -51,18 +53,18 @@ def test_overrides(values: dict[str, Any]) -> None:
         "recipe=demo": "the checkpoint holds the whole config",
     }.items():
         with pytest.raises(UserError, match=message):
-            load_stored(values, [override])
+            load([override], stored=values)
 
 
 @pytest.mark.parametrize("value", ["${oc.env:HOME}", "${data.val}", "???", 5.5, [1], {"a": 1}])
 def test_stored_values_are_not_resolved(values: dict[str, Any], value: Any) -> None:
     with pytest.raises(UserError, match=r"^data\.image_size"):
-        load_stored({**values, "data.image_size": value})
+        load(stored={**values, "data.image_size": value})
 
 
 def test_keys_of_other_versions(values: dict[str, Any]) -> None:
     del values["data.on_error"]
-    assert load_stored({**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
+    assert load(stored={**values, "data.former": 3, "ranks": 8}).data.on_error == "raise"
 
 
 def test_paths_and_overrides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

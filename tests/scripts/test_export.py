@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import models
 import train
-from conf.compose import complete, load
+from conf.compose import load
 from conf.schema import Config, UserError
 from engine.distributed import World, join_world
 from engine.extras.finetune import decide
@@ -175,7 +175,7 @@ def test_command_line(folder: Path, image_root: Path, tmp_path: Path) -> None:
 
 def finetuned(weights: Path) -> Config:
     config = load(["recipe=finetune", "data.root=/nowhere", f"model.weights={weights}"])
-    return complete(config, decide(config, 36))
+    return load(config.typed, decided=decide(config, 36))
 
 
 def test_safetensors_package_reads_the_file(trained: Trained, tmp_path: Path) -> None:
