@@ -63,7 +63,6 @@ from engine.state import (
 from engine.state_check import check_state
 from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
 from engine.validation import METRICS, evaluate, hits
-from models.kernels import layers as gpu_layers
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError, start_forkserver
@@ -445,7 +444,7 @@ def build_state(plan: Plan, world: World) -> TrainState:
     if plan.channels_last:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     if plan.rewrites_layers:
-        gpu_layers.rewrite(model, channels_last=plan.channels_last)
+        models.rewrite_layers(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
     losses = SampleLosses(

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+import models
 from conf.schema import Config, UserError
 from engine.distributed import World
 
@@ -74,7 +75,7 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
             f"{key}: the model does not take images of {image_size} px ({reason}); give another "
             "size"
         ) from None
-    model.train(mode)
+    models.train_mode(model, mode)
     return int(counter.get_total_flops())
 
 
@@ -89,7 +90,7 @@ def check_single_image(model: nn.Module, image_size: int) -> None:
         UserError: a feature map before a batch normalisation has one pixel.
     """
     mode = model.training
-    model.train()
+    models.train_mode(model)
     try:
         with torch.no_grad():
             model(torch.empty(1, 3, image_size, image_size, device="meta"))
@@ -100,7 +101,7 @@ def check_single_image(model: nn.Module, image_size: int) -> None:
             "data.image_size"
         ) from error
     finally:
-        model.train(mode)
+        models.train_mode(model, mode)
 
 
 def has_bf16(device: torch.device) -> bool:

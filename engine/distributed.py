@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import models
 from conf import strict_json
 from conf.launch import Launch, read_launch
 from conf.schema import UserError, show
@@ -169,7 +170,7 @@ class World:
         network.eval()
         network(example.to(self.device)).sum().backward()
         network.zero_grad(set_to_none=True)
-        return network.train()
+        return models.train_mode(network)
 
 
 def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:

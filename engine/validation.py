@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+import models
 from engine.distributed import World
 
 Measure = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
@@ -73,7 +74,7 @@ def evaluate(
             if each is not None and number == 0:
                 each.append({"label": labels, **values})
     for network, mode in zip(networks, modes, strict=True):
-        network.train(mode)
+        models.train_mode(network, mode)
     results = []
     for loss, top1, top5, images in world.sum(totals).tolist():
         count = max(images, 1)

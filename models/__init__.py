@@ -1,7 +1,7 @@
 """Models by name: `build(name, num_classes=..., image_size=...)` returns an nn.Module."""
 
 from models.published import Exported, Preprocessing, exported, published, published_model
-from models.stages import Stage, freeze, stages
+from models.stages import Stage, freeze, stages, train_mode
 from models.weights import (
     file_fingerprint,
     fit_weights,
@@ -13,7 +13,14 @@ from models.weights import (
     weights_in,
     write_safetensors,
 )
-from models.zoo import available, build, is_convnet, num_classes_in, parameter_count
+from models.zoo import (
+    available,
+    build,
+    is_convnet,
+    num_classes_in,
+    parameter_count,
+    rewrite_layers,
+)
 
 __all__ = [
     "Exported",
@@ -33,9 +40,11 @@ __all__ = [
     "published_model",
     "read_file",
     "read_torch_file",
+    "rewrite_layers",
     "safetensors_metadata",
     "stages",
     "stored_name",
+    "train_mode",
     "weights_in",
     "write_safetensors",
 ]

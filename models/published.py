@@ -82,8 +82,7 @@ def published(name: str, path: Path) -> Preprocessing | None:
     entries = vision.models.get_model_weights(name)
     if str(path) == "pretrained":
         return _of_torchvision(entries.DEFAULT)
-    entry = next((e for e in entries if Path(e.url).name == path.name), None)
-    return None if entry is None else _of_torchvision(entry)
+    return next((_of_torchvision(e) for e in entries if Path(e.url).name == path.name), None)
 
 
 def published_model(path: Path) -> str | None:

@@ -1,28 +1,29 @@
 """Residual networks for small images, with the structure and key names of torchvision."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-from models.stochastic_depth import add_stochastic_depth
+from models.layers import stochastic_depth
 
 
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut (arXiv 1512.03385).
 
-    Attributes:
-        drop: applied to the output of the convolutions; `add_stochastic_depth` replaces it.
+    Args:
+        drop: applied to the output of the convolutions.
     """
 
-    def __init__(self, width_in: int, width: int, stride: int) -> None:
+    def __init__(self, width_in: int, width: int, stride: int, drop: nn.Module) -> None:
         super().__init__()
         self.conv1 = nn.Conv2d(width_in, width, 3, stride, 1, bias=False)
         self.bn1 = nn.BatchNorm2d(width)
         self.conv2 = nn.Conv2d(width, width, 3, 1, 1, bias=False)
         self.bn2 = nn.BatchNorm2d(width)
         self.relu = nn.ReLU(inplace=True)
-        self.drop: nn.Module = nn.Identity()
+        self.drop = drop
         self.downsample = None
         if stride != 1 or width_in != width:
             self.downsample = nn.Sequential(
@@ -35,42 +36,6 @@ class BasicBlock(nn.Module):
         return self.relu(self.drop(self.bn2(self.conv2(x))) + shortcut)
 
 
-class Bottleneck(nn.Module):
-    """torchvision's bottleneck block, with a `drop` as in BasicBlock; see `droppable_blocks`."""
-
-    conv1: nn.Conv2d
-    bn1: nn.Module
-    conv2: nn.Conv2d
-    bn2: nn.Module
-    conv3: nn.Conv2d
-    bn3: nn.Module
-    relu: nn.Module
-    drop: nn.Module
-    downsample: nn.Module | None
-
-    def forward(self, x: Tensor) -> Tensor:
-        shortcut = x if self.downsample is None else self.downsample(x)
-        x = self.relu(self.bn1(self.conv1(x)))
-        x = self.relu(self.bn2(self.conv2(x)))
-        return self.relu(self.drop(self.bn3(self.conv3(x))) + shortcut)
-
-
-def droppable_blocks(model: nn.Module) -> list[nn.Module]:
-    """Replace the classes of the blocks of a ResNet of torchvision by those here, in place.
-
-    torchvision's ResNets have no stochastic depth. The modules and the state_dict keys stay the
-    same. A Bottleneck gets its `drop` from `add_stochastic_depth`.
-
-    Returns:
-        The blocks in their order.
-    """
-    kinds = {"BasicBlock": BasicBlock, "Bottleneck": Bottleneck}
-    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
-    for block in blocks:
-        block.__class__ = kinds[type(block).__name__]
-    return blocks
-
-
 class SmallResNet(nn.Module):
     """A ResNet without ImageNet's pooling stem.
 
@@ -81,17 +46,16 @@ class SmallResNet(nn.Module):
         stem_stride: stride of the first convolution: 1 for 32 px images, 2 for 64 px.
         zero_init_residual: whether the last norm of each block begins with a scale of 0, so that
             the block is the identity at first (arXiv 1706.02677).
-        stochastic_depth_prob: probability that a sample skips the last block, in [0, 1); see
-            `add_stochastic_depth`.
+        stochastic_depth_prob: probability that a sample skips the last block, in [0, 1).
     """
 
     def __init__(
         self,
-        *,
         num_classes: int,
         widths: Sequence[int],
         depths: Sequence[int],
         stem_stride: int,
+        *,
         zero_init_residual: bool = False,
         stochastic_depth_prob: float = 0.0,
     ) -> None:
@@ -100,22 +64,20 @@ class SmallResNet(nn.Module):
         self.bn1 = nn.BatchNorm2d(widths[0])
         self.relu = nn.ReLU(inplace=True)
         width_in = widths[0]
+        drops = iter(stochastic_depth(stochastic_depth_prob, sum(depths)))
         for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
-            strides = [1 if stage == 1 else 2] + [1] * (depth - 1)
             blocks = []
-            for stride in strides:
-                blocks.append(BasicBlock(width_in, width, stride))
+            for block in range(depth):
+                stride = 2 if stage > 1 and block == 0 else 1
+                blocks.append(BasicBlock(width_in, width, stride, next(drops)))
                 width_in = width
             self.add_module(f"layer{stage}", nn.Sequential(*blocks))
         self.stages = len(widths)
         self.fc = nn.Linear(width_in, num_classes)
+        init_convolutions(self)
         for module in self.modules():
-            if isinstance(module, nn.Conv2d):
-                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-            elif isinstance(module, BasicBlock) and zero_init_residual:
+            if isinstance(module, BasicBlock) and zero_init_residual:
                 nn.init.zeros_(module.bn2.weight)
-        blocks = [module for module in self.modules() if isinstance(module, BasicBlock)]
-        add_stochastic_depth(blocks, stochastic_depth_prob)
 
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, num_classes]."""
@@ -125,37 +87,67 @@ class SmallResNet(nn.Module):
         return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
 
 
-def resnet_tiny(
-    num_classes: int,
-    image_size: int,
-    *,
-    zero_init_residual: bool = False,
-    stochastic_depth_prob: float = 0.0,
-) -> nn.Module:
+class PoolingStage(nn.Module):
+    """A convolution, max pooling that halves the resolution, and a residual block."""
+
+    def __init__(self, width_in: int, width: int, drop: nn.Module) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(width_in, width, 3, 1, 1, bias=False)
+        self.pool = nn.MaxPool2d(2)
+        self.bn = nn.BatchNorm2d(width)
+        self.relu = nn.ReLU(inplace=True)
+        self.block = BasicBlock(width, width, 1, drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.relu(self.bn(self.pool(self.conv(x)))))
+
+
+class PoolingResNet(nn.Module):
+    """A ResNet that pools early, for 32 px images: fewer operations for the same accuracy.
+
+    A stem and three stages of 128, 384 and 512 channels, 10 convolutions and 9.9 M parameters. The
+    stages are those of airbench96 (github.com/KellerJordan/cifar10-airbench), with ReLU instead of
+    GELU and a trained 3x3 stem instead of whitening. On an H200, an epoch of CIFAR-10 takes 0.77 of
+    ResNet-18's time.
+    """
+
+    def __init__(self, num_classes: int, *, stochastic_depth_prob: float = 0.0) -> None:
+        super().__init__()
+        widths = (32, 128, 384, 512)
+        self.conv1 = nn.Conv2d(3, widths[0], 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(widths[0])
+        self.relu = nn.ReLU(inplace=True)
+        drops = stochastic_depth(stochastic_depth_prob, len(widths) - 1)
+        stages = zip(pairwise(widths), drops, strict=True)
+        self.layers = nn.Sequential(*(PoolingStage(*pair, drop) for pair, drop in stages))
+        self.fc = nn.Linear(widths[-1], num_classes)
+        init_convolutions(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float [B, 3, S, S] -> [B, num_classes]."""
+        x = self.layers(self.relu(self.bn1(self.conv1(x))))
+        return self.fc(torch.flatten(nn.functional.adaptive_max_pool2d(x, 1), 1))
+
+
+def init_convolutions(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+
+# The functions below take the number of classes, the image side and the options of `model.args`.
+
+
+def resnet_tiny(num_classes: int, image_size: int, **options: float) -> nn.Module:
     """A ResNet with 0.3 M parameters, for 64 px images."""
-    return SmallResNet(
-        num_classes=num_classes,
-        widths=(32, 64, 128),
-        depths=(1, 1, 1),
-        stem_stride=2,
-        zero_init_residual=zero_init_residual,
-        stochastic_depth_prob=stochastic_depth_prob,
-    )
+    return SmallResNet(num_classes, (32, 64, 128), (1, 1, 1), 2, **options)  # type: ignore[arg-type]
 
 
-def resnet18_cifar(
-    num_classes: int,
-    image_size: int,
-    *,
-    zero_init_residual: bool = False,
-    stochastic_depth_prob: float = 0.0,
-) -> nn.Module:
+def resnet11_cifar(num_classes: int, image_size: int, **options: float) -> nn.Module:
+    """A ResNet with 11 layers that pools early, for 32 px images."""
+    return PoolingResNet(num_classes, **options)
+
+
+def resnet18_cifar(num_classes: int, image_size: int, **options: float) -> nn.Module:
     """ResNet-18 with a 3x3 stem and 11 M parameters, for 32 px images."""
-    return SmallResNet(
-        num_classes=num_classes,
-        widths=(64, 128, 256, 512),
-        depths=(2, 2, 2, 2),
-        stem_stride=1,
-        zero_init_residual=zero_init_residual,
-        stochastic_depth_prob=stochastic_depth_prob,
-    )
+    return SmallResNet(num_classes, (64, 128, 256, 512), (2, 2, 2, 2), 1, **options)  # type: ignore[arg-type]

@@ -1,7 +1,6 @@
 """The stages of a model, for freezing and for layer-wise learning rates."""
 
 from dataclasses import dataclass
-from types import MethodType
 
 from torch import nn
 
@@ -46,10 +45,7 @@ def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
 
 
 def freeze(model: nn.Module, last: int | str | None) -> None:
-    """Freeze the first stages: no gradients, and their modules stay in eval mode.
-
-    BatchNorm therefore normalises with the stored statistics and does not change them, and there is
-    no dropout.
+    """Freeze the first stages: no gradients, and `train_mode` leaves their modules in eval mode.
 
     Args:
         last: number of stages to freeze, or the name of the last one; None freezes nothing.
@@ -71,7 +67,21 @@ def freeze(model: nn.Module, last: int | str | None) -> None:
     for stage in found[:count]:
         for name in stage.parameters:
             parameters[name].requires_grad_(False)
-    _keep_in_eval_mode(model)
+    train_mode(model)
+
+
+def train_mode(model: nn.Module, mode: bool = True) -> nn.Module:
+    """Call `model.train(mode)`, but leave modules in eval mode whose parameters are all frozen.
+
+    BatchNorm then normalises with the stored statistics and does not change them, and there is no
+    dropout.
+    """
+    model.train(mode)
+    for module in model.modules():
+        parameters = list(module.parameters())
+        if parameters and not any(parameter.requires_grad for parameter in parameters):
+            module.eval()
+    return model
 
 
 def _by_names(model: nn.Module, fine: bool) -> list[list[str]]:
@@ -107,18 +117,3 @@ def _module_of(parameter: str, fine: bool) -> str:
     if fine and numbered + 2 < len(parts) and parts[numbered + 1][-1].isdigit():
         numbered += 1
     return ".".join(parts[: numbered + 1])
-
-
-def _keep_in_eval_mode(model: nn.Module) -> None:
-    """Keep the modules whose parameters are all frozen in eval mode, also after `model.train()`."""
-    for module in model.children():
-        if not any(p.requires_grad for p in module.parameters()):
-            if any(True for _ in module.parameters()):
-                module.eval()
-                module.train = MethodType(_unchanged, module)  # type: ignore[method-assign]
-        else:
-            _keep_in_eval_mode(module)
-
-
-def _unchanged(module: nn.Module, mode: bool = True) -> nn.Module:
-    return module

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from conf.schema import UserError
-from models.stochastic_depth import add_stochastic_depth
+from models.layers import stochastic_depth
 
 
 def positions(rows: int, columns: int, width: int, device: torch.device | None = None) -> Tensor:
@@ -83,7 +83,7 @@ class Block(nn.Module):
     """Attention and MLP, each with a layer norm before it and a residual connection.
 
     Attributes:
-        drop: applied to both outputs; `add_stochastic_depth` replaces it.
+        drop: applied to both outputs.
     """
 
     def __init__(self, width: int, heads: int, hidden: int) -> None:
@@ -198,22 +198,17 @@ def vit_s16(num_classes: int, image_size: int, *, stochastic_depth_prob: float =
 
     Args:
         stochastic_depth_prob: probability that a sample skips the attention, and the MLP, of the
-            last block, in [0, 1); see `add_stochastic_depth`.
+            last block, in [0, 1).
 
     Raises:
         UserError: the image size is not a multiple of 16.
     """
     require_multiple(image_size, 16, "vit_s16")
-    model = VisionTransformer(
-        num_classes=num_classes,
-        image_size=image_size,
-        patch=16,
-        width=384,
-        depth=12,
-        heads=6,
-        hidden=1536,
-    )
-    add_stochastic_depth(list(model.blocks), stochastic_depth_prob)
+    sizes = {"patch": 16, "width": 384, "depth": 12, "heads": 6, "hidden": 1536}
+    model = VisionTransformer(num_classes=num_classes, image_size=image_size, **sizes)
+    drops = stochastic_depth(stochastic_depth_prob, len(model.blocks))
+    for block, drop in zip(model.blocks, drops, strict=True):
+        block.drop = drop
     return model
 
 

@@ -186,13 +186,13 @@ def _differs_in_head(
         missing: names of the tensors that the weights lack.
         other: names of the tensors that have another shape.
     """
-    own, head = model.state_dict(), _head(model)
+    own, head = model.state_dict(), head_of(model)
     # The number of classes is the first dimension of the head's tensors.
     same_features = all(own[name].shape[1:] == weights[name].shape[1:] for name in other)
     return set(other) <= set(head) and same_features and missing in ([], head)
 
 
-def _head(model: nn.Module) -> list[str]:
+def head_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors of the classifier: timm states it, else the last layer."""
     parameters = dict(model.named_parameters())
     stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")

@@ -14,13 +14,12 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from conf.packages import import_torchvision
+from conf.rooms import has_room
 from conf.schema import Model, UserError, did_you_mean, show
-from models.blur_pool import blur_strided_convolutions
-from models.pooling_resnet import resnet11_cifar
-from models.resnet import droppable_blocks, resnet18_cifar, resnet_tiny
-from models.stochastic_depth import add_stochastic_depth
+from models.layers import blur_strided_convolutions, drop_blocks
+from models.resnet import resnet11_cifar, resnet18_cifar, resnet_tiny
 from models.vit import require_multiple, vit_s16
-from models.weights import fit_weights
+from models.weights import fit_weights, head_of
 
 # The trainer decides these arguments, or they would change the outputs or read another file.
 RESERVED = (
@@ -152,7 +151,7 @@ def _build_torchvision(
         probability = options.pop("stochastic_depth_prob", 0.0)  # other models take it themselves
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
     if probability:
-        add_stochastic_depth(droppable_blocks(model), probability)
+        drop_blocks(model, probability)
     elif args.get("stochastic_depth_prob") and not any(
         isinstance(module, vision.ops.StochasticDepth) for module in model.modules()
     ):  # some models ignore arguments that they do not know
@@ -218,12 +217,9 @@ def num_classes_in(
     Raises:
         UserError: they have no head of this model.
     """
-    shapes = []
-    for classes in (2, 3):
-        with torch.device("meta"), _WithoutNormal():
-            model = build(config.name, num_classes=classes, image_size=image_size, args=config.args)
-        shapes.append({key: value.shape for key, value in model.state_dict().items()})
-    head = [key for key, shape in shapes[0].items() if shape != shapes[1][key]]
+    with torch.device("meta"), _WithoutNormal():
+        model = build(config.name, num_classes=2, image_size=image_size, args=config.args)
+    head = head_of(model)
     sizes = {weights[key].shape[0] for key in head if key in weights and weights[key].ndim}
     if len(sizes) != 1:
         raise UserError(
@@ -234,19 +230,27 @@ def num_classes_in(
 
 
 class _WithoutNormal(TorchFunctionMode):
-    """Skips normal initialisation: on the meta device, it imports torch._dynamo, which takes 1 s.
-
-    The functions are those of Tensor and of nn.init.
-    """
+    """Skips normal initialisation, which imports torch._dynamo on the meta device: 1 s."""
 
     def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.__name__.endswith("normal_"):
+        if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
+
+
+def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
+    """Replace layers by those of models/kernels, if this copy has them, in place.
+
+    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
+    other settings the plain layers are at least as fast.
+
+    Args:
+        channels_last: memory format of the model. The convnet layers are faster only with it.
+    """
+    if has_room("models.kernels"):
+        from models.kernels.layers import rewrite
+
+        rewrite(model, channels_last=channels_last)

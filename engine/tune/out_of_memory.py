@@ -97,7 +97,7 @@ def saved_elements(model: nn.Module, image_size: int) -> int:
     images = torch.empty(2, 3, image_size, image_size, device="meta")
     try:
         with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-            _ = model.train()(images)
+            _ = models.train_mode(model)(images)
     except RuntimeError:
         return 0
     largest = max(saved.values(), default=0)

@@ -4,13 +4,13 @@ Parameters, their names and the function stay the same; only rounding differs. M
 H200, ResNet-50, batch 256) are in docs/benchmarks.md.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from models.layers import replace_layers
 from models.vit import AddNorm
 
 # 2x2 blocks of an RGB image have 12 channels. Tensor cores need a multiple of 8; the rest is zero.
@@ -18,19 +18,39 @@ PADDED_CHANNELS = 16
 
 
 def rewrite(model: nn.Module, *, channels_last: bool) -> None:
-    """Replace the classes of layers that have a faster version here, in place.
+    """Replace the layers that have a faster version here, in place; see `models.rewrite_layers`."""
+    replace_layers(model, lambda layer: faster(layer, channels_last=channels_last))
 
-    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
-    other settings the plain layers are at least as fast.
 
-    Args:
-        channels_last: memory format of the model. The convnet layers are faster only with it.
-    """
-    layers = (LAYERS | CONVNET_LAYERS) if channels_last else LAYERS
-    for module in model.modules():
-        for faster, fits in layers.items():
-            if fits(module):
-                module.__class__ = faster
+def faster(layer: nn.Module, *, channels_last: bool) -> nn.Module | None:
+    """Return the faster version of a layer, without its parameters; None if there is none."""
+    if type(layer) is AddNorm:
+        return OnePassAddNorm(layer.normalized_shape, layer.eps, device="meta")
+    if not channels_last:
+        return None
+    if type(layer) is nn.Conv2d and _is_stem(layer):
+        return BlockConv(3, layer.out_channels, 7, 2, 3, bias=False, device="meta")
+    if (
+        type(layer) is nn.BatchNorm2d
+        and layer.affine
+        and layer.track_running_stats
+        and layer.momentum is not None
+    ):
+        return OnePassBatchNorm(layer.num_features, layer.eps, layer.momentum, device="meta")
+    if type(layer) is nn.MaxPool2d and _is_stem_pooling(layer):
+        return PlacedMaxPool(3, 2, 1)
+    return None
+
+
+def _is_stem(conv: nn.Conv2d) -> bool:
+    return (conv.in_channels, conv.kernel_size, conv.stride, conv.padding) == (
+        *(3, (7, 7), (2, 2), (3, 3)),
+    ) and (conv.groups, conv.dilation, conv.bias, conv.padding_mode) == (1, (1, 1), None, "zeros")
+
+
+def _is_stem_pooling(pool: nn.MaxPool2d) -> bool:
+    size = (pool.kernel_size, pool.stride, pool.padding)
+    return size == (3, 2, 1) and (pool.dilation, pool.return_indices, pool.ceil_mode) == (1, 0, 0)
 
 
 class BlockConv(nn.Conv2d):
@@ -68,11 +88,8 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         """float [B, C, H, W] -> the same shape and dtype."""
         if not self.training:
             return super().forward(input)
-        assert (
-            self.running_mean is not None
-            and self.running_var is not None
-            and self.momentum is not None
-        )
+        mean_now, variance_now, momentum = self.running_mean, self.running_var, self.momentum
+        assert mean_now is not None and variance_now is not None and momentum is not None
         self._check_input_dim(input)
         count = input.numel() // input.shape[1]
         if count == 1:
@@ -90,8 +107,8 @@ class OnePassBatchNorm(nn.BatchNorm2d):
         with torch.no_grad():
             if self.num_batches_tracked is not None:
                 self.num_batches_tracked.add_(1)
-            self.running_mean.lerp_(near + mean, self.momentum)
-            self.running_var.lerp_(variance * (count / (count - 1)), self.momentum)
+            mean_now.lerp_(near + mean, momentum)
+            variance_now.lerp_(variance * (count / (count - 1)), momentum)
         scale = self.weight * torch.rsqrt(variance + self.eps)
         return (x * scale[:, None, None] + (self.bias - mean * scale)[:, None, None]).to(
             input.dtype
@@ -173,42 +190,3 @@ class _AddNorm(torch.autograd.Function):
         from models.kernels.norm_kernel import norm_gradients
 
         return *norm_gradients(grads[0], grads[1], *ctx.saved_tensors), None
-
-
-def _is_stem(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.Conv2d
-        and (module.in_channels, module.kernel_size, module.stride, module.padding)
-        == (3, (7, 7), (2, 2), (3, 3))
-        and (module.groups, module.dilation, module.bias, module.padding_mode)
-        == (1, (1, 1), None, "zeros")
-    )
-
-
-def _is_batch_norm(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.BatchNorm2d
-        and module.affine
-        and module.track_running_stats
-        and module.momentum is not None
-    )
-
-
-def _is_pooling(module: nn.Module) -> bool:
-    return (
-        type(module) is nn.MaxPool2d
-        and (module.kernel_size, module.stride, module.padding) == (3, 2, 1)
-        and (module.dilation, module.return_indices, module.ceil_mode) == (1, False, False)
-    )
-
-
-def _is_add_norm(module: nn.Module) -> bool:
-    return type(module) is AddNorm
-
-
-LAYERS: dict[type[nn.Module], Callable[[nn.Module], bool]] = {OnePassAddNorm: _is_add_norm}
-CONVNET_LAYERS: dict[type[nn.Module], Callable[[nn.Module], bool]] = {
-    BlockConv: _is_stem,
-    OnePassBatchNorm: _is_batch_norm,
-    PlacedMaxPool: _is_pooling,
-}

@@ -18,7 +18,6 @@ from conf.compose import load
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
 from engine.compute import choose_precision, count_flops
-from models.kernels import layers as gpu_layers
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.
 NOT_OF_THE_MODEL = (
@@ -118,7 +117,7 @@ class Trained:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         rewritten = self.stored.get("plan", {}).get("rewrites_layers") is True
         if rewritten and device.type == "cuda" and self.precision(device) == "bf16":
-            gpu_layers.rewrite(model, channels_last=channels_last)
+            models.rewrite_layers(model, channels_last=channels_last)
         return model.eval()
 
     def _on_meta(self) -> nn.Module:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from models.blur_pool import BlurredConv
 from models.kernels import layers as gpu_layers
+from models.layers import BlurredConv
 from models.weights import load_weights
 
 BLUR = {"blur_pool": True}

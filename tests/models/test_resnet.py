@@ -70,11 +70,10 @@ def test_resolution_of_the_stages() -> None:
 
 
 def test_shortcut_is_projected_only_where_the_shape_changes() -> None:
-    assert BasicBlock(8, 8, 1).downsample is None
-    assert (
-        BasicBlock(8, 8, 2).downsample is not None and BasicBlock(8, 16, 1).downsample is not None
-    )
-    block = BasicBlock(4, 4, 1).eval()
+    assert BasicBlock(8, 8, 1, nn.Identity()).downsample is None
+    assert BasicBlock(8, 8, 2, nn.Identity()).downsample is not None
+    assert BasicBlock(8, 16, 1, nn.Identity()).downsample is not None
+    block = BasicBlock(4, 4, 1, nn.Identity()).eval()
     nn.init.zeros_(block.bn2.weight)
     images = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(block(images), images.relu())

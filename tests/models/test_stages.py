@@ -8,7 +8,7 @@ from torch import nn
 
 import models
 from conf.schema import UserError
-from models.stages import freeze, stages
+from models.stages import freeze, stages, train_mode
 from tests.libraries import timm_module
 
 BLOCKS = [f"encoder.layers.encoder_layer_{i}" for i in range(12)]
@@ -75,14 +75,14 @@ def test_frozen_stages(last: int | str) -> None:
     model = models.build("resnet_tiny", num_classes=3, image_size=32)
     freeze(model, last)
     for net in (model, copy.deepcopy(model)):
-        net.train()
+        train_mode(net)
         before = {key: value.clone() for key, value in net.state_dict().items()}
         net(torch.randn(4, 3, 32, 32)).sum().backward()
         trained = {key.split(".")[0] for key, p in net.named_parameters() if p.grad is not None}
         changed = {k.split(".")[0] for k, v in net.state_dict().items() if (v != before[k]).any()}
         assert trained == {"layer2", "layer3", "fc"} and changed == {"layer2", "layer3"}
         net.eval()
-        net.train()
+        train_mode(net)
         assert not net.bn1.training and net.layer2.training  # type: ignore[union-attr]
 
 

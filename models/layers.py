@@ -1,0 +1,138 @@
+"""Layers that replace those of a built model: blurred convolutions, and stochastic depth."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from conf.packages import import_torchvision
+
+LEAST_CHANNELS = 16  # of the input; FFCV does not blur the image itself
+
+
+def replace_layers(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:
+    """Replace submodules; return their number.
+
+    Args:
+        make: returns the new layer for a submodule, or None to keep it. The new layer gets the
+            submodule's own parameters and buffers, so an optimiser remains valid.
+    """
+    count = 0
+    for name, layer in list(model.named_modules(remove_duplicate=False)):
+        made = make(layer) if name else None
+        if made is None:
+            continue
+        tensors = [*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)]
+        for key, tensor in tensors:
+            setattr(made, key, tensor)
+        model.set_submodule(name, made.train(layer.training))
+        count += 1
+    return count
+
+
+class BlurredConv(nn.Conv2d):
+    """A strided convolution whose input is blurred: [1 2 1] x [1 2 1] / 16, zeros around it.
+
+    Against aliasing (Zhang 2019, arXiv 1904.11486). The function is that of FFCV's BlurPoolConv2d
+    (ffcv-imagenet, train_imagenet.py); the parameters are those of the plain convolution.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """float [B, C, H, W] -> as of the plain convolution."""
+        # [1 2 1] is [1 1] applied twice. torch.compile fuses average pooling, but not a depthwise
+        # convolution.
+        once = F.avg_pool2d(F.pad(input, (1, 1, 1, 1)), 2, stride=1)
+        if self.kernel_size == (1, 1) and self.padding == (0, 0):
+            blurred = F.avg_pool2d(once, 2, self.stride)  # only the pixels that it reads
+            return F.conv2d(blurred, self.weight, self.bias, groups=self.groups)
+        return super().forward(F.avg_pool2d(once, 2, stride=1))
+
+
+def blur_strided_convolutions(model: nn.Module) -> int:
+    """Blur the inputs of the model's strided convolutions, in place; return their number.
+
+    As in FFCV, these are the convolutions with a stride above 1 and at least LEAST_CHANNELS input
+    channels. Pooling layers stay.
+    """
+
+    def blurred(layer: nn.Module) -> nn.Module | None:
+        if type(layer) is not nn.Conv2d or max(layer.stride) == 1:
+            return None
+        if layer.in_channels < LEAST_CHANNELS:
+            return None
+        return BlurredConv(
+            layer.in_channels,
+            layer.out_channels,
+            cast(tuple[int, int], layer.kernel_size),
+            cast(tuple[int, int], layer.stride),
+            cast(tuple[int, int], layer.padding),
+            cast(tuple[int, int], layer.dilation),
+            layer.groups,
+            layer.bias is not None,
+            layer.padding_mode,
+            device="meta",
+        )
+
+    return replace_layers(model, blurred)
+
+
+def stochastic_depth(probability: float, count: int) -> list[nn.Module]:
+    """Return for each of `count` blocks the module that drops its branches (arXiv 1603.09382).
+
+    Samples of a batch skip the branches of a block at random in training. The probability rises
+    linearly from 0 in the first block to `probability` in the last one, as in timm and in
+    torchvision's ConvNeXt. The random numbers are those of torch's generator of the device, so that
+    the step can be part of a CUDA graph.
+
+    Args:
+        probability: in [0, 1).
+    """
+    if probability == 0:
+        return [nn.Identity() for _ in range(count)]
+    module = import_torchvision().ops.StochasticDepth
+    return [module(probability * position / (count - 1), "row") for position in range(count)]
+
+
+class DroppedBlock(nn.Module):
+    """A block of torchvision's ResNets, with its layers and names, whose branch is dropped.
+
+    Args:
+        block: torchvision's BasicBlock or Bottleneck.
+        drop: applied to the output of the convolutions.
+    """
+
+    conv1: nn.Module
+    bn1: nn.Module
+    conv2: nn.Module
+    bn2: nn.Module
+    conv3: nn.Module | None
+    bn3: nn.Module
+    relu: nn.Module
+    downsample: nn.Module | None
+
+    def __init__(self, block: nn.Module, drop: nn.Module) -> None:
+        super().__init__()
+        self.conv3 = self.downsample = None
+        for name, layer in block.named_children():
+            setattr(self, name, layer)
+        self.drop = drop
+
+    def forward(self, x: Any) -> Any:
+        """float [B, C, H, W] -> the block's output."""
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        if self.conv3 is not None:  # a bottleneck
+            x = self.bn3(self.conv3(self.relu(x)))
+        return self.relu(self.drop(x) + shortcut)
+
+
+def drop_blocks(model: nn.Module, probability: float) -> None:
+    """Give a ResNet of torchvision stochastic depth, in place; see `stochastic_depth`."""
+    resnet = import_torchvision().models.resnet
+    kinds = (resnet.BasicBlock, resnet.Bottleneck)
+    count = sum(isinstance(module, kinds) for module in model.modules())
+    drops = iter(stochastic_depth(probability, count))
+    replace_layers(
+        model, lambda block: DroppedBlock(block, next(drops)) if isinstance(block, kinds) else None
+    )
