@@ -45,10 +45,9 @@ from engine.distributed import (
     without_sync,
 )
 from engine.extras.finetune import decide
-from engine.extras.suspects import SampleLosses, image_losses
 from engine.log.boards import check_installed
 from engine.log.runlog import RunLog
-from engine.losses import Criterion, build_criterion
+from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
@@ -189,7 +188,7 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
 def train_step(
     state: TrainState,
     network: nn.Module,
-    loss: Callable[..., tuple[Tensor, Values, Tensor]],
+    loss: Callable[..., tuple[Tensor, Values]],
     batch: Batch,
     *,
     lr: float | Tensor,
@@ -213,17 +212,16 @@ def train_step(
     """
     for group in state.optimizer.param_groups:
         group["lr"] = lr * group["lr_scale"] if "lr_scale" in group else lr
-    logged: list[Values] = []
-    of_images: list[Tensor] = []
+    parts: list[Values] = []
     try:
         for part in batch.split(accumulate):
-            with without_sync(network, unless=len(logged) == accumulate - 1):
-                mean_loss, values, each = loss(network, part.images, part.targets, part.labels)
+            with without_sync(network, unless=len(parts) == accumulate - 1):
+                mean_loss, values = loss(network, part.images, part.targets, part.labels)
                 (mean_loss / accumulate).backward()
-            logged.append({"loss": mean_loss.detach(), **values})
-            of_images.append(each)
+            parts.append({"loss": mean_loss.detach(), **values})
         average_gradients(network)
-        means = {name: torch.stack([part[name] for part in logged]).mean() for name in logged[0]}
+        logged = [name for name, value in parts[0].items() if value.ndim == 0]
+        means = {name: torch.stack([part[name] for part in parts]).mean() for name in logged}
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(network.parameters(), clip_norm)
         # From the first gradient that is not finite on, no step changes a weight.
@@ -236,8 +234,9 @@ def train_step(
         state.optimizer.zero_grad(set_to_none=True)
     if sound and state.ema is not None:
         state.ema.update_parameters(state.model, unless=state.divergence.found)
-    if sound and state.losses is not None:
-        state.losses.add(batch.samples, torch.cat(of_images), unless=state.divergence.found)
+    if sound and state.losses is not None and "images" in parts[0]:
+        each = torch.cat([part["images"] for part in parts])
+        state.losses.add(batch.samples, each, unless=state.divergence.found)
     return means
 
 
@@ -247,7 +246,7 @@ def training_loss(
     targets: Tensor,
     labels: Tensor,
     criterion: Criterion = nn.functional.cross_entropy,
-) -> tuple[Tensor, Values, Tensor]:
+) -> tuple[Tensor, Values]:
     """Forward pass and loss: the region that is compiled.
 
     Args:
@@ -257,14 +256,14 @@ def training_loss(
         criterion: the mean loss of float32 [B, classes] logits; see engine/losses.py.
 
     Returns:
-        The mean loss, float32 []; named values to log, float32 [], means over the batch; and
-        int32 [B, 3], see `image_losses`, from which suspects.csv is made.
+        The mean loss, float32 []; and named values. Those of float32 [], means over the batch, are
+        logged. `images`, int32 [B, 3], is optional: label suspects follow from it.
     """
     logits = network(images).float()
     loss = criterion(logits, targets)
     top1, top5 = hits(logits, labels)
     values = {"top1": 100 * top1.float().mean(), "top5": 100 * top5.float().mean()}
-    return loss, values, image_losses(logits, targets, labels)
+    return loss, {**values, "images": image_losses(logits, targets, labels)}
 
 
 def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Values:
@@ -447,12 +446,14 @@ def build_state(plan: Plan, world: World) -> TrainState:
         models.rewrite_layers(model, channels_last=plan.channels_last)
     decay = config.train.ema_decay
     ema = None if decay is None else MovingAverage(model, decay)
-    losses = SampleLosses(
-        plan.train_images,
-        plan.num_classes,
-        first_epoch=int(config.train.epochs / 2) * config.data.repeats,  # as the sampler counts
-        device=world.device,
-    )
+    losses = None
+    if has_room("engine.extras.suspects"):
+        from engine.extras.suspects import SampleLosses
+
+        first_epoch = int(config.train.epochs / 2) * config.data.repeats  # as the sampler counts
+        losses = SampleLosses(
+            plan.train_images, plan.num_classes, first_epoch=first_epoch, device=world.device
+        )
     return TrainState(model, build_optimizer(model, config.optim), ema, losses)
 
 

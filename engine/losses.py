@@ -6,9 +6,17 @@ To add a loss, add a function to LOSSES and its name to train.loss in conf/schem
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from conf.schema import Train
+
+# The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
+UNIT, LIMIT = 1024, 16.0
+# Least share of its own label in an image's target. Of the demo with 45 wrong labels among 2,000,
+# the first 40 rows held 39 without mixing, 32 with mixup 0.2 and 36 with cutmix; without this limit
+# 4 and 35.
+OWN_SHARE = 0.6
 
 Criterion = Callable[[Tensor, Tensor], Tensor]
 """(logits float32 [B, classes], targets int64 [B] or float32 [B, classes]) -> float32 []."""
@@ -91,3 +99,23 @@ LOSSES: dict[str, Callable[[Train, Tensor | None], Criterion]] = {
     "cross_entropy": cross_entropy,
     "bce": bce,
 }
+
+
+def image_losses(logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
+    """Return three numbers about each image of a batch, int32 [B, 3].
+
+    These are the cross-entropy with the label, without label smoothing, in 1/UNIT; whether it
+    counts, 0 or 1; and the predicted class. The loss of an image that was mixed with another one
+    does not count: it is high for a correct label too.
+
+    Args:
+        logits: float [B, classes].
+        targets: int64 [B], or float [B, classes] after mixup or cutmix.
+        labels: int64 [B].
+    """
+    logits = logits.detach()
+    losses = nn.functional.cross_entropy(logits, labels, reduction="none").clamp(max=LIMIT)
+    counts = torch.ones_like(labels)
+    if targets.ndim == 2:
+        counts = (targets.gather(1, labels[:, None])[:, 0] >= OWN_SHARE).long()
+    return torch.stack([(UNIT * losses).round().long() * counts, counts, logits.argmax(1)], 1).int()

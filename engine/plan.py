@@ -17,7 +17,6 @@ from engine.compute import (
     resolve_compile,
 )
 from engine.distributed import World
-from engine.extras.suspects import SampleLosses
 from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
 from engine.state import MovingAverage, TrainState, state_bytes
@@ -241,8 +240,7 @@ def make_plan(
         check_single_image(model, min(flops))
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
-    losses = SampleLosses(images, len(datasets.classes), first_epoch=0, device=torch.device("meta"))
-    held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average, losses))
+    held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average))
 
     on_gpu = world.device.type == "cuda"
     precision = choose_precision(config.train.precision, world.device)

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from engine.divergence import Divergence
-from engine.extras.suspects import SampleLosses
 
 
 class TrainingError(RuntimeError):
@@ -89,7 +88,8 @@ class TrainState:
 
     Attributes:
         step: number of optimiser steps taken.
-        losses: the mean loss of each training image.
+        losses: the mean loss of each training image, an engine.extras.suspects.SampleLosses; None
+            without that room.
         divergence: whether a gradient was not finite. Not stored: training has ended then.
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.
@@ -103,7 +103,7 @@ class TrainState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     ema: MovingAverage | None = None
-    losses: SampleLosses | None = None
+    losses: Any = None
     step: int = 0
     best: dict[str, float] = field(default_factory=dict)
     last: dict[str, float] = field(default_factory=dict)

@@ -132,7 +132,7 @@ def test_training_loss() -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 5)
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
-    loss, values, _ = train.training_loss(
+    loss, values = train.training_loss(
         network, images, labels, labels, build_criterion(Train(label_smoothing=0.1))
     )
     logs = network(images).log_softmax(1)
@@ -140,8 +140,9 @@ def test_training_loss() -> None:
     expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()
     torch.testing.assert_close(loss, expected)
     hits1, hits5, _ = counted(network(images), labels)
-    found = {name: value.item() for name, value in values.items()}
+    found = {name: values[name].item() for name in ("top1", "top5")}
     assert found == pytest.approx({"top1": 100 * hits1 / 6, "top5": 100 * hits5 / 6})
+    assert values["images"].shape == (6, 3)
     assert not any(value.requires_grad for value in values.values())
     loss.backward()
     assert network.weight.grad is not None and network.weight.grad.abs().sum() > 0
@@ -152,21 +153,21 @@ def test_training_loss_with_mixed_targets() -> None:
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
     onehot = nn.functional.one_hot(labels, 5).float()
     targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
-    loss, values, _ = train.training_loss(network, images, targets, labels)
+    loss, values = train.training_loss(network, images, targets, labels)
     logs = network(images).log_softmax(1)
     torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
     hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
-    assert [value.item() for value in values.values()] == pytest.approx(
+    assert [values[name].item() for name in ("top1", "top5")] == pytest.approx(
         [100 * hits1 / 6, 100 * hits5 / 6]
     )
 
 
 def test_loss_is_computed_in_float32() -> None:
     network = nn.Linear(8, 5).bfloat16()
-    loss, values, _ = train.training_loss(
+    loss, values = train.training_loss(
         network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long()
     )
-    assert {loss.dtype, *(value.dtype for value in values.values())} == {torch.float32}
+    assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
 def test_validation_ignores_padding() -> None:

@@ -14,37 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from engine.distributed import World
+from engine.losses import UNIT
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
-# The loss of an image is rounded to 1/1024 and limited to 16: 130,000 of them fit into an int32.
-UNIT, LIMIT = 1024, 16.0
-# Least share of its own label in an image's target. Of the demo with 45 wrong labels among 2,000,
-# the first 40 rows held 39 without mixing, 32 with mixup 0.2 and 36 with cutmix; without this limit
-# 4 and 35.
-OWN_SHARE = 0.6
 # suspects.csv lists this share of the images, but at least FEWEST.
 SHARE, FEWEST = 0.02, 100
-
-
-def image_losses(logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
-    """Return three numbers about each image of a batch, int32 [B, 3].
-
-    These are the cross-entropy with the label, without label smoothing, in 1/UNIT; whether it
-    counts, 0 or 1; and the predicted class. The loss of an image that was mixed with another one
-    does not count: it is high for a correct label too.
-
-    Args:
-        logits: float [B, classes].
-        targets: int64 [B], or float [B, classes] after mixup or cutmix.
-        labels: int64 [B].
-    """
-    logits = logits.detach()
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none").clamp(max=LIMIT)
-    counts = torch.ones_like(labels)
-    if targets.ndim == 2:
-        counts = (targets.gather(1, labels[:, None])[:, 0] >= OWN_SHARE).long()
-    return torch.stack([(UNIT * losses).round().long() * counts, counts, logits.argmax(1)], 1).int()
 
 
 class SampleLosses(nn.Module):
@@ -82,7 +57,7 @@ class SampleLosses(nn.Module):
 
         Args:
             samples: int64 [B, 2], the (epoch, index) of each image.
-            each: int32 [B, 3], from `image_losses`.
+            each: int32 [B, 3], from `engine.losses.image_losses`.
             unless: float32 [], 1 to add nothing, else 0.
         """
         epochs, indices = samples.unbind(1)

@@ -11,7 +11,8 @@ from PIL import Image
 from torch import Tensor
 
 from engine.distributed import World
-from engine.extras.suspects import FEWEST, OWN_SHARE, UNIT, SampleLosses, image_losses
+from engine.extras.suspects import FEWEST, SampleLosses
+from engine.losses import OWN_SHARE, UNIT, image_losses
 from engine.state import TrainState, untouched
 from pipeline.dataset import Dataset, FakeDataset
 from tests.drawings import TEXTURES, draw_image
