@@ -391,10 +391,6 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
         start_forkserver()  # it imports what the workers need, while this process plans
     datasets = world.on_all_ranks(lambda: build_datasets(config))
     plan = world.on_all_ranks(lambda: make_plan(config, datasets, world, resumed))
-    # The ranks of a node share its memory: all of them take the smallest plan.
-    memories = world.local_values(world.all_gather(plan.loader.memory))
-    memory = min(memories, key=lambda m: m.host)
-    plan = replace(plan, loader=plan.loader.limited_to(memory))
     set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
     state = world.on_all_ranks(lambda: build_state(plan, world))
     datasets.prepare()  # draws the images of data=demo if they are missing

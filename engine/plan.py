@@ -255,7 +255,6 @@ def make_plan(
         world,
         dtype=dtype,
         channels_last=channels_last,
-        state_bytes=held,
         stored_pixels=stored.get("pixels", "cpu") if stored else None,
     )
     compile_mode, compile_reason = resolve_compile(

@@ -15,7 +15,7 @@ from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
 from pipeline.decode import ON_GPU
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
-from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks, batches_ready
+from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
 
@@ -90,20 +90,20 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     The CPU decodes validation images with every `plan.decoder`, so that a checkpoint has one
     accuracy.
     """
-    loader, memory = config.loader, plan.memory
+    loader = config.loader
     share = loader.batch_size // world.size
     train_source = start_source(
         datasets.train,
         batch_size=share,
         size=datasets.train_size,
-        slots=memory.slots,
-        file_bytes=memory.file_bytes,
-        operations=memory.operations,
+        slots=plan.slots,
+        file_bytes=plan.file_bytes,
+        operations=plan.operations,
         skip_unreadable=config.data.on_error == "skip",
     )
     train_source = replace(train_source, smaller=datasets.smaller)
     val_source = start_source(
-        datasets.val, batch_size=share, size=datasets.val_size, slots=memory.slots
+        datasets.val, batch_size=share, size=datasets.val_size, slots=plan.slots
     )
     train_sampler = TrainSampler(
         num_samples=len(datasets.train),
@@ -135,7 +135,7 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         )
         if plan.processes:
             pool.activate(plan.start_workers)
-        depth = batches_ready(config, memory.slots)
+        depth = loader.prefetch_batches
         sizes = SizeSchedule(
             config.data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size
         )

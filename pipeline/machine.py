@@ -87,12 +87,6 @@ def free_memory(
     return max(0, free)
 
 
-def largest_buffer() -> float:
-    """Largest buffer of shared memory in bytes: the buffer is a file, so `ulimit -f` applies."""
-    soft = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-    return math.inf if soft == resource.RLIM_INFINITY else soft
-
-
 def spare_files() -> int:
     """Files that this process can still open. Raises the soft limit as far as the system allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

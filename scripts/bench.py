@@ -112,7 +112,7 @@ from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import DrawingDataset, FileDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import LoaderError
-from pipeline.loader_plan import choose_decoder, worker_budget
+from pipeline.loader_plan import choose_decoders, worker_budget
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
@@ -199,9 +199,8 @@ def run_sweep(
         config = train.agree_on(config, world)
         datasets = build_datasets(config)
         datasets.prepare()
-        budget = worker_budget(
-            world.local_size, decoder=choose_decoder(config, datasets.train, world.device)
-        ).workers
+        decoders, _ = choose_decoders(config, datasets.train, world.device)
+        budget, _ = worker_budget(world.local_size, decoder=decoders[0])
         settings = sweep.grid(
             asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda"
         )
@@ -320,7 +319,7 @@ def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
     load: Callable[[int, int], object] = dataset.load
-    if plan.loader.memory.operations and isinstance(dataset, DrawingDataset):
+    if plan.loader.operations and isinstance(dataset, DrawingDataset):
         load = dataset.load_and_draw  # the GPU applies the operations of RandAugment
 
     def decode() -> int:

@@ -629,14 +629,15 @@ def workers(case: Case) -> Iterator[Row]:
 
 def memory(case: Case) -> Iterator[Row]:
     made, _, _ = case.planned()
-    room = made.loader.memory
-    if room.host > 0.8 * room.free or room.slots < room.slots_wanted:
+    plan = made.loader
+    line = plan.lines()[1].removeprefix("memory").strip()
+    if plan.buffer_bytes + plan.worker_bytes > 0.8 * plan.free_bytes:
         yield warn(
-            room.line(),
+            line,
             "little left for page cache and model: lower loader.batch_size or loader.workers",
         )
     else:
-        yield ok(room.line())
+        yield ok(line)
 
 
 def shared_memory(case: Case) -> Iterator[Row]:
@@ -747,7 +748,7 @@ def compare_storage(case: Case, made: Plan, step: float, rate: float, reads: str
     )
     if rate >= need:
         return ok(text)
-    fits = total < made.loader.memory.free
+    fits = total < made.loader.free_bytes
     when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
     return warn(
         f"{text}: the GPU waits {when}",

@@ -300,7 +300,6 @@ def loader_plan(trained: Trained, datasets: Datasets, world: World) -> LoaderPla
         world,
         dtype=torch.bfloat16 if trained.precision(world.device) == "bf16" else torch.float32,
         channels_last=trained.channels_last(world.device),
-        state_bytes=0,
     )
     tasks = math.ceil(len(datasets.val) / world.size / TASK_ROWS)
     workers = min(plan.workers, tasks)

@@ -5,7 +5,7 @@ import torch
 from conf.schema import Config
 from engine.distributed import World
 from pipeline.build import Datasets
-from pipeline.loader_plan import LoaderPlan, plan_memory
+from pipeline.loader_plan import LoaderPlan, plan_buffers
 
 
 def world_of(device: torch.device, ranks: int = 1, ranks_here: int = 1) -> World:
@@ -26,16 +26,7 @@ def loader_plan(
     dtype: torch.dtype = torch.float32,
 ) -> LoaderPlan:
     """A plan for so many workers, with buffers for `ceiling` of them, and more for validation."""
-    most = max(workers, ceiling)
-    memory = plan_memory(
-        config,
-        datasets,
-        world,
-        workers=range(most, most + 1),
-        decoder=[decoder, *others][-1],
-        dtype=dtype,
-        state_bytes=0,
-    )
+    most, last = max(workers, ceiling), [decoder, *others][-1]
     return LoaderPlan(
         workers=workers,
         processes=max(workers, processes),
@@ -43,9 +34,9 @@ def loader_plan(
         reason="as configured",
         decoders=(decoder, *others),
         engines_unused="",
-        memory=memory,
         measured=False,
-        not_measured=None,
+        not_measured="",
         dtype=dtype,
         channels_last=False,
+        **plan_buffers(config, datasets, world, fewest=most, most=most, decoder=last),
     )

@@ -40,7 +40,7 @@ def main(folder: Path, overrides: list[str]) -> int:
         return answer, lines
 
     autotune.settle = recorded
-    plan.why_not_measured = lambda *_: None
+    plan.why_not_measured = lambda *_: ""
     autotune.FEWEST_BATCHES = 0
     autotune.MEASURE_SECONDS = 0.3
     machine.cores = lambda: 4

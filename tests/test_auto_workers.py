@@ -30,7 +30,7 @@ from pipeline import decode, machine
 from pipeline import loader_plan as plan
 from pipeline.index import load_index
 from pipeline.loader import WorkerPool
-from pipeline.loader_plan import has_engines
+from pipeline.loader_plan import why_no_engines
 from pipeline.sampler import TrainSampler
 from tests import small_run
 from tests.answers import ANSWER
@@ -56,7 +56,7 @@ MOST = 6  # workers for which buffers are allocated
 def _measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Measure as on a GPU, without remembered results."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(plan, "why_not_measured", lambda *_: None)
+    monkeypatch.setattr(plan, "why_not_measured", lambda *_: "")
     monkeypatch.setattr(autotune, "FEWEST_BATCHES", 0)
     monkeypatch.setattr(machine, "cores", lambda: 4)
     monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
@@ -326,7 +326,7 @@ def test_decoders_are_measured_on_a_gpu(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the engines themselves; the first start and its continuation use one decoder."""
-    if not has_engines(torch.device("cuda", 0)):
+    if why_no_engines(torch.device("cuda", 0)) is not None:
         pytest.skip("no JPEG engines")
     monkeypatch.setattr(autotune, "is_enough", lambda tried: False)
     monkeypatch.setattr(autotune, "could_win", lambda *_: True)

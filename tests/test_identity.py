@@ -23,7 +23,7 @@ from engine.tune.autotune import tuning_question
 from pipeline import loader_plan
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
-from pipeline.loader_plan import choose_decoder, pixels_of
+from pipeline.loader_plan import choose_decoders, pixels_of
 from tests.ranks import Ranks
 from tests.results import stored
 from tests.small_run import SMALL_RUN
@@ -385,7 +385,7 @@ def test_resumed_decoder_gives_the_same_pixels(
 
     def chosen(name: str, device: torch.device, stored: str) -> str:
         config = cli.load(["data.root=/x", f"loader.decoder={name}"])
-        return choose_decoder(config, dataset, device, stored)
+        return choose_decoders(config, dataset, device, stored)[0][0]
 
     assert pixels_of(chosen("auto", cuda, "cpu")) == "cpu"
     for kind in ("gpu", "hybrid"):
@@ -417,15 +417,19 @@ def test_choice_of_the_decoder_knows_the_stored_pixels(
         path.parent, {**read, "identity": {**read["identity"], "pixels": "hybrid"}}, keep=2
     )
     asked: list[str | None] = []
-    choose = loader_plan.choose_decoder
+    choose = loader_plan.choose_decoders
 
     def recorded(
-        config: Config, dataset: Dataset, device: torch.device, stored_pixels: str | None
-    ) -> str:
+        config: Config,
+        dataset: Dataset,
+        device: torch.device,
+        stored_pixels: str | None,
+        measured: bool,
+    ) -> tuple[tuple[str, ...], str]:
         asked.append(stored_pixels)
-        return choose(config, dataset, device, stored_pixels)
+        return choose(config, dataset, device, stored_pixels, measured)
 
-    monkeypatch.setattr(loader_plan, "choose_decoder", recorded)
+    monkeypatch.setattr(loader_plan, "choose_decoders", recorded)
     program("train.max_steps=4")
     program("run.name=two", "train.max_steps=1")
     assert asked == ["hybrid", None]

@@ -61,10 +61,8 @@ from pipeline.loader import Loader, LoaderError
 from pipeline.loader_plan import (
     FEWEST_BATCHES,
     MAX_PREFETCH_FACTOR,
-    Ranks,
-    Stop,
-    has_engines,
     pixels_of,
+    why_no_engines,
     workers_for,
 )
 from pipeline.prefetcher import Batch
@@ -261,8 +259,8 @@ class Tuner:
     first_step: int
     setup: Setup
     choices: schema.Loader
-    ranks: Ranks
-    stop: Stop
+    ranks: World
+    stop: StopSignal
 
     @property
     def loader(self) -> Loader:
@@ -599,7 +597,7 @@ def tune_loader(
     config, loader = plan.config, plan.loader
     answer = None
     unused = "; autotune.refresh has no effect" if config.autotune.refresh else ""
-    if loader.not_measured is not None:
+    if loader.not_measured:
         lines = [f"not measured, workers={loader.workers}: {loader.not_measured}{unused}"]
     elif not loader.measured:
         fixed = f"loader.workers={loader.workers} is fixed{unused}; it needs loader.workers=auto"
@@ -705,7 +703,7 @@ def settle(
         seen = replace(
             seen,
             gains=tuner.stop.wait_for(gains),
-            has_engines=has_engines(tuner.feed.train.format.device),
+            has_engines=why_no_engines(tuner.feed.train.format.device) is None,
         )
     return answer, [*answer.lines(seen), f"measured in {answer.seconds:.0f} s"]
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from engine.log.telemetry import SLOWDOWNS
-from pipeline.loader_plan import has_engines
+from pipeline.loader_plan import why_no_engines
 
 Ask = Callable[..., Any]
 """ask("PersistenceMode") calls nvmlDeviceGetPersistenceMode for a GPU; None if the query fails."""
@@ -146,7 +146,7 @@ def clocks(ask: Ask, i: int) -> Finding | None:
 
 
 def jpeg_engines(ask: Ask, i: int) -> Finding:
-    if has_engines(torch.device("cuda", i)):
+    if why_no_engines(torch.device("cuda", i)) is None:
         return (
             "ok",
             "available",

@@ -22,7 +22,7 @@ from engine.distributed import World, join_world
 from engine.optim import Curve
 from engine.plan import Plan, check_batch, count_steps, few_steps, make_plan
 from pipeline.build import build_datasets
-from pipeline.loader_plan import LoaderPlan, MemoryPlan
+from pipeline.loader_plan import LoaderPlan
 from pipeline.sampler import SizeSchedule
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -33,22 +33,15 @@ LOADER = LoaderPlan(
     reason="as configured",
     decoders=("pillow",),
     engines_unused="",
-    memory=MemoryPlan(
-        4,
-        slots=8,
-        slots_wanted=8,
-        file_bytes=0,
-        operations=0,
-        buffers=0,
-        pinned=0,
-        worker_bytes=0,
-        checkpoint=0,
-        device=0,
-        largest_image=0,
-        free=0,
-    ),
     measured=False,
-    not_measured=None,
+    not_measured="",
+    ceiling=4,
+    slots=8,
+    file_bytes=0,
+    operations=0,
+    buffer_bytes=0,
+    worker_bytes=0,
+    free_bytes=0,
     dtype=torch.float32,
     channels_last=False,
 )

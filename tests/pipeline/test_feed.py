@@ -63,7 +63,7 @@ def opened(
         dtype=dtype,
     )
     if operations is not None:
-        plan = replace(plan, memory=replace(plan.memory, operations=operations))
+        plan = replace(plan, operations=operations)
     with open_feed(config, datasets, plan, world) as feed:
         yield feed
 
@@ -457,7 +457,7 @@ def test_drawn_operations_make_the_same_batches_on_a_gpu(
         with opened(
             image_root, "pillow", device=device, workers=2, dtype=dtype, overrides=(entries,)
         ) as feed:
-            assert (feed.plan.memory.operations > 0) == (device != CPU)
+            assert (feed.plan.operations > 0) == (device != CPU)
             made.append(images_of(feed))
     assert all(map(torch.equal, *made))
 

@@ -1,68 +1,75 @@
-"""The plan of the loader: which workers are started, measured and have room."""
+"""The plan of the loader: decoder, workers that the machine allows, memory of the buffers."""
 
+import math
+import os
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
+import train
 from conf import cli
-from conf.schema import START_METHOD, Config, UserError
+from conf.schema import Config, UserError
 from pipeline import loader_plan as plan
 from pipeline import machine
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
 from pipeline.dataset import FakeDataset, FileDataset, FolderDataset
 from pipeline.decode import resolve
+from pipeline.feed import open_feed
 from pipeline.index import Index
 from pipeline.loader_plan import (
-    FEWEST_SLOTS,
+    FILES_KEPT,
+    FILES_PER_WORKER,
     PROBE_WORKERS,
     READERS,
     WORKER_BYTES,
     LoaderPlan,
+    chosen_workers,
     plan_loader,
-    why_not_measured,
+    worker_budget,
 )
+from tests.engines import PillowEngines
 from tests.loader_plans import loader_plan, world_of
+from tests.processes import needs_linux
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)  # naming a GPU needs none
+ROOT = Path(__file__).parents[2]
 Machine = Callable[..., None]
 
 
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """Pretend to be a host with 16 cores and JPEG engines."""
+    """Pretend to be a host, by default with 16 cores, much memory and JPEG engines."""
 
-    def pretend(*, cores: int = 16, free: int = 1 << 40) -> None:
+    def pretend(**found: float) -> None:
         monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
-        monkeypatch.setattr(machine, "cores", lambda: cores)
-        monkeypatch.setattr(machine, "threads_per_core", lambda: 1)
-        monkeypatch.setattr(machine, "cpu_quota", lambda: float("inf"))
-        monkeypatch.setattr(machine, "spare_files", lambda: 100_000)
-        monkeypatch.setattr(machine, "free_memory", lambda: free)
+        monkeypatch.setattr(plan, "has_kernels", lambda device: device == CUDA)
+        usual = dict(cores=16, threads_per_core=1, cpu_quota=math.inf, spare_files=100_000)
+        for name, value in (usual | {"free_memory": 1 << 40} | found).items():
+            monkeypatch.setattr(machine, name, lambda value=value: value)
 
     return pretend
 
 
 def small(*overrides: str) -> Config:
-    """Images of 24 px."""
-    return cli.load(
-        [
-            "data=fake",
-            "data.image_size=24",
-            "data.val_size=24",
-            "loader.batch_size=8",
-            *overrides,
-        ]
-    )
+    """Images of 24 px for training, of 32 px for validation."""
+    sizes = ["data.image_size=24", "data.val_size=32", "loader.batch_size=8"]
+    return cli.load(["data=fake", *sizes, *overrides])
 
 
 class Files(FakeDataset, FileDataset):
     """Stands in for a dataset of files as large as those of ImageNet."""
 
+    kilobytes = 110
+
     def mean_bytes(self) -> float:
-        return 110e3
+        return 1e3 * self.kilobytes
 
     def read(self, index: int) -> bytes:
         raise AssertionError("planning reads nothing")
@@ -71,77 +78,223 @@ class Files(FakeDataset, FileDataset):
         raise AssertionError("planning decodes nothing")
 
 
+class SmallFiles(Files):
+    kilobytes = 0.9
+
+
+MANY = Files(num_samples=100_000, num_classes=2, size=24)
+
+
 def planned(
-    config: Config,
-    *,
+    *overrides: str,
     device: torch.device = CUDA,
     stored_pixels: str | None = None,
-    files: FileDataset | None = None,
+    files: FakeDataset | FileDataset = MANY,
+    ranks: int = 1,
 ) -> LoaderPlan:
-    files = files or Files(num_samples=100_000, num_classes=2, size=24)
-    datasets = replace(build_datasets(config), train=files)
-    world = world_of(device)
+    config = small(*overrides)
     return plan_loader(
         config,
-        datasets,
-        world,
+        replace(build_datasets(config), train=files),
+        world_of(device, ranks, ranks),
         dtype=torch.float32,
         channels_last=False,
-        state_bytes=0,
         stored_pixels=stored_pixels,
     )
 
 
 @pytest.mark.parametrize(
-    ("workers", "decoder", "device", "expected"),
+    ("found", "ranks", "decoder", "workers", "reason"),
     [
-        # workers, ceiling, cores, measured, start_workers
-        ("auto", "pillow", CUDA, (15, 30, 15, True, PROBE_WORKERS)),
-        ("auto", "pillow", CPU, (15, 15, 15, False, 15)),
-        ("auto", "hybrid", CUDA, (14, 28, 14, True, PROBE_WORKERS)),
-        ("auto", "gpu", CUDA, (READERS, 15, READERS, True, PROBE_WORKERS)),  # all cores validate
-        ("3", "pillow", CUDA, (3, 3, 15, False, 3)),
-        ("40", "pillow", CUDA, (40, 40, 15, False, 40)),
-        ("0", "gpu", CUDA, (0, 0, READERS, False, 0)),
+        ({}, 1, "auto", 15, "16 cores, 1 left to the training process"),
+        ({"cores": 1}, 1, "auto", 1, "1 core, shared with the training process"),
+        ({"cpu_quota": 4.9}, 1, "auto", 3, "16 cores, a CPU quota of 4.9, 1 left to the training"),
+        ({"cpu_quota": 0.5}, 1, "auto", 1, "a CPU quota of 0.5, shared with the training process"),
+        ({"cores": 2, "cpu_quota": 64}, 1, "auto", 1, "2 cores, 1 left to the training process"),
+        ({"cores": 128}, 8, "auto", 15, "128 cores, 8 ranks here, 1 left to the training process"),
+        ({}, 8, "auto", 1, "16 cores, 8 ranks here, 1 left to the training process"),
+        ({"cores": 4}, 8, "auto", 1, "4 cores, 8 ranks here, shared with the training process"),
+        # a whole core, both of its threads; a host thread waits for the engines
+        ({"threads_per_core": 2}, 1, "auto", 14, "16 cores, 2 left to the training process"),
+        ({}, 1, "hybrid", 14, "16 cores, 2 left to the training process"),
+        ({"cores": 192, "threads_per_core": 2}, 8, "hybrid", 21, "8 ranks here, 3 left to the"),
+        ({"cores": 2, "threads_per_core": 2}, 1, "hybrid", 1, "2 cores, shared with the training"),
+        # few readers for the engines, at least two
+        ({"cores": READERS + 2}, 1, "gpu", READERS, "enough to read files for the GPU's JPEG"),
+        ({"cores": READERS + 1}, 1, "gpu", READERS, "7 cores, 1 left to the training process"),
+        ({"cores": 1}, 1, "gpu", 2, "shared with"),
+        # open files
+        ({"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER}, 1, "auto", 15, "16 cores, 1 left"),
+        (
+            {"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER - 1},
+            1,
+            "auto",
+            14,
+            "open files allow",
+        ),
+        ({"spare_files": 3}, 1, "auto", 0, "open files allow no more, see ulimit -n"),
+        ({"spare_files": FILES_KEPT + 10 * FILES_PER_WORKER}, 1, "gpu", READERS, "enough to read"),
+    ],
+)
+def test_budget(
+    host: Machine, found: dict[str, float], ranks: int, decoder: str, workers: int, reason: str
+) -> None:
+    host(**found)
+    number, why = worker_budget(ranks, decoder=decoder)
+    assert number == workers and reason in why
+    assert chosen_workers(small("loader.workers=auto"), ranks, decoder) == (number, why)
+
+
+def test_affinity_mask_limits_the_workers() -> None:
+    needs_linux()
+    allowed = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        assert worker_budget() == (1, "1 core, shared with the training process")
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+def test_a_configured_number_is_used_up_to_the_limit_of_open_files(host: Machine) -> None:
+    """Even more workers than cores, or than READERS with the gpu decoder."""
+    host(cores=4, spare_files=FILES_KEPT + 20 * FILES_PER_WORKER)
+    for number in (0, 1, 20):
+        config = small(f"loader.workers={number}")
+        assert chosen_workers(config, 2, "gpu") == (number, "as configured")
+    too_many = r"^loader\.workers=21: open files allow 20; give at most that, or raise ulimit -n$"
+    with pytest.raises(UserError, match=too_many):
+        chosen_workers(small("loader.workers=21"), 1, "auto")
+
+
+START_ALL = """
+import os, sys
+from pipeline.loader_plan import worker_limit
+from pipeline.dataset import FakeDataset
+from pipeline.loader import WorkerPool, start_source
+from pipeline.sampler import TrainSampler
+dataset = FakeDataset(num_samples=100, num_classes=10, size=8)
+source = start_source(dataset, batch_size=64, size=8, slots=2)
+workers, before = worker_limit(), len(os.listdir("/dev/fd"))
+with WorkerPool([source], workers=workers, start_method=sys.argv[1]) as pool:
+    samples = TrainSampler(num_samples=100, batch_size=64, seed=0).samples(0)
+    pool.wait([pool.submit(0, 0, row, samples[row : row + 1]) for row in range(64)])
+    print(workers, len(os.listdir("/dev/fd")) - before)
+"""
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    "method",
+    ["fork", pytest.param("forkserver", marks=slow), pytest.param("spawn", marks=slow)],
+)
+def test_as_many_workers_as_open_files_allow_can_be_started(method: str) -> None:
+    """With a low limit of open files; FILES_KEPT stay free while all workers run."""
+    files = 8 + FILES_KEPT + 6 * FILES_PER_WORKER
+    done = subprocess.run(
+        [sys.executable, "-c", START_ALL, method],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files)),
+    )
+    workers, taken = map(int, done.stdout.split())
+    assert 4 <= workers <= 6
+    assert 0 < taken <= workers * FILES_PER_WORKER, (workers, taken)
+
+
+@pytest.mark.parametrize(
+    ("cores", "workers", "decoder", "device", "expected"),
+    [
+        # workers, ceiling, processes, cores, measured, start_workers
+        (16, "auto", "pillow", CUDA, (15, 30, 15, 15, True, PROBE_WORKERS)),
+        (2, "auto", "pillow", CUDA, (1, 2, 1, 1, True, 1)),
+        (16, "auto", "pillow", CPU, (15, 15, 15, 15, False, 15)),
+        (16, "auto", "hybrid", CUDA, (14, 28, 15, 14, True, PROBE_WORKERS)),
+        # all cores validate
+        (16, "auto", "gpu", CUDA, (READERS, 15, 15, READERS, True, PROBE_WORKERS)),
+        (16, "3", "pillow", CUDA, (3, 3, 3, 15, False, 3)),
+        (16, "40", "pillow", CUDA, (40, 40, 40, 15, False, 40)),
+        (16, "0", "gpu", CUDA, (0, 0, 0, READERS, False, 0)),
     ],
 )
 def test_workers(
-    host: Machine, workers: str, decoder: str, device: torch.device, expected: tuple[int, ...]
+    host: Machine,
+    cores: int,
+    workers: str,
+    decoder: str,
+    device: torch.device,
+    expected: tuple[int, ...],
 ) -> None:
+    host(cores=cores)
+    found = planned(f"loader.workers={workers}", f"loader.decoder={decoder}", device=device)
+    counts = found.workers, found.ceiling, found.processes, found.cores
+    assert (*counts, found.measured, found.start_workers) == expected
+    assert bool(found.not_measured) == (workers == "auto" and not found.measured)
+    assert found.uses_engines == (decoder != "pillow") == bool(found.file_bytes)
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "found", "reason"),
+    [
+        (MANY, {"device": CPU}, {}, "training runs on the CPU and shares it with the workers"),
+        (FakeDataset(num_samples=9, num_classes=2, size=24), {}, {}, "decodes no files"),
+        (
+            Files(num_samples=127, num_classes=2, size=24),
+            {},
+            {},
+            "an epoch of 15.9 batches is over",
+        ),
+        (Files(num_samples=128, num_classes=2, size=24), {}, {}, ""),
+        (SmallFiles(num_samples=999, num_classes=2, size=24), {}, {}, "small files (0.9 kB on"),
+        (SmallFiles(num_samples=999, num_classes=2, size=24), {}, {"cores": 4}, ""),
+        (MANY, {}, {"spare_files": 0}, "none can be started"),
+    ],
+)
+def test_when_it_is_not_measured(
+    host: Machine, files: FileDataset, options: dict, found: dict[str, float], reason: str
+) -> None:
+    host(**found)
+    made = planned("loader.workers=auto", "loader.decoder=pillow", files=files, **options)
+    assert made.measured == (reason == "") and reason in made.not_measured
+
+
+def test_without_the_room_that_measures(host: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     host()
-    found = planned(small(f"loader.workers={workers}", f"loader.decoder={decoder}"), device=device)
-    counts = found.workers, found.ceiling, found.cores, found.measured, found.start_workers
-    assert counts == expected
-    assert (found.not_measured is not None) == (workers == "auto" and not found.measured)
-    assert found.uses_engines == (decoder != "pillow")
+    monkeypatch.setattr(plan, "has_room", lambda name: name != "engine.tune")
+    found = planned("loader.workers=auto")
+    assert (found.workers, found.measured) == (15, False)
+    assert found.not_measured == "this copy has no engine/tune"
+    assert found.decoders == (resolve("auto"),)
 
 
 def test_auto_compares_decoders_where_there_are_engines(
     host: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host()
-    auto = small("loader.workers=auto")
-    (cpu,) = planned(auto, device=CPU).decoders
-    found = planned(auto)
+    (cpu,) = planned("loader.workers=auto", device=CPU).decoders
+    found = planned("loader.workers=auto")
     assert found.decoders == (cpu, "gpu", "hybrid") and found.decoder == cpu
-    assert found.uses_engines and found.memory.file_bytes
+    assert found.uses_engines and found.file_bytes
     assert found.lines()[0].endswith(f", decoder {cpu} or gpu or hybrid")
     for stored in ("cpu", "gpu", "hybrid"):  # a resumed run keeps its pixels
-        kept = planned(auto, stored_pixels=stored)
+        kept = planned("loader.workers=auto", stored_pixels=stored)
         assert kept.decoders == (cpu if stored == "cpu" else stored,)
         assert not kept.engines_unused
-    for overrides, reason in (
-        (["loader.workers=4"], "are only compared if loader.workers=auto is measured"),
-        (["train.deterministic=true"], "train.deterministic=true excludes the GPU's JPEG engines"),
+    for override, reason in (
+        ("loader.workers=4", "are only compared if loader.workers=auto is measured"),
+        ("train.deterministic=true", "train.deterministic=true excludes the GPU's JPEG engines"),
     ):
-        alone = planned(small("loader.workers=auto", *overrides))
-        assert alone.decoders == (cpu,) and not alone.memory.file_bytes
+        alone = planned("loader.workers=auto", override)
+        assert alone.decoders == (cpu,) and not alone.file_bytes
         assert reason in alone.lines()[0]
     monkeypatch.setattr(plan, "why_no_engines", lambda device: "nvJPEG is not installed")
-    alone = planned(auto)
+    alone = planned("loader.workers=auto")
     assert alone.decoders == (cpu,)
     assert alone.lines()[0].endswith(f", decoder {cpu} (no JPEG engines: nvJPEG is not installed)")
-    assert not planned(auto, device=CPU).engines_unused
+    assert not planned("loader.workers=auto", device=CPU).engines_unused
+    with pytest.raises(UserError, match=r"^loader.decoder=gpu: needs .* nvJPEG is not installed"):
+        planned("loader.decoder=gpu")
 
 
 class NoFiles(FolderDataset):
@@ -159,27 +312,30 @@ CROP = "{random_resized_crop: {size: 24, interpolation: bicubic}}"
 
 
 @pytest.mark.parametrize(
-    ("transforms", "culprit"),
+    ("transforms", "culprit", "operations"),
     [
-        (f"[{CROP}, horizontal_flip, rand_augment]", None),
-        ("[{resize: {size: [24, 24]}}, horizontal_flip]", None),
-        ("[{random_crop: {size: 24, padding: 2}}]", None),  # only some of the images need pixels
-        (f"[{{rotation: {{degrees: 5}}}}, {CROP}]", "rotation"),
-        (f"[{CROP}, rand_augment, horizontal_flip]", "rand_augment"),
-        (f"[{CROP}, {{v2.ColorJitter: {{hue: 0.1}}}}]", "v2.ColorJitter"),
+        (f"[{CROP}, horizontal_flip, rand_augment]", None, 2),
+        (f"[{CROP}, {{rand_augment: {{count: 3}}}}]", None, 3),
+        ("[{resize: {size: [24, 24]}}, horizontal_flip]", None, 0),
+        ("[{random_crop: {size: 24, padding: 2}}]", None, 0),  # only some images need pixels
+        (f"[{{rotation: {{degrees: 5}}}}, {CROP}]", "rotation", 0),
+        (f"[{CROP}, rand_augment, horizontal_flip]", "rand_augment", 0),
+        (f"[{CROP}, {{v2.ColorJitter: {{hue: 0.1}}}}]", "v2.ColorJitter", 0),
     ],
 )
 def test_augmentation_that_leaves_nothing_to_the_engines(
-    host: Machine, transforms: str, culprit: str | None
+    host: Machine, transforms: str, culprit: str | None, operations: int
 ) -> None:
     host()
     reason = f"{culprit} in augment.train needs decoded pixels"
     for decoder in ("gpu", "hybrid", "auto"):
-        config = small(
-            f"augment.train={transforms}", f"loader.decoder={decoder}", "loader.workers=auto"
-        )
-        found = planned(config, files=NoFiles(config))
-        assert found.uses_engines == bool(found.memory.file_bytes) == (culprit is None)
+        augment = f"augment.train={transforms}"
+        overrides = [augment, f"loader.decoder={decoder}", "loader.workers=auto"]
+        files = NoFiles(small(*overrides))
+        found = planned(*overrides, files=files)
+        assert found.operations == operations
+        assert planned(augment, files=files, device=CPU).operations == 0
+        assert found.uses_engines == bool(found.file_bytes) == (culprit is None)
         if culprit is None:
             assert decoder in (found.decoder, "auto")
             continue
@@ -188,106 +344,94 @@ def test_augmentation_that_leaves_nothing_to_the_engines(
         start = start if decoder == "auto" else f"loader.decoder={decoder} has no effect"
         assert found.lines()[0].endswith(f", decoder {found.decoder} ({start}: {reason})")
         # A run of an earlier version, whose workers decoded all of its images.
-        earlier = planned(config, files=NoFiles(config), stored_pixels="gpu")
+        earlier = planned(*overrides, files=files, stored_pixels="gpu")
         assert earlier.decoder == ("gpu" if decoder == "auto" else decoder)
 
 
-def test_one_core_is_probed_with_one_worker(host: Machine) -> None:
-    host(cores=2)
-    found = planned(small("loader.workers=auto", "loader.decoder=pillow"))
-    assert (found.measured, found.workers, found.start_workers) == (True, 1, 1)
+# Memory.
 
 
-def test_auto_takes_as_many_workers_as_memory_allows(host: Machine) -> None:
-    config = small("loader.workers=auto", "loader.decoder=pillow")
-    host()
-    need = loader_plan(config, build_datasets(config), world_of(CUDA), workers=7).memory.host
-    host(free=need)
-    found = planned(config)
-    assert (found.workers, found.ceiling, found.cores) == (7, 7, 15)
-    assert found.reason == "free memory allows no more"
-
-
-def test_fixed_workers_give_up_slots_first(host: Machine) -> None:
-    """Then workers; with too little memory for one of them, nothing starts."""
-    config = small("loader.workers=8", "loader.decoder=pillow")
-    host()
-    full = planned(config).memory
-    host(free=full.host - 1)
-    found = planned(config)
-    assert (found.workers, found.memory.slots) == (8, full.slots - 1)
-    assert found.reason == "as configured"
-    assert f"{full.slots - 1} slots for each split instead of {full.slots}: free memory" in (
-        found.memory.line()
-    )
-    host(free=full.host // 2)
-    found = planned(config)
-    assert found.workers < 8 and found.memory.slots == FEWEST_SLOTS
-    assert found.reason == "free memory allows no more"
-    assert found.memory.host <= full.host // 2
-    host(free=WORKER_BYTES[START_METHOD])
-    with pytest.raises(UserError, match=r"^loader.batch_size=8: the loader needs at least"):
-        planned(config)
-
-
-def test_the_ranks_of_a_node_take_the_smallest_memory(host: Machine) -> None:
-    host()
-    config = small("loader.workers=auto", "loader.decoder=pillow")
-    found, datasets = planned(config), build_datasets(config)
-    for workers in (20, 4):
-        memory = loader_plan(config, datasets, world_of(CUDA), workers=workers).memory
-        limited = found.limited_to(memory)
-        assert (limited.workers, limited.ceiling) == (min(15, workers), workers)
-        assert limited.memory == memory
-
-
-def test_the_plan_says_if_the_largest_image_does_not_fit(host: Machine) -> None:
-    host()
-    config = small("loader.workers=1", "loader.decoder=pillow", "data.max_pixels=100_000_000")
-    memory = planned(config).memory
-    assert memory.largest_image == 1_700_000_000
-    host(free=memory.host + memory.largest_image)
-    assert "data.max_pixels" not in planned(config).memory.line()
-    host(free=memory.host + memory.largest_image - 1)
-    assert (
-        "an image of data.max_pixels would take 1.6 GiB: lower it" in planned(config).memory.line()
-    )
-
-
-def test_lines(host: Machine) -> None:
-    host()
-    config = small("loader.workers=auto", "loader.decoder=pillow")
-    loader, memory = planned(config).lines()
-    reason = "16 cores, 1 left to the training process"
-    assert loader == f"loader   up to 15 workers per rank ({reason}), decoder pillow"
-    assert memory.startswith("memory   0.00 GiB of batch buffers (")
-    (loader, _) = planned(small("loader.workers=1", "loader.decoder=pillow")).lines()
-    assert loader == "loader   1 worker per rank (as configured), decoder pillow"
-
-
+@pytest.mark.parametrize("decoder", ["pillow", "gpu", "hybrid"])
 @pytest.mark.parametrize(
-    ("device", "decoder", "batches", "reason"),
+    ("batch_size", "workers", "ranks", "overrides"),
     [
-        (CPU, "pillow", 5000, "CPU"),
-        (CUDA, "none", 5000, "no files"),
-        (CUDA, "hybrid", 5000, None),
-        (CUDA, "pillow", 3.5, "3.5 batches"),
-        (CUDA, "pillow", 5000, None),
-        (CUDA, "gpu", 5000, None),
+        (8, 0, 1, ["loader.prefetch_batches=1"]),
+        (8, 3, 1, []),  # three workers have nine tasks of 8 images in progress
+        (36, 1, 2, ["loader.prefetch_factor=7"]),
+        (33, 2, 1, ["loader.prefetch_batches=9"]),  # more than a task
     ],
 )
-def test_when_it_is_not_measured(
-    device: torch.device, decoder: str, batches: float, reason: str | None
+def test_planned_bytes_are_those_that_open_feed_allocates(
+    monkeypatch: pytest.MonkeyPatch,
+    image_root: Path,
+    decoder: str,
+    batch_size: int,
+    workers: int,
+    ranks: int,
+    overrides: list[str],
 ) -> None:
-    found = why_not_measured(device, decoder, batches, 4, 110e3)
-    assert found is None if reason is None else reason in str(found)
-    assert "none can be started" in str(why_not_measured(device, decoder, batches, 0, 110e3))
+    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
+    options = ["data=folder", "augment=demo", "loader.start_method=fork", f"data.root={image_root}"]
+    config = cli.load(
+        [*options, "data.image_size=24", f"loader.batch_size={batch_size}", *overrides]
+    )
+    datasets, world = build_datasets(config), world_of(CPU, ranks)
+    made = loader_plan(config, datasets, world, workers=workers, decoder=decoder)
+    with open_feed(config, datasets, made, world) as feed:
+        sources = feed.train.loader.pool.sources
+        assert [source.encoded is not None for source in sources] == [decoder != "pillow", False]
+        buffers = [shared for source in sources for shared in source.buffers]
+        assert made.buffer_bytes == sum(shared.array.nbytes for shared in buffers)
+        assert made.slots == feed.train.loader.slots == feed.val.loader.slots
 
 
-@pytest.mark.parametrize(("workers", "file_bytes"), [(4, 5000), (3, 900), (4, 900)])
-def test_small_files_are_not_measured_if_there_are_some_workers(
-    workers: int, file_bytes: int
-) -> None:
-    found = why_not_measured(CUDA, "region", 5000, workers, file_bytes)
-    expected = "small files (0.9 kB on average) decode faster than the GPU trains"
-    assert found == (expected if (workers, file_bytes) == (4, 900) else None)
+def test_memory_of_a_known_case(host: Machine) -> None:
+    """Two rings of 256 images of 224 px: 4 batches ready, one in the step, two in progress."""
+    host(free_memory=8 << 30)
+    sizes = ["data.image_size=224", "data.val_size=224", "loader.batch_size=256"]
+    found = planned(*sizes, "loader.workers=0", "loader.prefetch_batches=4")
+    assert found.slots == 4 + 1 + 2
+    assert found.buffer_bytes == 2 * 7 * 256 * (224 * 224 * 3 + 24)
+    assert found.lines()[1] == (
+        "memory   0.50 GiB of batch buffers (7 slots for each split), workers about 0.00 GiB; "
+        "8.0 GiB are free, /dev/shm is not used"
+    )
+    shared = planned(*sizes, "loader.workers=0", "loader.prefetch_batches=4", ranks=4)
+    assert (shared.free_bytes, 4 * shared.buffer_bytes) == (2 << 30, found.buffer_bytes)
+
+
+@pytest.mark.parametrize("method", WORKER_BYTES)
+def test_workers_that_fit_into_memory(host: Machine, method: str) -> None:
+    """loader.workers=auto takes fewer; a configured number is kept or refused."""
+    host()
+    auto = ["loader.workers=auto", "loader.decoder=pillow", f"loader.start_method={method}"]
+    fixed = [*auto, "loader.workers=7"]
+    seven = planned(*fixed)
+    needed = seven.buffer_bytes + seven.worker_bytes
+    assert seven.worker_bytes == 7 * WORKER_BYTES[method]
+    host(free_memory=needed)
+    found = planned(*auto)
+    assert (found.workers, found.ceiling, found.processes, found.cores) == (7, 7, 7, 15)
+    assert found.reason == "free memory allows no more"
+    assert planned(*fixed).workers == 7
+    host(free_memory=needed - 1)
+    assert planned(*auto).workers == 6
+    with pytest.raises(UserError, match=r"^loader.batch_size=8: the loader needs at least .*; low"):
+        planned(*fixed)
+    host(free_memory=WORKER_BYTES[method])
+    with pytest.raises(UserError, match="the loader needs at least"):
+        planned(*auto)
+
+
+def test_run_prints_its_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    images = ["data.fake_images=40", "data.fake_classes=2", "model=resnet_tiny"]
+    run = ["loader.workers=1", "train.device=cpu", "train.max_steps=1", f"run.dir={tmp_path / 'r'}"]
+    train.train(small(*images, *run))
+    loader, memory = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if line.startswith(("loader ", "memory "))
+    ]
+    assert loader == "loader   1 worker per rank (as configured), decoder none"
+    assert memory.startswith("memory   0.00 GiB of batch buffers (")
+    assert memory.endswith("GiB are free, /dev/shm is not used")

@@ -45,107 +45,62 @@ def elsewhere(code: str, *, open_files: tuple[int, int] | None = None) -> list[f
 
 # Cores.
 
+V1 = "5:memory:/m\n4:cpu,cpuacct:/a/b\n1:name=systemd:/s\n"
+V2 = "1:cpu:/old\n0::/a/b\n"
+
+
+def v1(folder: str, quota: str | int) -> dict[str, str | int]:
+    return {f"{folder}/cpu.cfs_quota_us": quota, f"{folder}/cpu.cfs_period_us": 100_000}
+
 
 @pytest.mark.parametrize(
-    ("files", "cores"),
+    ("lines", "files", "cores"),
     [
-        ({}, math.inf),
-        ({"cpu.max": "max 100000"}, math.inf),
-        ({"a/b/cpu.max": "150000 100000"}, 1.5),
-        (
-            {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"},
-            4,
-        ),  # a parent's quota holds for its children
-        (
-            {
-                "cpu.max": "200000 100000",
-                "a/cpu.max": "800000 100000",
-                "a/b/cpu.max": "50000 10000",
-            },
-            2,
-        ),  # the smallest applies
-        ({"cpu.max": "800000 100000", "a/b/cpu.max": "250000 100000"}, 2.5),
-        ({"a/b/cpu.max": "not a quota at all"}, math.inf),
-        ({"a/cpu.max": "", "cpu.max": "300000 100000"}, 3),
-        ({"a/c/cpu.max": "100000 100000"}, math.inf),  # another group
+        # version 2: a parent's quota holds for its children, and the smallest applies
+        (V2, {}, math.inf),
+        (V2, {"cpu.max": "max 100000"}, math.inf),
+        (V2, {"a/b/cpu.max": "150000 100000"}, 1.5),
+        (V2, {"a/cpu.max": "400000 100000", "a/b/cpu.max": "max 100000"}, 4),
+        (V2, {"cpu.max": "800000 100000", "a/b/cpu.max": "50000 20000"}, 2.5),
+        (V2, {"a/cpu.max": "", "a/b/cpu.max": "no quota at all", "cpu.max": "300000 100000"}, 3),
+        (V2, {"a/c/cpu.max": "100000 100000"}, math.inf),  # another group
+        ("0::/\n", {"cpu.max": "250000 100000"}, 2.5),  # a container
+        # version 1
+        (V1, v1("cpu/a/b", 50_000), 0.5),
+        (V1, v1("cpu/a/b", -1) | v1("cpu/a", 300_000), 3),
+        (V1, v1("cpu/a/b", 400_000) | v1("cpu/a", 150_000), 1.5),
+        (V1, v1("cpu/a/b", "half a core") | v1("cpu/a", -1), math.inf),
+        ("4:cpu:/docker/0123abcd\n", v1("cpu", 200_000), 2),  # a path of the host
+        ("4:cpu:/\n", {"cpu/cpu.cfs_quota_us": 200_000}, math.inf),  # no period
+        # both
+        ("4:cpu:/a\n0::/b\n", {"b/cpu.max": "100000 100000"} | v1("cpu/a", 300_000), 1),
+        ("4:cpu:/a\n0::/b\n", {"b/cpu.max": "300000 100000"} | v1("cpu/a", 100_000), 1),
     ],
 )
-def test_quota_of_version_2(tmp_path: Path, files: dict[str, str | int], cores: float) -> None:
-    assert machine.cpu_quota(*write_groups(tmp_path, "1:cpu:/old\n0::/a/b\n", files)) == cores
-
-
-def test_quota_in_a_container_which_sees_itself_as_the_root(tmp_path: Path) -> None:
-    assert machine.cpu_quota(*write_groups(tmp_path, "0::/\n", {"cpu.max": "250000 100000"})) == 2.5
-
-
-@pytest.mark.parametrize(
-    ("quota", "parents", "cores"),
-    [
-        (50_000, -1, 0.5),
-        (-1, -1, math.inf),
-        (-1, 300_000, 3),  # a parent's quota holds for its children
-        (400_000, 150_000, 1.5),
-        ("", -1, math.inf),
-        ("half a core", 200_000, 2),
-    ],
-)
-def test_quota_of_version_1(tmp_path: Path, quota: str | int, parents: int, cores: float) -> None:
-    """If cpu and cpuacct are one tree, cpu is a link to it."""
-    proc, mount = write_groups(
-        tmp_path,
-        "5:memory:/m\n4:cpu,cpuacct:/a/b\n1:name=systemd:/s\n",
-        {
-            "cpu,cpuacct/a/cpu.cfs_quota_us": parents,
-            "cpu,cpuacct/a/cpu.cfs_period_us": 100_000,
-            "cpu,cpuacct/a/b/cpu.cfs_quota_us": quota,
-            "cpu,cpuacct/a/b/cpu.cfs_period_us": 100_000,
-        },
-    )
-    (mount / "cpu").symlink_to("cpu,cpuacct")
-    assert machine.cpu_quota(proc, mount) == cores
-
-
-def test_quota_of_version_1_in_a_container_which_is_told_its_outer_name(tmp_path: Path) -> None:
-    """Docker without a cgroup namespace: a path of the host, a mount of the container."""
-    files: dict[str, str | int] = {
-        "cpu/cpu.cfs_quota_us": 200_000,
-        "cpu/cpu.cfs_period_us": 100_000,
-    }
-    assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/docker/0123abcd\n", files)) == 2
-
-
-def test_quota_without_its_period_is_none(tmp_path: Path) -> None:
-    assert (
-        machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/\n", {"cpu/cpu.cfs_quota_us": 200_000}))
-        == math.inf
-    )
-
-
-@pytest.mark.parametrize(
-    ("new", "old", "cores"), [(100_000, 300_000, 1), (300_000, 100_000, 1), (200_000, -1, 2)]
-)
-def test_both_versions_at_once(tmp_path: Path, new: int, old: int, cores: float) -> None:
-    files: dict[str, str | int] = {
-        "b/cpu.max": f"{new} 100000",
-        "cpu/a/cpu.cfs_quota_us": old,
-        "cpu/a/cpu.cfs_period_us": 100_000,
-    }
-    assert machine.cpu_quota(*write_groups(tmp_path, "4:cpu:/a\n0::/b\n", files)) == cores
-
-
-def test_no_control_groups_are_no_limit(tmp_path: Path) -> None:
+def test_quota(tmp_path: Path, lines: str, files: dict[str, str | int], cores: float) -> None:
+    assert machine.cpu_quota(*write_groups(tmp_path, lines, files)) == cores
     assert machine.cpu_quota(tmp_path / "missing", tmp_path) == math.inf
-    assert machine.cpu_quota(*write_groups(tmp_path, "1:cpu:/x\n", {})) == math.inf
 
 
 @pytest.mark.parametrize(
-    ("siblings", "threads"),
-    [("0", 1), ("0,4", 2), ("0-1", 2), ("0-3", 4), ("0-1,8-9", 4), ("", 1), (None, 1)],
+    ("allowed", "siblings", "threads"),
+    [
+        (16, "0", 1),
+        (16, "0,4", 2),
+        (16, "0-1,8-9", 4),
+        (16, "", 1),
+        (16, None, 1),
+        (4, "0,4", 1),  # the affinity mask leaves one of them out
+    ],
 )
 def test_threads_per_core(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, siblings: str | None, threads: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    allowed: int,
+    siblings: str | None,
+    threads: int,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(allowed)), raising=False)
     if siblings is not None:
         topology = tmp_path / "cpu0" / "topology"
         topology.mkdir(parents=True)
@@ -153,28 +108,8 @@ def test_threads_per_core(
     assert machine.threads_per_core(tmp_path) == threads
 
 
-def test_threads_of_a_core_that_the_affinity_mask_leaves_out_do_not_count(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
-    (tmp_path / "cpu0" / "topology").mkdir(parents=True)
-    (tmp_path / "cpu0" / "topology" / "thread_siblings_list").write_text("0,4\n")
-    assert machine.threads_per_core(tmp_path) == 1
-
-
 # Memory.
 
-# Version, folder of the tree, names of limit and usage.
-VERSIONS = [
-    pytest.param("0::/a/b\n", "", "memory.max", "memory.current", id="version 2"),
-    pytest.param(
-        "7:memory:/a/b\n",
-        "memory/",
-        "memory.limit_in_bytes",
-        "memory.usage_in_bytes",
-        id="version 1",
-    ),
-]
 AVAILABLE = 1000 * MIB
 
 
@@ -187,76 +122,46 @@ def free_memory(folder: Path, lines: str, files: dict[str, str | int]) -> int:
     return machine.free_memory(*write_groups(folder, lines, files), meminfo)
 
 
-@pytest.mark.parametrize(("lines", "tree", "limit", "used"), VERSIONS)
+@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(
-    ("bytes_allowed", "free"),
+    ("limit", "parent", "free"),
     [
-        (500 * MIB, 330 * MIB),  # 200 MiB in use, of which 30 are page cache
-        ("max", AVAILABLE),
-        (NO_LIMIT, AVAILABLE),
-        (5000 * MIB, AVAILABLE),  # the machine has less
-        (150 * MIB, 0),
-        ("plenty", AVAILABLE),
+        (500 * MIB, None, 330 * MIB),  # 200 MiB in use, of which 30 are page cache
+        ("max", None, AVAILABLE),
+        (NO_LIMIT, None, AVAILABLE),
+        (5000 * MIB, None, AVAILABLE),  # the machine has less
+        (150 * MIB, None, 0),
+        ("plenty", None, AVAILABLE),
+        ("max", 600 * MIB, 430 * MIB),  # a parent's limit holds for its children
     ],
 )
-def test_limit_of_the_own_group(
-    tmp_path: Path,
-    lines: str,
-    tree: str,
-    limit: str,
-    used: str,
-    bytes_allowed: str | int,
-    free: int,
+def test_memory_limit(
+    tmp_path: Path, version: int, limit: str | int, parent: int | None, free: int
 ) -> None:
-    total = "total_" if "limit_in_bytes" in limit else ""
-    files = {
-        f"{tree}a/b/{limit}": bytes_allowed,
-        f"{tree}a/b/{used}": 200 * MIB,
-        f"{tree}a/b/memory.stat": (
-            f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}"
-        ),
-    }
+    tree, names, total = {
+        1: ("memory/", ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_"),
+        2: ("", ("memory.max", "memory.current"), ""),
+    }[version]
+    cached = f"anon 7\n{total}inactive_file {10 * MIB}\n{total}active_file {20 * MIB}"
+    if version == 1:  # the counts without `total_` leave out the children
+        cached = f"inactive_file 0\nactive_file 0\n{cached}"
+    files: dict[str, str | int] = {}
+    for group, allowed in (("a/b", limit), ("a", parent)):
+        if allowed is not None:
+            files |= {f"{tree}{group}/{names[0]}": allowed, f"{tree}{group}/{names[1]}": 200 * MIB}
+            files[f"{tree}{group}/memory.stat"] = cached
+    lines = "7:memory:/a/b\n" if version == 1 else "0::/a/b\n"
     assert free_memory(tmp_path, lines, files) == free
 
 
-def test_limit_of_a_parent_in_version_2(tmp_path: Path) -> None:
-    """In version 2, memory.stat of a group includes its children."""
-    stat = f"inactive_file {100 * MIB}\nactive_file {50 * MIB}"
-    files: dict[str, str | int] = {
-        "a/memory.max": 600 * MIB,
-        "a/memory.current": 400 * MIB,
-        "a/memory.stat": stat,
-        "a/b/memory.max": "max",
-        "a/b/memory.current": 390 * MIB,
-        "a/b/memory.stat": stat,
-    }
-    assert free_memory(tmp_path, "0::/a/b\n", files) == 350 * MIB
-
-
-def test_limit_of_a_parent_in_version_1(tmp_path: Path) -> None:
-    """A parent's usage_in_bytes counts its children, its inactive_file and active_file do not."""
-    cached = f"total_inactive_file {100 * MIB}\ntotal_active_file {50 * MIB}"
-    files: dict[str, str | int] = {
-        "memory/a/memory.limit_in_bytes": 600 * MIB,
-        "memory/a/memory.usage_in_bytes": 400 * MIB,
-        "memory/a/memory.stat": f"inactive_file 0\nactive_file 0\n{cached}",
-        "memory/a/b/memory.limit_in_bytes": NO_LIMIT,
-        "memory/a/b/memory.usage_in_bytes": 390 * MIB,
-        "memory/a/b/memory.stat": f"inactive_file {100 * MIB}\nactive_file {50 * MIB}\n{cached}",
-    }
-    assert free_memory(tmp_path, "7:memory:/a/b\n", files) == 350 * MIB
-
-
-@pytest.mark.parametrize("lost", ["memory.max", "memory.current", "memory.stat", "active_file"])
+@pytest.mark.parametrize("lost", ["memory.max", "memory.current", "memory.stat"])
 def test_limit_that_cannot_be_read_is_none(tmp_path: Path, lost: str) -> None:
-    stat = {"inactive_file": 0, "active_file": 0}
-    stat.pop(lost, None)
     files: dict[str, str | int] = {
         "memory.max": 10 * MIB,
         "memory.current": 5 * MIB,
-        "memory.stat": "\n".join(f"{name} {value}" for name, value in stat.items()),
+        "memory.stat": "inactive_file 0\nactive_file 0",
     }
-    files.pop(lost, None)
+    del files[lost]
     assert free_memory(tmp_path, "0::/\n", files) == AVAILABLE
 
 
@@ -361,13 +266,7 @@ print(before, machine.cpu_quota())
     assert within == 0.5 < before
 
 
-REAL_LIMITS = [
-    "own",
-    "parent",
-]
-
-
-@pytest.mark.parametrize("limited", REAL_LIMITS)
+@pytest.mark.parametrize("limited", ["own", "parent"])
 def test_memory_of_a_real_group(make_group: MakeGroup, tmp_path: Path, limited: str) -> None:
     """Page cache of the process counts as free with a limit of either group; its heap does not."""
     parent = make_group("memory", "memory.limit_in_bytes")

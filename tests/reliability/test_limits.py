@@ -56,7 +56,7 @@ CASES = {
     "16 open files": ("ulimit -n 16", "", 2, "limit of 16 open files is too low; raise ulimit -n"),
     "24 open files": ("ulimit -n 24", "", 2, "open files allow 0; give at most that, or raise"),
     "no file may grow": ("ulimit -f 0", "", 1, "check TMPDIR, free space and ulimit -f"),
-    "files of 8 KiB": ("ulimit -f 16", "", 2, "ulimit -f allows 0.0; raise it"),
+    "files of 8 KiB": ("ulimit -f 16", "", 2, "raise ulimit -f or the memory limit"),
 }
 
 
