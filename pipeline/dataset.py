@@ -141,9 +141,9 @@ class FileDataset(Dataset):
         """
 
 
-# Short side in pixels of the files that scripts/shrink.py writes, for training at 224 px.
+# Short side in pixels of the files that `prepare.py --side` writes, for training at 224 px.
 SHRUNK_SIDE = 352
-# Mean bytes per file. ImageNet's own files have 111,000, those of scripts/shrink.py 62,000.
+# Mean bytes per file. ImageNet's own files have 111,000, those of `prepare.py --side` 62,000.
 LARGE_FILE = 80e3
 
 
@@ -256,7 +256,7 @@ class FolderDataset(FileDataset):
     def fingerprint(self) -> str:
         """Hash the names and labels of all files, and sizes and content of a sample of them.
 
-        The sizes distinguish copies with the same names, such as those of scripts/shrink.py; the
+        The sizes distinguish copies with the same names, such as those of `prepare.py --side`; the
         content, files that were replaced in place. Earlier versions did not hash the content, so
         it stands apart (see `in_form_of`).
 

@@ -405,7 +405,9 @@ def odd_files(case: Case) -> Iterator[Row]:
     )
     if any(count > ODD[kind][0] * len(opened) for kind, count in counts.items()):
         yield warn(
-            text, "training accepts them; scripts/shrink.py converts them to RGB JPEGs", details
+            text,
+            "training accepts them; scripts/prepare.py --side 352 converts them to RGB JPEGs",
+            details,
         )
     else:
         yield ok(text, details=details)
@@ -464,7 +466,7 @@ def sizes(case: Case) -> Iterator[Row]:
                 text, f"small compared with the {trained} px of training: lower data.image_size"
             )
         elif gain > 1.3:
-            yield ok(text, f"scripts/shrink.py --side {side} reduces decoding {gain:.1f} times")
+            yield ok(text, f"scripts/prepare.py --side {side} reduces decoding {gain:.1f} times")
         else:
             yield ok(text)
 
@@ -752,7 +754,7 @@ def compare_storage(case: Case, made: Plan, step: float, rate: float, reads: str
     when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
     return warn(
         f"{text}: the GPU waits {when}",
-        "copy the images to a local disk, or make them smaller with scripts/shrink.py",
+        "copy the images to a local disk, or make them smaller with scripts/prepare.py --side 352",
     )
 
 

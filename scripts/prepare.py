@@ -3,6 +3,7 @@
     python scripts/prepare.py /downloads --to /imagenet
     python scripts/prepare.py imagenet-object-localization-challenge.zip --to /imagenet --format tar
     python scripts/prepare.py photos/ --to /data/photos --val-fraction 0.2
+    python scripts/prepare.py /imagenet --to /imagenet352 --side 352
 
 SOURCE is recognised by its files:
   ImageNet's official tar files: ILSVRC2012_img_train.tar, ILSVRC2012_img_val.tar and
@@ -23,6 +24,13 @@ on the same file system. Otherwise, images are copied byte for byte. --format ta
 and val.tar, --format zip train.zip and val.zip (stored, not deflated), with the members
 <class>/<name>. Opening a million files is slow on a network file system; opening two is not.
 data.root takes these files as it takes folders.
+
+--side N makes images smaller, so that they are faster to read and decode: one whose short side is
+longer than N pixels is decoded in full, resized with antialiasing like validation images, and saved
+as a baseline RGB JPEG of quality 90, 4:2:0, without EXIF data and ICC profile, which the trainer
+ignores. So is a file named .jpg or .jpeg that is not an RGB or grey JPEG. Other images, and files
+with other names (.png, ...), are kept. Names and labels do not change. docs/performance.md compares
+sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
@@ -45,11 +53,11 @@ if __name__ == "__main__":
 
     set_up_process()
 
-from conf import cli, strict_json
-from conf.schema import UserError
-from scripts.lib.destination import FORMATS
+from conf import cli
+from conf.schema import MAX_PIXELS, UserError
 
 SCRIPT = "prepare.py"
+FORMATS = ("folder", "tar", "zip")
 
 
 def arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -58,26 +66,28 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an argument is wrong or missing.
     """
-    usage = "python scripts/prepare.py SOURCE --to DIR [--format folder|tar|zip] [options]"
+    usage = "python scripts/prepare.py SOURCE --to DIR [--format folder|tar|zip] [--side N]"
     parser = cli.option_parser(__doc__, usage=usage, exit_on_error=False)
     parser.add_argument("--to", help="output folder: new, empty, or started by the same command")
     parser.add_argument("--format", default="folder", help="folder (the default), tar or zip")
+    parser.add_argument("--side", type=int, help="longest short side in pixels (any)")
     parser.add_argument(
-        "--val-fraction", type=float, metavar="F", help="validation fraction of each class (0.1)"
+        "--max-pixels", type=int, default=MAX_PIXELS, help=f"of a readable image ({MAX_PIXELS:,})"
     )
+    parser.add_argument("--val-fraction", type=float, help="validation part of each class (0.1)")
     parser.add_argument("--seed", type=int, default=0, help="seed that selects these images (0)")
     try:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}; see --help") from None
     flags = [word for word in rest if word.startswith("-")]
-    fraction = options.val_fraction
+    side, fraction = options.side, options.val_fraction
     for wrong, message in (
         (flags, f"{' '.join(flags)}: not an option of {SCRIPT}; see --help"),
-        (not rest, "SOURCE is missing: give the folder or file of the dataset; see --help"),
-        (len(rest) > 1, f"{' '.join(rest[1:])}: give one SOURCE; see --help"),
+        (len(rest) != 1, f"{' '.join(rest) or 'SOURCE is missing'}: give one SOURCE; see --help"),
         (not options.to, "--to: missing; give a folder for the dataset"),
         (options.format not in FORMATS, f"--format {options.format}: give {' or '.join(FORMATS)}"),
+        (side is not None and not 8 <= side <= 8192, f"--side {side}: give 8 to 8192"),
         (
             fraction is not None and not 0 < fraction < 1,
             f"--val-fraction {fraction}: give a number between 0 and 1",
@@ -96,64 +106,55 @@ if __name__ == "__main__":
         cli.fail(str(mistake), SCRIPT)
 
 import hashlib
+import io
 import os
 import shlex
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 
-from engine.log.tracker import duration
-from pipeline import decode
+import torch
+
+from conf import strict_json
+from pipeline import decode, machine
 from pipeline.dataset import describe
-from scripts.lib import destination
-from scripts.lib.destination import CONTAINERS, RESUME, ContainerWriter, Progress, WriteError
-from scripts.lib.sources.layouts import recognise
-from scripts.lib.sources.samples import WHOLE, Layout, Sample
+from scripts.lib.destination import CONTAINERS, Container, open_destination, write_whole
+from scripts.lib.sources.files import WHOLE, Sample
+from scripts.lib.sources.layouts import read, recognise
 
 VERSION = 1  # of the output: raise it with any change that alters a file
 MARKER, UNREADABLE = "prepare.json", "unreadable.txt"
-THREADS = 16  # hide the latency of a network file system
+RESUME = "run the same command again to resume"
+THREADS = 16  # hide the latency of a network file system; decoders release the GIL
 CHUNK = 256  # images that are in memory, about 30 MB
+QUALITY = 90
 # The end of a complete file; cameras append up to some hundred bytes.
 ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 1024
 
 
-@dataclass
-class Tally:
-    """Counts of images. `earlier`: those of earlier runs, also included in the other counts."""
-
-    linked: int = 0
-    copied: int = 0
-    earlier: int = 0
-    bytes: int = 0
-    unreadable: list[tuple[str, str]] = field(default_factory=list)  # path in the output, reason
-
-    @property
-    def images(self) -> int:
-        return self.linked + self.copied + len(self.unreadable)
-
-
 @dataclass(frozen=True)
 class Made:
-    """What became of an image: `size` bytes in the output, or the reason why it is left out.
+    """What became of an image.
 
     Attributes:
+        outcome: linked, copied, encoded, done_earlier or unreadable.
+        size: bytes in the output.
         data: what is to be added to a container.
+        problem: why it is unreadable.
     """
 
+    outcome: str
     size: int = 0
-    data: bytes | None = None
-    earlier: bool = False
-    linked: bool = False
+    data: bytes = b""
     problem: str = ""
 
 
-def check_image(data: bytes) -> None:
+def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
     """Check that a file is an image and complete.
 
     Only files that do not end as their format requires are decoded: some programs append bytes.
@@ -161,44 +162,71 @@ def check_image(data: bytes) -> None:
     Raises:
         Exception: it is not; Pillow's plugins raise many types.
     """
-    image = decode.open_image(data)
+    image = decode.open_image(data, max_pixels)
     end = ENDS.get(image.format or "")
     if not end or end not in data[-TAIL:]:
         image.load()
 
 
-def make_folder_image(layout: Layout, to: str, sample: Sample) -> Made:
-    """Link or copy one image, unless an earlier run has done it.
+def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -> bytes:
+    """Return a file whose image has a short side of at most `side` pixels: see --side.
+
+    Raises:
+        Exception: it cannot be decoded; Pillow's plugins raise many types.
+    """
+    image = decode.open_image(data, max_pixels)
+    # MPO is a camera's JPEG followed by a preview.
+    plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
+    picture = decode.open_picture(data, decode.resolve("auto"), max_pixels)
+    width, height = picture.size
+    short = min(width, height)
+    if not name.lower().endswith((".jpg", ".jpeg")) or (plain and short <= side):
+        picture.pixels()  # finds a truncated file now, not during training
+        return data
+    if short > side:
+        picture = picture.resized((side * width // short, side * height // short))
+    buffer = io.BytesIO()
+    # optimize=True would save 3 % of the bytes for 25 % more time
+    picture.pillow().save(buffer, "JPEG", quality=QUALITY, subsampling="4:2:0")
+    return buffer.getvalue()
+
+
+def make(options: argparse.Namespace, containers: dict[str, Container], sample: Sample) -> Made:
+    """Read and check one image, and write it if the output is folders; runs in a thread.
 
     Raises:
         OSError: it cannot be written.
     """
-    folder = os.path.normpath(os.path.join(to, sample.split, sample.label))
-    target = os.path.normpath(os.path.join(folder, sample.name))
-    if not target.startswith(folder + os.sep):
-        return Made(problem="its name leads out of its class folder; rename it")
-    place = sample.place
-    whole = place.size == WHOLE
-    size = destination.size_of(target)
-    if size and size == (destination.size_of(place.file) if whole else place.size or size):
-        linked = whole and os.path.samefile(target, place.file)
-        return Made(size, earlier=True, linked=linked)
+    place, container = sample.place, containers.get(sample.split)
+    target = os.path.join(options.to, sample.split, sample.label, sample.name)
+    if container:
+        size = container.sizes.get(f"{sample.label}/{sample.name}")
+    else:  # a power failure can leave a file of 0 bytes
+        size = os.stat(target).st_size if os.path.exists(target) else 0
+    if size:
+        return Made("done_earlier", size)
     try:
-        data = layout.read(place)
-        check_image(data)
+        data = made = read(place)
+        if options.side is None:
+            check_image(data, options.max_pixels)
+        else:
+            made = reencoded(data, sample.name, options.side, options.max_pixels)
     except Exception as error:
-        return Made(problem=describe(error))
-    if whole and linked_to(place.file, target):
-        return Made(len(data), linked=True)
-    destination.write_whole(target, data)
-    return Made(len(data))
+        return Made("unreadable", problem=describe(error))
+    outcome = "copied" if made is data else "encoded"
+    if container:
+        return Made(outcome, len(made), made)
+    if made is data and place.size == WHOLE and linked_to(place.file, target):
+        return Made("linked", len(made))
+    write_whole(target, made)
+    return Made(outcome, len(made))
 
 
 def linked_to(file: str, target: str) -> bool:
     """Make a hard link; return False if the file systems do not allow it."""
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.lexists(target):  # 0 bytes after a power failure, or an older version
+        if os.path.lexists(target):  # 0 bytes after a power failure
             os.unlink(target)
         os.link(os.path.realpath(file), target)
     except OSError:
@@ -206,167 +234,139 @@ def linked_to(file: str, target: str) -> bool:
     return True
 
 
-def make_member(layout: Layout, container: ContainerWriter, sample: Sample) -> Made:
-    """Read one image for a container, unless an earlier run has added it."""
-    if size := container.sizes.get(f"{sample.label}/{sample.name}"):
-        return Made(size, earlier=True)
-    try:
-        data = layout.read(sample.place)
-        check_image(data)
-    except Exception as error:
-        return Made(problem=describe(error))
-    return Made(len(data), data)
+def make_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counter[str], list[str]]:
+    """Write all images.
 
-
-def make_all(layout: Layout, to: str, output: str) -> Tally:
-    """Write all images in the order of the layout.
+    Returns:
+        The number of each outcome, and of bytes; and the lines of unreadable.txt.
 
     Raises:
-        WriteError: a file cannot be written.
+        OSError: a file cannot be written.
     """
-    total = Tally()
-    splits = ("train", "val") if output in CONTAINERS else ()
-    progress = Progress(len(layout.samples))
-    pool = ThreadPoolExecutor(THREADS)
+    counts: Counter[str] = Counter()
+    unreadable: list[str] = []
+    containers: dict[str, Container] = {}
+    for split in ("train", "val"):
+        if options.format == "folder":  # all classes, even without a readable image
+            for label in {sample.label for sample in samples}:
+                os.makedirs(os.path.join(options.to, split, label), exist_ok=True)
+        else:
+            path = os.path.join(options.to, f"{split}.{options.format}")
+            containers[split] = CONTAINERS[options.format](path)
+    began = shown = time.monotonic()
+    pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
     try:
-        containers = {s: CONTAINERS[output](os.path.join(to, f"{s}.{output}")) for s in splits}
-        for chunk in chunks(layout.samples):
-            answers = pool.map(partial(make, layout, to, containers), chunk)
+        for start in range(0, len(samples), CHUNK):
+            chunk = samples[start : start + CHUNK]
+            answers = pool.map(partial(make, options, containers), chunk)
             for sample, made in zip(chunk, answers, strict=True):
-                if made.data is not None:
+                if made.data:
                     containers[sample.split].add(f"{sample.label}/{sample.name}", made.data)
-                count(total, sample, made)
-            progress.show(total.images, earlier=total.earlier)
+                counts[made.outcome] += 1
+                counts["bytes"] += made.size if made.outcome != "linked" else 0
+                if made.problem:
+                    name = os.path.join(sample.split, sample.label, sample.name)
+                    unreadable.append(f"{name}\t{' '.join(made.problem.split())}")
+            if time.monotonic() - shown > 5:
+                shown = time.monotonic()
+                show_progress(start + len(chunk), len(samples), counts, shown - began)
         for container in containers.values():
             container.finish()
-    except OSError as error:
-        mean = total.bytes / max(1, total.copied)
-        left = len(layout.samples) - total.images
-        raise WriteError(destination.cannot_write(error, to, left=left, mean=mean)) from None
     finally:
         pool.shutdown(cancel_futures=True)
-        progress.end()
-    return total
+    return counts, sorted(unreadable)
 
 
-def make(layout: Layout, to: str, containers: dict[str, ContainerWriter], sample: Sample) -> Made:
-    if containers:
-        return make_member(layout, containers[sample.split], sample)
-    return make_folder_image(layout, to, sample)
+def show_progress(done: int, total: int, counts: Counter[str], seconds: float) -> None:
+    rate = (done - counts["done_earlier"]) / seconds
+    left = f", {timedelta(seconds=round((total - done) / rate))} left" if rate else ""
+    print(f"{done:,} of {total:,} images, {rate:,.0f} images/s{left}", file=sys.stderr, flush=True)
 
 
-def chunks(samples: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-    return (samples[i : i + CHUNK] for i in range(0, len(samples), CHUNK))
-
-
-def count(total: Tally, sample: Sample, made: Made) -> None:
-    total.earlier += made.earlier
-    total.bytes += 0 if made.linked else made.size
-    if made.problem:
-        name = os.path.join(sample.split, sample.label, sample.name)
-        total.unreadable.append((name, made.problem))
-    elif made.linked:
-        total.linked += 1
-    else:
-        total.copied += 1
-
-
-def settings(source: str, layout: Layout, output: str) -> dict[str, object]:
+def settings(
+    options: argparse.Namespace, samples: list[Sample], notes: list[str]
+) -> dict[str, object]:
     """Return what determines the output; a change of the images in SOURCE changes `samples`."""
     digest = hashlib.sha256()
-    for sample in layout.samples:
+    for sample in samples:
         line = "\0".join((sample.split, sample.label, sample.name, ""))
         digest.update(line.encode(errors="surrogateescape"))
     return {
         "version": VERSION,
-        "source": os.path.realpath(source),
-        "kind": layout.kind,
-        "format": output,
-        "images": dict(sorted(Counter(sample.split for sample in layout.samples).items())),
-        "notes": layout.notes,
+        "source": os.path.realpath(options.source),
+        "format": options.format,
+        "side": options.side,
+        "images": dict(sorted(Counter(sample.split for sample in samples).items())),
+        "notes": notes,
         "samples": digest.hexdigest()[:16],
     }
 
 
-def check_places(source: str, to: str) -> None:
-    """Refuse a destination inside the source, or the source inside the destination.
+def check_places(options: argparse.Namespace, samples: list[Sample]) -> None:
+    """Refuse a destination inside the source, or the source inside it, and names a zip cannot hold.
 
     Raises:
-        UserError: names both.
+        UserError: names both, or the image.
     """
-    outer, inner = os.path.realpath(source), os.path.realpath(to)
-    for one, other in ((outer, inner), (inner, outer)):
-        if os.path.commonpath([one, other]) == one:
-            message = f"and SOURCE ({outer}) contain each other; give another folder"
-            raise UserError(f"--to {to}: {message}")
+    outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
+    if os.path.commonpath([outer, inner]) in (outer, inner):
+        message = f"and SOURCE ({outer}) contain each other; give another folder"
+        raise UserError(f"--to {options.to}: {message}")
+    for sample in samples if options.format == "zip" else ():
+        name = os.fsencode(f"{sample.label}/{sample.name}").decode(errors="backslashreplace")
+        if name != f"{sample.label}/{sample.name}":
+            message = f"the name {name} is not UTF-8; rename the file, or write folders or tar"
+            raise UserError(f"--format zip: {message}")
 
 
-def write_report(
-    to: str, layout: Layout, total: Tally, determined: dict[str, object], seconds: float
-) -> str:
-    """Write prepare.json and unreadable.txt.
+def run(options: argparse.Namespace) -> list[str]:
+    """Recognise the source, write the dataset and the report, and print the summary.
 
     Returns:
-        A summary for the console.
-    """
-    unreadable = [destination.listed(*item) for item in sorted(total.unreadable)]
-    destination.write_list(os.path.join(to, UNREADABLE), unreadable)
-    command = shlex.join(["python", "train.py", f"data.root={to}"])
-    classes = len({sample.label for sample in layout.samples})
-    report = {
-        "settings": determined,
-        "classes": classes,
-        "images": total.images,
-        "linked": total.linked,
-        "copied": total.copied,
-        "unreadable": len(total.unreadable),
-        "bytes_copied": total.bytes,
-        "done_earlier": total.earlier,
-        "seconds": round(seconds, 3),
-        "train_with": command,
-    }
-    text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
-    destination.write_whole(os.path.join(to, MARKER), text.encode(errors="surrogateescape"))
-    splits = Counter(sample.split for sample in layout.samples)
-    earlier = f" ({total.earlier:,} by earlier runs)" if total.earlier else ""
-    return "\n".join(
-        [
-            f"{layout.kind}: {classes:,} classes, {splits['train']:,} training and "
-            f"{splits['val']:,} validation images",
-            *layout.notes,
-            f"{total.linked:,} hard links, {total.copied:,} copies with {total.bytes / 1e9:,.3f} GB"
-            f"{earlier}, {len(total.unreadable):,} unreadable, in {duration(seconds)}",
-            f"train with: {command}",
-        ]
-    )
-
-
-def run(options: argparse.Namespace) -> Tally:
-    """Recognise the source, write the dataset and the report, and print the summary.
+        The lines of unreadable.txt.
 
     Raises:
         UserError: the source or the destination cannot be used; nothing was created.
-        WriteError: a file cannot be written.
-        OSError: the report cannot be written.
+        OSError: a file cannot be written.
     """
     began = time.monotonic()
-    check_places(options.source, options.to)
+    check_places(options, [])
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
-    layout = recognise(options.source, val_fraction=options.val_fraction, seed=options.seed)
-    if options.format == "zip":
-        names = (f"{sample.label}/{sample.name}" for sample in layout.samples)
-        destination.check_names(names)
-    determined = settings(options.source, layout, options.format)
-    with destination.open_destination(options.to, MARKER, determined, SCRIPT):
-        if options.format == "folder":
-            classes = sorted({sample.label for sample in layout.samples})
-            for split in ("train", "val"):
-                destination.prepare_split(os.path.join(options.to, split), classes)
-        total = make_all(layout, options.to, options.format)
-        seconds = time.monotonic() - began
-        print(write_report(options.to, layout, total, determined, seconds))
-    return total
+    samples, notes = recognise(options.source, val_fraction=options.val_fraction, seed=options.seed)
+    check_places(options, samples)
+    determined = settings(options, samples, notes)
+    torch.set_num_threads(1)  # every thread of the pool has a core
+    with open_destination(options.to, MARKER, determined):
+        counts, unreadable = make_all(options, samples)
+        listed = Path(options.to, UNREADABLE)
+        listed.unlink(missing_ok=True)
+        if unreadable:
+            write_whole(str(listed), os.fsencode("\n".join([*unreadable, ""])))
+        classes = len({sample.label for sample in samples})
+        command = shlex.join(["python", "train.py", f"data.root={options.to}"])
+        names = ("linked", "copied", "encoded", "done_earlier", "unreadable", "bytes")
+        report = {
+            "settings": determined,
+            "classes": classes,
+            "images": len(samples),
+            **{name: counts[name] for name in names},
+            "seconds": round(time.monotonic() - began, 3),
+            "train_with": command,
+        }
+        text = strict_json.dumps(report, indent=2, ascii_only=False) + "\n"
+        write_whole(os.path.join(options.to, MARKER), text.encode(errors="surrogateescape"))
+    images = determined["images"]
+    assert isinstance(images, dict)
+    print(
+        f"{classes:,} classes, {images['train']:,} training, {images['val']:,} validation images",
+        *notes,
+        ", ".join(f"{counts[name]:,} {name.replace('_', ' ')}" for name in names[:-1])
+        + f"; {counts['bytes'] / 1e9:,.3f} GB",
+        f"train with: {command}",
+        sep="\n",
+    )
+    return unreadable
 
 
 def main(options: argparse.Namespace) -> int:
@@ -374,17 +374,20 @@ def main(options: argparse.Namespace) -> int:
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     warnings.simplefilter("ignore")  # Pillow warns about profiles and palettes
     try:
-        total = run(options)
+        unreadable = run(options)
     except UserError as error:
         cli.fail(str(error), SCRIPT)
-    except (WriteError, OSError) as error:
-        cli.complain(str(error), SCRIPT)
+    except OSError as error:
+        cli.complain(f"{type(error).__name__}: {error}; {RESUME}", SCRIPT)
         return 1
     except KeyboardInterrupt:
         print(f"{SCRIPT}: interrupted; {RESUME}", file=sys.stderr)
         return 130
-    destination.print_unreadable(total.unreadable, f"{options.to}/{UNREADABLE}")
-    return 1 if total.unreadable else 0
+    for line in unreadable[:20]:
+        print(cli.printable(f"unreadable: {line.replace(chr(9), ': ')}"))
+    if len(unreadable) > 20:
+        print(f"and {len(unreadable) - 20:,} more, see {options.to}/{UNREADABLE}")
+    return 1 if unreadable else 0
 
 
 if __name__ == "__main__":

@@ -65,7 +65,6 @@ def test_training_is_the_same(image_root: Path, tmp_path: Path, whole_runs: None
     ("command", "printed"),
     [
         (["doctor.py", *SMALL], "0 fail"),
-        (["shrink.py", "--to", "small", "--side", "64"], "51 images"),
         (["bench.py", *SMALL, "--only", "loader"], "loader"),
     ],
     ids=lambda value: value[0].removesuffix(".py") if isinstance(value, list) else "",

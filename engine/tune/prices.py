@@ -109,7 +109,7 @@ class Gains:
     """What smaller files and a faster decoder gain on this machine, measured on some files.
 
     Attributes:
-        shrink: gain in images per core from scripts/shrink.py; 1 if it could not be measured.
+        shrink: gain in images per core from `prepare.py --side 352`; 1 if it could not be measured.
         file_bytes: size of the files after it, relative to now.
         decoder: a faster CPU decoder than the dataset's; "" if there is none.
         decode: gain in images per core from `decoder`.
@@ -171,7 +171,7 @@ def measure_gains(
 
 
 def _shrunk(data: bytes) -> bytes:
-    """An image file as scripts/shrink.py makes it."""
+    """An image file as scripts/prepare.py --side 352 makes it."""
     with open_image(data) as image:
         scale = SHRUNK_SIDE / min(image.size)
         if scale >= 1:

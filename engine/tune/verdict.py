@@ -47,7 +47,7 @@ class Setup:
         ranks: number of processes that train.
         on_gpu: whether the step runs on a GPU; else it shares the CPU with the workers.
         most_workers: number of workers of a rank for which there are CPU cores.
-        large_files: whether scripts/shrink.py would make the training files much smaller.
+        large_files: whether `prepare.py --side 352` would make the training files much smaller.
         decoder: loader.decoder as chosen for this machine.
         compile: model.compile as the user gave it: auto has chosen the best for this run.
         decoder_fixed: whether the user set loader.decoder.
@@ -557,7 +557,7 @@ def _step_cause(seen: Observation) -> str:
 
 MORE_CORES = "use a machine with more CPU cores"
 OTHERS = "end other processes that use these CPUs"
-SHRINK = "re-encode the images once with scripts/shrink.py"
+SHRINK = "re-encode the images once with scripts/prepare.py --side 352"
 
 
 def _with_prices(seen: Observation, changes: Sequence[Change]) -> str:

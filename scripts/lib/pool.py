@@ -1,4 +1,4 @@
-"""Worker processes for scripts/doctor.py and scripts/shrink.py.
+"""Worker processes for scripts/doctor.py and scripts/prepare.py --side 352.
 
 Why not concurrent.futures: a worker that dies breaks the whole ProcessPoolExecutor without naming
 the task that killed it, a worker that hangs cannot be ended, and if the parent is killed, its

@@ -22,7 +22,6 @@ SCRIPTS = (
     "predict",
     "prepare",
     "report",
-    "shrink",
 )
 PROGRAMS = ["train.py", *(f"scripts/{name}.py" for name in SCRIPTS)]
 # Of the system: from version 3.14 on, the one in .venv sees that it is in .venv also with -S.

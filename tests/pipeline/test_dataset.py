@@ -25,7 +25,7 @@ from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_
 from pipeline.decode import open_picture
 from pipeline.gpu.encoded import load_encoded
 from pipeline.index import Index, load_index
-from scripts import shrink
+from scripts import prepare
 from scripts.lib import survey
 from tests.processes import compiled_preload
 from tests.stored import as_shards, as_tar, as_zip
@@ -237,7 +237,7 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
         == "not an image, begins with b'%!PS-Adobe-3.0 E'"
     )
     with pytest.raises(UnidentifiedImageError):
-        shrink.shrink(path.read_bytes(), path.name, side=256, quality=90, decoder="pillow")
+        prepare.reencoded(path.read_bytes(), path.name, side=256)
     measure_gains(dataset)
     assert not started.exists()
 

@@ -270,7 +270,7 @@ def test_names_of_classes_and_files_are_data(
     page = (box.root / "work/runs/report.html").read_text(encoding="utf-8")
     assert "<img src=x" not in page
     run_script(box, "scripts/doctor.py", f"data.root={data}", "--all", status=1)
-    run_script(box, "scripts/shrink.py", f"data.root={data}", "--to", "smaller", "--workers", "1")
+    run_script(box, "scripts/prepare.py", str(data), "--to", "smaller", "--side", "32")
     run_script(box, "scripts/prepare.py", str(data), "--to", "prepared", "--format", "tar")
     problems = box.problems()
     figure(ROW, len(NAMES) if problems else 0, len(NAMES))

@@ -737,7 +737,7 @@ def test_sizes(root: Path) -> None:
     assert [row.status for row in rows] == ["ok", "ok"] and rows[1].found.endswith(
         "classes of 1 (dots) to 5 (stripes)"
     )
-    assert rows[0].do == "scripts/shrink.py --side 352 reduces decoding 2.0 times"
+    assert rows[0].do == "scripts/prepare.py --side 352 reduces decoding 2.0 times"
     for i in range(60):
         (root / "train" / "checks" / f"x{i}.jpg").hardlink_to(root / "train" / "checks" / "00.jpg")
     for i in range(10):
@@ -801,7 +801,7 @@ def test_storage_and_the_gpus(image_root: Path) -> None:
     row = doctor.compare_storage(case, made, 7000, 1.55e9, "reads it")
     assert (row.status, row.found) == ("ok", need)
     row = doctor.compare_storage(case, made, 7000, 1.5e9, "reads it")
-    assert row.status == "warn" and "scripts/shrink.py" in row.do
+    assert row.status == "warn" and "scripts/prepare.py" in row.do
     later = "in the first epoch; later ones read the page cache"
     assert row.found == f"{need}: the GPU waits {later}"
     split.files[0] = ("a", 10**15)

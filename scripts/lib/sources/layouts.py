@@ -3,40 +3,59 @@
 The label of an image comes from its folder, its name, or the row or record that contains it.
 """
 
+import json
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from dataclasses import replace
 
 from conf.schema import UserError
 from pipeline.splits import chosen
-from scripts.lib.sources import imagenet, tables
-from scripts.lib.sources.samples import (
+from scripts.lib.sources.files import (
     SPLITS,
-    UNSPLIT,
-    WHOLE,
-    Layout,
     Place,
     Sample,
     Tree,
-    images_of,
+    inside,
+    is_hidden,
     is_image,
     read_place,
     split_of,
     tree_of_file,
     tree_of_folder,
 )
+from scripts.lib.sources.imagenet import TRAIN_TAR, VAL_NAME, VAL_TAR, WNID, val_samples
+from scripts.lib.sources.tables import (
+    LABELS,
+    LISTS,
+    read_list,
+    read_parquet,
+    read_row,
+    split_of_list,
+)
 
 WHAT = (
     "give ImageNet's official tar files, Kaggle's folder or zip file, Parquet files, WebDataset "
     "shards, a folder with one folder per class, or a list (.csv, .tsv, .txt) of paths and labels"
 )
+CONTAINERS = (".tar", ".tar.gz", ".tgz", ".zip")
+LABEL_FILES = ("cls", "json", "txt")  # of a WebDataset sample; the first one counts
 VAL_FRACTION = 0.1
+OTHER = "other"  # split of images that are left out
 LONGEST = 255  # bytes, the name of a file or folder on Linux
 
 
-def recognise(source: str, *, val_fraction: float | None = None, seed: int = 0) -> Layout:
+def read(place: Place) -> bytes:
+    """Return the bytes of an image; may be called from several threads.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return read_row(place) if place.file.endswith(".parquet") else read_place(place)
+
+
+def recognise(
+    source: str, *, val_fraction: float | None = None, seed: int = 0
+) -> tuple[list[Sample], list[str]]:
     """Recognise a dataset and list its images.
 
     Args:
@@ -46,7 +65,8 @@ def recognise(source: str, *, val_fraction: float | None = None, seed: int = 0) 
         seed: of the choice of these images.
 
     Returns:
-        The layout; every sample has a split, train or val, and both have the same classes.
+        The images, in the order in which they are read quickly, of two splits, train and val, with
+        the same classes; and sentences about what was left out or decided.
 
     Raises:
         UserError: the format is unknown, ambiguous or incomplete, or a file is damaged.
@@ -54,168 +74,240 @@ def recognise(source: str, *, val_fraction: float | None = None, seed: int = 0) 
     if not os.path.exists(source):
         raise UserError(f"{source}: no such file or folder; {WHAT}")
     try:
-        layout = list_images(source)
+        samples = list_images(source)
     except OSError as error:
         message = f"cannot be read ({error}); check the permissions and the file system"
         raise UserError(f"{source}: {message}") from None
-    if not layout.samples:
-        raise UserError(f"{source}: no images in {layout.kind}; {WHAT}")
-    layout = replace(layout, samples=with_safe_names(source, layout.samples))
-    layout = with_validation(source, layout, val_fraction, seed)
-    check(source, layout.samples)
-    if not layout.in_order:
-        layout.samples.sort()
-    return layout
+    if not samples:
+        raise UserError(f"{source}: holds no images; {WHAT}")
+    # No slash in the name of a class, and no dot at its start, which hides a folder.
+    safe = {s.label: re.sub(r"[/\\\0]|^\.", "_", s.label.strip()) or "_" for s in samples}
+    samples = renamed(source, samples, safe)
+    samples, notes = with_validation(source, samples, val_fraction, seed)
+    check(source, samples)
+    return samples, notes
 
 
-def list_images(source: str) -> Layout:
-    """List the images of a folder or a file; a split can be missing.
+def list_images(source: str) -> list[Sample]:
+    """Recognise the format by the names of the files; a split can be missing.
 
     Raises:
         UserError: see `recognise`.
         OSError: the source cannot be read.
     """
-    if os.path.isdir(source):
-        return read_tree(source, tree_of_folder(source))
-    if source.lower().endswith(tables.LISTS):
-        samples = tables.read_list(source, UNSPLIT)
-        samples = tables.with_short_names(tables.with_wnids(source, samples))
-        return Layout("a list", samples, read_place)
-    return read_tree(source, {os.path.basename(source): Place(source)})
+    if os.path.isfile(source) and source.endswith(LISTS):
+        return with_record_names(source, read_list(source, ""))
+    is_folder = os.path.isdir(source)
+    tree = tree_of_folder(source) if is_folder else {os.path.basename(source): Place(source)}
+    samples: list[Sample] = []
+    if parquet := [path for path in tree if path.endswith(".parquet")]:
+        for path, split in split_files(source, parquet):
+            samples += read_parquet(path, tree[path].file, split)
+        return with_record_names(source, samples)
+    lists = {path: split for path in tree if (split := split_of_list(path))}
+    if "train" in lists.values():
+        for path, split in lists.items():
+            samples += read_list(tree[path].file, split)
+        return with_record_names(source, samples)
+    image = next(filter(is_image, tree), "")
+    containers = list(filter(is_container, tree))
+    tar = next((path for path in containers if not path.endswith(".zip")), "")
+    if image and tar:  # a zip file next to images is what they were unpacked from
+        raise UserError(f"{source}: holds images ({image}) and tar files ({tar}); give one of them")
+    if containers and not image:
+        return read_containers(source, tree, containers)
+    return read_folder(source, tree)
 
 
-def read_tree(source: str, tree: Tree) -> Layout:
-    """Recognise the format by the names of the files.
-
-    Raises:
-        UserError: names the formats if there are several; see also the function of each.
-    """
-    found = {kind: path for kind, (detect, _) in FORMATS.items() if (path := detect(tree))}
-    if len(found) > 1:
-        names = " and ".join(f"{kind} ({path})" for kind, path in found.items())
-        raise UserError(f"{source}: holds {names}; give a folder or a file with one of them")
-    if not found:  # zip files next to other formats are what they were unpacked from
-        zipped = next((path for path in tree if path.lower().endswith(".zip")), "")
-        found = {"tar files": zipped} if zipped else {}
-    for kind, path in found.items():
-        if tree[path].size != WHOLE and not is_image(path):
-            raise UserError(f"{source}: contains {path}; unpack it and give the folder")
-        return FORMATS[kind][1](source, tree)
-    raise UserError(f"{source}: not a dataset that prepare.py knows; {WHAT}")
+def is_container(path: str) -> bool:
+    """Tell whether a file may hold images: ImageNet's boxes, kits and test images do not matter."""
+    name = os.path.basename(path)
+    others = name.startswith("ILSVRC2012_") and name not in (TRAIN_TAR, VAL_TAR)
+    return name.endswith(CONTAINERS) and not others
 
 
-# Each function returns the path by which a format is recognised, or "".
-
-
-def detect_official(tree: Tree) -> str:
-    tars = imagenet.TRAIN_TAR, imagenet.VAL_TAR
-    return next((path for path in tree if os.path.basename(path) in tars), "")
-
-
-def detect_kaggle(tree: Tree) -> str:
-    return next(filter(imagenet.FLAT_VAL.fullmatch, tree), "")
-
-
-def detect_parquet(tree: Tree) -> str:
-    return next((path for path in tree if path.endswith(".parquet")), "")
-
-
-def detect_tars(tree: Tree) -> str:
-    tars = (path for path in tree if path.lower().endswith((".tar", ".tar.gz", ".tgz")))
-    # ImageNet's test images, bounding boxes and kits may be next to its images.
-    others = (path for path in tars if not os.path.basename(path).startswith("ILSVRC2012_"))
-    return next(others, "")
-
-
-def detect_lists(tree: Tree) -> str:
-    return next((path for path in tree if tables.split_of_list(path) == "train"), "")
-
-
-def detect_folders(tree: Tree) -> str:
-    """Find <split>/<class>/<image>; if no list is there that may name it, also <class>/<image>."""
-    if detect_kaggle(tree):
-        return ""
-    listed = bool(detect_lists(tree))
-    for path in tree:
-        top, *inner = path.split("/")
-        if is_image(path) and inner and (not listed or (top.lower() in SPLITS and inner[1:])):
-            return path
-    return ""
-
-
-def read_containers(source: str, tree: Tree) -> Layout:
-    """List the images in tar and zip files: in a single one as in a folder.
+def split_files(source: str, paths: list[str]) -> list[tuple[str, str]]:
+    """Return the files of a dataset and the split that the path of each states.
 
     Raises:
-        UserError: see `read_tree` and `tables.read_containers`.
+        UserError: there are several datasets, or the split of a file is not clear.
     """
-    paths = [path for path in tree if path.lower().endswith(tables.CONTAINERS)]
-    file = tree[paths[0]].file
-    if len(paths) > 1 or tables.is_shard(members := tree_of_file(file)):
-        return tables.read_containers(source, tree)
-    layout = read_tree(file, members)
-    if not any(sample.split for sample in layout.samples):
-        tables.split_files(source, tree, tables.CONTAINERS)  # refuses val.tar alone
-    return layout
+    words = rf"\b({'|'.join(SPLITS)})\b"
+    folders = {os.path.dirname(path): path for path in paths}
+    if len({re.sub(words, "", folder.lower()) for folder in folders}) > 1:
+        names = ", ".join(sorted(folder or "." for folder in folders))
+        raise UserError(f"{source}: holds several datasets ({names}); give the folder of one")
+    files = [(path, split_of(path)) for path in paths]
+    splits = {split for _, split in files}
+    if "" in splits and len(splits) > 1:
+        path = next(path for path, split in files if not split)
+        problem = "the name does not contain train or val, as those of other files do"
+        raise UserError(f"{source}: {path}: {problem}; rename or remove it")
+    return files
 
 
-def read_folders(source: str, tree: Tree) -> Layout:
+def read_containers(source: str, tree: Tree, paths: list[str]) -> list[Sample]:
+    """List the images in tar and zip files, in a single one as in a folder.
+
+    Raises:
+        UserError: a file is damaged, compressed or missing, or an image has no label.
+    """
+    names = {os.path.basename(path) for path in paths}
+    if TRAIN_TAR in names and VAL_TAR not in names:
+        raise UserError(f"{source}: {VAL_TAR} is missing; put it into the same folder")
+    samples: list[Sample] = []
+    records: list[Sample] = []
+    for path, split in split_files(source, paths):
+        file = tree[path].file
+        members = tree_of_file(file)
+        if shard := shard_samples(file, members, split):
+            records += shard
+        elif len(paths) == 1:
+            return read_folder(file, members, split)
+        else:
+            samples += class_samples(file, members, split, tree)
+    return samples + with_record_names(source, records)
+
+
+def shard_samples(path: str, members: Tree, split: str) -> list[Sample]:
+    """List the images of a WebDataset shard, in which an image and its label have the same key.
+
+    Returns:
+        Nothing if no image has a label.
+
+    Raises:
+        UserError: only some images have one.
+    """
+    records: dict[str, Tree] = defaultdict(dict)
+    for name, place in members.items():
+        folder, file = os.path.split(name)
+        key, _, extension = file.partition(".")
+        records[os.path.join(folder, key)][extension.lower()] = place
+    images = {
+        key: next((e for e in parts if is_image(f".{e}")), "") for key, parts in records.items()
+    }
+    kinds = {key: next((k for k in LABEL_FILES if k in records[key]), "") for key in records}
+    if not any(images[key] and kinds[key] for key in records):
+        return []
+    shard = os.path.splitext(os.path.basename(path))[0]
+    samples = []
+    for key, parts in records.items():
+        if extension := images[key]:
+            if not kinds[key]:
+                raise UserError(f"{path}: {key} has no label; add {key}.cls to the shard")
+            label = record_label(path, f"{key}.{kinds[key]}", parts[kinds[key]])
+            samples.append(Sample(split, label, f"{shard}/{key}.{extension}", parts[extension]))
+    return samples
+
+
+def record_label(path: str, name: str, place: Place) -> str:
+    text = read_place(place).decode(errors="replace").strip()
+    if not name.endswith(".json"):
+        return text
+    try:
+        record = json.loads(text)
+        return str(next(record[key] for key in LABELS if key in record))
+    except (ValueError, TypeError, StopIteration):
+        message = 'contains no label, as {"label": 3} does; add one'
+        raise UserError(f"{path}: {name} {message}") from None
+
+
+def read_folder(source: str, tree: Tree, split: str = "") -> list[Sample]:
     """List the images in <split>/<class>/, or in <class>/; folders around them do not matter.
+
+    Args:
+        split: of class folders.
 
     Raises:
         UserError: an image is not in a class folder.
     """
-    tree = dict(images_of(tree))
-    while len({path.split("/")[0] for path in tree}) == 1 and min(p.count("/") for p in tree) > 1:
-        tree = {path.partition("/")[2]: place for path, place in tree.items()}
-    parts = {path: path.split("/") for path in tree}
+    images = {path: place for path, place in tree.items() if is_image(path)}
+    while len({path.split("/")[0] for path in images}) == 1:
+        if min(path.count("/") for path in images) < 2:
+            break
+        images = {path.partition("/")[2]: place for path, place in images.items()}
     # A class may be called train: a split holds folders of classes.
-    tops = {top.lower() for top, *rest in parts.values() if len(rest) > 1}
-    splits = {SPLITS[top] for top in tops if top in SPLITS}
+    tops = {path.split("/")[0] for path in images if path.count("/") > 1}
+    splits = {SPLITS[top.lower()] for top in tops if top.lower() in SPLITS}
     if "train" not in splits:
-        if splits and tops <= SPLITS.keys():
-            raise UserError(f"{source}: there is no training split, only {' and '.join(splits)}")
-        return Layout(
-            "class folders", list(tables.class_samples(source, tree, UNSPLIT)), read_place
-        )
-    groups: dict[str, dict[str, Place]] = defaultdict(dict)
-    for path, (top, *rest) in parts.items():
-        split = SPLITS.get(top.lower(), UNSPLIT)
-        unlabelled = split == "test" and len(rest) == 1
-        groups[UNSPLIT if unlabelled else split]["/".join(rest)] = tree[path]
-        if len(rest) > 1 and split == UNSPLIT and split_of(top) not in (UNSPLIT, *splits):
-            raise tables.looks_like_a_split(source, top)
-    left_out = len(groups.pop(UNSPLIT, {}))
-    note = "Images outside train/<class>/, val/<class>/ and test/<class>/ were left out"
-    notes = [f"{note}: {left_out:,}."] if left_out else []
-    samples = [
-        sample
-        for split, images in groups.items()
-        for sample in tables.class_samples(source, images, split)
-    ]
-    return Layout("class folders", samples, read_place, notes)
+        return class_samples(source, images, split, tree)
+    groups: dict[str, Tree] = defaultdict(dict)
+    for path, place in images.items():
+        top, _, name = path.partition("/")
+        if top in tops and split_of(top) not in (*splits, ""):
+            raise looks_like_a_split(source, top)
+        groups[SPLITS.get(top.lower(), OTHER)][name or path] = place
+    samples = [Sample(OTHER, "", path, place) for path, place in groups.pop(OTHER, {}).items()]
+    for split, found in groups.items():
+        samples += class_samples(source, found, split, tree)
+    return samples
 
 
-FORMATS: dict[str, tuple[Callable[[Tree], str], Callable[[str, Tree], Layout]]] = {
-    "ImageNet's official tar files": (detect_official, imagenet.read_official),
-    "Kaggle's ImageNet": (detect_kaggle, imagenet.read_kaggle),
-    "Parquet files": (detect_parquet, tables.read_parquet),
-    "tar files": (detect_tars, read_containers),
-    "lists": (detect_lists, tables.read_lists),
-    "class folders": (detect_folders, read_folders),
-}
+def class_samples(source: str, images: Tree, split: str, tree: Tree) -> list[Sample]:
+    """List the images in <class>/ or <split>/<class>/; folders in a class are part of the name.
+
+    Args:
+        tree: may hold the labels of ImageNet's validation images.
+    """
+    samples = []
+    flat = {}
+    for path, place in images.items():
+        top, _, name = path.partition("/")
+        if SPLITS.get(top.lower()) == split and "/" in name:
+            top, _, name = name.partition("/")
+        if not is_image(path):
+            continue
+        if name:
+            samples.append(Sample(split, top, name, place))
+        elif split == "val" and VAL_NAME.fullmatch(path):
+            flat[path] = place
+        elif split == "test":
+            samples.append(Sample(OTHER, "", path, place))
+        else:
+            raise UserError(f"{source}: {path} is not in a class folder; move it into one")
+    return samples + (val_samples(source, tree, flat) if flat else [])
+
+
+def looks_like_a_split(source: str, folder: str) -> UserError:
+    message = "holds folders and looks like a split; put train/ and val/ into one folder or file"
+    return UserError(f"{source}: {folder}/ {message}, or rename it if it is a class")
 
 
 # What holds for all formats.
 
 
-def with_safe_names(source: str, samples: list[Sample]) -> list[Sample]:
-    """Make a folder name of every class: no slash, and no dot at the start, which hides a folder.
+def with_record_names(source: str, samples: list[Sample]) -> list[Sample]:
+    """Name the classes and files of tables and shards: a label may be a number, a name a path.
+
+    Where the names of the files contain ImageNet's WordNet ids, these are the classes. Other
+    numbers get the same number of digits, so that their order does not change. A file has its name
+    in the source; if its class has several of this name, with their folders.
+    """
+    wnids = defaultdict(set)
+    for sample in samples:
+        wnids[sample.label].update(WNID.findall(sample.name) or [""])
+    one = {label: min(found) for label, found in wnids.items() if len(found) == 1}
+    names = {label: label for label in wnids}
+    if len(one) == len(wnids) == len(set(one.values()) - {""}):
+        names = one
+    elif all(label.isdecimal() for label in wnids):
+        names = {label: label.zfill(max(map(len, wnids))) for label in wnids}
+    keys = [(s.split, s.label, os.path.basename(s.name)) for s in samples]
+    counts = Counter(keys)
+    files = [
+        key[2] if counts[key] == 1 else sample.name.lstrip("./").replace("/", "_")
+        for sample, key in zip(samples, keys, strict=True)
+    ]
+    named = [sample._replace(name=file) for sample, file in zip(samples, files, strict=True)]
+    return renamed(source, named, names)
+
+
+def renamed(source: str, samples: list[Sample], names: dict[str, str]) -> list[Sample]:
+    """Rename the classes.
 
     Raises:
-        UserError: two classes get the same name.
+        UserError: two of them get the same name, as 3 and 03, or a/b and a_b.
     """
-    names = {s.label: re.sub(r"[/\\\0]|^\.", "_", s.label.strip()) or "_" for s in samples}
     first: dict[str, str] = {}
     for label, name in names.items():
         if first.setdefault(name, label) != label:
@@ -224,28 +316,39 @@ def with_safe_names(source: str, samples: list[Sample]) -> list[Sample]:
     return [sample._replace(label=names[sample.label]) for sample in samples]
 
 
-def with_validation(source: str, layout: Layout, fraction: float | None, seed: int) -> Layout:
+def with_validation(
+    source: str, samples: list[Sample], fraction: float | None, seed: int
+) -> tuple[list[Sample], list[str]]:
     """Choose the validation images, the same fraction of every class, if there are none.
 
     The choice depends on the seed and on the names of the class and its images. With seed 0, it is
     that of data.val_fraction.
 
+    Returns:
+        The samples of train and val, and what was decided, in sentences.
+
     Raises:
         UserError: there is a validation split already, or a class has only one image.
     """
-    splits = {sample.split for sample in layout.samples}
-    if "test" in splits:
-        layout = without_test(layout, keep="val" not in splits)
-    if splits & {"val", "test"}:
+    counts = Counter(sample.split for sample in samples)
+    notes = []
+    if counts[OTHER]:
+        notes.append(f"Images without a split or a class were left out: {counts[OTHER]:,}.")
+    if counts["test"]:
+        left_out = "was left out" if counts["val"] else "is the validation split"
+        notes.append(f"The test split {left_out}.")
+    used = {"train": "train", "": "train", "val": "val"} | (
+        {} if counts["val"] else {"test": "val"}
+    )
+    samples = [s._replace(split=used[s.split]) for s in samples if s.split in used]
+    if any(sample.split == "val" for sample in samples):
         if fraction is not None:
-            message = "has a validation split; leave out --val-fraction"
-            raise UserError(f"{source}: {message}")
-        return layout
+            raise UserError(f"{source}: has a validation split; leave out --val-fraction")
+        return samples, notes
     fraction = VAL_FRACTION if fraction is None else fraction
     classes = defaultdict(list)
-    for row, sample in enumerate(layout.samples):
+    for row, sample in enumerate(samples):
         classes[sample.label].append(row)
-    samples = [sample._replace(split="train") for sample in layout.samples]
     for label, rows in classes.items():
         if len(rows) == 1:
             message = f"class {label} has one image; training and validation need one each"
@@ -253,41 +356,39 @@ def with_validation(source: str, layout: Layout, fraction: float | None, seed: i
         names = [f"{label}/{samples[row].name}" for row in rows]
         for position in chosen(names, fraction, seed):
             samples[rows[position]] = samples[rows[position]]._replace(split="val")
-    note = f"{fraction:.0%} of the images of each class became the validation split (seed {seed})."
-    return replace(layout, samples=samples, notes=[*layout.notes, note])
-
-
-def without_test(layout: Layout, *, keep: bool) -> Layout:
-    """Leave out the test split or, if there is no other one, keep it for validation."""
-    if keep:
-        samples = [s._replace(split="val") if s.split == "test" else s for s in layout.samples]
-        note = "The test split is the validation split."
-    else:
-        samples = [sample for sample in layout.samples if sample.split != "test"]
-        note = "The test split was left out."
-    return replace(layout, samples=samples, notes=[*layout.notes, note])
+    part = f"{fraction:.0%} of the images of each class"
+    return samples, [*notes, f"{part} became the validation split (seed {seed})."]
 
 
 def check(source: str, samples: list[Sample]) -> None:
-    """Refuse splits with different classes, a single class, and names that cannot be written.
+    """Refuse names that cannot be written, splits with different classes, and a single class.
 
     Raises:
         UserError: names the classes or the image.
     """
-    names = Counter((sample.split, sample.label, sample.name) for sample in samples)
-    name, count = max(names.items(), key=lambda item: item[1])
-    if count > 1:
-        raise UserError(f"{source}: {count} images are called {'/'.join(name)}; rename them")
-    for part in {part for _, label, name in names for part in (label, *name.split("/"))}:
-        if len(os.fsencode(part)) > LONGEST:
-            message = f"has more than {LONGEST} bytes; make it shorter"
-            raise UserError(f"{source}: the name {part[:60]}... {message}")
+    names = Counter(sample[:3] for sample in samples)
+    for (_, label, name), count in names.items():
+        if problem := problem_of(label, name, count):
+            raise UserError(f"{source}: {label}/{name} {problem}; rename it")
     train, val = ({s.label for s in samples if s.split == split} for split in ("train", "val"))
-    for some, others, has, lacks in ((train, val, "train", "val"), (val, train, "val", "train")):
-        if extra := sorted(some - others):
-            more = f" and {len(extra) - 3} more" if len(extra) > 3 else ""
-            message = f"only {has} has images of {', '.join(extra[:3])}{more}, {lacks} has none"
-            raise UserError(f"{source}: {message}; add or remove images of these classes")
+    for label in filter(split_of, train):
+        if all("/" in sample.name for sample in samples if sample.label == label):
+            raise looks_like_a_split(source, label)
+    if extra := sorted(train ^ val):
+        here, there = ("train", "val") if extra[0] in train else ("val", "train")
+        message = f"only {here} has images of {extra[0]}, {there} has none ({len(extra):,} classes)"
+        raise UserError(f"{source}: {message}; add or remove images of these classes")
     if len(train) == 1:
         message = f"all images have the class {train.pop()}; a classifier needs two or more"
         raise UserError(f"{source}: {message}, each in its folder")
+
+
+def problem_of(label: str, name: str, count: int) -> str:
+    """Return why an image cannot have this name in the output, which `count` images have."""
+    if count > 1:
+        return f"is the name of {count} images"
+    if name != inside(name) or is_hidden(name):
+        return "is hidden or leads out of its folder"
+    if max(len(os.fsencode(part)) for part in (label, *name.split("/"))) > LONGEST:
+        return f"has a part of more than {LONGEST} bytes"
+    return ""

@@ -506,7 +506,7 @@ def test_remedies_have_prices_if_the_images_limit(image_root: Path) -> None:
                 ledger.note(replace(WAITED, batches=8, seconds=32.0, wait_fraction=waits), step)
             found = ledger.verdict("epoch", now, measure=measure)
             assert len(measured) == count
-    assert "scripts/shrink.py (about 8 img/s)" in found[1]
+    assert "scripts/prepare.py --side 352 (about 8 img/s)" in found[1]
 
 
 def test_verdict_uses_what_was_measured_before_the_first_step(

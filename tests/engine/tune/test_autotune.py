@@ -629,7 +629,7 @@ SETTINGS = (
 )
 AUTO = "set loader.decoder=auto and loader.workers=auto in a new run to measure"
 CORES = "use a machine with about 18 CPU cores (about 6,533 img/s)"
-SHRINK = "re-encode the images once with scripts/shrink.py"
+SHRINK = "re-encode the images once with scripts/prepare.py --side 352"
 
 
 def test_answer_for_a_reader() -> None:

@@ -86,7 +86,7 @@ def test_more_workers_where_cores_share_more(
 
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "vit_s16"])
 def test_shrinking_in_recorded_sweeps(model: str) -> None:
-    """To 256 px, after which a core decodes 2.6 times as many images (scripts/shrink.py)."""
+    """To 256 px, after which a core decodes 2.6 times as many images (prepare.py --side 256)."""
     shrunk = SWEEPS[f"{model} shrunk"][2]
     for workers in SWEEPS[f"{model} plain"][2].keys() & shrunk.keys():
         flow = recorded(f"{model} plain", workers)
@@ -173,17 +173,14 @@ def supply_of(root: Path, decoder: str) -> Supply:
 @pytest.mark.slow
 def test_predicted_speed_of_a_worker(tmp_path: Path) -> None:
     """By its CPU time, with another decoder, with smaller files and with both."""
-    from scripts import shrink
+    from scripts import prepare
 
     large = photos(tmp_path / "large", 700)
     small = tmp_path / "small"
     for path in large.rglob("*.jpg"):
         target = small / path.relative_to(large)
         target.parent.mkdir(parents=True, exist_ok=True)
-        data, _ = shrink.shrink(
-            path.read_bytes(), path.name, side=352, quality=90, decoder="pillow"
-        )
-        target.write_bytes(data)
+        target.write_bytes(prepare.reencoded(path.read_bytes(), path.name, side=352))
     gains = gains_of(large, "pillow")
     assert gains.installed, "the test needs a faster decoder than Pillow"
     before = 1e3 / supply_of(large, "pillow").cpu_ms

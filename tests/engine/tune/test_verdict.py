@@ -89,14 +89,16 @@ GPUS: dict[str, Any] = {"on_gpu": True, "gains": Gains(shrink=1.0)}
                 "3.6 ms of CPU time",
                 " ms for a core: set loader.decoder=auto and loader.workers=auto in a new run to "
                 "measure the GPU's JPEG engines, if it has them; re-encode the images once with "
-                "scripts/shrink.py; use a machine with about 27 CPU cores (about 6,560 img/s).",
+                "scripts/prepare.py --side 352; "
+                "use a machine with about 27 CPU cores (about 6,560 img/s).",
             ],
         ),
         (
             {**WAITS, "gains": Gains(shrink=1.5), "has_engines": True},
             "decode",
             [
-                "measure the GPU's JPEG engines; re-encode the images once with scripts/shrink.py "
+                "measure the GPU's JPEG engines; re-encode the images once with "
+                "scripts/prepare.py --side 352 "
                 "(about 6,225 img/s); use a machine with about 27 CPU cores (about 6,560 img/s).",
             ],
         ),
@@ -116,7 +118,8 @@ GPUS: dict[str, Any] = {"on_gpu": True, "gains": Gains(shrink=1.0)}
             [
                 " ms for a core: install a C compiler for loader.decoder=region, x1.25 in "
                 "docs/benchmarks.md (about 5,188 img/s); re-encode the images once with "
-                "scripts/shrink.py (about 4,980 img/s, 6,225 together with the change before it); "
+                "scripts/prepare.py --side 352 (about 4,980 img/s, "
+                "6,225 together with the change before it); "
                 "use a machine with about 27 CPU cores",
             ],
         ),
@@ -133,13 +136,16 @@ GPUS: dict[str, Any] = {"on_gpu": True, "gains": Gains(shrink=1.0)}
         (
             {**WAITS, **MEASURED, "decoder": "hybrid", "gains": Gains(shrink=2), "decoded": 0.5},
             "decode",
-            ["scripts/shrink.py (about 6,225 img/s); use a machine with about 39 CPU cores"],
+            [
+                "scripts/prepare.py --side 352 (about 6,225 img/s); "
+                "use a machine with about 39 CPU cores"
+            ],
         ),
         (  # the step reaches its rate alone, so there are cores enough
             {**MEASURED, "decoder": "hybrid", "workers": 14, "most_workers": 14, "step_alone": 6600}
             | {"wait_fraction": 0.06, "copy_fraction": 0.95},
             "engines",
-            ["got 6,600. Re-encode the images once with scripts/shrink.py."],
+            ["got 6,600. Re-encode the images once with scripts/prepare.py --side 352."],
         ),
         (
             {**WAITS, "decoder": "hybrid", "large_files": False},
@@ -171,7 +177,7 @@ GPUS: dict[str, Any] = {"on_gpu": True, "gains": Gains(shrink=1.0)}
             "decode",
             [
                 "raise loader.workers, there are cores for 15 (about 5,227 img/s); re-encode the "
-                "images once with scripts/shrink.py (about 2,400 img/s).",
+                "images once with scripts/prepare.py --side 352 (about 2,400 img/s).",
             ],
         ),
         (
@@ -345,7 +351,7 @@ GPUS: dict[str, Any] = {"on_gpu": True, "gains": Gains(shrink=1.0)}
                 "gains": Gains(shrink=1.5),
             },
             "cores",
-            ["Re-encode the images once with scripts/shrink.py (about 6,890 img/s)."],
+            ["Re-encode the images once with scripts/prepare.py --side 352 (about 6,890 img/s)."],
         ),
         (
             {**MEASURED, "step_alone": 7500, "drained_fraction": 0.6, "large_files": False},

@@ -1,0 +1,168 @@
+"""List and read the files in folders, tar files and zip files, for layouts.py."""
+
+import os
+import re
+import struct
+import tarfile
+import zipfile
+import zlib
+from functools import cache
+from typing import NamedTuple
+
+from conf.schema import UserError
+from pipeline.containers import tar_members
+from pipeline.index import EXTENSIONS
+
+IMAGES = tuple(map(os.fsdecode, EXTENSIONS))
+# Endings of the files in a tar file that matter: images, labels and tar files of classes.
+USED = (*IMAGES, ".cls", ".json", ".txt", ".csv", ".tar", ".tar.gz")
+# Words in the names of files and folders -> split.
+SPLITS = dict.fromkeys(("train", "training"), "train") | {"test": "test"}
+SPLITS |= dict.fromkeys(("val", "valid", "validation", "dev"), "val")
+WHOLE = -1
+
+
+class Place(NamedTuple):
+    """Where bytes are: a file, a range of a file, or a member of a zip file.
+
+    Attributes:
+        start: position in the file; in a Parquet file, a row of the row group `size`.
+        size: number of bytes, or WHOLE for a file.
+        member: name in a zip file.
+    """
+
+    file: str
+    start: int = 0
+    size: int = WHOLE
+    member: str = ""
+
+
+class Sample(NamedTuple):
+    """An image: train, val, test or "", its class, its name in the class folder, and its place."""
+
+    split: str
+    label: str
+    name: str
+    place: Place
+
+
+Tree = dict[str, Place]  # path below SOURCE -> place
+
+
+def is_image(path: str) -> bool:
+    return path.lower().endswith(IMAGES)
+
+
+def is_hidden(path: str) -> bool:
+    """Tell whether a part of the path starts with a dot, as .. does, or is what macOS adds."""
+    return any(part.startswith(".") or part == "__MACOSX" for part in path.split("/"))
+
+
+def split_of(path: str) -> str:
+    """Return train, val or test if a word of the path says so; the last such word counts."""
+    words = [word for word in re.split(r"[^a-z]+", path.lower()) if word in SPLITS]
+    return SPLITS[words[-1]] if words else ""
+
+
+def damaged(path: str, reason: object) -> UserError:
+    return UserError(f"{path}: is damaged or incomplete ({reason}); download or copy it again")
+
+
+def tree_of_folder(root: str) -> Tree:
+    """List the files below a folder, except hidden ones; links are followed, each folder once.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    found, seen, folders = {}, set(), [""]
+    while folders:
+        below = folders.pop()
+        info = os.stat(os.path.join(root, below))
+        if (info.st_dev, info.st_ino) in seen:
+            continue
+        seen.add((info.st_dev, info.st_ino))
+        with os.scandir(os.path.join(root, below)) as scan:
+            entries = [entry for entry in scan if not is_hidden(entry.name)]
+        for entry in entries:
+            path = os.path.join(below, entry.name)
+            if entry.is_dir():
+                folders.append(path)
+            # A link to a missing file is listed, so that its image is reported.
+            elif entry.is_file() or not os.path.exists(entry.path):
+                found[path] = Place(os.path.join(root, path))
+    return dict(sorted(found.items()))
+
+
+def tree_of_file(path: str) -> Tree:
+    """List the files in a zip file or in a tar file, except hidden ones.
+
+    Raises:
+        UserError: it is damaged, or compressed as a whole.
+        OSError: it cannot be read.
+    """
+    found = tree_of_zip(path) if path.lower().endswith(".zip") else tree_of_tar(path)
+    return {name: place for name, place in sorted(found.items()) if not is_hidden(name)}
+
+
+def tree_of_zip(path: str) -> Tree:
+    try:
+        infos = open_zip(path).infolist()
+    except (zipfile.BadZipFile, NotImplementedError) as error:
+        raise damaged(path, error) from None
+    return {
+        inside(info.filename): Place(path, 0, info.file_size, info.filename)
+        for info in infos
+        if not info.is_dir()
+    }
+
+
+def tree_of_tar(path: str, start: int = 0) -> Tree:
+    """List the files in the tar file at byte `start` of a file; tar files in it are folders."""
+    with open(path, "rb") as file:
+        if file.read(2) == b"\x1f\x8b":
+            raise UserError(f"{path}: is compressed; run gunzip on it and start again")
+    try:
+        members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    except (tarfile.TarError, struct.error) as error:
+        raise damaged(path, error) from None
+    found: Tree = {}
+    for member, place in members.items():
+        name = inside(os.fsdecode(member))
+        if name.endswith(".tar"):
+            inner = tree_of_tar(path, place[0])
+            found |= {os.path.join(name.removesuffix(".tar"), n): at for n, at in inner.items()}
+        else:
+            found[name] = Place(path, *place)
+    return found
+
+
+def inside(name: str) -> str:
+    """Return the name of a member of a tar or zip file as a path below the root of the file."""
+    return os.path.normpath(name).lstrip("/")
+
+
+@cache
+def open_zip(path: str) -> zipfile.ZipFile:
+    """Open a zip file, which remains open: several threads may read from it."""
+    return zipfile.ZipFile(path)
+
+
+def read_place(place: Place) -> bytes:
+    """Return the bytes of a file, of a range of it, or of a member of a zip file.
+
+    Raises:
+        OSError: it cannot be read or is too short.
+    """
+    if place.member:
+        try:
+            return open_zip(place.file).read(place.member)
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError) as error:
+            raise OSError(f"{place.file}: {place.member}: {error}") from None
+    with open(place.file, "rb") as file:
+        file.seek(place.start)
+        data = file.read(place.size)
+    if len(data) < place.size:
+        raise OSError(f"{place.file}: ends before byte {place.start + place.size:,}")
+    return data
