@@ -16,7 +16,6 @@ if __name__ == "__main__":
 import gc
 import logging
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -33,10 +32,10 @@ from conf import cli
 from conf.compose import load
 from conf.launch import exit_with
 from conf.rooms import has_room
-from conf.schema import CHOOSE_SAMPLES, Config, UserError, config_values
-from engine.checkpoint import CheckpointError, find
+from conf.schema import CHOOSE_SAMPLES, Config, config_values
+from engine.checkpoint import find
+from engine.compute import compiled, set_up_kernels
 from engine.distributed import (
-    RankError,
     StopSignal,
     World,
     average_gradients,
@@ -53,7 +52,6 @@ from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from engine.state import (
     MovingAverage,
-    TrainingError,
     TrainState,
     seed_step,
     state_bytes,
@@ -64,7 +62,7 @@ from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Val
 from engine.validation import METRICS, evaluate, hits
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import LoaderError, start_forkserver
+from pipeline.loader import start_forkserver
 from pipeline.machine import reached_limit
 from pipeline.prefetcher import Batch
 
@@ -78,13 +76,6 @@ MAY_DIFFER = (
     "loader.pin_memory",
     "loader.start_method",
 )
-# model.compile=tuned searches the block sizes of every generated kernel.
-# ResNet-50 on an H200: 7,327 -> 7,798 images/s.
-TUNED: dict[str, Any] = {"coordinate_descent_tuning": True}
-# How long a thread that runs Python code may delay a kernel launch. With Python's default of 5 ms,
-# at each of a step's hundreds of launches, TensorBoard's checksum of a picture drained the GPU's
-# queue: a step of 31 ms took 148 ms (ViT-S/16 on an H200).
-SWITCH_SECONDS = 1e-4
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -99,7 +90,7 @@ def train(config: Config) -> dict[str, Any]:
     with ExitStack() as stack:
         use = stack.enter_context
         world = use(join_world(config.train.device, config.loader.timeout_seconds))
-        config = agree_on(config, world)
+        config = resolve_config(config, world)
         run = use(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
         run.open(
@@ -157,25 +148,22 @@ def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
     weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
     criterion = build_criterion(config.train, weights)
-    loss = partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion)
     on_gpu = world.device.type == "cuda"
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=world.device)
+    step = partial(
+        train_step,
+        state,
+        network,
+        partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion),
+        lr=lr,
+        clip_norm=config.optim.clip_norm,
+        accumulate=config.train.accumulate,
+    )
 
     def before(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(plan.curve.at(step))
-
-    def step(batch: Batch) -> Values:
-        return train_step(
-            state,
-            network,
-            loss,
-            batch,
-            lr=lr,
-            clip_norm=config.optim.clip_norm,
-            accumulate=config.train.accumulate,
-        )
 
     return StepGraph(
         step,
@@ -329,16 +317,6 @@ def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tup
             yield part.images, part.labels
 
 
-def compiled(function: F, mode: str) -> F:
-    """Return the function compiled with the mode of model.compile, or unchanged if it is `off`."""
-    if mode == "off":
-        return function
-    # Otherwise torch does not cache graphs with the max pooling of models.kernels.layers.
-    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
-    return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
-
-
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
     """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
     with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
@@ -360,10 +338,10 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
-def agree_on(config: Config, world: World) -> Config:
-    """Use rank 0's `run` keys on all ranks: ${now:} gives each rank a different time.
+def resolve_config(config: Config, world: World) -> Config:
+    """Add what fine-tuning decides, and use rank 0's `run` keys on all ranks.
 
-    A recipe such as finetune gets the values that follow from the weights and the images.
+    ${now:} gives each rank a different time.
 
     Raises:
         UserError: other keys differ between the ranks; or the weights or images cannot be read.
@@ -395,21 +373,6 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     state = world.on_all_ranks(lambda: build_state(plan, world))
     datasets.prepare()  # draws the images of data=demo if they are missing
     return datasets, plan, state
-
-
-def set_up_kernels(*, deterministic: bool, precision: str) -> None:
-    """Set torch's global options for precision, cuDNN and determinism.
-
-    TF32 is allowed unless `precision` is fp32. cuDNN uses its fastest algorithms, or reproducible
-    ones if `deterministic`. Other threads yield to kernel launches after SWITCH_SECONDS.
-    """
-    sys.setswitchinterval(SWITCH_SECONDS)
-    torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
-    torch.backends.cudnn.allow_tf32 = precision != "fp32"
-    torch.backends.cudnn.benchmark = not deterministic
-    if deterministic:
-        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by cuBLAS, read nowhere else
-    torch.use_deterministic_algorithms(deterministic)
 
 
 def build_state(plan: Plan, world: World) -> TrainState:
@@ -512,23 +475,12 @@ def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     cli.log_to_stderr(level, force=True)
-    try:
-        summary = train(config)
-    except UserError as error:
-        cli.complain_of_mistake(str(error))
-        return 2
-    except (LoaderError, CheckpointError, RankError, TrainingError) as error:
-        cli.complain(str(error))
-        return 1
-    except (OSError, RuntimeError) as error:
-        limit = reached_limit(error)
-        if limit is None:
-            raise
-        cli.complain(limit)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 128 + summary["signal"] if summary["signal"] else 0
+
+    def status() -> int:
+        signal_number = train(config)["signal"]
+        return 128 + signal_number if signal_number else 0
+
+    return cli.exit_status(status, limits=reached_limit)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,7 +25,7 @@ from conf.overrides import (
     remedy,
     split_config_dir,
 )
-from conf.schema import RESULT, Config, UserError, group_names, show, walk
+from conf.schema import RESULT, Config, RunError, UserError, group_names, show, walk
 
 MULTIRUN = {"-m", "--multirun"}
 HYDRA_FILES = {"-cp", "--config-path", "-cn", "--config-name"}
@@ -243,6 +243,38 @@ def complain_of_mistake(message: str, script: str = "train.py") -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE") is None:
         complain(message, script)
+
+
+def exit_status(
+    main: Callable[[], int],
+    script: str = "train.py",
+    limits: Callable[[BaseException], str | None] = lambda error: None,
+) -> int:
+    """Call `main` and return its status; print an error that is not a bug as one line.
+
+    Args:
+        script: name to print before the line.
+        limits: explains an error that is a limit of the machine, such as the number of open files;
+            None for other errors, which are raised.
+
+    Returns:
+        2 after a mistake of the user, 1 after another expected error, 130 after Ctrl-C.
+    """
+    try:
+        return main()
+    except UserError as error:
+        complain_of_mistake(str(error), script)
+        return 2
+    except RunError as error:
+        complain(str(error), script)
+        return 1
+    except (OSError, RuntimeError) as error:
+        if (limit := limits(error)) is None:
+            raise
+        complain(limit, script)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def fail(message: str, script: str = "train.py") -> NoReturn:

@@ -28,6 +28,13 @@ class UserError(ValueError):
     """A mistake of the user: `key=value: what is wrong; what to do`. One line, exit status 2."""
 
 
+class RunError(RuntimeError):
+    """Something outside the program prevents what was asked: a disk, a file, another rank.
+
+    The message is one line that says what to do. Exit status 1.
+    """
+
+
 class Affects(Flag):
     """What changes when the value of a key changes.
 

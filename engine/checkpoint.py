@@ -33,7 +33,7 @@ from torch import Tensor
 
 from conf import strict_json
 from conf.files import open_regular
-from conf.schema import UserError, show
+from conf.schema import RunError, UserError, show
 from models.weights import read_torch_file
 from pipeline.shared import page_lock, page_unlock
 
@@ -62,7 +62,7 @@ LONGEST_TEXT = 100_000  # letters of such a value
 MOST_MANIFEST = 100_000  # bytes
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint cannot be written or is damaged; the message names the file and the reason."""
 
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 import models
 from conf import strict_json
 from conf.launch import Launch, read_launch
-from conf.schema import UserError, show
+from conf.schema import RunError, UserError, show
 from conf.signals import STOPS, handle_stops
 from engine.heartbeat import CONNECTION, Heartbeat
 
@@ -53,7 +53,7 @@ NOTHING_LOST = "nothing is lost: no step has been completed since the last check
 ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
-class RankError(RuntimeError):
+class RankError(RunError):
     """Another rank has ended or does not answer."""
 
 

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from conf.schema import RunError
 from engine.divergence import Divergence
 
 
-class TrainingError(RuntimeError):
+class TrainingError(RunError):
     """Training cannot continue; the message names the step and the remedy."""
 
 

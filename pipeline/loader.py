@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from conf.schema import RunError
 from pipeline import gpu_room, machine
 from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray, page_lock, page_unlock
@@ -48,7 +49,7 @@ MOST_NAMED = 10  # unreadable images on the console
 FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 
 
-class LoaderError(RuntimeError):
+class LoaderError(RunError):
     """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
 
 

@@ -30,7 +30,7 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
-from conf.schema import Config, Run, Schedule, UserError
+from conf.schema import Config, Run, RunError, Schedule, UserError
 from scripts.lib import sweep
 
 RUNGS = ("read", "decode", "loader", "copy", "step", "train")
@@ -156,7 +156,7 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
         UserError: The config or the data is invalid.
     """
     with join_world(config.train.device) as world:
-        config = train.agree_on(config, world)
+        config = train.resolve_config(config, world)
         datasets = build_datasets(config)
         datasets.prepare()
         plan = plan_of(config, datasets, world)
@@ -196,7 +196,7 @@ def run_sweep(
         UserError: The config or the data is invalid.
     """
     with join_world(config.train.device) as world:
-        config = train.agree_on(config, world)
+        config = train.resolve_config(config, world)
         datasets = build_datasets(config)
         datasets.prepare()
         decoders, _ = choose_decoders(config, datasets.train, world.device)
@@ -535,7 +535,7 @@ def main() -> int:
             content, lines, picture = measure_sweep(about, AXES)
     except UserError as error:
         cli.fail(str(error), "bench.py")
-    except (LoaderError, train.TrainingError) as error:
+    except RunError as error:
         cli.complain(str(error), "bench.py")
         return 1
     except KeyboardInterrupt:

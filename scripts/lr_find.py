@@ -130,7 +130,7 @@ def range_test(
     with ExitStack() as stack:
         use = stack.enter_context
         world = use(join_world(config.train.device, config.loader.timeout_seconds))
-        config = train.agree_on(config, world)
+        config = train.resolve_config(config, world)
         datasets, plan, state = train.prepare(config, RunDirectory(config, world), world)
         curve = Rise(config.schedule, highest, 0, steps, plan.steps_per_epoch, lowest)
         feed = use(open_feed(config, datasets, plan.loader, world))

@@ -39,7 +39,7 @@ from torch import nn
 import train
 from conf import cli
 from conf.schema import Config
-from engine import checkpoint
+from engine import checkpoint, compute
 from engine.distributed import StopSignal
 from engine.log import tracker
 from engine.log.ledger import SHORT, Ledger
@@ -1201,7 +1201,7 @@ def test_the_interpreter_does_not_delay_the_step(
     monkeypatch.setattr(train, "train_step", look)
     with pytest.raises(RuntimeError, match="a bug"):
         run(image_root, tmp_path / "run")
-    assert seen == {(False, train.SWITCH_SECONDS)}
+    assert seen == {(False, compute.SWITCH_SECONDS)}
     assert gc.isenabled() is before is True
 
 
