@@ -1,27 +1,22 @@
 """Ranks, their devices and their communication. A single process is a world of size 1."""
 
 import hashlib
-import json
 import logging
 import os
 import platform
 import re
-import select
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn, TypeVar, cast
-from uuid import uuid4
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import PIL
@@ -30,25 +25,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import models
-from conf import strict_json
 from conf.launch import Launch, read_launch
 from conf.schema import RunError, UserError, show
-from conf.signals import STOPS, handle_stops
-from engine.heartbeat import CONNECTION, Heartbeat
+from conf.signals import handle_stops
+from engine.heartbeat import Heartbeat
 
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-# A rank that answers may take this long for its part of a collective: it compiles, or saves.
+# A rank that responds may take this long for its part of a collective: it compiles, or saves.
 LONGEST_SECONDS = 1800.0
-# The store of torchrun exists before the ranks start: a refusal lasting longer means it has ended.
-STORE_SECONDS = 5.0
-ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
-SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
-EXCHANGE_SECONDS = 0.5  # between two looks at whether another rank has a signal
 # How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
 GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
+ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
+SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
 NOTHING_LOST = "nothing is lost: no step has been completed since the last checkpoint"
 ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
@@ -268,31 +259,26 @@ def same_on_all_ranks(
                 )
 
 
-def _versions() -> dict[str, str]:
-    """Return the versions that must be equal on all ranks: communication and pixels depend on them.
+def _installation() -> dict[str, str]:
+    """Return what must be equal on all ranks: communication and pixels depend on the versions.
 
-    The patch release of Python is left out: it affects neither.
+    Of each source file of the packages in use, and of train.py, the first digits of its SHA-256.
+    The patch release of Python affects nothing.
     """
+    root = Path(__file__).parents[1]
+    packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
+    files = [root / "train.py", *(path for package in packages for path in package.rglob("*"))]
+    hashes = {
+        f"SHA-256 of {path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in sorted(files)
+        if path.suffix in (".py", ".c") and path.is_file()
+    }
     return {
         "Python version": ".".join(platform.python_version_tuple()[:2]),
         "torch version": str(torch.__version__),
         "numpy version": np.__version__,
         "Pillow version": PIL.__version__,
-    }
-
-
-def _source_hashes() -> dict[str, str]:
-    """Return the first digits of the SHA-256 of each source file of the packages in use.
-
-    Also of train.py; not of other files beside it.
-    """
-    root = Path(__file__).parents[1]
-    packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
-    files = [root / "train.py", *(path for package in packages for path in package.rglob("*"))]
-    return {
-        f"SHA-256 of {path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for path in sorted(files)
-        if path.suffix in (".py", ".c") and path.is_file()
+        **hashes,
     }
 
 
@@ -311,36 +297,26 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
         timeout_seconds: loader.timeout_seconds: how long another rank may give no sign of life.
 
     Raises:
-        UserError: an environment variable is wrong; or a rank has no usable device, or versions or
-            source files differ between the ranks. The last two are raised on every rank.
-        RankError: another rank has not started, or has ended; also raised in place of the errors
-            of torch in the block.
+        UserError: an environment variable is wrong; or, on every rank: a rank has no usable device,
+            or versions or source files differ between the ranks.
+        RankError: the ranks cannot meet, or another rank has ended; also raised in place of the
+            errors of torch in the block.
     """
     launch = read_launch()
     find_device = partial(resolve_device, device_choice, launch.local_rank, launch.local_size)
+    device = torch.device("cpu")
     with ExitStack() as stack:
-        heartbeat = store = None
-        if launch.size > 1:
-            heartbeat = stack.enter_context(Heartbeat(launch.rank, timeout_seconds))
-            stack.enter_context(_lost_ranks_explained(heartbeat))
-            store = _meet(launch, heartbeat, find_device)
-        device = find_device()
+        try:
+            device = find_device()
+        except UserError:
+            if launch.size == 1:
+                raise  # with several ranks, all of them raise it below
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A CUDA graph cannot capture work on the default stream, and DDP keeps using the
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
-        if store is not None:
-            dist.init_process_group(
-                # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
-                "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-                store=store,
-                rank=launch.rank,
-                world_size=launch.size,
-                timeout=timedelta(seconds=max(LONGEST_SECONDS, 2 * timeout_seconds)),
-            )
-            _joined.append(dist.group.WORLD)
-            stack.callback(dist.destroy_process_group)
+        heartbeat = Heartbeat(launch.rank, timeout_seconds) if launch.size > 1 else None
         world = World(
             rank=launch.rank,
             size=launch.size,
@@ -349,11 +325,39 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             device=device,
             heartbeat=heartbeat,
         )
-        if world.size > 1:
+        if heartbeat is not None:
+            stack.callback(heartbeat.set_section, None)
+            stack.enter_context(_lost_ranks_explained(heartbeat))
+            _init_process_group(device, launch, max(LONGEST_SECONDS, 2 * timeout_seconds))
+            stack.callback(dist.destroy_process_group)
+            world.on_all_ranks(find_device)
             same_on_all_ranks(
-                world.all_gather(_source_hashes()), remedy="copy the same program to every node"
+                world.all_gather({"device": device.type, **_installation()}),
+                remedy="install the same program, versions and driver on every node",
             )
+            heartbeat.meet(world.all_gather(heartbeat.introduction(launch.host)))
         yield world
+
+
+def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
+    """Meet the other ranks at MASTER_ADDR and MASTER_PORT.
+
+    Raises:
+        RankError: nothing listens there, or another program does, or a rank does not come.
+    """
+    try:
+        dist.init_process_group(
+            # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+            timeout=timedelta(seconds=timeout_seconds),
+        )
+    except RuntimeError as error:
+        raise RankError(
+            f"MASTER_ADDR={launch.host}, MASTER_PORT={launch.port}: the ranks cannot meet: "
+            f"{str(error).splitlines()[0]}; check that all of them run, give another MASTER_PORT, "
+            "or use `torchrun --standalone`"
+        ) from error
+    _joined.append(dist.group.WORLD)
 
 
 @contextmanager
@@ -364,7 +368,11 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
     except RuntimeError as error:
         if not _of_another_rank(error):
             raise
-        raise RankError(heartbeat.explain(str(error))) from error
+        what = "another rank ended; see its message above, or torchrun's message below"
+        if "imed out" in str(error):
+            sections = [f"{name} in {peer.section}" for name, peer in heartbeat.peers.items()]
+            what = f"timed out, as another rank takes too long; last known: {', '.join(sections)}"
+        raise RankError(f"{heartbeat.name} in {heartbeat.section}: {what}") from error
 
 
 def _of_another_rank(error: object) -> bool:
@@ -374,168 +382,20 @@ def _of_another_rank(error: object) -> bool:
     return of_gloo or isinstance(error, dist.DistError)
 
 
-def _meet(
-    launch: Launch, heartbeat: Heartbeat, find_device: Callable[[], torch.device]
-) -> dist.Store:
-    """Wait until all ranks have started; return the store through which they connect.
-
-    Args:
-        find_device: raises a UserError if this rank has no device.
-
-    Raises:
-        UserError: MASTER_ADDR or MASTER_PORT cannot be used; or, on every rank: a rank has no
-            device, or the versions differ.
-        RankError: a rank does not start.
-    """
-    seconds = heartbeat.start_seconds
-    deadline = time.monotonic() + seconds
-    listens = launch.rank == 0 and not launch.by_torchrun
-    if listens:
-        _check_port(launch.port)
-    else:
-        patience = min(seconds, STORE_SECONDS) if launch.by_torchrun else seconds
-        _wait_for_port(launch.host, launch.port, patience)
-    heartbeat.set_section(CONNECTION)
-    shared = dist.TCPStore(
-        launch.host,
-        launch.port,
-        is_master=listens,
-        timeout=timedelta(seconds=seconds),
-        wait_for_workers=False,
-    )
-    heartbeat.set_section("start")
-    own = {"address": heartbeat.introduction(launch.host), "versions": _versions()}
-    try:
-        own["device"] = find_device().type
-    except UserError as error:
-        own["mistake"] = str(error)
-    store, found = _introduce(launch, shared, strict_json.dumps(own), deadline)
-    for one in found:
-        if "mistake" in one:
-            raise UserError(one["mistake"])
-    same_on_all_ranks(
-        [{"device": one["device"]} for one in found],
-        remedy="check the driver of that node, or set train.device",
-    )
-    same_on_all_ranks(
-        [one["versions"] for one in found], remedy="install the same version on every node"
-    )
-    heartbeat.meet([one["address"] for one in found])
-    return store
-
-
-def _introduce(
-    launch: Launch, shared: dist.Store, own: str, deadline: float
-) -> tuple[dist.Store, list[Any]]:
-    """Exchange introductions with the other ranks of this start.
-
-    torchrun's store keeps the introductions of earlier starts. The restart count cannot tell them
-    apart, because torchrun counts restarts separately on each node. So rank 0 stores a new prefix
-    for the keys at every start. A rank that has read an old prefix does not find its own
-    introduction in the list, and reads the prefix again.
-
-    Args:
-        own: introduction of this rank: JSON text, unique because of its random token.
-        deadline: when to give up, in seconds of time.monotonic().
-
-    Returns:
-        The store with the prefix, and the introductions of all ranks in rank order.
-
-    Raises:
-        RankError: a rank does not introduce itself in time.
-    """
-    began = time.monotonic()
-    names = [f"rank {rank}" for rank in range(launch.size)]
-    readers = [f"{name} has read" for name in names]
-    if launch.rank == 0:
-        shared.set("prefix", uuid4().hex)
-    store = None
-    while time.monotonic() < deadline:
-        if shared.check(["prefix"]):
-            store = dist.PrefixStore(shared.get("prefix").decode(), shared)
-            store.set(names[launch.rank], own)
-            if launch.rank == 0 and store.check(names):
-                store.set("all", strict_json.dumps([store.get(name).decode() for name in names]))
-            found = json.loads(store.get("all")) if store.check(["all"]) else []
-            if own in found:
-                store.set(readers[launch.rank], "")
-                # The store ends with rank 0, unless torchrun provides it.
-                if launch.rank != 0 or store.check(readers):
-                    return store, [json.loads(one) for one in found]
-        time.sleep(0.1)
-    missing = names[:1]
-    if store is not None:
-        missing = [name for name in names if not store.check([name])] or [
-            name for name, key in zip(names, readers, strict=True) if not store.check([key])
-        ]
-    told = "SLURM_STEP_NUM_TASKS" if launch.by_srun else "WORLD_SIZE"
-    raise RankError(
-        f"{', '.join(missing)}: did not start within {deadline - began:.0f} s; the process is "
-        f"stopped, or was never started: {told}={launch.size}"
-    )
-
-
-def _check_port(port: int) -> None:
-    """Check that rank 0 can listen on MASTER_PORT: torch prints a stack trace if it cannot.
-
-    Raises:
-        UserError: it cannot.
-    """
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    try:
-        socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
-    except OSError as error:
-        raise UserError(
-            f"MASTER_PORT={port}: {os.strerror(error.errno or 0)}; choose another number, or use "
-            "`torchrun --standalone`"
-        ) from None
-
-
-def _wait_for_port(host: str, port: int, seconds: float) -> None:
-    """Wait until rank 0, or torchrun, listens: torch prints a stack trace for each attempt.
-
-    Raises:
-        UserError: there is no such machine.
-        RankError: nothing listens.
-    """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            socket.create_connection((host, port), timeout=max(1.0, seconds)).close()
-            return
-        except socket.gaierror as error:  # in Kubernetes, a host may get its name later
-            final = error.errno not in (socket.EAI_AGAIN, socket.EAI_NONAME)
-            if final or time.monotonic() > deadline:
-                raise UserError(
-                    f"MASTER_ADDR={host}: {error.strerror}; give rank 0's host"
-                ) from None
-        except OSError as error:
-            if time.monotonic() > deadline:
-                raise RankError(
-                    f"MASTER_ADDR={host}, MASTER_PORT={port}: {error.strerror or error}; "
-                    "check that rank 0, or torchrun, is running on that host"
-                ) from None
-        time.sleep(0.1)
-
-
 class StopSignal:
     """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
 
     A signal ends a wait for input at once. A step is always completed, and a second Ctrl-C
-    interrupts anything.
+    interrupts anything. SIGHUP stays ignored if it is, as under nohup.
 
-    With several ranks, a signal to one of them stops all after the same step. No rank begins a step
-    before all of them have a batch for it: otherwise, the others would wait for a rank without
-    input in the middle of a step, where nothing can be saved. A rank that waits for others, in C++,
-    runs no signal handler, and a rank that waits for input does not know about the signal. So a
-    thread notices the signal and passes it on to all ranks through the store of the process group.
+    With several ranks, a signal to one of them stops all after the same step: each `poll` takes the
+    maximum over the ranks. No rank begins a step before all of them have a batch for it: otherwise,
+    the others would wait for a rank without input in the middle of a step, where nothing can be
+    saved. The heartbeat passes a signal on to a rank that waits for input.
 
-    The same thread ends the process if the main thread does not answer within ANSWER_SECONDS and
-    nothing is lost by it: all steps are in a checkpoint, as before the first step, which compiles;
-    or the disk hangs, and they will never be.
-
-    SIGHUP stays ignored if it is, as under nohup.
+    If the main thread does not finish within ANSWER_SECONDS, the process ends if nothing is lost by
+    it: all steps are in a checkpoint, as before the first step, which compiles; or the disk hangs,
+    and they will never be.
 
     Args:
         world: its ranks stop together.
@@ -551,7 +411,6 @@ class StopSignal:
     """
 
     FAILED = 1000  # above all signals
-    _count = count()  # of objects, in the same order on every rank
 
     def __init__(
         self,
@@ -561,36 +420,29 @@ class StopSignal:
         unsaved: Callable[[], bool] = lambda: True,
     ) -> None:
         self.world, self.failed, self.unsaved = world, failed, unsaved
-        self.received = 0
-        self.number = 0
-        self._key = f"stop {next(self._count)}"  # in the store: the number of the signal
-        self._waiting = False  # the main thread is in `wait_for`
-        self._sent_again = False  # the next signal comes from `_watch`
+        self.received = self.number = 0
         self._since = 0.0  # when it received the first signal
+        self._waiting = False  # the main thread is in `wait_for`
         self._saving: tuple[float, float, str] | None = None  # since when, for how long, what
 
     def __enter__(self) -> "StopSignal":
-        self._main = threading.get_ident()
-        ours, theirs = socket.socketpair()
-        theirs.setblocking(False)  # required of a wakeup fd
-        self._wakeup = theirs
-        self._thread = threading.Thread(target=self._watch, args=(ours,), name="stop", daemon=True)
-        self._thread.start()
-        # The interpreter writes each signal's number to it, also if the main thread is in C++.
-        self._wakeup_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-        self._handling = ExitStack()
-        self._handling.enter_context(handle_stops(self._receive))
+        self._stack = ExitStack()
+        self._stack.enter_context(handle_stops(self._receive))
+        self._stack.callback(signal.signal, signal.SIGALRM, signal.getsignal(signal.SIGALRM))
+        signal.signal(signal.SIGALRM, self._late)
+        self._stack.callback(signal.setitimer, signal.ITIMER_REAL, 0)
+        if heartbeat := self.world.heartbeat:
+            # The interpreter writes each signal's number to it, also if the main thread is in C++.
+            wakeup = signal.set_wakeup_fd(heartbeat.wakeup.fileno(), warn_on_full_buffer=False)
+            self._stack.callback(signal.set_wakeup_fd, wakeup)
+            self._stack.callback(setattr, heartbeat, "forwards", False)
+            heartbeat.forwards = True
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
         if self.received and _of_another_rank(error) and not self.unsaved():
-            self._end(self.received, NOTHING_LOST)  # as the other rank has, a moment before
-        self._handling.close()
-        signal.set_wakeup_fd(self._wakeup_before)
-        with suppress(OSError):  # full
-            self._wakeup.send(b"\0")  # no signal: ends the thread. A forked worker may keep it open
-        self._thread.join(timeout=EXCHANGE_SECONDS)  # the store may not answer
-        self._wakeup.close()
+            self._end(NOTHING_LOST)  # as the other rank has, a moment before
+        self._stack.close()
 
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""
@@ -598,10 +450,11 @@ class StopSignal:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         echo = self.world.size > 1 and time.monotonic() - self._since < ECHO_SECONDS
-        again, self._sent_again = self._sent_again, False
-        if number == signal.SIGINT == self.received and not (echo or again):
+        if number == signal.SIGINT == self.received and not echo:
             raise KeyboardInterrupt
-        self._since = self._since if self.received else time.monotonic()
+        if not self.received:
+            self._since = time.monotonic()
+            signal.setitimer(signal.ITIMER_REAL, ANSWER_SECONDS, 1.0)
         self.received = number
         if self._waiting:
             raise _WaitEnded
@@ -609,27 +462,23 @@ class StopSignal:
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective.
 
-        All ranks call this once per step, and before and after what takes long between two steps.
+        Waits for the other ranks, but not for the GPU, which still has a step to compute. All ranks
+        call this once per step, and before and after what takes long between two steps.
         """
-        own = self.FAILED if self.failed() else self.received
-        if self.world.size == 1:
-            self.number = own
-        elif self.number == 0:
-            # Waits for the other ranks, but not for the GPU, which still has a step to compute.
-            highest = torch.tensor(own)
-            dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-            self.number = int(highest)
+        if self.number == 0:
+            own = self.FAILED if self.failed() else self.received
+            self.number = int(self.world.max(torch.tensor(own)))
         return self.number != 0
 
-    def wait_for(self, wait: Callable[[], T]) -> T | None:
-        """Call `wait`, which waits for input, such as a read; return its result.
+    def wait_for(self, function: Callable[[], T]) -> T | None:
+        """Call a function that waits for input, such as a read; return its result.
 
-        A signal ends the call, wherever it is, and the result is None. What `wait` has used must
-        only be closed then.
+        A signal ends the call, wherever it is, and the result is None. What the function has used
+        must only be closed then.
         """
         self._waiting = True
         try:
-            return None if self.received else wait()
+            return None if self.received else function()
         except _WaitEnded:
             return None
         finally:
@@ -638,7 +487,7 @@ class StopSignal:
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
         """Yield batches as long as all ranks have one and none has to stop. Collective.
 
-        Every rank has the same number of batches.
+        Polls once for each batch. Every rank has the same number of batches.
         """
         while not self:
             batch = self.wait_for(partial(next, batches, None))
@@ -661,75 +510,26 @@ class StopSignal:
         finally:
             self._saving = None
 
-    def _watch(self, wakeup: socket.socket) -> None:
-        """Pass signals on between the ranks, and end this process if it does not answer."""
-        store, number, since = None, 0, 0.0
-        with suppress(RuntimeError):
-            store = _own_store() if self.world.size > 1 else None
-        arrived = select.poll()  # not select(): there may be 1,024 open files and more, e.g. shards
-        arrived.register(wakeup, select.POLLIN)
-        while True:
-            pause = 1000 * EXCHANGE_SECONDS if store is not None or number else None
-            if arrived.poll(pause):
-                numbers = wakeup.recv(64)
-                if 0 in numbers:
-                    wakeup.close()
-                    return
-                number = next((n for n in numbers if n in STOPS), number)
-                since = since or (time.monotonic() if number else 0.0)
-            elif number and self._waiting:  # Python ignores an exception raised in a destructor
-                self._sent_again = True
-                signal.pthread_kill(self._main, number)
-            try:
-                if store is not None:
-                    store = self._exchange(store, number)
-            except RuntimeError:  # the process with the store has ended, and all ranks will
-                store = None
-            if number:
-                self._give_up(number, since)
+    def _late(self, _: int, __: FrameType | None) -> None:
+        """End the process if nothing is lost, or if a save does not end. Called every second."""
+        if self._waiting:  # Python has ignored the exception, as it does in a destructor
+            raise _WaitEnded
+        if self._saving is not None:
+            began, patience, what = self._saving
+            if time.monotonic() - max(began, self._since) > patience:
+                self._end(
+                    f"{what} has not been written after {time.monotonic() - began:.0f} s: the disk "
+                    "does not respond; run the same command again to resume from the newest "
+                    "checkpoint"
+                )
+        elif not self.unsaved():
+            self._end(NOTHING_LOST)
 
-    def _exchange(self, store: Any, number: int) -> Any:
-        """Tell the other ranks about a signal, or get one from them; return None after that."""
-        if number:
-            store.set(self._key, str(number))
-            return None
-        if not store.check([self._key]):
-            return store
-        # To the main thread, whose system call it interrupts.
-        signal.pthread_kill(self._main, int(store.get(self._key)))
-        return None
-
-    def _give_up(self, number: int, since: float) -> None:
-        """End the process if nothing is lost, or if a save does not end."""
-        now, saving = time.monotonic(), self._saving
-        if saving is not None:
-            began, patience, what = saving
-            if now - max(began, since) < patience:
-                return
-            reason = (
-                f"{what} has not been written after {now - began:.0f} s: the disk does not "
-                "respond; run the same command again to resume from the newest checkpoint"
-            )
-        elif now - since < ANSWER_SECONDS or self.unsaved():
-            return
-        else:
-            reason = NOTHING_LOST
-        self._end(number, reason)
-
-    def _end(self, number: int, reason: str) -> NoReturn:
+    def _end(self, reason: str) -> None:
         if self.world.is_main:
-            logger.error("%s: %s", signal.Signals(number).name, reason)
-        os._exit(128 + number)
+            logger.error("%s: %s", signal.Signals(self.received).name, reason)
+        os._exit(128 + self.received)
 
 
 class _WaitEnded(BaseException):
     """A signal has ended `StopSignal.wait_for`. Not an Exception: nothing else may handle it."""
-
-
-def _own_store() -> Any:
-    """Return a connection of its own to the store through which the ranks have met.
-
-    A thread with a shared connection would wait for a call of another thread to return.
-    """
-    store: Any = dist.distributed_c10d._get_default_store()
-    return store.clone()

@@ -47,11 +47,6 @@ def edit_image(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:-2] + b"  ")
 
 
-def rename_class(folder: Path) -> None:
-    for split in ("train", "val"):
-        (folder / "images" / split / "dots").rename(folder / "images" / split / "spots")
-
-
 def edit_program(folder: Path) -> None:
     """Copy the program and change the copy."""
     for package in ("conf", "engine", "models", "pipeline", "tests"):
@@ -74,7 +69,6 @@ MISTAKES = {
         code="sys.argv.append('optim.lr=0.3')",
     ),
     "content": Mistake(OTHER_IMAGES, change=edit_image),
-    "classes": Mistake(OTHER_IMAGES, change=rename_class),
     "no images": Mistake(
         r"data\.root=images: .*", change=lambda folder: shutil.rmtree(folder / "images")
     ),
@@ -82,15 +76,10 @@ MISTAKES = {
         r"train\.device=cuda: torch sees 0 GPUs on \S+, which has 2 rank\(s\); .*",
         code="sys.argv.append('train.device=cuda')",
     ),
-    "version": Mistake(
-        r"torch version: is 2\.9\.9 on rank 1 and \S+ on rank 0; "
-        "install the same version on every node",
-        code="import torch; torch.__version__ = '2.9.9'",
-    ),
     # The modules have been imported already: only the hashes are of the copy.
     "program": Mistake(
         r"SHA-256 of engine/losses\.py: is \w+ on rank 1 and \w+ on rank 0; "
-        "copy the same program to every node",
+        "install the same program, versions and driver on every node",
         code="import engine.distributed as one; one.__file__ = os.path.abspath('engine/a.py')",
         change=edit_program,
     ),

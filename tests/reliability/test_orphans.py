@@ -66,19 +66,6 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "SLURM_STEP_NUM_TASKS"])
-def test_a_rank_that_does_not_start_is_named(
-    variable: str, image_root: Path, tmp_path: Path, ranks: Ranks
-) -> None:
-    start = command(image_root, tmp_path / "run", "loader.timeout_seconds=0.2")
-    with ranks.running(start, 1, **{"WORLD_SIZE": "2", variable: "2"}) as job:
-        done = job.wait()
-    assert done.returncode == 1
-    assert done.stderr.startswith("train.py: rank 1: did not start within 1 s; the process is ")
-    assert done.stderr.endswith(f"{variable}=2\n")
-    assert len(done.stderr.splitlines()) == 1
-
-
 def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
     options = ["train.epochs=2000", "loader.workers=0", "loader.timeout_seconds=4"]
     with ranks.running(command(image_root, tmp_path / "run", *options), 2) as job:
@@ -91,9 +78,9 @@ def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks)
         done = job.wait()
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    named = f"no response for that long from rank 1 (process {job.pids[2]} on "
+    named = f"no response for 4 s from rank 1 (process {job.pids[2]} on "
     assert line.startswith(f"train.py: loader.timeout_seconds=4: {named}")
-    assert ", while rank 0 waits for it in step " in line
+    assert re.search(r", while rank 0 \(.+\) waits for it in step ", line)
 
 
 def test_a_killed_rank_ends_the_others_with_one_line(
@@ -106,7 +93,7 @@ def test_a_killed_rank_ends_the_others_with_one_line(
         done = job.wait()
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
-    assert re.match(r"train.py: rank 0: another rank ended during (step|validation|checkp)", line)
+    assert re.match(r"train.py: rank 0 .* in (step|validation|checkp).*: another rank ended", line)
 
 
 LATE = """
@@ -128,7 +115,7 @@ def test_a_rank_that_answers_may_take_longer(tmp_path: Path, ranks: Ranks) -> No
     script.write_text(LATE)
     done = ranks.run([sys.executable, str(script)], 2)
     assert done.stdout == 2 * "[0, 1]\n"
-    assert "RankError: rank 0: start timed out, as another rank takes too long;" in done.stderr
+    assert re.search(r"RankError: rank 0 .* in start: timed out, as another", done.stderr)
 
 
 # Long: every way.
@@ -360,7 +347,7 @@ def test_ways_to_die(
 
 
 SECTIONS = {
-    "start": r"(: did not start within|waits for it in start;)",
+    "start": r"waits for it in start;",
     "measurement": r"waits for it in measurement;",
     "training": r"waits for it in step \d+;",
     "validation": r"waits for it in validation;",
