@@ -2,25 +2,19 @@
 
     python scripts/bench.py data.root=/imagenet
     python scripts/bench.py data.root=/imagenet --only loader step train --compare earlier.json
-    python scripts/bench.py data.root=/imagenet --only telemetry
-    python scripts/bench.py data.root=/imagenet sweep=true
-    python scripts/bench.py data.root=/imagenet sweep=true sweep.workers=[8,12]
+    python scripts/bench.py data.root=/imagenet --workers 8 12 14
 
-Accepts train.py's key=value overrides. Each stage ("rung") is warmed up and then measured in
-windows; the table shows the median window and the range. Writes bench.json and bench.png to --out.
---only telemetry measures the cost of train.py's telemetry.
+Accepts train.py's key=value overrides. Each stage is warmed up and then measured in windows; the
+table shows the median window and the range. Writes bench.json to --out.
 
-sweep=true measures the loader alone and with the training step, for all combinations of workers,
-prefetch_factor and pin_memory, in several rounds; sweep.<key>=[values] sets the values, and
-sweep.decoder=[simplejpeg,hybrid] compares decoders. It reports the best setting and the knee, the
-fewest workers that reach 0.98 of the best rate, and writes sweep.json and sweep.png, a heat map.
+--workers measures the loader alone and with the training step, with each of these numbers of
+workers, in several rounds. It reports the best number and the knee, the fewest workers that reach
+0.98 of the best rate. To compare decoders or prefetch factors, run it with other overrides.
 """
 
-import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -30,138 +24,95 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
-from conf.schema import Config, Run, RunError, Schedule, UserError
-from scripts.lib import sweep
+from conf.schema import Config, RunError, Schedule, UserError
 
-RUNGS = ("read", "decode", "loader", "copy", "step", "train")
-ON_REQUEST = ("telemetry",)
+SCRIPT = "bench.py"
+STAGES = ("read", "decode", "loader", "copy", "step", "train")
 
 
-def stored(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Read the `rungs` or `cells` of an earlier file; exit if it has none."""
-    if not path.is_file():
-        cli.fail(f"--compare {path}: no such file", "bench.py")
+def rates_in(path: Path) -> dict[str, float]:
+    """Return the rates of an earlier bench.json by stage; exit if it has none."""
     try:
-        content: list[dict[str, Any]] = json.loads(path.read_text())[kind]
-    except (OSError, ValueError, KeyError, TypeError):
-        name = "sweep.json" if kind == "cells" else "bench.json"
-        message = f"contains no {kind}; give the {name} of an earlier run"
-        cli.fail(f"--compare {path}: {message}", "bench.py")
-    return content
+        return {stage["name"]: stage["rate"] for stage in json.loads(path.read_text())["stages"]}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        message = f"is not the bench.json of an earlier run ({type(error).__name__}); give one"
+        cli.fail(f"--compare {path}: {message}", SCRIPT)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        choices=RUNGS + ON_REQUEST,
-        metavar="RUNG",
-        help=f"some of: {', '.join(RUNGS + ON_REQUEST)}",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=float,
-        help="measurement time per rung (10), or for each cell and measure of a sweep (4)",
-    )
-    parser.add_argument(
-        "--compare", type=Path, help="show the ratio to this bench.json or sweep.json"
-    )
+    parser = cli.option_parser(__doc__)
+    parser.add_argument("--only", nargs="+", choices=STAGES, default=STAGES, metavar="STAGE")
+    parser.add_argument("--workers", nargs="+", type=int, metavar="N", help="numbers to compare")
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each measurement (10)")
+    parser.add_argument("--compare", type=Path, help="show the ratio to this bench.json")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), help="output folder")
-    OPTIONS, ARGUMENTS = parser.parse_known_args()
-    ABOUT_SWEEP, OVERRIDES = sweep.split(ARGUMENTS)
-    CONFIG = cli.parse(
-        OVERRIDES, script="bench.py", purpose="Measure the throughput of each stage."
-    )
-    try:
-        AXES = sweep.read(ABOUT_SWEEP)
-    except UserError as error:
-        cli.fail(str(error), "bench.py")
-    if OPTIONS.seconds is not None and not OPTIONS.seconds > 0:
-        cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", "bench.py")
-    if OPTIONS.only and AXES is not None:
-        cli.fail("--only: cannot be combined with sweep=true; remove one of them", "bench.py")
-    EARLIER = (
-        stored(OPTIONS.compare, "rungs" if AXES is None else "cells") if OPTIONS.compare else []
-    )
+    OPTIONS, OVERRIDES = parser.parse_known_args()
+    CONFIG = cli.parse(OVERRIDES, script=SCRIPT, purpose=__doc__)
+    if not OPTIONS.seconds > 0:
+        cli.fail(f"--seconds {OPTIONS.seconds}: give a number > 0", SCRIPT)
+    if OPTIONS.workers and min(OPTIONS.workers) < 0:
+        cli.fail(f"--workers {min(OPTIONS.workers)}: give numbers from 0 on", SCRIPT)
+    EARLIER = rates_in(OPTIONS.compare) if OPTIONS.compare else {}
 
-import io
-import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, redirect_stdout
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import cycle
-from statistics import median, quantiles
+from statistics import median
 
 import torch
-from PIL import Image
 
 import train
 from engine import checkpoint
-from engine.distributed import StopSignal, World, join_world
+from engine.distributed import World, join_world
 from engine.log.meters import Meter
-from engine.log.pictures import bars
-from engine.log.runlog import RunLog
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
-from engine.rundir import RunDirectory
 from pipeline.build import Datasets, build_datasets
 from pipeline.dataset import DrawingDataset, FileDataset
 from pipeline.feed import Feed, open_feed
-from pipeline.loader import LoaderError
-from pipeline.loader_plan import choose_decoders, worker_budget
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from scripts.lib import copies
-from scripts.lib.heat_map import heat_map
 
 WINDOWS = 5
-# Per window with or without telemetry: at least one log row, shorter than the machine's drift.
-TURN_SECONDS = 2.0
+# Over the numbers of workers, forwards and backwards equally often: a steady drift of the machine
+# then changes all medians by the same amount.
+ROUNDS = 4
+KNEE = 0.98  # of the best rate: a gain from more workers is noise
+COPIES = 20  # per window
 FOREVER = 1 << 40  # steps
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One measurement.
+class Stage:
+    """A measured stage.
 
     Attributes:
-        rates: One per window, in `unit`.
-        note: A remark for the table.
-        batches: Number of batches taken from the loader, including the warm-up.
-        waited: Fraction of the time in which the device waited for a batch.
+        rates: images/s, one per window.
+        note: a remark for the table.
+        batches: that were taken from the loader, including the warm-up.
     """
 
     name: str
-    unit: str
     rates: list[float]
     note: str = ""
-    details: dict[str, Any] = field(default_factory=dict)
     batches: int = 0
-    waited: float | None = None
 
     @property
     def rate(self) -> float:
         return median(self.rates)
 
 
-def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0) -> list[Rung]:
-    """Measure the requested rungs in the order of RUNGS.
+def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) -> list[Stage]:
+    """Measure some of STAGES, in their order.
 
     Raises:
-        UserError: The config or the data is invalid.
+        UserError: the config or the data is invalid.
     """
     with join_world(config.train.device) as world:
-        config = train.resolve_config(config, world)
-        datasets = build_datasets(config)
-        datasets.prepare()
-        plan = plan_of(config, datasets, world)
-        train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
-        found: list[Rung] = []
+        config, datasets, plan = prepare(config, world)
+        found: list[Stage] = []
         if isinstance(datasets.train, FileDataset):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
@@ -171,96 +122,64 @@ def run(config: Config, *, only: tuple[str, ...] = RUNGS, seconds: float = 10.0)
             with open_feed(config, datasets, plan.loader, world) as feed:
                 found.append(measure_loader(feed, plan, seconds))
         if "copy" in only and world.device.type == "cuda":
-            found.append(measure_copy(plan, world.device))
-        elif "copy" in only:
-            print("copy      not measured: training runs on the CPU, no batch is copied to a GPU")
+            found.append(measure_copy(plan, world.device, seconds))
         if "step" in only or "train" in only:
-            found += [
-                r for r in measure_steps(config, datasets, plan, world, seconds) if r.name in only
-            ]
-        if "telemetry" in only:
+            stepper = Stepper(plan, world)
             with open_feed(config, datasets, plan.loader, world) as feed:
-                found.append(Stepper(plan, world).watched(feed, seconds))
+                stages = stepper.alone(feed, seconds), stepper.fed(feed, seconds)
+            found += [stage for stage in stages if stage.name in only]
     return found
 
 
-def run_sweep(
-    config: Config, asked: dict[str, list[Any]], *, seconds: float = 4.0
-) -> tuple[Rung, list[sweep.Cell]]:
-    """Measure every setting of the grid with one compiled step and print each result.
+def compare_workers(
+    config: Config, numbers: Sequence[int], *, seconds: float = 10.0
+) -> tuple[Stage, dict[int, list[tuple[Stage, Stage]]]]:
+    """Measure the loader alone and with the step, compiled once, for some numbers of workers.
 
     Returns:
-        The step alone, and the cells. A setting that cannot run is a failed cell.
+        The step alone; and (loader, train) of each round by number, without those that cannot run.
 
     Raises:
-        UserError: The config or the data is invalid.
+        UserError: the config or the data is invalid.
     """
     with join_world(config.train.device) as world:
-        config = train.resolve_config(config, world)
-        datasets = build_datasets(config)
-        datasets.prepare()
-        decoders, _ = choose_decoders(config, datasets.train, world.device)
-        budget, _ = worker_budget(world.local_size, decoder=decoders[0])
-        settings = sweep.grid(
-            asked, config.loader, budget=budget, on_gpu=world.device.type == "cuda"
-        )
-        small = with_setting(config, workers=1, pin_memory=False, prefetch_factor=1)
-        plan = plan_of(small, datasets, world)
-        train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
+        config = replace(config, loader=replace(config.loader, workers=1))
+        config, datasets, plan = prepare(config, world)
         stepper = Stepper(plan, world)
-        with open_feed(small, datasets, plan.loader, world) as feed:
-            alone = stepper.alone(feed, seconds)
-        print(
-            f"{len(settings)} cells, {sweep.ROUNDS} visits of 2 x {seconds / sweep.ROUNDS:g} s",
-            flush=True,
-        )
-        cells = {setting: sweep.Cell(setting) for setting in settings}
-        visits, start = sweep.visits(settings), 0
-        for number, setting in enumerate(visits, 1):
-            if cells[setting].failed:
-                continue
-            visit, batches = measure_cell(setting, datasets, stepper, seconds / sweep.ROUNDS, start)
-            start += batches  # other files if possible: another cell must not have cached them
-            cells[setting] = cells[setting].with_rounds(visit)
-            result = f"failed: {visit.failed}"
-            if not visit.failed:
-                alone_rate, rate = visit.rate("loader"), visit.rate("train")
-                result = f"loader alone {alone_rate:,.0f}, with the step {rate:,.0f} images/s"
-            print(f"{number:>3}/{len(visits)}  {setting}: {result}", flush=True)
-    return alone, list(cells.values())
-
-
-def with_setting(config: Config, **setting: Any) -> Config:
-    return replace(config, loader=replace(config.loader, **setting))
-
-
-def measure_cell(
-    setting: sweep.Setting, datasets: Datasets, stepper: "Stepper", seconds: float, start: int
-) -> tuple[sweep.Cell, int]:
-    """Measure a setting once, from step `start` on, with its own buffers and workers.
-
-    Returns:
-        A cell with one round, and the number of batches taken.
-    """
-    config, world = with_setting(stepper.config, **asdict(setting)), stepper.world
-    try:
-        if setting.decoder != stepper.config.loader.decoder:
-            datasets = build_datasets(config)
-        plan = plan_of(config, datasets, world)
         with open_feed(config, datasets, plan.loader, world) as feed:
-            loader = measure_loader(feed, plan, seconds, start, count=1)
-            fed = stepper.fed(feed, seconds, start + loader.batches, count=1)
-    except (
-        UserError,
-        LoaderError,
-        OSError,
-        EOFError,
-        MemoryError,
-        RuntimeError,
-    ) as error:  # RuntimeError: of CUDA
-        return sweep.Cell(setting, failed=" ".join(str(error).split()) or type(error).__name__), 0
-    waited = [] if fed.waited is None else [fed.waited]
-    return sweep.Cell(setting, loader.rates, fed.rates, waited), loader.batches + fed.batches
+            alone = stepper.alone(feed, seconds)
+        found: dict[int, list[tuple[Stage, Stage]]] = {number: [] for number in numbers}
+        start = 0  # each measurement takes other files, which the one before has not cached
+        for turn in range(ROUNDS):
+            for number in list(found)[:: -1 if turn % 2 else 1]:
+                one = replace(config, loader=replace(config.loader, workers=number))
+                try:
+                    plan = plan_of(one, datasets, world)
+                    with open_feed(one, datasets, plan.loader, world) as feed:
+                        loader = measure_loader(feed, plan, seconds / ROUNDS, start, count=1)
+                        start += loader.batches
+                        fed = stepper.fed(feed, seconds / ROUNDS, start, count=1)
+                        start += fed.batches
+                except (UserError, RunError, OSError) as error:
+                    print(f"loader.workers={number}: failed: {error}", flush=True)
+                    del found[number]
+                    continue
+                found[number].append((loader, fed))
+                print(
+                    f"{turn + 1}/{ROUNDS}  loader.workers={number}: loader alone "
+                    f"{loader.rate:,.0f}, with the step {fed.rate:,.0f} images/s",
+                    flush=True,
+                )
+    return alone, found
+
+
+def prepare(config: Config, world: World) -> tuple[Config, Datasets, Plan]:
+    config = train.resolve_config(config, world)
+    datasets = build_datasets(config)
+    datasets.prepare()
+    plan = plan_of(config, datasets, world)
+    train.set_up_kernels(deterministic=config.train.deterministic, precision=plan.precision)
+    return config, datasets, plan
 
 
 def plan_of(config: Config, datasets: Datasets, world: World) -> Plan:
@@ -285,22 +204,21 @@ def windows(
     """Measure units per second in each of `count` windows.
 
     Args:
-        step: Processes some units and returns their number.
-        seconds: Total time.
-        finish: Waits until the units are complete.
+        step: processes some units and returns their number.
+        seconds: of all windows together.
+        finish: waits until the units are complete.
     """
-    return [window(step, seconds / count, finish) for _ in range(count)]
+    rates = []
+    for _ in range(count):
+        began, done = time.perf_counter(), 0
+        while time.perf_counter() - began < seconds / count:
+            done += step()
+        finish()
+        rates.append(done / (time.perf_counter() - began))
+    return rates
 
 
-def window(step: Callable[[], int], seconds: float, finish: Callable[[], None]) -> float:
-    began, done = time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        done += step()
-    finish()
-    return done / (time.perf_counter() - began)
-
-
-def measure_read(dataset: FileDataset, seconds: float) -> Rung:
+def measure_read(dataset: FileDataset, seconds: float) -> Stage:
     """Read whole files one after another, spread over the dataset, from page cache or disk."""
     sizes: list[int] = []
     places = scattered(len(dataset))
@@ -312,10 +230,10 @@ def measure_read(dataset: FileDataset, seconds: float) -> Rung:
     rates = windows(read, seconds / 2)
     mean = sum(sizes) / len(sizes)
     speed = f"{mean / 1e3:.0f} kB per file, {mean * median(rates) / 1e6:,.0f} MB/s"
-    return Rung("read", "images/s", rates, f"one process, {speed}")
+    return Stage("read", rates, f"one process, {speed}")
 
 
-def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
+def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Stage:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
     load: Callable[[int, int], object] = dataset.load
@@ -332,17 +250,13 @@ def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Rung:
         decode()
     rates = windows(decode, seconds)
     torch.set_num_threads(threads)
-    return Rung(
-        "decode",
-        "images/s",
-        rates,
-        f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px",
-    )
+    note = f"one core, decoder {plan.loader.decoder}, to {plan.image_size} px"
+    return Stage("decode", rates, note)
 
 
 def measure_loader(
     feed: Feed, plan: Plan, seconds: float, start: int = 0, *, count: int = WINDOWS
-) -> Rung:
+) -> Stage:
     """Take complete batches in host memory as fast as the loader delivers them."""
     batches = feed.train.loader.batches(start, FOREVER)
     taken = 0
@@ -356,13 +270,8 @@ def measure_loader(
 
     warm_up(take, feed)
     rates = windows(take, seconds, count=count)
-    return Rung(
-        "loader",
-        "images/s",
-        rates,
-        f"{plan.loader.workers} workers, batch {plan.batch_size}",
-        batches=taken,
-    )
+    note = f"{plan.loader.workers} workers, batch {plan.batch_size}"
+    return Stage("loader", rates, note, batches=taken)
 
 
 def warm_up(take: Callable[[], int], feed: Feed) -> None:
@@ -371,28 +280,22 @@ def warm_up(take: Callable[[], int], feed: Feed) -> None:
         take()
 
 
-def measure_copy(plan: Plan, device: torch.device) -> Rung:
-    """Copy a batch in every direction; the rate is that of the loader's copy to the GPU."""
-    details = copies.measure((plan.batch_size, 3, plan.image_size, plan.image_size), device)
-    feed = details[copies.FEED]
-    rates = [plan.batch_size / (ms / 1e3) for ms in feed["all_ms"]]
-    return Rung("copy", "images/s", rates, f"uint8, pinned: {feed['gb_per_s']:.1f} GB/s", details)
+def measure_copy(plan: Plan, gpu: torch.device, seconds: float) -> Stage:
+    """Copy a batch of uint8 from page-locked memory to the GPU, as the prefetcher does."""
+    shape = (plan.batch_size, 3, plan.image_size, plan.image_size)
+    source = torch.ones(shape, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(shape, dtype=torch.uint8, device=gpu)
 
+    def copy() -> int:
+        for _ in range(COPIES):
+            target.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        return COPIES * len(source)
 
-def measure_steps(
-    config: Config, datasets: Datasets, plan: Plan, world: World, seconds: float
-) -> list[Rung]:
-    """Measure the optimiser step on batches that stay on the device, then with the feed."""
-    stepper = Stepper(plan, world)
-    with open_feed(config, datasets, plan.loader, world) as feed:
-        alone = stepper.alone(feed, seconds)
-        fed = stepper.fed(feed, seconds)
-    waits = (
-        ""
-        if fed.waited is None
-        else f"; the device waited for data {100 * fed.waited:.0f} % of the time"
-    )
-    return [alone, replace(fed, note=f"{fed.rate / alone.rate:.2f} of the step alone{waits}")]
+    copy()
+    rates = windows(copy, seconds / 10)
+    speed = median(rates) * source[0].nbytes / 1e9
+    return Stage("copy", rates, f"uint8, pinned: {speed:.1f} GB/s")
 
 
 class Stepper:
@@ -401,32 +304,34 @@ class Stepper:
     def __init__(self, plan: Plan, world: World) -> None:
         curve = Curve(Schedule("constant"), 1e-3, 0, plan.schedule_steps, plan.steps_per_epoch)
         self.plan, self.world = replace(plan, curve=curve), world
-        self.config = plan.config
         self.state = train.build_state(plan, world)
-        self._train_step = train.build_step(self.plan, self.state, world)
+        self.train_step = train.build_step(self.plan, self.state, world)
         self.meter = Meter(world)
 
     def step(self, batch: Batch) -> int:
-        self.meter.add(self._train_step(batch))
+        self.meter.add(self.train_step(batch))
         return len(batch.labels)
 
     def finish(self) -> None:
         if self.world.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def alone(self, feed: Feed, seconds: float) -> Rung:
+    def alone(self, feed: Feed, seconds: float) -> Stage:
         """Measure with four batches that stay on the device."""
         resident = cycle([batch.clone() for batch in feed.train.batches(0, 4)])
         for _ in range(20 if self.world.device.type == "cuda" else 2):
             self.step(next(resident))
         self.finish()
-        plan = self.plan
-        name = f"{self.config.model.name}, batch {plan.batch_size}"
-        name += f", {plan.precision}, compile {plan.compile}"
         rates = windows(lambda: self.step(next(resident)), seconds, self.finish)
-        return Rung("step", "images/s", rates, f"{name}, batch already on the device")
+        plan = self.plan
+        return Stage(
+            "step",
+            rates,
+            f"{plan.config.model.name}, batch {plan.batch_size}, {plan.precision}, "
+            f"compile {plan.compile}, batch already on the device",
+        )
 
-    def fed(self, feed: Feed, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Rung:
+    def fed(self, feed: Feed, seconds: float, start: int = 0, *, count: int = WINDOWS) -> Stage:
         """Measure with batches from the feed."""
         batches = feed.train.batches(start, FOREVER)
         taken = 0
@@ -441,159 +346,79 @@ class Stepper:
         feed.train.clock.timing()
         rates = windows(take, seconds, self.finish, count=count)
         timing = feed.train.clock.timing()
-        return Rung(
-            "train",
-            "images/s",
-            rates,
-            batches=taken,
-            waited=timing.wait_fraction if timing else None,
-        )
-
-    def watched(self, feed: Feed, seconds: float) -> Rung:
-        """Measure windows with and without everything that train.py reports, alternately.
-
-        Both kinds of windows include the CUDA events around every batch.
-        """
-        batches = feed.train.batches(0, FOREVER)
-        rows = 0
-        log: RunLog | None = None
-
-        def take() -> int:
-            batch = next(batches)
-            values = self._train_step(batch)
-            self.state.step += 1
-            if log is not None:
-                log.end_step(values, send=self.plan.due(self.state.step).log)
-            return len(batch.labels)
-
-        warm_up(take, feed)
-        self.finish()
-        pairs: list[tuple[float, float]] = []
-        count = max(WINDOWS, round(seconds / TURN_SECONDS))
-        with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
-            run = RunDirectory(replace(self.config, run=Run(dir=folder)), self.world)
-            for number in range(count):
-                found = {}
-                for watched in (number % 2 == 0, number % 2 == 1):
-                    feed.train.clock.timing()
-                    with ExitStack() as stack:
-                        if watched:
-                            log = RunLog(self.plan, self.world, run, self.state, started=0.0)
-                            stack.enter_context(log.tracker)
-                            stop = StopSignal(self.world)
-                            stack.enter_context(log.watch(feed, self._train_step, stop, None))
-                        found[watched] = window(take, seconds / count, self.finish)
-                    log = None
-                pairs.append((found[True], found[False]))
-            rows = len((Path(folder) / "metrics.jsonl").read_text().splitlines())
-        low, middle, high = quantiles((on / off for on, off in pairs), n=4)
-        note = (
-            f"{middle:.3f} of the rate without telemetry ({count} pairs, interquartile range "
-            f"{low:.3f}-{high:.3f}, {self.state.step} steps, {rows} rows)"
-        )
-        return Rung("telemetry", "images/s", [on for on, _ in pairs], note, batches=self.state.step)
+        waited = f"{100 * timing.wait_fraction:.0f} %" if timing else "unknown"
+        return Stage("train", rates, f"time in which the device waited for data: {waited}", taken)
 
 
-def table(rungs: list[Rung], earlier: dict[str, float]) -> str:
-    """Format a line per rung: name, median rate, range, ratio to an earlier run, note."""
+def table(stages: Sequence[Stage], earlier: dict[str, float]) -> str:
+    """Format a line per stage: name, median rate, range, ratio to an earlier run, note."""
     lines = []
-    for rung in rungs:
-        ratio = f"  x{rung.rate / earlier[rung.name]:.2f}" if rung.name in earlier else ""
-        spread = f"{min(rung.rates):,.0f}-{max(rung.rates):,.0f}"
+    for stage in stages:
+        ratio = f"  x{stage.rate / earlier[stage.name]:.2f}" if stage.name in earlier else ""
+        spread = f"{min(stage.rates):,.0f}-{max(stage.rates):,.0f}"
         lines.append(
-            f"{rung.name:<9} {rung.rate:>10,.0f} {rung.unit}  ({spread}){ratio}  {rung.note}"
+            f"{stage.name:<12} {stage.rate:>10,.0f} images/s  ({spread}){ratio}  {stage.note}"
         )
-        for name, d in rung.details.items():
-            speed = f"{d['ms']:7.3f} ms  {d['gb_per_s']:6.1f} GB/s"
-            line = f"          {name:<41} {speed}  host free {100 * d['host_free']:3.0f} %"
-            if "stale" in d:
-                at_once, later = (100 * share for share in d["stale"])
-                line += f"  read at once {at_once:.0f} % stale, after synchronize() {later:.0f} %"
-            lines.append(line)
     return "\n".join(lines)
 
 
-def chart(rungs: list[Rung], title: str) -> Image.Image:
-    """Draw a bar per rung; the slowest one, which limits training, is red."""
-    rungs = [r for r in rungs if r.name not in ("read", "decode")] or rungs
-    stages = [r for r in rungs if r.name not in ("train", *ON_REQUEST)]
-    slowest = min(stages, key=lambda r: r.rate, default=rungs[0])
-    rows = [(r.name, r.rate, f"{r.rate:,.0f} {r.unit}") for r in rungs]
-    return bars(title, rows, marked=[slowest.name])
+def summary(numbers: dict[int, list[tuple[Stage, Stage]]], alone: Stage) -> list[Stage]:
+    """Return a stage for each number of workers, with the rates of all rounds in it.
+
+    Raises:
+        RunError: no number of workers can run.
+    """
+    rates = {n: median(fed.rate for _, fed in rounds) for n, rounds in numbers.items()}
+    if not rates:
+        raise RunError("no number of workers can run")
+    best = max(rates, key=rates.__getitem__)
+    knee = min(number for number, rate in rates.items() if rate >= KNEE * rates[best])
+    stages = []
+    for number, rounds in numbers.items():
+        marks = [name for name, marked in (("best", best), ("knee", knee)) if marked == number]
+        share = f"{rates[number] / alone.rate:.2f} of the step alone ({alone.rate:,.0f})"
+        loader = f"loader alone {median(loader.rate for loader, _ in rounds):,.0f}"
+        note = ", ".join([share, loader, *marks])
+        stages.append(Stage(f"{number} workers", [fed.rate for _, fed in rounds], note))
+    return stages
 
 
 def main() -> int:
     cli.log_to_stderr()
-    machine = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
-    about = f"{CONFIG.model.name} on {machine}, images/s"
     try:
-        if AXES is None:
-            name = "bench"
-            content, lines, picture = measure_rungs(about)
+        if OPTIONS.workers:
+            numbers = sorted(set(OPTIONS.workers))
+            alone, found = compare_workers(CONFIG, numbers, seconds=OPTIONS.seconds)
+            stages = summary(found, alone)
         else:
-            name = "sweep"
-            content, lines, picture = measure_sweep(about, AXES)
+            stages = run(CONFIG, only=OPTIONS.only, seconds=OPTIONS.seconds)
+        if not stages:
+            only = " ".join(OPTIONS.only)
+            raise UserError(f"--only {only}: nothing can be measured here; add another stage")
     except UserError as error:
-        cli.fail(str(error), "bench.py")
+        cli.fail(str(error), SCRIPT)
     except RunError as error:
-        cli.complain(str(error), "bench.py")
+        cli.complain(str(error), SCRIPT)
         return 1
     except KeyboardInterrupt:
-        cli.complain("interrupted", "bench.py")
+        cli.complain("interrupted", SCRIPT)
         return 130
-    print(lines)
+    print(table(stages, EARLIER))
     record = {
-        "machine": machine,
+        "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "cores": cores(),
         "made_by": checkpoint.provenance(),
         "config": cli.to_yaml(CONFIG),
+        "stages": [{**asdict(stage), "rate": stage.rate} for stage in stages],
     }
     try:
         OPTIONS.out.mkdir(parents=True, exist_ok=True)
-        checkpoint.write_json(OPTIONS.out / f"{name}.json", record | content)
-        picture.save(OPTIONS.out / f"{name}.png")
+        checkpoint.write_json(OPTIONS.out / "bench.json", record)
     except OSError as error:
-        cli.complain(f"--out {OPTIONS.out}: cannot be written: {error.strerror}", "bench.py")
+        cli.complain(f"--out {OPTIONS.out}: cannot be written: {error.strerror}", SCRIPT)
         return 1
-    print(f"written to {OPTIONS.out}/{name}.json and {name}.png")
+    print(f"written to {OPTIONS.out}/bench.json")
     return 0
-
-
-def measure_rungs(about: str) -> tuple[dict[str, Any], str, Image.Image]:
-    """Measure the rungs; return the contents of bench.json, the console and bench.png."""
-    only = tuple(OPTIONS.only or RUNGS)
-    rungs = run(CONFIG, only=only, seconds=OPTIONS.seconds or 10.0)
-    if not rungs:
-        raise UserError(f"--only {' '.join(only)}: nothing can be measured here; add another rung")
-    earlier = {rung["name"]: median(rung["rates"]) for rung in EARLIER}
-    picture = chart(rungs, f"{about}; red: the limit")
-    return {"rungs": [asdict(r) for r in rungs]}, table(rungs, earlier), picture
-
-
-def measure_sweep(
-    about: str, asked: dict[str, list[Any]]
-) -> tuple[dict[str, Any], str, Image.Image]:
-    """Measure the cells; return the contents of sweep.json, the console and sweep.png.
-
-    Raises:
-        LoaderError: No setting can run.
-    """
-    alone, cells = run_sweep(CONFIG, asked, seconds=OPTIONS.seconds or 4.0)
-    best, knee = sweep.best(cells), sweep.knee(cells)
-    if best is None or knee is None:
-        raise LoaderError(f"no setting can run: {cells[0].failed}")
-    earlier = {
-        sweep.Setting(**cell["setting"]): median(cell["train"]) for cell in EARLIER if cell["train"]
-    }
-    content = {
-        "step": alone.rates,
-        "best": asdict(best.setting),
-        "knee": asdict(knee.setting),
-        "cells": [asdict(c) for c in cells],
-    }
-    fewest = f"knee, {sweep.KNEE} of it: {knee.setting.workers}"
-    title = f"{about}: best with {best.setting.workers} workers; {fewest}"
-    return content, sweep.table(cells, alone.rate, earlier), heat_map(cells, title)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ Demand is the rate of the step on a batch that is already on the device. Supply 
 worker while nothing takes its batches, divided into computing and waiting for storage. The search
 begins with the smallest number of workers whose supply is MARGIN times the demand, and tries it
 with the step running. The idea is tf.data's: size the pipeline to its consumer's demand, not to its
-own maximum (arXiv 2101.12127). `scripts/bench.py sweep=true` measures a grid instead.
+own maximum (arXiv 2101.12127). `scripts/bench.py --workers` measures some numbers instead.
 
 With loader.decoder=auto and a GPU with JPEG engines, it also tries hybrid and gpu if they could be
 faster than the CPU decoder. Their pixels differ a little from those of the CPU decoders, so the
