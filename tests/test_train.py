@@ -32,26 +32,22 @@ import torch
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 from torch import nn
 
 import train
-from conf import cli
 from conf.schema import Config
 from engine import checkpoint, compute
-from engine.distributed import StopSignal
 from engine.log import tracker
-from engine.log.ledger import SHORT, Ledger
 from engine.rundir import RunDirectory
 from engine.state import TrainState, params_sha256
 from models import build
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Prefetcher
-from tests.processes import HANGS_SECONDS, family, is_running, needs_linux, wait_until
+from tests.processes import HANGS_SECONDS, family, needs_linux, wait_until
 from tests.ranks import Ranks
 from tests.results import check_not_trained, rows, same, stored
-from tests.small_run import SMALL_RUN, command, compose, run, torchrun
+from tests.small_run import command, compose, run, torchrun
 
 REPOSITORY = Path(train.__file__).parent
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging", "every_picture")
@@ -225,14 +221,11 @@ def check_curves(folder: Path) -> EventAccumulator:
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["loader.workers=1"],  # no change
         ["loader.workers=0"],
-        ["loader.workers=2"],
         ["loader.workers=4"],
         ["loader.workers=2", "loader.start_method=fork"],
         pytest.param(["loader.workers=2", "loader.start_method=spawn"], marks=pytest.mark.slow),
         ["loader.workers=2", "loader.prefetch_batches=1", "loader.prefetch_factor=1"],
-        ["loader.workers=2", "loader.prefetch_batches=5", "loader.prefetch_factor=7"],
         ["log.every_steps=4", "log.trackers=[tensorboard]", "checkpoint.every_steps=2"],
     ],
     ids=" ".join,
@@ -338,23 +331,6 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
         assert any(re.match(pattern, tag) for tag in board.Tags()["scalars"]), pattern
 
 
-def test_hyperparameters_and_final_metrics_are_logged(short: tuple[Path, dict[str, Any]]) -> None:
-    folder, summary = short
-    board = check_curves(folder)
-    start = board.PluginTagToContent("hparams")["_hparams_/session_start_info"]
-    values = HParamsPluginData.FromString(start).session_start_info.hparams
-    assert values.keys() <= {"recipe", *cli.KEYS} and "loader.workers" not in values
-    assert "optim.betas" not in values  # not in effect with SGD
-    assert values["recipe"].string_value == "demo"
-    assert (
-        values["loader.batch_size"].number_value == 8
-        and values["model.name"].string_value == "resnet_tiny"
-    )
-    assert board.Scalars("final/best_top1")[-1].value == pytest.approx(
-        summary["best_top1"], rel=1e-6
-    )
-
-
 def test_accuracy_of_each_class(short: tuple[Path, dict[str, Any]]) -> None:
     found = json.loads((short[0] / "per_class.json").read_text())
     assert found["step"] == 9
@@ -439,27 +415,6 @@ def test_a_start_that_only_does_a_missing_validation(image_root: Path, tmp_path:
     assert second["seconds_lost"]["start"] > first["seconds_lost"]["start"]
 
 
-def test_the_end_of_an_epoch_does_not_count_as_training(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: Callable[[], None]
-) -> None:
-    """The verdict of the epoch and the start of workers take time as well."""
-    monkeypatch.setattr(
-        Ledger,
-        "verdict",
-        lambda _, period, *__, **___: (jump() if period == "epoch" else None) or [],
-    )
-    run(image_root, tmp_path / "run", "train.validate_every_epochs=9")
-    check_not_trained(tmp_path / "run")
-
-
-def test_every_row_has_its_times(short: tuple[Path, dict[str, Any]]) -> None:
-    """This includes steps before a validation, a checkpoint or the end."""
-    train_rows = rows(short[0], "train")
-    for key in ("copy_ms", "step_ms"):
-        times = [row[key] for row in train_rows if key in row]
-        assert len(times) == len(train_rows) and min(times) > 0
-
-
 def test_finished_run_is_not_changed(
     image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -514,26 +469,6 @@ def test_best_follows_top1(
         pointer["file"],
         f"step-{second['step']:08d}.pt",
     }
-
-
-def test_first_of_equal_validations_is_the_best(image_root: Path, tmp_path: Path) -> None:
-    """Without BatchNorm and with a tiny learning rate, all validations are equal."""
-    options = [
-        "model.name=squeezenet1_1",
-        "data.image_size=64",
-        "optim.lr=1e-9",
-        "checkpoint.keep=1",
-    ]
-    summary = run(image_root, tmp_path / "run", *options)
-    first, second = rows(tmp_path / "run", "val")
-    assert first["top1"] == second["top1"] > 0
-    assert summary["best_checkpoint"] == "step-00000005.pt"
-    assert (summary["best_top1"], summary["best_epoch"]) == pytest.approx(
-        (first["top1"], 5 / 4.5), abs=1e-3
-    )
-    assert stored(tmp_path / "run")["best"]["step"] == 5
-    kept = {path.name for path in (tmp_path / "run" / "checkpoints").glob("*.pt")}
-    assert kept == {"step-00000005.pt", "step-00000009.pt"}
 
 
 def test_learning_rate_of_every_step(straight: tuple[Path, dict[str, Any]]) -> None:
@@ -705,28 +640,6 @@ def test_interrupted_while_it_starts(image_root: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_interrupted_while_the_demo_is_drawn(tmp_path: Path) -> None:
-    """The incomplete dataset is removed, and no process remains."""
-    arguments = [
-        sys.executable,
-        str(REPOSITORY / "train.py"),
-        "recipe=demo",
-        f"data.root={tmp_path / 'demo'}",
-        "train.device=cpu",
-    ]
-    with subprocess.Popen(
-        arguments, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
-        wait_until(lambda: any(tmp_path.glob(".demo*/**/*.jpg")), process)
-        drawing = family(process.pid)
-        process.send_signal(signal.SIGINT)
-        _, error = process.communicate(timeout=HANGS_SECONDS)
-    assert process.returncode == 130 and b"Traceback" not in error
-    assert not any(tmp_path.glob(".demo*"))
-    wait_until(lambda: not any(map(is_running, drawing)))
-
-
 @pytest.mark.parametrize(
     ("number", "status"),
     [
@@ -807,9 +720,7 @@ def test_signal_while_validating(
     assert [rows(folder, "val")[0], *rows(folder, "val")[2:]] == rows(short[0], "val")
 
 
-@pytest.mark.parametrize("at", [5, 9])
 def test_signal_while_saving(
-    at: int,
     image_root: Path,
     tmp_path: Path,
     short: tuple[Path, dict[str, Any]],
@@ -821,7 +732,7 @@ def test_signal_while_saving(
 
     def signalled(self: RunDirectory, state: TrainState, *arguments: Any) -> None:
         saved.append(state.step)
-        if state.step == at:
+        if state.step == 5:
             signal.raise_signal(signal.SIGTERM)
         save(self, state, *arguments)
 
@@ -829,32 +740,9 @@ def test_signal_while_saving(
         patch.setattr(RunDirectory, "save", signalled)
         status = train.main(compose(image_root, folder, "log.every_steps=2"))
     assert status == 128 + signal.SIGTERM
-    assert saved[-1] == at and saved.count(at) == 1
-    assert rows(folder, "train")[-1]["step"] == at
+    assert saved[-1] == 5 and saved.count(5) == 1
+    assert rows(folder, "train")[-1]["step"] == 5
     assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
-
-
-def test_the_disk_has_answered_once_the_summary_is_written(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A signal while wandb takes its time does not blame the disk."""
-    saving, outcome, events = StopSignal.saving, tracker.Tracker.outcome, list[str]()
-
-    @contextmanager
-    def noted(*arguments: Any) -> Iterator[None]:
-        with saving(*arguments):
-            events.append("begin")
-            yield
-        events.append("summary" if (tmp_path / "run" / "summary.json").exists() else "end")
-
-    def slow(*arguments: Any, **options: Any) -> None:
-        events.append("outcome")
-        outcome(*arguments, **options)
-
-    monkeypatch.setattr(StopSignal, "saving", noted)
-    monkeypatch.setattr(tracker.Tracker, "outcome", slow)
-    run(image_root, tmp_path / "run", "train.max_steps=1")
-    assert events == ["begin", "end", "begin", "summary", "outcome"]
 
 
 def step_after_save(
@@ -874,34 +762,6 @@ def step_after_save(
 
     monkeypatch.setattr(RunDirectory, "save", save_and_note)
     monkeypatch.setattr(train, "train_step", wait_and_step)
-
-
-@pytest.mark.parametrize("at", [5, 9])
-def test_signal_while_the_thread_writes(
-    at: int,
-    image_root: Path,
-    tmp_path: Path,
-    short: tuple[Path, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Training continues meanwhile; after the signal, it ends once all checkpoints are on disk."""
-    folder, stepped = tmp_path / "run", threading.Event()
-    save = checkpoint.save
-
-    def save_during_a_step(folder: Path, content: dict[str, Any], **options: Any) -> Path:
-        assert stepped.wait(HANGS_SECONDS)
-        if content["step"] == at:
-            signal.raise_signal(signal.SIGTERM)
-        return save(folder, content, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", save_during_a_step)
-        step_after_save(lambda _: stepped.set() or True, patch)
-        assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM
-    saved = [int(path.name[5:13]) for path in sorted((folder / "checkpoints").glob("step-*.json"))]
-    assert saved[0] == 5 and len(saved) == 2 and (at == 5 or saved[1] == 9)
-    assert json.loads((folder / "summary.json").read_text())["step"] == saved[1]
-    assert run(image_root, folder)["params_sha256"] == short[1]["params_sha256"]
 
 
 def test_signal_in_the_last_step_of_an_epoch(
@@ -1029,38 +889,6 @@ def test_resume_from_a_path(
     assert (worse["best_checkpoint"], worse["best_top1"]) == ("step-00000059.pt", worse["top1"])
     assert json.loads((worse_folder / "checkpoints" / "best.json").read_text())["step"] == 59
     assert files(straight[0]) == before
-
-
-def test_resume_from_its_own_checkpoint_by_another_path(
-    image_root: Path,
-    tmp_path: Path,
-    short: tuple[Path, dict[str, Any]],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It is the same run: it keeps its best checkpoint, and the curves continue."""
-    monkeypatch.chdir(tmp_path)
-    run(image_root, Path("run"), "train.max_steps=5", "log.trackers=[tensorboard]")
-    path = tmp_path / "run" / "checkpoints" / "step-00000005.pt"
-    run(image_root, Path("run"), f"checkpoint.resume={path}", "log.trackers=[tensorboard]")
-    assert same(stored(tmp_path / "run"), stored(short[0]))
-    board = check_curves(tmp_path / "run")
-    assert [image.step for image in board.Images("train/images")] == [1, 6]
-    assert (
-        len(board.Tensors("config/text_summary"))
-        == len(board.Tensors("custom_scalars__config__"))
-        == 1
-    )
-
-
-def test_resume_path_missing(
-    image_root: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert (
-        train.main(compose(image_root, tmp_path / "run", f"checkpoint.resume={tmp_path}/none.pt"))
-        == 2
-    )
-    assert capfd.readouterr().err.count("\n") == 1
-    assert not (tmp_path / "run").exists()
 
 
 def test_resume_never(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
@@ -1205,37 +1033,6 @@ def test_the_interpreter_does_not_delay_the_step(
     assert gc.isenabled() is before is True
 
 
-def test_a_key_without_effect_is_reported(
-    image_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(
-        image_root,
-        tmp_path / "run",
-        "loader.workers=auto",
-        "autotune.refresh=true",
-        "train.max_steps=1",
-    )
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("autotune")]
-    assert "runs on the CPU" in line and line.endswith("; autotune.refresh has no effect")
-
-
-def test_the_verdict_so_far_survives_a_crash(
-    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(SHORT, "epoch", 0.0)
-    with monkeypatch.context() as patch:
-        fail_at(7, patch)
-        with pytest.raises(RuntimeError, match="a bug"):
-            run(image_root, tmp_path / "run")
-    so_far = json.loads((tmp_path / "run" / "verdict.json").read_text())
-    assert (
-        so_far["epoch"] == pytest.approx(5 / 4.5, abs=1e-3)
-        and "the CPU waited" in so_far["verdict"][0]
-    )
-    summary = run(image_root, tmp_path / "run", "train.max_steps=8")
-    assert summary["workers"] == 1
-
-
 def test_curves_are_on_disk_after_a_crash(
     image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1304,27 +1101,6 @@ def test_log_cannot_be_written(
     assert summary["params_sha256"] == short[1]["params_sha256"]
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1 and warnings[0].startswith(f"{log} cannot be written")
-
-
-@pytest.mark.slow
-def test_console_full(image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]) -> None:
-    """If the console cannot be written, the run loses its log lines, and continues."""
-    needs_linux()
-    folder = tmp_path / "run"
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            command(image_root, folder),
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-            timeout=HANGS_SECONDS,
-        )
-    assert result.returncode == 0
-    assert result.stderr.startswith("WARNING: ") and result.stderr.count("\n") == 1
-    assert (
-        json.loads((folder / "summary.json").read_text())["params_sha256"]
-        == short[1]["params_sha256"]
-    )
 
 
 @pytest.mark.parametrize(
@@ -1413,31 +1189,6 @@ def test_help_and_cfg_from_anywhere(spaced: Path, tmp_path: Path) -> None:
         assert (result.returncode, result.stderr) == (0, "")
         assert expected in result.stdout
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.slow
-def test_train_from_anywhere(
-    spaced: Path, image_root: Path, tmp_path: Path, short: tuple[Path, dict[str, Any]]
-) -> None:
-    """Paths with spaces, another working directory, relative paths; all output is in run.dir."""
-    (tmp_path / "the images").symlink_to(image_root)
-    arguments = [
-        sys.executable,
-        str(spaced / "train.py"),
-        *SMALL_RUN,
-        "data.root='the images'",
-        "run.dir='my runs/first'",
-        "loader.workers=2",
-    ]
-    result = subprocess.run(
-        arguments, cwd=tmp_path, capture_output=True, text=True, timeout=HANGS_SECONDS
-    )
-    assert (result.returncode, result.stderr) == (0, "")
-    assert (
-        json.loads((tmp_path / "my runs" / "first" / "summary.json").read_text())["params_sha256"]
-        == short[1]["params_sha256"]
-    )
-    assert {p.name for p in tmp_path.iterdir()} == {"the images", "my runs"}
 
 
 # Several ranks, started by torchrun.
