@@ -12,8 +12,8 @@ from conf.schema import Config, Data, UserError, did_you_mean, show, with_size
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
-from pipeline.dataset import Dataset, FakeDataset, FolderDataset, describe
-from pipeline.decode import ON_GPU, Picture
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
+from pipeline.decode import ON_GPU, Picture, describe
 from pipeline.demo.images import CLASSES, SPLITS, UndrawnDataset, is_drawn
 from pipeline.splits import load_splits, roots_of
 

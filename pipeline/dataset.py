@@ -9,7 +9,6 @@ pipeline/build.py, and conf/data/NAME.yaml.
 import copy
 import errno
 import hashlib
-import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ import numpy as np
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
-from pipeline.decode import Picture, TooNarrowError
+from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import Index
 from pipeline.shared import SharedArray
 
@@ -343,12 +342,8 @@ class FolderDataset(FileDataset):
             picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
         try:
             yield picture
-        except Exception as error:
-            failure = error if isinstance(error, TooNarrowError) else picture.failure
-            if failure is None:
-                raise
-            with self.naming_file(index):
-                raise failure from None
+        except UnreadableError as error:
+            raise BadImageError(f"{self.name(index)}: {error}") from error
 
     @contextmanager
     def naming_file(self, index: int) -> Iterator[None]:
@@ -422,9 +417,3 @@ class FakeDataset(Dataset):
 def in_form_of(stored: Any, fingerprint: str) -> str:
     """Return a fingerprint without the content if `stored` is of a version that had none."""
     return fingerprint if CONTENT in str(stored) else fingerprint.partition(CONTENT)[0]
-
-
-def describe(error: BaseException) -> str:
-    """Return the type and the message of an error without the address of an in-memory file."""
-    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__

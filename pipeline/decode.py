@@ -3,29 +3,26 @@
 Journey of a batch, 2: file bytes -> uint8 [H, W, 3], or only the region of a crop, in a worker.
 
 A JPEG is a grid of frequency blocks, so a decoder can output it at 1/2, 1/4 or 1/8 of its size for
-less work, and skip blocks outside a region (pipeline/region.py). `resized` uses both. Pillow
-decodes all files that are not a plain colour JPEG.
+less work, and skip blocks outside a region (pipeline/region.py). So a picture first collects what
+the transforms draw, and its pixels are computed when they are needed. Pillow decodes all files that
+are not a plain colour JPEG.
 """
 
-import fcntl
 import importlib.util
 import io
 import math
-import platform
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import cast
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
 from PIL import Image, ImageFile
 
-from conf.files import default_cache_dir
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import region
-from pipeline.machine import free_memory
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 INTERPOLATIONS = ("bilinear", "bicubic")
@@ -38,48 +35,167 @@ Image.MAX_IMAGE_PIXELS = None
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Second bytes of JPEG markers: a Huffman-coded frame (baseline, extended, progressive); segments
 # that can precede it (tables, restart interval, application data, comment).
-PROGRESSIVE = 0xC2
-FRAMES = (0xC0, 0xC1, PROGRESSIVE)
+BASELINE, PROGRESSIVE, LOSSLESS, START_OF_SCAN = 0xC0, 0xC2, 0xC3, 0xDA
+FRAMES = (BASELINE, 0xC1, PROGRESSIVE)
 SKIPPED = (0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE)
 # A truncated file must be an error with its path, not an image whose lower half is grey.
 ImageFile.LOAD_TRUNCATED_IMAGES = False
 MISSING = "the file ends before the image does"
-# A progressive JPEG repeats the work of decoding for each scan, and an empty scan has 10 bytes.
-# Encoders write about ten.
+# A progressive JPEG repeats the work of decoding for each scan. Encoders write about ten.
 MOST_SCANS = 500
 # Each JPEG marker, those without a length (restarts, start of an image, TEM), and a scan: its data
 # and its restart markers. The first scan is searched for behind its header.
 MARKER, RESTART = re.compile(rb"\xff+([^\x00\xff])"), re.compile(rb"\xff([\xd0-\xd7])")
 WITHOUT_LENGTH = (0x01, *range(0xD0, 0xD9))
 SCAN = re.compile(rb"(?:\A|\xff\xda)[^\xff]*(?:\xff[\x00\xd0-\xd7][^\xff]*)*")
-LOSSLESS, START_OF_SCAN, END_OF_IMAGE = 0xC3, 0xDA, b"\xff\xd9"
-# Memory that decoding takes at most, measured for the modes of all FORMATS: 3 for a baseline JPEG,
-# 8 for a PNG with alpha, 11 for a progressive CMYK JPEG, 17 for a lossless WebP.
-BYTES_PER_PIXEL = 17
-LARGE_BYTES = 512 << 20  # more than this is only taken in turns if it is scarce
-MOST_PLACES = 256
-STRIP = 1 << 22  # pixels that are converted at a time
 # Entropy-coded data that no marker interrupts, and that changes the pixels wherever it is decoded.
 FILLER = bytes(97 * number % 251 for number in range(1, 65))
 
 
-class Picture:
-    """An image between two transforms. Every method returns a new picture.
+class UnreadableError(ValueError):
+    """The file of a picture cannot be decoded; says why in one line."""
+
+
+class DecodeError(Exception):
+    """A quick decoder cannot decode this file."""
+
+
+class Frame(NamedTuple):
+    """The frame header of a JPEG with three components of 8 bits."""
+
+    size: tuple[int, int]  # (width, height) in pixels
+    sampling: tuple[tuple[int, int], ...]  # factors (across, down) of each component
+    marker: int  # one of FRAMES
+    end: int  # where the next segment begins
+
+
+# (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
+# 1 / scale; `box` is in pixels of that smaller image.
+Decode = Callable[[bytes, Box, int], np.ndarray]
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    """Crop the region `box` and resize it to `size`, (width, height), with antialiasing.
 
     Attributes:
-        failure: why the file cannot be decoded, after an attempt that raised this error. It tells
-            an error of the file from one of a transform.
+        interpolation: one of INTERPOLATIONS.
+        quick: let the JPEG decoder shrink the image by 2, 4 or 8 first: much less work on large
+            photos, a little softer.
     """
 
-    failure: Exception | None = None
+    box: Box
+    size: tuple[int, int]
+    interpolation: str
+    quick: bool
 
-    def __init__(self, pixels: np.ndarray) -> None:
-        self._pixels = pixels
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8 [H, W, 3] -> [height, width, 3]."""
+        left, top, right, bottom = self.box
+        return resize(pixels[top:bottom, left:right], self.size, self.interpolation)
 
-    @property
-    def size(self) -> tuple[int, int]:
-        """(width, height)."""
-        return self._pixels.shape[1], self._pixels.shape[0]
+
+@dataclass(frozen=True, slots=True)
+class Crop:
+    """Crop the region `box`; pixels outside the image are black."""
+
+    box: Box
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8 [H, W, 3] -> [bottom - top, right - left, 3]."""
+        left, top, right, bottom = self.box
+        height, width, _ = pixels.shape
+        if left >= 0 and top >= 0 and right <= width and bottom <= height:
+            return pixels[top:bottom, left:right]
+        made = np.zeros((bottom - top, right - left, 3), np.uint8)
+        x0, x1 = max(left, 0), min(right, width)
+        y0, y1 = max(top, 0), min(bottom, height)
+        made[y0 - top : y1 - top, x0 - left : x1 - left] = pixels[y0:y1, x0:x1]
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """Flip left and right."""
+
+    def apply(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8 [H, W, 3] -> the same shape."""
+        # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
+        return as_tensor(pixels).flip(1).numpy()
+
+
+Step = Resize | Crop | Mirror
+
+
+@dataclass(frozen=True, slots=True)
+class JpegFile:
+    """A colour JPEG whose header alone has been read.
+
+    Attributes:
+        data: content of the file.
+        size: (width, height).
+        decode: from DECODERS.
+        frame: None if only Pillow understands the header.
+    """
+
+    data: bytes
+    size: tuple[int, int]
+    decode: Decode
+    frame: Frame | None
+
+    def resized(self, step: Resize) -> np.ndarray:
+        """Decode as little as a resize needs, and resize: uint8 [height, width, 3]."""
+        box, size = step.box, step.size
+        scale = reduction(box, size) if step.quick else 1
+        if scale == 1:
+            return resize(self.region(box, 1), size, step.interpolation)
+        # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
+        outer = box[0] // scale, box[1] // scale, -(-box[2] // scale), -(-box[3] // scale)
+        small = Image.fromarray(np.ascontiguousarray(self.region(outer, scale)))
+        left, top = box[0] / scale - outer[0], box[1] / scale - outer[1]
+        right = min(box[2] / scale - outer[0], small.width)
+        bottom = min(box[3] / scale - outer[1], small.height)
+        method = Image.Resampling[step.interpolation.upper()]
+        return np.asarray(small.resize(size, method, box=(left, top, right, bottom)))
+
+    def region(self, box: Box, scale: int) -> np.ndarray:
+        """Decode the region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
+        if box[0] >= box[2] or box[1] >= box[3]:
+            raise ValueError(f"the region {box} is empty")  # an error of the transform
+        try:
+            try:
+                return self.decode(self.data, box, scale)
+            except DecodeError:  # Pillow reads more files, and its errors are clearer
+                return decode_pillow(self.data, box, scale)
+        except Exception as error:
+            raise UnreadableError(describe(error)) from error
+
+
+class Picture:
+    """An image between two transforms: where it is from, and the geometry that was drawn for it.
+
+    The geometry is a value that `pixels` computes on a CPU, and the GPU's engines and kernels read
+    (pipeline/gpu). Every other method returns a new picture and computes nothing.
+
+    Args:
+        source: a file, or pixels, uint8 [H, W, 3].
+        steps: the drawn geometry, in order.
+        size: (width, height) after the steps; of the source if there are none.
+    """
+
+    def __init__(
+        self,
+        source: np.ndarray | JpegFile,
+        steps: tuple[Step, ...] = (),
+        size: tuple[int, int] | None = None,
+    ) -> None:
+        self.source, self.steps = source, steps
+        if size is not None:
+            self.size = size
+        elif isinstance(source, JpegFile):
+            self.size = source.size
+        else:
+            self.size = source.shape[1], source.shape[0]
 
     def resized(
         self,
@@ -89,127 +205,75 @@ class Picture:
         interpolation: str = "bilinear",
         quick: bool = False,
     ) -> "Picture":
-        """Crop and resize as torchvision does, with antialiasing.
-
-        Args:
-            size: (width, height) of the result.
-            box: region of this picture; None is all of it.
-            interpolation: one of INTERPOLATIONS.
-            quick: let the JPEG decoder shrink the image by 2, 4 or 8 first: much less work on large
-                photos, a little softer.
-        """
-        self._check_resize(size)
-        left, top, right, bottom = box or (0, 0, *self.size)
-        return Picture(resize(self.pixels()[top:bottom, left:right], size, interpolation))
-
-    def _check_resize(self, size: tuple[int, int]) -> None:
-        """Refuse a resize of an image of a few rows or columns, which can make gigabytes of it."""
+        """Crop the region `box`, None for all, and resize as torchvision does; see `Resize`."""
         if size[0] * size[1] > MAX_PIXELS:
-            width, height = self.size
-            raise TooNarrowError(
-                f"resizing {width}x{height} pixels would give {size[0]}x{size[1]}: too narrow"
+            raise UnreadableError(
+                f"resizing {self.size[0]}x{self.size[1]} pixels would give {size[0]}x{size[1]}: "
+                "too narrow"
             )
+        box = box or (0, 0, *self.size)
+        return Picture(self.source, (*self.steps, Resize(box, size, interpolation, quick)), size)
 
     def cropped(self, box: Box) -> "Picture":
         """Crop the region `box`; pixels outside the image are black."""
-        left, top, right, bottom = box
-        width, height = self.size
-        if left >= 0 and top >= 0 and right <= width and bottom <= height:
-            return Picture(self.pixels()[top:bottom, left:right])
-        made = np.zeros((bottom - top, right - left, 3), np.uint8)
-        x0, x1 = max(left, 0), min(right, width)
-        y0, y1 = max(top, 0), min(bottom, height)
-        made[y0 - top : y1 - top, x0 - left : x1 - left] = self.pixels()[y0:y1, x0:x1]
-        return Picture(made)
+        size = box[2] - box[0], box[3] - box[1]
+        return Picture(self.source, (*self.steps, Crop(box)), size)
 
     def mirrored(self) -> "Picture":
-        # numpy copies a reversed axis pixel by pixel: 150 us for 224 px, torch takes 18 us.
-        return Picture(as_tensor(self.pixels()).flip(1).numpy())
+        return Picture(self.source, (*self.steps, Mirror()), self.size)
 
     def pixels(self) -> np.ndarray:
-        """Return uint8 [H, W, 3]; may be read-only or shared: copy it before writing."""
-        return self._pixels
+        """Decode and compute: uint8 [H, W, 3]. May be read-only or shared: copy before writing.
+
+        Raises:
+            UnreadableError: the file cannot be decoded.
+        """
+        steps = self.steps
+        if not isinstance(self.source, JpegFile):
+            pixels = self.source
+        elif steps and isinstance(steps[0], Resize):
+            pixels, steps = self.source.resized(steps[0]), steps[1:]
+        else:
+            pixels = self.source.region((0, 0, *self.source.size), 1)
+        for step in steps:
+            pixels = step.apply(pixels)
+        return pixels
 
     def pillow(self) -> Image.Image:
         return Image.fromarray(self.pixels())
 
 
-class EncodedPicture(Picture):
-    """A colour JPEG whose header alone has been read.
+def open_picture(data: bytes, decoder: str, max_pixels: int = MAX_PIXELS) -> Picture:
+    """Read the header of a file; decode the file unless it is a plain colour JPEG.
 
     Args:
-        data: content of the file.
-        size: (width, height).
-        decode: from DECODERS.
+        decoder: a name in DECODERS.
+        max_pixels: data.max_pixels.
+
+    Raises:
+        UnreadableError: Pillow cannot read it, or it is too large.
     """
-
-    def __init__(self, data: bytes, size: tuple[int, int], decode: "Decode") -> None:
-        self._data, self._size, self._decode = data, size, decode
-
-    @property
-    def size(self) -> tuple[int, int]:
-        return self._size
-
-    def resized(
-        self,
-        size: tuple[int, int],
-        box: Box | None = None,
-        *,
-        interpolation: str = "bilinear",
-        quick: bool = False,
-    ) -> Picture:
-        self._check_resize(size)
-        box = box or (0, 0, *self.size)
-        scale = reduction(box, size) if quick else 1
-        if scale == 1:
-            return Picture(resize(self._region(box, 1), size, interpolation))
-        # The region's edges lie between pixels of the smaller image, so Pillow gets fractions.
-        outer = box[0] // scale, box[1] // scale, -(-box[2] // scale), -(-box[3] // scale)
-        region = Image.fromarray(np.ascontiguousarray(self._region(outer, scale)))
-        left, top = box[0] / scale - outer[0], box[1] / scale - outer[1]
-        right = min(box[2] / scale - outer[0], region.width)
-        bottom = min(box[3] / scale - outer[1], region.height)
-        inner = (left, top, right, bottom)
-        filter = Image.Resampling[interpolation.upper()]
-        return Picture(np.asarray(region.resize(size, filter, box=inner)))
-
-    def pixels(self) -> np.ndarray:
-        return self._region((0, 0, *self.size), 1)
-
-    def _region(self, box: Box, scale: int) -> np.ndarray:
-        """Decode the region `box` of the image at 1 / scale: uint8 [h, w, 3]."""
-        if box[0] >= box[2] or box[1] >= box[3]:
-            raise ValueError(f"the region {box} is empty")  # an error of the transform
-        try:
-            with memory_for(self._size):
-                return self._decode_or_fall_back(box, scale)
-        except Exception as error:
-            self.failure = error
-            raise
-
-    def _decode_or_fall_back(self, box: Box, scale: int) -> np.ndarray:
-        try:
-            return self._decode(self._data, box, scale)
-        except DecodeError:  # Pillow reads more files, and its errors are clearer
-            return decode_pillow(self._data, box, scale)
+    try:
+        frame = colour_frame(data)
+        if frame is not None:
+            check_size(frame.size, max_pixels)
+            if frame.marker == PROGRESSIVE:
+                check_scans(data)
+            return Picture(JpegFile(data, frame.size, DECODERS[decoder], frame))
+        image = open_image(data, max_pixels)
+        if image.format == "JPEG" and image.mode == "RGB":
+            return Picture(JpegFile(data, image.size, DECODERS[decoder], None))
+        return Picture(np.asarray(to_rgb(load_all(data, image))))
+    except Exception as error:  # Pillow's plugins raise many kinds: struct.error, IndexError, ...
+        raise UnreadableError(describe(error)) from error
 
 
-# (file, box, scale) -> uint8 [bottom - top, right - left, 3]: the region `box` of the image at
-# 1 / scale; `box` is in pixels of that smaller image.
-Decode = Callable[[bytes, Box, int], np.ndarray]
-
-
-class TooNarrowError(ValueError):
-    """An image of a few rows or columns: an error of the file, in any picture made from it."""
-
-
-class DecodeError(Exception):
-    """A quick decoder cannot decode this file."""
-
-
-def has_end(data: bytes) -> bool:
-    """Whether a JPEG has its end marker, which a truncated file lacks; a few bytes may follow."""
-    return b"\xff\xd9" in data[-64:]
+def describe(error: BaseException) -> str:
+    """Return the type and the message of an error without the address of an in-memory file."""
+    text = re.sub(r" <_io.BytesIO object at 0x[0-9a-f]+>", "", str(error))
+    if text and isinstance(error, UnreadableError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def resize(pixels: np.ndarray, size: tuple[int, int], interpolation: str) -> np.ndarray:
@@ -245,6 +309,9 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
     return 1 << min(3, max(0, int(math.log2(factor)) if factor >= 1 else 0))
 
 
+# Headers.
+
+
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
@@ -265,11 +332,7 @@ def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 
 def check_size(size: tuple[int, int], max_pixels: int) -> None:
-    """Refuse an image whose decoding would need too much memory.
-
-    Raises:
-        ValueError: it has more pixels than `max_pixels`.
-    """
+    """Refuse an image with more than `max_pixels`: decoding it would need too much memory."""
     if size[0] * size[1] > max_pixels:
         raise ValueError(
             f"{size[0]}x{size[1]} pixels are more than data.max_pixels={max_pixels}; make the "
@@ -277,129 +340,38 @@ def check_size(size: tuple[int, int], max_pixels: int) -> None:
         )
 
 
-@contextmanager
-def memory_for(size: tuple[int, int]) -> Iterator[None]:
-    """Wait for other processes if free memory is not enough for one more large image.
-
-    One of them always decodes. The locks are files, which the system unlocks if a process dies.
-
-    Args:
-        size: (width, height) of the image that is decoded in the block.
-    """
-    needed = size[0] * size[1] * BYTES_PER_PIXEL
-    if needed <= LARGE_BYTES:
-        yield
-        return
-    places = max(1, free_memory() // 2 // needed)
-    # A home directory can be shared by machines.
-    folder = default_cache_dir() / "decoding" / platform.node()
-    with ExitStack() as stack:
-        with suppress(OSError):  # no locks: a folder that cannot be written, some network storage
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            for place in range(min(places, MOST_PLACES)):
-                file = stack.enter_context(open(folder / f"{place}.lock", "ab"))
-                with suppress(BlockingIOError):
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-            else:
-                fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def check_scans(data: bytes) -> None:
-    """Refuse a progressive JPEG that takes minutes to decode.
-
-    Raises:
-        ValueError: it has more scans than encoders write.
-    """
-    scans = data.count(bytes((0xFF, START_OF_SCAN)))
-    if scans > MOST_SCANS:
-        raise ValueError(f"a JPEG of about {scans} scans; at most {MOST_SCANS} are decoded")
+    """Refuse a progressive JPEG with so many scans that decoding it takes minutes."""
+    if data.count(bytes((0xFF, START_OF_SCAN))) > MOST_SCANS:
+        raise ValueError(f"a JPEG of more than {MOST_SCANS} scans")
 
 
-def check_length(data: bytes, size: tuple[int, int], factors: Sequence[int], *, bits: int) -> None:
-    """Refuse a JPEG that is shorter than any image of the size in its header.
-
-    Args:
-        size: (width, height).
-        factors: across and down for each component: its sampling factors.
-        bits: that a block of 8x8 values has at least.
-
-    Raises:
-        ValueError: it is shorter.
-    """
-    across, down = factors[::2], factors[1::2]
-    values = sum(a * d for a, d in zip(across, down, strict=True)) / max(across) / max(down)
-    if len(data) * 8 < bits * values * size[0] * size[1] / 64:
-        raise ValueError(f"{MISSING}: {len(data)} bytes for {size[0]}x{size[1]} pixels")
-
-
-def open_picture(data: bytes, decoder: str, max_pixels: int = MAX_PIXELS) -> Picture:
-    """Read the header of a file; decode the file unless it is a plain colour JPEG.
-
-    Args:
-        decoder: a name in DECODERS.
-        max_pixels: data.max_pixels.
-
-    Raises:
-        OSError, ValueError, SyntaxError: Pillow cannot read it, or it is too large.
-    """
-    size = colour_jpeg_size(data, max_pixels)
-    if size:
-        return EncodedPicture(data, size, DECODERS[decoder])
-    image = open_image(data, max_pixels)
-    if image.format == "JPEG" and image.mode == "RGB":
-        return EncodedPicture(data, image.size, DECODERS[decoder])
-    with memory_for(image.size):
-        return Picture(region_of(load_all(data, image), (0, 0, *image.size)))
-
-
-def colour_jpeg_size(data: bytes, max_pixels: int = MAX_PIXELS) -> tuple[int, int] | None:
-    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file.
+def colour_frame(data: bytes) -> Frame | None:
+    """Read the frame header of a common colour JPEG; None if Pillow has to open the file.
 
     Pillow takes 50 us to read a header, as long as flipping three images.
-
-    Raises:
-        ValueError: it is too large, or too short for this size.
     """
     at = 2 if data.startswith(b"\xff\xd8") else len(data)
     while at + 19 <= len(data) and data[at] == 0xFF:
-        marker = data[at + 1]
+        marker, end = data[at + 1], at + 2 + int.from_bytes(data[at + 2 : at + 4], "big")
         if marker in FRAMES:
-            frame = colour_frame(data, at)
-            if frame is None:
+            bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
+            sampling = tuple(divmod(data[at + place], 16) for place in (11, 14, 17))
+            if bits != 8 or components != 3 or not width * height or not all(map(all, sampling)):
                 return None
-            size, sampling = frame
-            check_size(size, max_pixels)
-            factors = [factor for pair in sampling for factor in pair]
-            check_length(data, size, factors, bits=1 if marker == PROGRESSIVE else 2)
-            if marker == PROGRESSIVE:
-                check_scans(data)
-            return size
-        if not can_skip(data, at):
+            return Frame((width, height), sampling, marker, end)
+        if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
             return None
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+        at = end
     return None
 
 
-def colour_frame(
-    data: bytes, at: int
-) -> tuple[tuple[int, int], tuple[tuple[int, int], ...]] | None:
-    """Read the frame of a JPEG that begins at `at`; None unless it has three components of 8 bits.
-
-    Returns:
-        (width, height), and for each component its sampling factors (across, down).
-    """
-    bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-    sampling = tuple(divmod(data[at + place], 16) for place in (11, 14, 17))
-    if bits != 8 or components != 3 or not width * height or not all(map(all, sampling)):
-        return None
-    return (width, height), sampling
+def has_end(data: bytes) -> bool:
+    """Whether a JPEG has its end marker, which a truncated file lacks; a few bytes may follow."""
+    return b"\xff\xd9" in data[-64:]
 
 
-def can_skip(data: bytes, at: int) -> bool:
-    """Whether the segment of a JPEG that begins at `at` holds tables or notes on a single image."""
-    return data[at + 1] in SKIPPED and data[at + 4 : at + 8] != b"MPF\0"
+# Files that end early, and Pillow.
 
 
 def load_all(data: bytes, image: Image.Image) -> Image.Image:
@@ -408,7 +380,9 @@ def load_all(data: bytes, image: Image.Image) -> Image.Image:
     Raises:
         OSError, ValueError, SyntaxError: the data are damaged, or end before the image does.
     """
-    if ends_unnoticed(image):
+    # Pillow turns an image that has another orientation, and its size before it is decoded.
+    upright = image.format == "TIFF" and image.tag_v2.get(274, 1) == 1  # type: ignore[attr-defined]
+    if image.format == "PNG" or upright:  # Pillow lets the data end early
         # Some other pixels may have the first level, but then they do not have the second one.
         missing = load_into(image, 77)
         if any(missing):
@@ -430,13 +404,6 @@ def load_all(data: bytes, image: Image.Image) -> Image.Image:
     return image
 
 
-def ends_unnoticed(image: Image.Image) -> bool:
-    """Whether Pillow lets the data end early: the pixels that are missing are then black."""
-    # Pillow turns an image that has another orientation, and its size before it is decoded.
-    upright = image.format == "TIFF" and image.tag_v2.get(274, 1) == 1  # type: ignore[attr-defined]
-    return image.format == "PNG" or upright
-
-
 def load_into(image: Image.Image, level: int) -> list[bool]:
     """Decode over a blank image of one level; return whether the last two rows still end with it.
 
@@ -451,12 +418,10 @@ def load_into(image: Image.Image, level: int) -> list[bool]:
 
 
 def is_grey(pixel: float | tuple[int, ...] | None) -> bool:
-    """Whether a pixel may be one for which a JPEG has no data: such pixels have medium luma.
+    """Whether a pixel of L, RGB or CMYK may be one for which a JPEG has no data.
 
-    Their colour can be that of the neighbours, whose chroma is interpolated.
-
-    Args:
-        pixel: of an image with the mode L, RGB or CMYK.
+    Such pixels have medium luma. Their colour can be that of the neighbours, whose chroma is
+    interpolated.
     """
     levels = pixel if isinstance(pixel, tuple) else (pixel, pixel, pixel)
     luma = np.dot((0.299, 0.587, 0.114), np.asarray(levels[:3], float))
@@ -477,7 +442,7 @@ def lacks_data(data: bytes) -> bool:
             at += int.from_bytes(data[at : at + 2], "big")
     if PROGRESSIVE in markers and data[at - 3]:
         return True  # the first scan, with the mean of each block
-    end = data.find(END_OF_IMAGE, at)
+    end = data.find(b"\xff\xd9", at)
     body = data[at:end]
     restarts = [RESTART.findall(scan) for scan in SCAN.findall(body)]
     if any(found[0] != 0xD0 + i % 8 for scan in restarts for i, found in enumerate(scan)):
@@ -497,11 +462,25 @@ def _filled(scan: re.Match[bytes]) -> bytes:
     return RESTART.sub(lambda marker: FILLER + marker[0], scan[0]) + FILLER + following + FILLER
 
 
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Convert as torchvision's loader, but keep the upper byte of 16-bit grey, unclipped."""
+    if image.mode == "RGB":
+        return image
+    if image.mode.startswith("I;16"):
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+    if image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    return image.convert("RGB")
+
+
+# Decoders.
+
+
 def decode_pillow(data: bytes, box: Box, scale: int) -> np.ndarray:
     image = Image.open(io.BytesIO(data), formats=FORMATS)
     if scale > 1:
         image.draft("RGB", (image.width // scale, image.height // scale))
-    pixels = region_of(image, box)
+    pixels = np.asarray(to_rgb(image.crop(box)))
     if is_grey(tuple(pixels[-1, -1])) and lacks_data(data):
         raise OSError(MISSING)
     return pixels
@@ -544,14 +523,20 @@ DECODERS: dict[str, Decode] = {
 ON_GPU = ("gpu", "hybrid")  # values of loader.decoder that use the GPU's JPEG engines
 
 
+def missing_decoders() -> dict[str, str]:
+    """Return for each decoder that is not installed what to do to get it."""
+    missing = {}
+    if isinstance(remedy := region.load(), str):
+        missing["region"] = remedy
+    if importlib.util.find_spec("simplejpeg") is None:
+        missing["simplejpeg"] = "pip install simplejpeg"
+    return missing
+
+
 def installed() -> list[str]:
     """Return the installed decoders, fastest first."""
-    usable = {
-        "region": not isinstance(region.load(), str),
-        "simplejpeg": importlib.util.find_spec("simplejpeg") is not None,
-        "pillow": True,
-    }
-    return [name for name in DECODERS if usable[name]]
+    missing = missing_decoders()
+    return [name for name in DECODERS if name not in missing]
 
 
 def resolve(name: str) -> str:
@@ -564,39 +549,8 @@ def resolve(name: str) -> str:
     if name == "auto":
         return usable[0]
     if name not in usable:
-        remedy = {
-            "simplejpeg": "pip install simplejpeg",
-            "region": region.load(),
-        }[name]
         raise UserError(
-            f"loader.decoder={name}: not installed; {remedy}, "
+            f"loader.decoder={name}: not installed; {missing_decoders()[name]}, "
             f"or use one of auto, {', '.join(usable)}"
         )
     return name
-
-
-def region_of(image: Image.Image, box: Box) -> np.ndarray:
-    """Return a region of a Pillow image as uint8 [h, w, 3].
-
-    In strips: converting an image at once takes three times the memory of its pixels.
-    """
-    left, top, right, bottom = box
-    rows = max(1, STRIP // max(1, right - left))
-    if bottom - top <= rows:
-        return np.asarray(_to_rgb(image.crop(box)))
-    pixels = np.empty((bottom - top, right - left, 3), np.uint8)
-    for row in range(top, bottom, rows):
-        end = min(bottom, row + rows)
-        pixels[row - top : end - top] = np.asarray(_to_rgb(image.crop((left, row, right, end))))
-    return pixels
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """Convert as torchvision's loader, but keep the upper byte of 16-bit grey, unclipped."""
-    if image.mode == "RGB":
-        return image
-    if image.mode.startswith("I;16"):
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")
-    return image.convert("RGB")

@@ -22,7 +22,8 @@ import torch
 
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
-from pipeline.dataset import BadImageError, Dataset, DrawingDataset, describe
+from pipeline.dataset import BadImageError, Dataset, DrawingDataset
+from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it

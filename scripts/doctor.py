@@ -82,8 +82,8 @@ from pipeline import decode, machine
 from pipeline.augment import Compose
 from pipeline.build import Datasets, build_datasets, train_transform, val_transform
 from pipeline.class_names import imagenet_names
-from pipeline.dataset import SHRUNK_SIDE, FolderDataset, describe
-from pipeline.decode import ON_GPU
+from pipeline.dataset import SHRUNK_SIDE, FolderDataset
+from pipeline.decode import ON_GPU, describe
 from pipeline.demo.images import MARKER
 from pipeline.index import KINDS, MOST_IGNORED, outdated_cache, stored_as
 from pipeline.loader import SLOW_SAMPLE_SECONDS

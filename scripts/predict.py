@@ -130,7 +130,7 @@ from pipeline import decode, machine
 from pipeline.augment import sample_rng
 from pipeline.build import val_transform
 from pipeline.class_names import readable
-from pipeline.dataset import describe
+from pipeline.decode import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
 from scripts.lib.trained import Trained, open_trained

@@ -121,7 +121,7 @@ import torch
 
 from conf import strict_json
 from pipeline import decode, machine
-from pipeline.dataset import describe
+from pipeline.decode import describe
 from scripts.lib.destination import CONTAINERS, Container, open_destination, write_whole
 from scripts.lib.sources.files import WHOLE, Sample
 from scripts.lib.sources.layouts import read, recognise

@@ -26,7 +26,7 @@ from torch import nn
 
 from conf.schema import UserError, show
 from engine.checkpoint import replace_file
-from pipeline.dataset import describe
+from pipeline.decode import describe
 
 logger = logging.getLogger(__name__)
 

@@ -54,8 +54,7 @@ from engine.tune.verdict import (
     setup_of,
     supply_of,
 )
-from pipeline.dataset import describe
-from pipeline.decode import ON_GPU
+from pipeline.decode import ON_GPU, describe
 from pipeline.feed import Feed
 from pipeline.loader import Loader, LoaderError
 from pipeline.loader_plan import (

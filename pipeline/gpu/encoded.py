@@ -3,17 +3,14 @@
 Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes import this module.
 """
 
-import random
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipeline.augment import Compose, Drawn, as_rows, sample_rng
 from pipeline.dataset import Dataset, FolderDataset
-from pipeline.decode import Picture
+from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_frame
 from pipeline.gpu.geometry import (
     CLIP_BOTTOM,
     CLIP_RIGHT,
@@ -24,14 +21,10 @@ from pipeline.gpu.geometry import (
     SCALE_X,
     SCALE_Y,
     WIDTH,
-    NeedsPixelsError,
-    NotedPicture,
-    open_noted,
+    engines_support,
+    write_geometry,
 )
 from pipeline.shared import SharedArray
-
-# Images without pixels to which lists are applied, and their (width, height).
-TRIALS, TRIAL_SIZE = 8, (400, 300)
 
 
 @dataclass(frozen=True)
@@ -39,40 +32,44 @@ class Encoded:
     """A sample for the GPU's JPEG engines.
 
     Attributes:
-        data: the file.
-        image_size: (width, height) of the image in the file, in pixels.
-        picture: the transforms that were drawn for this sample.
+        file: the JPEG.
+        geometry: float64 [COLUMNS], where each pixel is from.
+        size: (width, height) after the transforms, in pixels.
         drawn: the operations of RandAugment that follow them.
-        label: index of the class.
     """
 
-    data: bytes
-    image_size: tuple[int, int]
-    picture: NotedPicture
+    file: JpegFile
+    geometry: np.ndarray
+    size: tuple[int, int]
     drawn: list[Drawn]
-    label: int
 
 
 def load_encoded(dataset: FolderDataset, epoch: int, index: int) -> Encoded | None:
-    """Read a sample and record what its transforms do, with the same draws as in `dataset.load`.
+    """Read a sample and draw its transforms, with the same random numbers as in `dataset.load`.
 
     Returns:
-        None if a CPU must decode it.
+        None if a CPU must decode it, or reports that it is too large.
 
     Raises:
         BadImageError: the file cannot be read.
     """
     with dataset.naming_file(index):
         data = dataset.read(index)
-        picture = open_noted(data, dataset.max_pixels)
-    if picture is None:
+        frame = colour_frame(data)
+    if frame is None or not engines_support(data, frame):
         return None
+    if frame.size[0] * frame.size[1] > dataset.max_pixels:
+        return None
+    file = JpegFile(data, frame.size, DECODERS[dataset.decoder], frame)
+    rng = sample_rng(dataset.seed, epoch, index)
+    geometry = np.zeros(COLUMNS)
     try:
-        noted, drawn = dataset.transform.draw(picture, sample_rng(dataset.seed, epoch, index))
-    except NeedsPixelsError:
+        picture, drawn = dataset.transform.draw(Picture(file), rng)
+    except UnreadableError:
         return None
-    assert isinstance(noted, NotedPicture)
-    return Encoded(data, picture.size, noted, drawn, dataset.label(index))
+    if not write_geometry(picture, geometry):
+        return None
+    return Encoded(file, geometry, picture.size, drawn)
 
 
 def first_on_pixels(transform: Compose) -> int | None:
@@ -80,21 +77,20 @@ def first_on_pixels(transform: Compose) -> int | None:
 
     None if `load_encoded` is worth trying: at least some images stay encoded.
     """
+    image = np.zeros((300, 400, 3), np.uint8)
+    file = JpegFile(b"", (400, 300), lambda *_: image, None)
     transforms = transform.transforms
     for place in range(len(transforms)):
         chain = Compose(transforms[: place + 1])
-        apply = chain.draw if len(chain.transforms) == len(transforms) else chain
-        if all(_needs_pixels(apply, sample_rng(0, 0, i)) for i in range(TRIALS)):
+        draw = chain.draw if len(chain.transforms) == len(transforms) else None
+        for trial in range(8):
+            rng = sample_rng(0, 0, trial)
+            made = draw(Picture(file), rng)[0] if draw else chain(Picture(file), rng)
+            if write_geometry(made, np.zeros(COLUMNS)):
+                break
+        else:
             return place
     return None
-
-
-def _needs_pixels(apply: Callable[[Picture, random.Random], Any], rng: random.Random) -> bool:
-    try:
-        apply(NotedPicture(TRIAL_SIZE, (0, 0, *TRIAL_SIZE)), rng)
-    except NeedsPixelsError:
-        return True
-    return False
 
 
 def file_buffers(slots: int, batch_size: int, file_bytes: int) -> dict[str, tuple[Any, Any]]:
@@ -140,7 +136,7 @@ class EncodedRows:
         """Return what copies the files of a task; None if the dataset reads no files."""
         if not isinstance(dataset, FolderDataset):
             return None
-        return FileWriter(self, partial(load_encoded, dataset), operations, slot, rows)
+        return FileWriter(self, dataset, operations, slot, rows)
 
 
 class FileWriter:
@@ -148,7 +144,7 @@ class FileWriter:
 
     Args:
         buffers: where to.
-        load: `load_encoded` of the dataset.
+        dataset: reads the files.
         operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if the
             workers apply them.
         slot: slot of the ring.
@@ -161,13 +157,13 @@ class FileWriter:
     def __init__(
         self,
         buffers: EncodedRows,
-        load: Callable[[int, int], Encoded | None],
+        dataset: FolderDataset,
         operations: SharedArray | None,
         slot: int,
         rows: range,
     ) -> None:
         self.buffers = buffers
-        self.load = load
+        self.dataset = dataset
         self.operations = operations
         self.slot = slot
         self.count = 0
@@ -182,24 +178,26 @@ class FileWriter:
             The label, or None if the file has to be decoded by the worker: it is not supported, the
             rows of the task have no bytes left, or the worker has to apply operations.
         """
-        sample = self.load(epoch, index)
+        sample = load_encoded(self.dataset, epoch, index)
         if sample is None or (sample.drawn and self.operations is None):
             return None
-        end = self._offset + len(sample.data)
+        data = sample.file.data
+        end = self._offset + len(data)
         # Decoding an image of another size raises an error that names the file.
-        if end > self._end or sample.picture.size != (self.buffers.size, self.buffers.size):
+        if end > self._end or sample.size != (self.buffers.size, self.buffers.size):
             return None
-        note = self.buffers.geometry.array[self.slot, row]
-        sample.picture.write(note)
-        note[[LENGTH, OFFSET, WIDTH, HEIGHT]] = len(sample.data), self._offset, *sample.image_size
-        self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(
-            sample.data, np.uint8
+        sample.geometry[[LENGTH, OFFSET, WIDTH, HEIGHT]] = (
+            len(data),
+            self._offset,
+            *sample.file.size,
         )
+        self.buffers.geometry.array[self.slot, row] = sample.geometry
+        self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(data, np.uint8)
         if self.operations is not None:
             self.operations.array[self.slot, row] = as_rows(sample.drawn)
         self._offset = end
         self.count += 1
-        return sample.label
+        return self.dataset.label(index)
 
 
 def file_bytes_per_row(mean_bytes: float) -> int:

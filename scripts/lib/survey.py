@@ -22,7 +22,7 @@ from PIL import Image, UnidentifiedImageError
 
 from pipeline import decode
 from pipeline.containers import Container
-from pipeline.dataset import describe
+from pipeline.decode import describe
 from pipeline.index import EXTENSIONS, SPECIAL, Index
 from scripts.lib import pool
 

@@ -30,7 +30,8 @@ from PIL import Image
 
 from pipeline import decode
 from pipeline.augment import TRANSFORMS, Compose, build
-from pipeline.dataset import BadImageError, FolderDataset, describe
+from pipeline.dataset import BadImageError, FolderDataset
+from pipeline.decode import describe
 from pipeline.index import load_index
 from tests.drawings import draw_image
 

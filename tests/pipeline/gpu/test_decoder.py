@@ -1,8 +1,7 @@
 """The GPU path: the crops of the CPU path, and its pixels within a stated bound."""
 
 import io
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,8 @@ from pipeline.gpu.decoder import (
     find_library,
     why_no_engines,
 )
-from pipeline.gpu.geometry import NeedsPixelsError, NotedPicture, open_noted
+from pipeline.gpu.encoded import first_on_pixels, load_encoded
+from pipeline.gpu.geometry import engines_support, write_geometry
 from pipeline.index import load_index
 from pipeline.loader import Loader, Pinned, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
@@ -113,23 +113,26 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
     return levels(made[:, ::-1] if row[g.MIRRORED] else made).astype(np.uint8)
 
 
-@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("seed", range(12))
-def test_noted_transforms_are_those_of_the_cpu_path(entries: list[Any], seed: int) -> None:
-    """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
-    data = encoded(draw_image("waves", np.random.default_rng(seed)), quality=95)
-    chain = transform(entries)
-    noted = open_noted(data)
-    assert noted is not None
-    result = chain(noted, sample_rng(1, 2, seed))
-    assert isinstance(result, NotedPicture)
+def file_of(size: tuple[int, int]) -> decode.Picture:
+    """A picture of a JPEG without content."""
+    return decode.Picture(decode.JpegFile(b"", size, decode.decode_pillow, None))
+
+
+def row_of(picture: decode.Picture) -> np.ndarray:
     row = np.zeros(geometry.COLUMNS)
-    result.write(row)
-    exact = decode.Picture(
-        decode.open_picture(data, "pillow").pixels()
-    )  # not shrunk by its decoder
-    expected = chain(exact, sample_rng(1, 2, seed)).pixels().astype(int)
-    assert abs(apply(row, exact.pixels(), 48).astype(int) - expected).max() <= 1
+    assert write_geometry(picture, row)
+    return row
+
+
+@pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_geometry_is_that_of_the_cpu_path(entries: list[Any], seed: int) -> None:
+    """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
+    image = np.asarray(draw_image("waves", np.random.default_rng(seed)))
+    chain = transform(entries)
+    drawn = chain(file_of((image.shape[1], image.shape[0])), sample_rng(1, 2, seed))
+    expected = chain(decode.Picture(image), sample_rng(1, 2, seed)).pixels().astype(int)
+    assert abs(apply(row_of(drawn), image, 48).astype(int) - expected).max() <= 1
 
 
 def black_and_white(seed: int) -> np.ndarray:
@@ -140,101 +143,40 @@ def black_and_white(seed: int) -> np.ndarray:
 @pytest.mark.parametrize("side", [30, 48, 170])
 def test_bicubic_is_cut_off_after_each_direction_as_on_the_cpu(side: int) -> None:
     pixels = black_and_white(0)
-    noted = NotedPicture((130, 90), (0, 0, 130, 90))
-    row = np.zeros(geometry.COLUMNS)
-    noted.resized((side, side), (10, 7, 121, 83), interpolation="bicubic").write(row)
+    drawn = file_of((130, 90)).resized((side, side), (10, 7, 121, 83), interpolation="bicubic")
     expected = decode.resize(pixels[7:83, 10:121], (side, side), "bicubic").astype(int)
-    assert abs(apply(row, pixels, side).astype(int) - expected).max() <= 1
+    assert abs(apply(row_of(drawn), pixels, side).astype(int) - expected).max() <= 1
 
 
-def test_random_interpolation_notes_both_filters() -> None:
-    noted = NotedPicture((130, 90), (0, 0, 130, 90))
-    rows = np.zeros((40, geometry.COLUMNS))
-    for index, row in enumerate(rows):
-        picture = transform(RANDOM)(noted, sample_rng(1, 2, index))
-        assert isinstance(picture, NotedPicture)
-        picture.write(row)
-    bicubic = rows[:, geometry.BICUBIC] == 1
+def test_random_interpolation_draws_both_filters() -> None:
+    chain = transform(RANDOM)
+    rows = np.stack([row_of(chain(file_of((130, 90)), sample_rng(1, 2, i))) for i in range(40)])
+    bicubic, mirrored = rows[:, geometry.BICUBIC] == 1, rows[:, geometry.MIRRORED] == 1
     assert 8 < bicubic.sum() < 32
-    mirrored = rows[:, geometry.MIRRORED] == 1
     assert 0 < (bicubic & mirrored).sum() < bicubic.sum()  # the draws are independent
 
 
 def test_order_of_crop_and_mirror_is_kept() -> None:
-    picture = NotedPicture((100, 80), (0, 0, 100, 80))
-    cropped = picture.mirrored().cropped((10, 0, 40, 20))
-    row = np.zeros(geometry.COLUMNS)
-    cropped.write(row)
+    cropped = file_of((100, 80)).mirrored().cropped((10, 0, 40, 20))
+    row = row_of(cropped)
     assert (row[geometry.SOURCE_LEFT], cropped.size, row[geometry.MIRRORED]) == (60, (30, 20), 1)
-    row_back = np.zeros(geometry.COLUMNS)
-    cropped.mirrored().write(row_back)
-    assert row_back[geometry.MIRRORED] == 0
+    assert row_of(cropped.mirrored())[geometry.MIRRORED] == 0
 
 
-def test_transforms_that_need_pixels_raise() -> None:
-    picture = open_noted(encoded(draw_image("dots", np.random.default_rng(0))))
-    assert picture is not None
-    with pytest.raises(NeedsPixelsError):
-        transform([{"random_crop": {"size": 400, "padding": 200}}])(picture, random.Random(0))
-    with pytest.raises(NeedsPixelsError):
-        transform(["rand_augment"])(picture, random.Random(0))
-    with pytest.raises(NeedsPixelsError):
-        picture.resized((50, 50)).resized((20, 20))
+def test_geometry_that_the_kernel_cannot_make() -> None:
+    picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
+    assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
+    assert not write_geometry(picture.resized((50, 50)).cropped((0, 0, 51, 20)), row)
+    assert not write_geometry(picture.resized((50, 50)).resized((20, 20)), row)
+    assert not write_geometry(picture.mirrored().resized((20, 20)), row)
+    assert not write_geometry(decode.Picture(np.zeros((80, 100, 3), np.uint8)), row)
 
 
-@pytest.mark.parametrize(
-    ("data", "taken"),
-    [
-        (lambda image: encoded(image), True),
-        (lambda image: encoded(image, subsampling=0), True),
-        (lambda image: encoded(image, subsampling=1), True),
-        (lambda image: encoded(image) + b"tail", True),
-        (lambda image: encoded(image, progressive=True), False),
-        (lambda image: encoded(image.convert("L")), False),
-        (lambda image: encoded(image.convert("CMYK")), False),
-        (lambda image: encoded(image, "PNG"), False),
-        (lambda image: encoded(image)[:-200], False),
-    ],
-    ids=["4:2:0", "4:4:4", "4:2:2", "tail", "progressive", "grey", "CMYK", "PNG", "truncated"],
-)
-def test_engines_get_only_supported_files(data: Any, taken: bool) -> None:
-    assert (open_noted(data(draw_image("plaid", np.random.default_rng(1)))) is not None) == taken
-
-
-def changed(data: bytes, rng: random.Random) -> bytes:
-    """Change a few bytes of the header of a JPEG, mostly markers and lengths."""
-    made, header = bytearray(data), data.index(b"\xff\xda") + 14
-    markers = [at for at in range(2, header - 14) if data[at] == 0xFF]
-    for _ in range(rng.choice([1, 1, 2, 3])):
-        place = rng.choice([rng.randrange(header), rng.choice(markers) + rng.randrange(6)])
-        made[place] = rng.choice([rng.randrange(256), rng.randrange(16), 0xFF, made[place] ^ 1])
-    if rng.random() < 0.2:
-        at = rng.choice(markers)
-        made[at:at] = rng.choice([b"\xff", b"\xff\xfe\0\x02", b"\xff\xd8", made[at:header]])
-    return bytes(made)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:PIL")  # about damaged EXIF data
-def test_headers_read_without_pillow() -> None:
-    """They are usual ones, and Pillow reads the same in them."""
-    image = draw_image("plaid", np.random.default_rng(1))
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    options: list[dict[str, Any]] = [
-        *({"subsampling": number} for number in range(3)),
-        *({"exif": exif}, {"comment": b"drawn"}, {"icc_profile": bytes(3000)}, {"optimize": True}),
-        {"dpi": (300, 300)},
-    ]
-    files = [encoded(image, **one) for one in options]
-    rng, accepted = random.Random(0), 0
-    for number in range(3000):
-        data = files[number] if number < len(files) else changed(rng.choice(files), rng)
-        header = geometry._plain_header(data)
-        assert number >= len(files) or header is not None
-        if header is not None:
-            accepted += 1
-            assert geometry._header_by_pillow(data, 10**12) == header, data[:700]
-    assert 500 < accepted < 2500
+def test_lists_that_need_pixels_of_every_image() -> None:
+    grey: Any = {"v2.RandomGrayscale": {"p": 0.5}}
+    assert first_on_pixels(transform([*TRAIN, "rand_augment"])) is None  # the GPU applies it
+    assert first_on_pixels(transform([*TRAIN, "rand_augment", grey])) == 2
+    assert first_on_pixels(transform([{"random_crop": {"size": 500, "padding": 200}}])) == 0
 
 
 def with_segment(data: bytes, marker: int, content: bytes, *, length: int | None = None) -> bytes:
@@ -245,28 +187,53 @@ def with_segment(data: bytes, marker: int, content: bytes, *, length: int | None
     return data[:at] + segment + data[at:]
 
 
-@pytest.mark.parametrize(
-    "unusual",
-    [
-        lambda data: with_segment(data, 0xE0, b"JFIF\0\1"),
-        lambda data: with_segment(data, 0xEE, b"Adobe\0\x64\0\0\0\0\0"),
-        lambda data: with_segment(data, 0xE2, b"MPF\0" + bytes(20)),
-        lambda data: with_segment(data, 0xFE, b"", length=0),
-        lambda data: with_segment(data, 0xDB, bytes(64)),
-        lambda data: with_segment(data, 0xDB, bytes((4, *range(64)))),
-        lambda data: with_segment(data, 0xC0, data[data.index(b"\xff\xc0") + 4 :][:15]),
-        lambda data: data.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0b\3"),
-        lambda data: data.replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
-        lambda data: data.replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
-        lambda data: b"\xff\xd9" + data[2:],
-    ],
-)
-def test_unusual_headers_are_left_to_pillow(unusual: Callable[[bytes], bytes]) -> None:
-    data = encoded(draw_image("plaid", np.random.default_rng(1)))
-    usual = with_segment(with_segment(data, 0xE1, b"note"), 0xDB, bytes((3, *range(64))))
-    assert geometry._plain_header(usual) is not None
-    assert unusual(data) != data
-    assert geometry._plain_header(unusual(data)) is None
+IMAGE = draw_image("plaid", np.random.default_rng(1))
+ADOBE = b"Adobe\0\x64\0\0\0\0"
+USUAL: dict[str, bytes] = {
+    **{f"sampling {number}": encoded(IMAGE, subsampling=number) for number in range(3)},
+    "tail": encoded(IMAGE) + b"tail",
+    "note": with_segment(encoded(IMAGE), 0xE1, b"note"),
+    "table": with_segment(encoded(IMAGE), 0xDB, bytes((3, *range(64)))),
+    "Adobe, YCbCr": with_segment(encoded(IMAGE), 0xEE, ADOBE + b"\1"),
+}
+UNUSUAL: dict[str, bytes] = {
+    "progressive": encoded(IMAGE, progressive=True),
+    "grey": encoded(IMAGE.convert("L")),
+    "CMYK": encoded(IMAGE.convert("CMYK")),
+    "PNG": encoded(IMAGE, "PNG"),
+    "truncated": encoded(IMAGE)[:-200],
+    "4:1:1": encoded(IMAGE).replace(b"\1\x22\0", b"\1\x41\0"),
+    "Adobe, RGB": with_segment(encoded(IMAGE), 0xEE, ADOBE + b"\0"),
+    "segment of length 0": with_segment(encoded(IMAGE), 0xFE, b"", length=0),
+    "short table": with_segment(encoded(IMAGE), 0xDB, bytes(64)),
+    "table 4": with_segment(encoded(IMAGE), 0xDB, bytes((4, *range(64)))),
+    "two frames": with_segment(
+        encoded(IMAGE), 0xC0, encoded(IMAGE)[encoded(IMAGE).index(b"\xff\xc0") + 4 :][:15]
+    ),
+    "short scan header": encoded(IMAGE).replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0b\3"),
+    "one component in the scan": encoded(IMAGE).replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
+    "12 bits": encoded(IMAGE).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
+    "end marker first": b"\xff\xd9" + encoded(IMAGE)[2:],
+}
+
+
+@pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
+def test_engines_get_only_usual_files(kind: str) -> None:
+    data = (USUAL | UNUSUAL)[kind]
+    frame = decode.colour_frame(data)
+    assert (frame is not None and engines_support(data, frame)) == (kind in USUAL)
+
+
+def test_files_for_the_engines_are_read_as_by_the_cpu_path(image_root: Path) -> None:
+    index = load_index(image_root / "train", key="data.train")
+    dataset = FolderDataset(index, transform([*TRAIN, "rand_augment"]), seed=3)
+    sample = load_encoded(dataset, 0, 1)
+    assert sample is not None and sample.size == (48, 48)
+    assert sample.file.data == Path(dataset.name(1)).read_bytes()
+    assert sample.drawn == dataset.load_and_draw(0, 1)[2]
+    width, height = sample.file.size
+    small = FolderDataset(index, transform(TRAIN), max_pixels=width * height - 1)
+    assert load_encoded(small, 0, 1) is None
 
 
 # Through workers, without a GPU: files and geometry arrive in the slot; other rows are decoded.
@@ -305,25 +272,16 @@ def test_slot_holds_files_and_geometry(
             assert (table[:, geometry.LENGTH] > 0).sum() == files
             for row in range(8):
                 index = 8 * batch.step + row
-                path, length, offset = (
-                    dataset.name(index),
-                    int(table[row, geometry.LENGTH]),
-                    int(table[row, geometry.OFFSET]),
-                )
+                length, offset, *size = table[row, : geometry.HEIGHT + 1].astype(int)
+                pixels, label = dataset.load(0, index)
                 if length:
-                    assert (
-                        encoded.files.array[batch.slot][offset : offset + length].tobytes()
-                        == Path(path).read_bytes()
-                    )
-                    assert (
-                        tuple(table[row, [geometry.WIDTH, geometry.HEIGHT]])
-                        == Image.open(path).size
-                    )
+                    file = encoded.files.array[batch.slot][offset : offset + length].tobytes()
+                    assert file == Path(dataset.name(index)).read_bytes()
+                    assert tuple(size) == Image.open(dataset.name(index)).size
                 else:
-                    np.testing.assert_array_equal(
-                        batch.images[row].permute(1, 2, 0).numpy(), dataset.load(0, index)[0]
-                    )
-                assert batch.labels[row] == dataset.load(0, index)[1]
+                    found = batch.images[row].permute(1, 2, 0).numpy()
+                    np.testing.assert_array_equal(found, pixels)
+                assert batch.labels[row] == label
             loader.load_in_process(batch)
             assert not table[:, geometry.LENGTH].any()
             np.testing.assert_array_equal(
@@ -491,9 +449,7 @@ def test_kernel_makes_the_pixels_of_the_cpu_path(entries: list[Any]) -> None:
     rows = np.zeros((count, geometry.COLUMNS))
     for index, (row, image) in enumerate(zip(rows, images, strict=True)):
         size = image.shape[1], image.shape[0]
-        noted = chain(NotedPicture(size, (0, 0, *size)), sample_rng(1, 2, index))
-        assert isinstance(noted, NotedPicture)
-        noted.write(row)
+        row[:] = row_of(chain(file_of(size), sample_rng(1, 2, index)))
     made = cropped(rows, images, torch.device("cuda", 0))
     for index, (ours, image) in enumerate(zip(made, images, strict=True)):
         expected = chain(decode.Picture(image), sample_rng(1, 2, index)).pixels().astype(int)
