@@ -23,10 +23,10 @@ Every file has three texts, each of them JSON: `classes`, the names in the order
 safetensors.
 
 Compares the file with eager PyTorch on 16 images, in batches of 1, 3 and 12: of the validation
-split if data.root is given or the checkpoint's still exists, and synthetic ones otherwise. The
+split if data.root is given or the checkpoint's still exists, and random ones otherwise. The
 largest difference of two logits must be at most 1e-4 of the largest logit. --self-check also
 predicts every file of the validation split, with only what the exported file states, and compares
-with an fp32 evaluation: predictions may differ only where its two largest logits are less than
+with the model in fp32: predictions may differ only where its two largest logits are less than
 1e-3 apart, and these files are listed.
 
 The output file is written, or replaced, only if every check has passed.
@@ -35,8 +35,8 @@ Exit status: 0 exported, 1 failed or a check found a difference, 2 wrong argumen
 """
 
 import argparse
-import os
 import sys
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
-from conf.schema import UserError, did_you_mean, typed_keys
+from conf.schema import UserError, typed_keys
 
 SCRIPT = "export.py"
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -56,75 +56,45 @@ CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
 FORMATS = {"onnx": ("onnx", "onnxscript", "onnxruntime"), "pt2": (), "safetensors": ()}
 
 
-def check_options(options: argparse.Namespace, paths: list[str]) -> None:
-    """Check the command line.
-
-    Raises:
-        UserError: says what is wrong.
-    """
-    if len(paths) != 1:
-        given = f"{len(paths)} are given; export one at a time" if paths else f"give {CHECKPOINT}"
-        raise UserError(f"CHECKPOINT: {given}; see --help")
-    if options.to not in FORMATS:
-        names = ", ".join(FORMATS)
-        given = f" {options.to}: no such format" if options.to else " is missing"
-        raise UserError(f"--to{given}; give {names}{did_you_mean(options.to or '', FORMATS)}")
-    missing = [name for name in FORMATS[options.to] if find_spec(name) is None]
-    if missing:
-        verb = "is" if len(missing) == 1 else "are"
-        raise UserError(
-            f"--to {options.to}: {', '.join(missing)} {verb} not installed; "
-            f"`pip install {' '.join(FORMATS[options.to])}`"
-        )
-    if options.preprocessing and options.to == "safetensors":
-        raise UserError("--preprocessing: a safetensors file has no graph; give --to onnx or pt2")
-    if options.out is not None:
-        check_output(options.out, options.to)
-
-
-def check_output(path: Path, to: str) -> None:
-    """Check that a file can be written.
-
-    Raises:
-        UserError: it cannot.
-    """
-    folder = path.absolute().parent
-    if path.is_dir() or path.suffix != f".{to}":
-        raise UserError(f"--out {path}: give the name of a file that ends in .{to}")
-    if not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise UserError(f"--out {path}: {folder} is not a writable folder; give another one")
+def read_options() -> argparse.Namespace:
+    """Read the command line: the options, `path` and `overrides`. A mistake ends the program."""
+    usage = "python scripts/export.py CHECKPOINT --to FORMAT [options] [key=value ...]"
+    parser = cli.option_parser(__doc__, usage=usage)
+    add = parser.add_argument
+    add("--to", choices=FORMATS, required=True, help="format of the file")
+    add("--out", type=Path, metavar="FILE", help="output file (the checkpoint's name, here)")
+    add("--preprocessing", action="store_true", help="normalise inside the graph; uint8 input")
+    add("--self-check", action="store_true", help="compare all predictions for the validation")
+    cli.add_classes(parser)
+    options, words = parser.parse_known_args()
+    try:
+        paths, options.overrides = cli.split_paths(words, what=CHECKPOINT)
+        if len(paths) != 1:
+            raise UserError(f"CHECKPOINT: {len(paths)} are given; give {CHECKPOINT}; see --help")
+        packages = FORMATS[options.to]
+        if missing := [name for name in packages if find_spec(name) is None]:
+            raise UserError(
+                f"--to {options.to}: needs {', '.join(missing)}; `pip install {' '.join(packages)}`"
+            )
+        if options.preprocessing and options.to == "safetensors":
+            raise UserError("--preprocessing: a safetensors file has no graph; give onnx or pt2")
+        if options.out is not None and options.out.suffix != f".{options.to}":
+            raise UserError(f"--out {options.out}: give a file that ends in .{options.to}")
+        if "train.precision" in typed_keys(options.overrides):
+            raise UserError("train.precision: an exported file computes in fp32; leave the key out")
+    except UserError as mistake:
+        cli.fail(str(mistake), SCRIPT)
+    options.path = Path(paths[0])
+    return options
 
 
 if __name__ == "__main__":
-    parser = cli.option_parser(
-        __doc__, usage="python scripts/export.py CHECKPOINT --to FORMAT [options] [key=value ...]"
-    )
-    parser.add_argument("--to", metavar="FORMAT", help=f"one of {', '.join(FORMATS)}")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        help="output file (default: the checkpoint's name, here)",
-    )
-    parser.add_argument(
-        "--preprocessing", action="store_true", help="normalise inside the graph; uint8 input"
-    )
-    parser.add_argument(
-        "--self-check",
-        action="store_true",
-        help="compare the prediction for every validation file with an fp32 evaluation",
-    )
-    cli.add_classes(parser)
-    OPTIONS, WORDS = parser.parse_known_args()
-    try:
-        PATHS, OVERRIDES = cli.split_paths(WORDS, what=CHECKPOINT)
-        check_options(OPTIONS, PATHS)
-    except UserError as mistake:
-        cli.fail(str(mistake), SCRIPT)
+    OPTIONS = read_options()
 
 import io
 import json
 import logging
+import os
 import random
 import tempfile
 import warnings
@@ -132,8 +102,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -141,21 +109,15 @@ import torch
 from torch import Tensor, nn
 
 import models
-from engine.checkpoint import CheckpointError
-from engine.distributed import World, join_world
-from engine.log.predictions import Ints
+from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
-from pipeline.build import build_val
-from pipeline.dataset import BadImageError, FileDataset, FolderDataset
-from pipeline.decode import Picture
-from pipeline.demo.images import TEXTURES, draw_image
-from pipeline.loader import LoaderError, start_forkserver
+from pipeline.build import build_val, val_transform
+from pipeline.dataset import FileDataset
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
 from pipeline.splits import has_split
-from scripts import evaluate
-from scripts.lib.trained import Trained, open_trained
+from scripts.lib.trained import Trained, exit_status, open_trained
 
 CPU = torch.device("cpu")
 BATCHES = (1, 3, 12)  # images; the example batch of the export has 2
@@ -164,7 +126,7 @@ IMAGES = sum(BATCHES)
 # MobileNetV3; pt2 by 0.
 BOUND = 1e-4
 CLOSE = 1e-3  # difference of the two largest logits, below which rounding may change the order
-LARGEST_ONNX = 2**31 - 2**24  # bytes of weights; protobuf reads at most 2 GiB
+CHECK_BATCH = 32  # images
 # Loggers of the exporters, which describe their own passes.
 QUIET = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 TEXTS = ("classes", "preprocessing", "model")
@@ -219,9 +181,8 @@ class Job:
         data = self.trained.config.data
         return ImageFormat(CPU, data.mean, data.std)
 
-    def input(self, pixels: Sequence[np.ndarray]) -> Tensor:
-        """Return the input of the exported file for images, each uint8 [S, S, 3]."""
-        batch = torch.from_numpy(np.stack(pixels))
+    def input(self, batch: Tensor) -> Tensor:
+        """Return the input of the exported file for images, uint8 [B, S, S, 3]."""
         return batch if self.inside else self.normalised(batch)
 
     def normalised(self, batch: Tensor) -> Tensor:
@@ -272,67 +233,46 @@ def explicit(entry: Any) -> Any:
 
 
 def save(job: Job, model: nn.Module, path: Path) -> None:
-    """Write the file. `model` is the plain model, in eval mode on the CPU.
-
-    Raises:
-        ExportError: torch.export or the ONNX exporter refuses the model.
-    """
+    """Write the file. `model` is the plain model, in eval mode on the CPU."""
     if job.to == "safetensors":
         models.write_safetensors(path, model.state_dict(), job.texts())
         return
     graph = WithPreprocessing(model, job.format).eval() if job.inside else model
-    example = job.input([np.zeros((job.size, job.size, 3), np.uint8)] * 2)
-    with torch.no_grad(), quiet():
-        try:
-            (save_onnx if job.to == "onnx" else save_pt2)(graph, example, job.texts(), path)
-        except OSError:
-            raise
-        except Exception as error:  # both raise many types
-            name = job.trained.config.model.name
-            reason = next(iter(str(error).strip().splitlines()), "")
-            raise ExportError(
-                f"--to {job.to}: model.name={name} cannot be exported "
-                f"({type(error).__name__}: {reason})"
-            ) from None
-
-
-def save_onnx(graph: nn.Module, example: Tensor, texts: dict[str, str], path: Path) -> None:
-    program = torch.onnx.export(
-        graph,
-        (example,),
-        dynamo=True,
-        verbose=False,
-        input_names=["images"],
-        output_names=["logits"],
-        dynamic_shapes=({0: torch.export.Dim("batch")},),
-    )
-    assert program is not None
-    program.model.metadata_props.update(texts)
-    program.save(path, external_data=False)
-
-
-def save_pt2(graph: nn.Module, example: Tensor, texts: dict[str, str], path: Path) -> None:
+    example = job.input(torch.zeros(2, job.size, job.size, 3, dtype=torch.uint8))
     shapes = ({0: torch.export.Dim("batch")},)
-    program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
-    buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
-    torch.export.save(program, buffer, extra_files=dict(texts))
-    path.write_bytes(buffer.getbuffer())
+    with torch.no_grad():
+        if job.to == "pt2":
+            program = torch.export.export(graph, (example,), dynamic_shapes=shapes)
+            buffer = io.BytesIO()  # with a path, torch aborts the process if the disk is full
+            torch.export.save(program, buffer, extra_files=dict(job.texts()))
+            path.write_bytes(buffer.getbuffer())
+            return
+        exported = torch.onnx.export(
+            graph,
+            (example,),
+            dynamo=True,
+            verbose=False,
+            input_names=["images"],
+            output_names=["logits"],
+            dynamic_shapes=shapes,
+        )
+        assert exported is not None
+        exported.model.metadata_props.update(job.texts())
+        exported.save(path, external_data=False)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hide the warnings of the exporters about their own code."""
-    loggers = [logging.getLogger(name) for name in QUIET]
-    levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            for logger, level in zip(loggers, levels, strict=True):
-                logger.setLevel(level)
+        for name in QUIET:
+            logging.getLogger(name).setLevel(logging.ERROR)
+        yield
 
 
 @contextmanager
@@ -355,315 +295,195 @@ def open_exported(job: Job, path: Path) -> tuple[Predict, dict[str, Any]]:
     Returns:
         The model, and the texts of the file, parsed.
     """
-    read = {"onnx": open_onnx, "pt2": open_pt2}
-    with quiet():
-        if job.to in read:
-            predict, texts = read[job.to](path)
-        else:
-            predict, texts = open_safetensors(path, job.trained)
+    predict: Predict
+    if job.to == "onnx":
+        import onnxruntime
+
+        session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
+        texts = session.get_modelmeta().custom_metadata_map
+
+        def predict(images: Tensor) -> Tensor:
+            return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+    elif job.to == "pt2":
+        texts = dict.fromkeys(TEXTS, "")
+        predict = torch.export.load(path, extra_files=texts).module()  # fills the texts in
+    else:
+        predict, texts = open_trained(path).build(CPU), models.safetensors_metadata(path)
     return predict, {name: json.loads(texts[name]) for name in TEXTS}
-
-
-def open_onnx(path: Path) -> tuple[Predict, dict[str, str]]:
-    import onnxruntime
-
-    session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
-
-    def predict(images: Tensor) -> Tensor:
-        return torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
-
-    return predict, session.get_modelmeta().custom_metadata_map
-
-
-def open_pt2(path: Path) -> tuple[Predict, dict[str, str]]:
-    texts = dict.fromkeys(TEXTS, "")
-    program = torch.export.load(path, extra_files=texts)  # fills them in
-    return program.module(), texts
-
-
-def open_safetensors(path: Path, trained: Trained) -> tuple[Predict, dict[str, str]]:
-    weights = models.weights_in(models.read_file(path, origin=str(path)), origin=str(path))
-    texts = models.safetensors_metadata(path)
-    return replace(trained, weights=weights).build(CPU), texts
 
 
 # Checks.
 
 
-def images_for(
-    trained: Trained, overrides: Sequence[str], *, labelled: bool = False
-) -> tuple[list[np.ndarray], int, str]:
-    """Return IMAGES transformed images, uint8 [S, S, 3], their side, and where they are from.
-
-    Args:
-        labelled: only files of the validation split that have labels of the model will do.
-
-    Raises:
-        UserError: a typed folder or a transform is wrong.
-        BadImageError: a file cannot be read.
-    """
-    config = trained.config
-    data = config.data
-    if labelled and data.source == "fake":
-        raise UserError("--self-check: data.source=fake has no files; give data.root=/path")
-    needed = labelled or bool({"data", "data.root", "data.val"} & typed_keys(overrides))
-    present = data.root and has_split(data, data.train if data.val_fraction else data.val)
-    if data.source != "fake" and (needed or present):
-        datasets = build_val(config)
-        datasets.prepare()
-        if labelled:
-            evaluate.with_labels_of(trained, datasets)  # find mistakes before the export
-        val = datasets.val
-        where = val.index.root if isinstance(val, FolderDataset) else data.val
-        places = np.linspace(0, len(val) - 1, IMAGES).astype(int).tolist()
-        return [val.load(0, i)[0] for i in places], datasets.val_size, f"images of {where}"
-    # This dataset checks the transforms and has no files.
-    size = build_val(replace(config, data=replace(data, source="fake"))).val_size
-    transform = Compose(augment.build(config.augment.val, augment.TRANSFORMS, key="augment.val"))
-    rng = np.random.default_rng(0)
-    labels = islice(cycle(TEXTURES), IMAGES)
-    drawn = [Picture(np.asarray(draw_image(label, rng))) for label in labels]
-    return (
-        [transform(picture, random.Random(0)).pixels() for picture in drawn],
-        size,
-        "drawn images",
-    )
-
-
 @torch.no_grad()
-def compare(
-    job: Job, predict: Predict, model: nn.Module, images: Sequence[np.ndarray]
-) -> tuple[float, float]:
+def compare(job: Job, predict: Predict, model: nn.Module, images: Tensor) -> tuple[float, float]:
     """Return the largest difference from eager mode, and the bound, both in logits.
 
-    Raises:
-        ExportError: the file cannot run a batch, or returns another shape.
+    Args:
+        images: uint8 [IMAGES, S, S, 3].
     """
-    difference = largest = 0.0
-    rest = list(images)
-    for count in BATCHES:
-        batch, rest = rest[:count], rest[count:]
-        eager = model(job.normalised(torch.from_numpy(np.stack(batch))))
-        try:
-            found = predict(job.input(batch))
-        except Exception as error:  # onnxruntime and graphs raise many types
-            reason = next(iter(str(error).strip().splitlines()), "")
-            raise ExportError(
-                f"the exported file cannot run a batch of {count} images "
-                f"({type(error).__name__}: {reason})"
-            ) from None
-        if found.shape != eager.shape:
-            raise ExportError(f"the exported file returns {[*found.shape]}, not {[*eager.shape]}")
-        # A NaN must not disappear in a maximum of Python.
-        difference = float(torch.tensor(difference).maximum((found - eager).abs().amax()))
-        largest = max(largest, float(eager.abs().amax()))
-    return difference, BOUND * largest
-
-
-def evaluated(job: Job, overrides: Sequence[str], world: World) -> evaluate.Evaluated:
-    """Evaluate the model in fp32."""
-    trained = evaluate.with_config(job.trained, overrides, world)
-    config = trained.config
-    config = replace(
-        config,
-        train=replace(config.train, precision="fp32"),
-        loader=replace(config.loader, decoder="pillow"),
-    )
-    trained = replace(trained, config=config)
-    return evaluate.run(trained, world, flip=False, self_check=False)
-
-
-def predictions_of(
-    files: FileDataset, predict: Predict, preprocessing: dict[str, Any], max_pixels: int
-) -> Ints:
-    """Predict all files of a split with only what an exported file states.
-
-    Returns:
-        int64 [N], positions of classes.
-
-    Raises:
-        BadImageError: a file cannot be read.
-    """
-    transforms = Compose(
-        augment.build(preprocessing["transforms"], augment.TRANSFORMS, key="augment.val")
-    )
-    mean, std = (np.array(preprocessing[name], np.float32) for name in ("mean", "std"))
-
-    def load(i: int) -> np.ndarray:
-        try:
-            picture = decode.open_picture(files.read(i), "pillow", max_pixels)
-            pixels = transforms(picture, random.Random(0)).pixels()
-        except Exception as error:  # Pillow raises many types
-            raise BadImageError(f"{files.name(i)}: {type(error).__name__}: {error}") from error
-        if preprocessing["inside"]:
-            return pixels
-        return ((pixels / np.float32(255) - mean) / std).transpose(2, 0, 1)
-
-    found: list[Tensor] = []
-    with ThreadPoolExecutor(cores()) as pool, torch.no_grad():
-        for start in range(0, len(files), evaluate.CPU_BATCH):
-            rows = range(start, min(start + evaluate.CPU_BATCH, len(files)))
-            found.append(predict(torch.from_numpy(np.stack(list(pool.map(load, rows))))).argmax(1))
-    return torch.cat(found).numpy()
+    differences, largest = [], []
+    for batch in images.split(BATCHES):
+        eager = model(job.normalised(batch))
+        found = predict(job.input(batch))
+        assert found.shape == eager.shape
+        differences.append((found - eager).abs().amax())
+        largest.append(eager.abs().amax())
+    # torch's maximum keeps a NaN, that of Python may not.
+    return float(torch.stack(differences).amax()), BOUND * float(torch.stack(largest).amax())
 
 
 @torch.no_grad()
-def self_check(
-    job: Job, predict: Predict, texts: dict[str, Any], reference: evaluate.Evaluated
-) -> list[str]:
-    """Compare the predictions for all validation files with an fp32 evaluation.
+def self_check(job: Job, predict: Predict, texts: dict[str, Any], files: FileDataset) -> list[str]:
+    """Compare the predictions for all validation files with the model in fp32.
+
+    The exported file gets what a program makes of the JPEG with only what the file states; the
+    model, on the device of train.device, gets the images of the pipeline.
 
     Returns:
         The number of equal predictions, and the files that differ with a margin below CLOSE.
 
     Raises:
-        ExportError: a prediction with a larger margin differs.
+        ExportError: a prediction with a larger margin differs, or a file cannot be read.
     """
-    files = reference.datasets.val
-    assert isinstance(files, FileDataset)
-    expected = reference.predictions.predictions
-    most = reference.trained.config.data.max_pixels
-    found = predictions_of(files, predict, texts["preprocessing"], most)
-    model = job.trained.build(CPU)
+    stated = texts["preprocessing"]
+    transforms = Compose(augment.build(stated["transforms"], augment.TRANSFORMS, key="augment.val"))
+    mean, std = (np.array(stated[name], np.float32) for name in ("mean", "std"))
+    most = job.trained.config.data.max_pixels
+
+    def load(i: int) -> tuple[np.ndarray, np.ndarray]:
+        try:
+            picture = decode.open_picture(files.read(i), "pillow", most)
+            pixels = transforms(picture, random.Random(0)).pixels()
+            if not stated["inside"]:
+                pixels = ((pixels / np.float32(255) - mean) / std).transpose(2, 0, 1)
+            return pixels, files.load(0, i)[0]
+        except Exception as error:  # Pillow raises many types
+            raise ExportError(f"--self-check: {files.name(i)}: {first_line(error)}") from None
+
+    device = resolve_device(job.trained.config.train.device)
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    model = job.trained.build(device)
+    classes = job.trained.classes or tuple(map(str, range(job.trained.num_classes)))
     close: list[str] = []
     wrong: list[str] = []
-    for i in np.flatnonzero(found != expected).tolist():
-        pixels = torch.from_numpy(files.load(0, i)[0])[None]
-        first, second = model(job.normalised(pixels))[0].topk(2).values.tolist()
-        margin = first - second
-        names = (reference.classes[place] for place in (found[i], expected[i]))
-        line = "{}: {}, evaluation {}, margin {:.1e}".format(files.name(i), *names, margin)
-        (close if margin < CLOSE else wrong).append(line)
+    with ThreadPoolExecutor(cores()) as pool:
+        for start in range(0, len(files), CHECK_BATCH):
+            rows = range(start, min(start + CHECK_BATCH, len(files)))
+            given, ours = (
+                torch.from_numpy(np.stack(x)) for x in zip(*pool.map(load, rows), strict=True)
+            )
+            found = predict(given).argmax(1)
+            values, expected = model(job.normalised(ours).to(device)).topk(2)
+            margins = (values[:, 0] - values[:, 1]).tolist()
+            pairs = zip(rows, found.tolist(), expected[:, 0].tolist(), margins, strict=True)
+            for i, a, b, margin in pairs:
+                if a != b:
+                    names = f"{classes[a]}, evaluation {classes[b]}"
+                    line = f"{files.name(i)}: {names}, margin {margin:.1e}"
+                    (close if margin < CLOSE else wrong).append(line)
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise ExportError(f"--self-check: another prediction for {wrong[0]}{more}")
-    equal = f"{len(found) - len(close):,} of {len(found):,} predictions are equal"
+    equal = f"{len(files) - len(close):,} of {len(files):,} predictions are equal"
     return [f"self-check: {line}" for line in (equal, *close)]
 
 
 # The command.
 
 
-def opened(overrides: Sequence[str]) -> Trained:
-    """Open the checkpoint, for a model in plain memory format.
+def validation_files(trained: Trained, overrides: Sequence[str], *, needed: bool) -> Any:
+    """Return the validation split, or None if it is not known where its files are.
 
     Raises:
-        UserError: the file or an override is wrong.
+        UserError: it is needed and has no files, or a typed folder is wrong.
     """
-    if "train.precision" in typed_keys(overrides):
-        raise UserError("train.precision: an exported file computes in fp32; leave the key out")
-    trained = open_trained(Path(PATHS[0]), overrides, classes=OPTIONS.classes)
-    config = trained.config
-    if not trained.classes:
-        logging.warning("the names of the classes are unknown; give --classes FILE")
-    return replace(
-        trained, config=replace(config, model=replace(config.model, channels_last=False))
-    )
+    data = trained.config.data
+    typed = bool({"data", "data.root", "data.val"} & typed_keys(overrides))
+    present = data.root and has_split(data, data.train if data.val_fraction else data.val)
+    if data.source == "fake" or not (needed or typed or present):
+        if needed:
+            raise UserError("--self-check: data.source=fake has no files; give data.root=/path")
+        return None
+    loader = replace(trained.config.loader, decoder="pillow")
+    datasets = build_val(replace(trained.config, loader=loader))
+    datasets.prepare()
+    return datasets.val
 
 
-def output_file(trained: Trained) -> Path:
-    """Return the output file: by default the checkpoint's name, in the current folder.
-
-    Raises:
-        UserError: it cannot be written, or is the checkpoint itself.
-    """
-    name = trained.name if trained.stored else trained.path.stem
-    out: Path = OPTIONS.out or Path(f"{name}.{OPTIONS.to}")
-    check_output(out, OPTIONS.to)
-    if out.exists() and out.samefile(trained.path):
-        raise UserError(f"--out {out}: is the checkpoint itself; give another name")
-    return out
-
-
-def export(
-    job: Job,
-    out: Path,
-    images: Sequence[np.ndarray],
-    reference: Callable[[], evaluate.Evaluated] | None = None,
-) -> list[str]:
+def export(job: Job, out: Path, images: Tensor, files: FileDataset | None = None) -> list[str]:
     """Write, check and only then rename the file.
 
     Args:
-        images: IMAGES images to compare with eager mode, each uint8 [S, S, 3].
-        reference: evaluates the model in fp32, for --self-check.
+        images: uint8 [IMAGES, S, S, 3] to compare with eager mode.
+        files: the validation split, for --self-check.
 
     Returns:
         Lines about the checks and the file.
 
     Raises:
-        UserError: the weights do not fit the model, or are too large for the format.
+        UserError: the weights do not fit the model.
         ExportError: a check has found a difference, or the model cannot be exported.
-        BadImageError, LoaderError: an image cannot be read.
     """
     model = job.trained.build(CPU)
-    size = sum(value.nbytes for value in model.state_dict().values())
-    if job.to == "onnx" and size > LARGEST_ONNX:
-        raise UserError(
-            f"--to onnx: the weights have {size:,} bytes, an ONNX file holds 2 GiB; give --to pt2"
-        )
     with replacing(out) as temporary:
-        save(job, model, temporary)
-        predict, texts = open_exported(job, temporary)
-        difference, bound = compare(job, predict, model, images)
+        try:
+            with quiet():
+                save(job, model, temporary)
+                predict, texts = open_exported(job, temporary)
+            difference, bound = compare(job, predict, model, images)
+        except OSError:
+            raise
+        except Exception as error:  # the exporters, their graphs and onnxruntime raise many types
+            name = job.trained.config.model.name
+            raise ExportError(
+                f"--to {job.to}: model.name={name} cannot be exported ({first_line(error)})"
+            ) from None
         found = f"largest difference {difference:.2g}, bound {bound:.2g}"
         if not difference <= bound:  # also if it is NaN
             raise ExportError(
                 f"--to {job.to}: differs from eager mode: {found}; nothing is written"
             )
         lines = [f"compared with eager mode: {found}"]
-        if reference is not None:
-            lines += self_check(job, predict, texts, reference())
-    return [*lines, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {signature(job)}"]
+        if files is not None:
+            lines += self_check(job, predict, texts, files)
+    wanted = texts["preprocessing"]["input"]
+    takes = (
+        f"images {wanted['dtype']} {wanted['shape']} -> logits [batch, {job.trained.num_classes}]"
+    )
+    graph = "weights alone" if job.to == "safetensors" else takes
+    return [*lines, f"written to {out}: {out.stat().st_size / 1e6:,.1f} MB, {graph}"]
 
 
-def signature(job: Job) -> str:
-    """Describe the graph in a few words."""
-    if job.to == "safetensors":
-        return f"the weights of {job.trained.config.model.name}"
-    wanted = json.loads(job.texts()["preprocessing"])["input"]
-    shape = ", ".join(map(str, wanted["shape"]))
-    return f"images {wanted['dtype']} [{shape}] -> logits [batch, {job.trained.num_classes}]"
-
-
-def run_command() -> None:
+def run(options: argparse.Namespace) -> int:
     """Find all mistakes in the arguments; then export."""
-    trained = opened(OVERRIDES)
-    out = output_file(trained)
-    config, check = trained.config, OPTIONS.self_check
-    if check and config.loader.start_method == "forkserver" and config.loader.workers != 0:
-        start_forkserver()  # it imports what the workers need, while this process exports
-    with join_world(config.train.device if check else "cpu") as world:
-        if world.size > 1:
-            raise UserError("an export needs one process; run it without torchrun")
-        if check:
-            trained = evaluate.with_config(trained, OVERRIDES, world)
-        images, size, origin = images_for(trained, OVERRIDES, labelled=check)
-        trained.check_size(size)
-        job = Job(trained, OPTIONS.to, OPTIONS.preprocessing, size)
-        print(f"exporting {trained.name}; checked with {IMAGES} {origin}", flush=True)
-        reference = partial(evaluated, job, OVERRIDES, world) if check else None
-        print(*export(job, out, images, reference), sep="\n")
-
-
-def main() -> int:
-    cli.log_to_stderr()
-    try:
-        run_command()
-    except UserError as error:
-        cli.fail(str(error), SCRIPT)
-    except torch.OutOfMemoryError:
-        cli.complain("the GPU has no memory left; lower loader.batch_size", SCRIPT)
-        return 1
-    except (BadImageError, CheckpointError, ExportError, LoaderError) as error:
-        cli.complain(str(error), SCRIPT)
-        return 1
-    except OSError as error:
-        cli.complain(f"cannot write the file: {error.strerror or error}", SCRIPT)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    trained = open_trained(options.path, options.overrides, classes=options.classes)
+    if not trained.classes:
+        logging.warning("the names of the classes are unknown; give --classes FILE")
+    model = replace(trained.config.model, channels_last=False)
+    trained = replace(trained, config=replace(trained.config, model=model))
+    name = trained.name if trained.stored else trained.path.stem
+    out = options.out or Path(f"{name}.{options.to}")
+    if out.exists() and out.samefile(trained.path):
+        raise UserError(f"--out {out}: is the checkpoint itself; give another name")
+    _, size = val_transform(trained.config)
+    trained.check_size(size)
+    files = validation_files(trained, options.overrides, needed=options.self_check)
+    images, origin = (
+        np.random.default_rng(0).integers(0, 256, (IMAGES, size, size, 3), np.uint8),
+        "random",
+    )
+    if files is not None:
+        places = np.linspace(0, len(files) - 1, IMAGES).astype(int).tolist()
+        images, origin = np.stack([files.load(0, i)[0] for i in places]), "validation"
+    job = Job(trained, options.to, options.preprocessing, size)
+    print(f"exporting {trained.name}; checked with {IMAGES} {origin} images", flush=True)
+    checked = files if options.self_check else None
+    print(*export(job, out, torch.from_numpy(images), checked), sep="\n")
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(exit_status(partial(run, OPTIONS), SCRIPT, ExportError))

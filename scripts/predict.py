@@ -26,14 +26,14 @@ folder is named by a WordNet ID of ImageNet: goldfish for n01443537.
 A file that cannot be read is reported on stderr with the reason, and the others are predicted.
 
 Exit status: 0 predicted, also if some files could not be read; 1 failed, or no image could be read;
-2 wrong arguments; 128 + signal number, as after Ctrl-C or with `| head`.
+2 wrong arguments.
 """
 
 import argparse
 import os
-import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -42,7 +42,6 @@ if __name__ == "__main__":
     from conf.start import set_up_process
 
     set_up_process()
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends this process without a message
 
 from conf import cli, strict_json
 from conf.schema import UserError, typed_keys
@@ -60,32 +59,18 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     Raises:
         UserError: an argument is wrong or missing.
     """
-    parser = cli.option_parser(
-        __doc__,
-        usage="python scripts/predict.py CHECKPOINT PATH... [options] [key=value ...]",
-        exit_on_error=False,
-    )
-    parser.add_argument(
-        "--format", choices=FORMATS, help="output (table on a terminal, else jsonl)"
-    )
-    parser.add_argument(
-        "--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)"
-    )
+    usage = "python scripts/predict.py CHECKPOINT PATH... [options] [key=value ...]"
+    parser = cli.option_parser(__doc__, usage=usage)
+    add = parser.add_argument
+    add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
+    add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     cli.add_classes(parser)
-    parser.add_argument(
-        "-0",
-        "--null",
-        action="store_true",
-        help="paths on standard input end in NUL, as of find -print0",
-    )
-    try:
-        options, words = parser.parse_known_args(cli.with_config_dir(words))
-    except argparse.ArgumentError as error:
-        raise UserError(f"{error.argument_name}: {error.message}; see --help") from None
+    add("-0", "--null", action="store_true", help="the list ends paths in NUL, as find -print0")
+    options, words = parser.parse_known_args(cli.with_config_dir(words))
     # A link to nowhere is a file that cannot be read, like those found in a folder.
     checked = [word for word in words if word != LIST and not os.path.islink(word)]
-    _, overrides = cli.split_paths(checked, what=WHAT)
-    paths = [word for word in words if word not in overrides]
+    _, options.overrides = cli.split_paths(checked, what=WHAT)
+    paths = [word for word in words if word not in options.overrides]
     if not paths or paths[0] == LIST:
         raise UserError(f"CHECKPOINT is missing: give {WHAT}; see --help")
     if len(paths) == 1:
@@ -95,12 +80,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         )
     if options.top is not None and options.top < 1:
         raise UserError(f"--top {options.top}: give 1 or more")
-    if LIST in paths and sys.stdin is None:
-        raise UserError("-: standard input is closed; pass a list of paths, as in `find . | ...`")
-    if sys.stdout is None:
-        raise UserError("standard output is closed; leave it open, or redirect it to a file")
     options.checkpoint, *options.paths = paths
-    options.overrides = overrides
     return options
 
 
@@ -111,20 +91,17 @@ if __name__ == "__main__":
         cli.fail(str(mistake), SCRIPT)
 
 import csv
-import io
 import select
-import stat
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import torch
 
-from engine.checkpoint import CheckpointError
+from conf.files import open_regular
 from engine.distributed import resolve_device
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
@@ -133,70 +110,36 @@ from pipeline.class_names import readable
 from pipeline.decode import describe
 from pipeline.index import EXTENSIONS
 from pipeline.prefetcher import ImageFormat
-from scripts.lib.trained import Trained, open_trained
+from scripts.lib.trained import Trained, exit_status, open_trained
 
 # Images. Larger batches are slower on a CPU, whose memory is mapped anew for each: ResNet-50 takes
 # 8.2 s for 120 images on two cores in batches of 8, start included, and 9.4 s in batches of 32.
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
-SHOWN_PATH, SHOWN_CLASS = 200, 24  # longest path in a message and class in a table, characters
-# Four times what the largest image has uncompressed, with the default of data.max_pixels: a
-# list may name disk images and videos.
-MAX_FILE_BYTES = 4 * decode.MAX_PIXELS * 3
 
 
 @dataclass(frozen=True)
-class Unreadable:
-    """A path without a prediction."""
+class Result:
+    """The most probable classes of an image, the most probable first; or why there are none."""
 
     path: str
-    reason: str
+    classes: Sequence[int] = ()
+    probabilities: Sequence[float] = ()
+    reason: str = ""
 
 
-@dataclass(frozen=True)
-class Decoded:
-    """An image after the transforms: uint8 [S, S, 3]."""
-
-    path: str
-    pixels: np.ndarray
-
-
-@dataclass(frozen=True)
-class Predicted:
-    """The most probable classes of an image, the most probable first; probabilities in [0, 1]."""
-
-    path: str
-    classes: list[int]
-    probabilities: list[float]
-
-
-Found = str | Unreadable
-Result = Predicted | Unreadable
-
-
-# Paths
-
-
-def find_files(paths: Iterable[str], listed: Iterator[str | None]) -> Iterator[Found | None]:
+def find_files(paths: Iterable[str], listed: Iterator[str | None]) -> Iterator[str | None]:
     """Yield the images of all paths; None where the next path may take a while.
 
     Args:
-        paths: files, folders, and LIST for the paths in `listed`.
-        listed: from `read_list`.
+        paths: files, folders, and LIST for the paths in `listed`, from `read_list`.
     """
     for path in paths:
-        if path != LIST:
-            yield from _expanded(path)
-            continue
-        empty = True
-        for name in listed:
-            if name is None:
-                yield None
-            else:
-                empty = False
-                yield from _expanded(name)
-        if empty:
-            yield Unreadable(path, "the list on standard input is empty")
+        if path == LIST:
+            for name in listed:
+                yield from [None] if name is None else expanded(name)
+        else:
+            yield from expanded(path)
 
 
 def read_list(descriptor: int, end: bytes = b"\n") -> Iterator[str | None]:
@@ -221,51 +164,19 @@ def read_list(descriptor: int, end: bytes = b"\n") -> Iterator[str | None]:
             return
 
 
-def _expanded(path: str) -> Iterator[Found]:
-    """Yield a file itself, or the images in a folder."""
+def expanded(path: str) -> Iterator[str]:
+    """Yield a file itself, or the images in a folder in order, without hidden folders."""
     if not os.path.isdir(path):
         yield path
         return
-    empty = True
-    for found in _images_below(os.fsencode(path), set()):
-        empty = False
-        yield found
-    if empty:
-        kinds = ", ".join(os.fsdecode(ending) for ending in EXTENSIONS[:3])
-        yield Unreadable(path, f"holds no images ({kinds}, ...)")
-
-
-def _images_below(folder: bytes, seen: set[tuple[int, int]]) -> Iterator[Found]:
-    """Yield the images below a folder in the order of their paths; skip hidden folders.
-
-    Only one folder's names are in memory. Links are followed, to each folder once.
-    """
-    try:
-        info = os.stat(folder)
-        if (info.st_dev, info.st_ino) in seen:
-            return
-        seen.add((info.st_dev, info.st_ino))
-        with os.scandir(folder) as entries:
-            # With its slash, a folder sorts as the paths below it.
-            names = sorted(e.name + b"/" if _is_folder(e) else e.name for e in entries)
-    except OSError as error:
-        yield Unreadable(os.fsdecode(folder), _reason(error))
-        return
-    for name in names:
-        if name.endswith(b"/") and not name.startswith(b"."):
-            yield from _images_below(os.path.join(folder, name), seen)
-        elif name.lower().endswith(EXTENSIONS):
-            yield os.fsdecode(os.path.join(folder, name))
-
-
-def _is_folder(entry: os.DirEntry[bytes]) -> bool:
-    try:
-        return entry.is_dir()
-    except OSError:  # a link to itself
-        return False
-
-
-# Prediction
+    seen = {os.path.realpath(path)}  # a link may lead back to a folder
+    for folder, folders, names in os.walk(path, followlinks=True):
+        found = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
+        folders[:] = [n for at, n in found.items() if n[0] != "." and at not in seen]
+        seen |= found.keys()
+        for name in sorted(names):
+            if os.fsencode(name).lower().endswith(EXTENSIONS):
+                yield os.path.join(folder, name)
 
 
 class Predictor:
@@ -292,21 +203,16 @@ class Predictor:
         self.decoder = decode.resolve("auto" if on_gpu else config.loader.decoder)
         self.seed, self.top, self.device = config.train.seed, top, device
         self.max_pixels = data.max_pixels
-        self.precision = trained.precision(device)
+        precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
-        fp32 = self.precision == "fp32"
-        torch.set_float32_matmul_precision("highest" if fp32 else "high")
-        torch.backends.cudnn.allow_tf32 = not fp32
+        torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
+        torch.backends.cudnn.allow_tf32 = precision != "fp32"
         self.model = trained.build(device)
-        half = self.precision == "bf16" and device.type == "cuda"
-        self.format = ImageFormat(
-            device,
-            data.mean,
-            data.std,
-            torch.bfloat16 if half else torch.float32,
-            trained.channels_last(device),
-        )
+        self.bf16 = precision == "bf16"
+        dtype = torch.bfloat16 if self.bf16 and device.type == "cuda" else torch.float32
+        channels_last = trained.channels_last(device)
+        self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last)
         typed = "loader.batch_size" in typed_keys(config.typed)
         size = config.loader.batch_size
         self.batch_size = size if typed or device.type == "cuda" else min(size, CPU_BATCH)
@@ -314,87 +220,81 @@ class Predictor:
         cores = int(min(machine.cores(), machine.cpu_quota()))
         self.threads = max(1, cores if workers == "auto" else int(workers))
 
-    def run(self, found: Iterable[Found | None]) -> Iterator[list[Result]]:
+    def run(self, paths: Iterable[str | None]) -> Iterator[list[Result]]:
         """Yield the results in the order of the paths, a batch at a time.
 
         At most BATCHES_AHEAD + 1 batches of images are in memory.
         """
-        pending: deque[Future[Decoded | Unreadable]] = deque()
+        pending: deque[tuple[str, Future[np.ndarray | str]]] = deque()
         # The threads of torch belong to the model.
         pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            for number, item in enumerate(found):
-                if item is not None:
-                    pending.append(pool.submit(self.load, item, number))
-                while len(pending) > BATCHES_AHEAD * self.batch_size or (item is None and pending):
-                    yield self._next_batch(pending)
+            for number, path in enumerate(paths):
+                if path is not None:
+                    pending.append((path, pool.submit(self.load, path, number)))
+                while len(pending) > BATCHES_AHEAD * self.batch_size or (path is None and pending):
+                    yield self.next_batch(pending)
             while pending:
-                yield self._next_batch(pending)
+                yield self.next_batch(pending)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def load(self, item: Found, number: int) -> Decoded | Unreadable:
-        """Read, decode and transform an image; `number` seeds random transforms."""
-        if isinstance(item, Unreadable):
-            return item
+    def load(self, path: str, number: int) -> np.ndarray | str:
+        """Read, decode and transform an image; `number` seeds random transforms.
+
+        Returns:
+            uint8 [S, S, 3], or why the file cannot be read.
+        """
         try:
-            picture = decode.open_picture(_read(item), self.decoder, self.max_pixels)
+            with open_regular(path) as file:
+                picture = decode.open_picture(file.read(), self.decoder, self.max_pixels)
             pixels = self.transform(picture, sample_rng(self.seed, 0, number)).pixels()
             if pixels.shape != (self.size, self.size, 3):
                 raise ValueError(f"the transforms made {pixels.shape[1]}x{pixels.shape[0]} pixels")
-            # Otherwise a crop keeps the memory of the whole image.
-            return Decoded(item, np.ascontiguousarray(pixels))
+            return np.ascontiguousarray(pixels)  # a crop would keep the memory of the whole image
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            return Unreadable(item, _reason(error))
-
-    def _next_batch(self, pending: deque[Future[Decoded | Unreadable]]) -> list[Result]:
-        count = min(self.batch_size, len(pending))
-        return self.predict([pending.popleft().result() for _ in range(count)])
+            return (isinstance(error, OSError) and error.strerror) or describe(error)
 
     @torch.no_grad()
-    def predict(self, batch: Sequence[Decoded | Unreadable]) -> list[Result]:
-        """Predict the classes of a batch; unreadable files stay in their places."""
-        images = [image for image in batch if isinstance(image, Decoded)]
-        if not images:
-            return [image for image in batch if isinstance(image, Unreadable)]
-        pixels = torch.from_numpy(np.stack([image.pixels for image in images]))
-        pixels = pixels.to(self.device).permute(0, 3, 1, 2)  # uint8 [B, 3, S, S]
+    def next_batch(self, pending: deque[tuple[str, Future[np.ndarray | str]]]) -> list[Result]:
+        """Predict the classes of the next batch; unreadable files stay in their places."""
+        count = min(self.batch_size, len(pending))
+        loaded = [
+            (path, future.result()) for path, future in (pending.popleft() for _ in range(count))
+        ]
+        images = [image for _, image in loaded if not isinstance(image, str)]
+        rows = self.predict(images) if images else iter(())
+        results = []
+        for path, image in loaded:
+            if isinstance(image, str):
+                results.append(Result(path, reason=image))
+                continue
+            probabilities, classes = next(rows)
+            if np.isfinite(probabilities).all():
+                results.append(Result(path, classes, probabilities))
+            else:
+                reason = "the model's output for this image is not a number"
+                results.append(Result(path, reason=reason))
+        return results
+
+    def predict(self, images: Sequence[np.ndarray]) -> Iterator[tuple[list[float], list[int]]]:
+        """Return the largest probabilities and their classes for images, each uint8 [S, S, 3]."""
+        pixels = torch.from_numpy(np.stack(images)).to(self.device).permute(0, 3, 1, 2)
         # The order of operations, and so the rounding, is that of pipeline/prefetcher.py.
         inputs = (pixels * self.format.scale).add_(self.format.shift)
         inputs = inputs.to(self.format.dtype, memory_format=self.format.memory_format)
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
             logits = self.model(inputs).float()
         probabilities, classes = logits.softmax(1).topk(self.top)
-        rows = iter(zip(images, classes.tolist(), probabilities.tolist(), strict=True))
-        return [b if isinstance(b, Unreadable) else _result(*next(rows)) for b in batch]
+        return zip(probabilities.tolist(), classes.tolist(), strict=True)
 
 
-def _result(image: Decoded, classes: list[int], probabilities: list[float]) -> Result:
-    if not np.isfinite(probabilities).all():
-        return Unreadable(image.path, "the model's output for this image is not a number")
-    return Predicted(image.path, classes, probabilities)
+Writer = Callable[[list[Result]], None]
 
 
-def _read(path: str) -> bytes:
-    info = os.stat(path)
-    if not stat.S_ISREG(info.st_mode):  # opening a FIFO would wait for its writer
-        raise OSError(None, "is not a regular file")
-    if info.st_size > MAX_FILE_BYTES:
-        raise OSError(None, f"has {info.st_size / 1e9:.1f} GB, more than any image that is read")
-    with open(path, "rb") as file:
-        return file.read()
-
-
-def _reason(error: Exception) -> str:
-    return (isinstance(error, OSError) and error.strerror) or describe(error)
-
-
-# Output
-
-
-def json_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
-    def write(results: list[Predicted]) -> None:
+def json_writer(file: TextIO, names: Sequence[str], top: int) -> Writer:
+    def write(results: list[Result]) -> None:
         for result in results:
             predictions = [
                 {
@@ -410,67 +310,64 @@ def json_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[
     return write
 
 
-def csv_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
+def csv_writer(file: TextIO, names: Sequence[str], top: int) -> Writer:
     rows = csv.writer(file, lineterminator="\n")
     ranks = range(1, top + 1)
-    columns = [(f"class_{rank}", f"probability_{rank}") for rank in ranks]
-    readable_columns = [f"name_{rank}" for rank in ranks]
-    rows.writerow(["path", *(name for pair in columns for name in pair), *readable_columns])
+    head = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
+    rows.writerow(["path", *head, *(f"name_{rank}" for rank in ranks)])
 
-    def write(results: list[Predicted]) -> None:
+    def write(results: list[Result]) -> None:
         for result in results:
-            pairs = zip(result.classes, result.probabilities, strict=True)
-            cells = [(names[index], f"{probability:.6f}") for index, probability in pairs]
-            shown = [readable(names[index]) for index in result.classes]
-            rows.writerow([result.path, *(cell for pair in cells for cell in pair), *shown])
+            cells: list[Any] = []
+            for index, probability in zip(result.classes, result.probabilities, strict=True):
+                cells += [names[index], f"{probability:.6f}"]
+            rows.writerow([result.path, *cells, *(readable(names[i]) for i in result.classes)])
 
     return write
 
 
-def table_writer(file: TextIO, names: Sequence[str], top: int) -> Callable[[list[Predicted]], None]:
-    """The first column is as wide as the longest path so far: later paths are not known yet."""
-    shown = [cli.printable(readable(name))[:SHOWN_CLASS] for name in names]
-    wide = max(map(len, [*shown, "top 1"]))
+def table_writer(file: TextIO, names: Sequence[str], top: int) -> Writer:
+    """A line for each image; the first column is as wide as the longest path so far."""
+    shown = [cli.printable(readable(name))[:24] for name in names]
+    wide = max(map(len, shown))
     width = 0
 
-    def write(results: list[Predicted]) -> None:
+    def write(results: list[Result]) -> None:
         nonlocal width
         paths = [cli.printable(result.path) for result in results]
-        first = width == 0 and bool(paths)
         width = max([width, *map(len, paths)])
-        if first:
-            heads = (f"  {f'top {rank}':<{wide}} {'%':>5}" for rank in range(1, top + 1))
-            file.write(f"{'image':<{width}}{''.join(heads)}\n")
         for path, result in zip(paths, results, strict=True):
             pairs = zip(result.classes, result.probabilities, strict=True)
-            cells = (f"  {shown[index]:<{wide}} {100 * p:>5.1f}" for index, p in pairs)
+            cells = (f"  {shown[index]:<{wide}} {100 * p:>5.1f} %" for index, p in pairs)
             file.write(f"{path:<{width}}{''.join(cells)}\n")
 
     return write
 
 
-WRITERS = {"table": table_writer, "jsonl": json_writer, "csv": csv_writer}
-assert tuple(WRITERS) == FORMATS
+WRITERS = dict(zip(FORMATS, (table_writer, json_writer, csv_writer), strict=True))
 
 
-def write_all(batches: Iterable[list[Result]], write: Callable[[list[Predicted]], None]) -> int:
+def write_all(batches: Iterable[list[Result]], write: Writer) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
     read = failed = 0
     for batch in batches:
-        predicted = [result for result in batch if isinstance(result, Predicted)]
+        predicted = [result for result in batch if not result.reason]
         write(predicted)
         sys.stdout.flush()
-        read += len(predicted)
+        read, failed = read + len(predicted), failed + len(batch) - len(predicted)
         for result in batch:
-            if isinstance(result, Unreadable):
-                failed += 1
-                cli.complain(f"{cli.printable(result.path)[:SHOWN_PATH]}: {result.reason}", SCRIPT)
-    if failed and read + failed > 1:
+            if result.reason:
+                cli.complain(f"{result.path[:200]}: {result.reason}", SCRIPT)
+    if failed:
         cli.complain(f"{failed:,} of {read + failed:,} files could not be read", SCRIPT)
+    elif not read:
+        cli.complain("there are no images at these paths, and none in the list", SCRIPT)
     return 0 if read else 1
 
 
 def predict_all(options: argparse.Namespace) -> int:
+    # "Corrupt EXIF data" and the like: the pixels are not affected
+    warnings.filterwarnings("ignore", module="PIL")
     trained = open_trained(Path(options.checkpoint), options.overrides, classes=options.classes)
     classes = trained.num_classes
     top = min(MOST, classes) if options.top is None else options.top
@@ -480,34 +377,13 @@ def predict_all(options: argparse.Namespace) -> int:
     listed: Iterator[str | None] = iter(())
     if LIST in options.paths:
         listed = read_list(sys.stdin.fileno(), b"\0" if options.null else b"\n")
-    assert isinstance(sys.stdout, io.TextIOWrapper)
-    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # any path can be written
+    # Any path can be written.
+    sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
     names = trained.classes or tuple(map(str, range(classes)))
     write = WRITERS[form](sys.stdout, names, top)
     return write_all(predictor.run(find_files(options.paths, listed)), write)
 
 
-def main(options: argparse.Namespace) -> int:
-    cli.log_to_stderr()
-    # "Corrupt EXIF data" and the like: the pixels are not affected
-    warnings.filterwarnings("ignore", module="PIL")
-    try:
-        return predict_all(options)
-    except UserError as error:
-        cli.fail(str(error), SCRIPT)
-    except torch.OutOfMemoryError:
-        cli.complain("the GPU has no memory left; lower loader.batch_size", SCRIPT)
-        return 1
-    except CheckpointError as error:
-        cli.complain(str(error), SCRIPT)
-        return 1
-    except OSError as error:  # of standard output or input: the disk is full, for example
-        cli.complain(f"standard output or input: {error.strerror or error}", SCRIPT)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
 if __name__ == "__main__":
-    sys.exit(main(OPTIONS))
+    sys.exit(exit_status(partial(predict_all, OPTIONS), SCRIPT))

@@ -5,7 +5,7 @@ safetensors file of scripts/export.py states the model, its preprocessing and th
 files, the overrides name the model; torchvision and timm state the preprocessing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,14 @@ import torch
 from torch import nn
 
 import models
+from conf import cli
 from conf.compose import load
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
+from engine.checkpoint import CheckpointError
 from engine.compute import choose_precision, count_flops
+from engine.distributed import RankError
+from pipeline.loader import LoaderError
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.
 NOT_OF_THE_MODEL = (
@@ -36,6 +40,7 @@ NOT_OF_THE_MODEL = (
     "run.dir",
     "profile.steps",
 )
+EXPECTED: tuple[type[Exception], ...] = (CheckpointError, LoaderError, RankError, OSError)
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -72,11 +77,6 @@ class Trained:
         return self.path.name
 
     @property
-    def origin(self) -> str:
-        """The beginning of error messages about the file."""
-        return str(self.path)
-
-    @property
     def step(self) -> int | None:
         """Number of optimiser steps; None for files of other projects."""
         return self.stored.get("step")
@@ -110,7 +110,7 @@ class Trained:
             UserError: the weights are of another model.
         """
         model = self._model()
-        models.fit_weights(model, self.weights, origin=self.origin)
+        models.fit_weights(model, self.weights, origin=str(self.path))
         model = model.to(device)
         channels_last = self.channels_last(device)
         if channels_last:
@@ -131,6 +131,30 @@ class Trained:
             image_size=self.image_size,
             args=self.config.model.args,
         )
+
+
+def exit_status(command: Callable[[], int], script: str, *failures: type[Exception]) -> int:
+    """Run a command; print an expected error in one line and return the exit status.
+
+    Args:
+        failures: more types of expected errors.
+    """
+    cli.log_to_stderr()
+    try:
+        return command()
+    except UserError as error:
+        cli.complain_of_mistake(str(error), script)
+        return 2
+    except torch.OutOfMemoryError:
+        cli.complain("the GPU has no memory left; lower loader.batch_size", script)
+        return 1
+    except BrokenPipeError:  # the reader has seen enough (`| head`)
+        return 1
+    except EXPECTED + failures as error:
+        cli.complain(str(error), script)
+        return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def open_trained(
@@ -174,9 +198,7 @@ def _open_ours(
     if values.get("data.source") == "demo":
         values["data.source"] = "folder"  # only `data=demo` as typed may draw images
     # The share of one rank, which fits into the memory of one device.
-    values["loader.batch_size"] = max(
-        1, _whole(values, "loader.batch_size") // _whole(values, "ranks")
-    )
+    values["loader.batch_size"] //= values.get("ranks", 1)
     config = load(overrides, stored=values)
     image_size = plan.get("image_size", config.data.image_size)
     if "data.image_size" in typed_keys(overrides):
@@ -207,7 +229,7 @@ def _open_foreign(
 ) -> Trained:
     typed = typed_keys(overrides)
     if not typed & NAMES_A_MODEL:
-        raise UserError(f"{path}: {_about(content)}; give model.name=NAME{_hint(content)}")
+        raise UserError(f"{path}: {_advice(content)}")
     config = load(overrides, runnable=False)
     name = config.model.name
     about = models.published(name, path)
@@ -223,23 +245,18 @@ def _open_foreign(
     return _of_config(path, config, weights, () if about is None else about.classes)
 
 
-def _whole(values: dict[str, Any], name: str) -> int:
-    value = values.get(name, 1)
-    return value if type(value) is int and value > 0 else 1
-
-
-def _about(content: Any) -> str:
+def _advice(content: Any) -> str:
+    """Say how to name the model; pytorch/examples, timm and torchvision store its name."""
     if isinstance(content, dict) and type(content.get("format")) is int:
-        return f"was written by another version of this program (format {content['format']})"
-    return "does not name its model"
-
-
-def _hint(content: Any) -> str:
-    """Return the name that pytorch/examples, timm or torchvision stored, as a hint."""
+        version = f"another version of this program (format {content['format']})"
+        return f"was written by {version}; give model.name=NAME"
     name = models.stored_name(content)
     if name is None:
-        return ", of torchvision, of timm as timm/NAME, or of models/"
-    return f"; the file says {name}: model.name={name}, or model.name=timm/{name} if timm made it"
+        return (
+            "does not name its model; give model.name=NAME, of torchvision, of timm as timm/NAME, "
+            "or of models/"
+        )
+    return f"give model.name=NAME; the file says {name}, which is timm/{name} if timm made it"
 
 
 def _read_names(path: Path, trained: Trained) -> tuple[str, ...]:
