@@ -44,8 +44,7 @@ from engine.distributed import (
     without_sync,
 )
 from engine.extras.finetune import decide
-from engine.log.boards import check_installed
-from engine.log.runlog import RunLog
+from engine.log.runlog import RunLog, check_log
 from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
@@ -99,8 +98,8 @@ def train(config: Config) -> dict[str, Any]:
             stop_step=plan.stop_step,
         )
         changes = run.restore(state)
-        log = use(RunLog(plan, world, run, state, started=started))
-        log.introduce(changes, cli.to_yaml(config))
+        log = use(RunLog(plan, run, state, world, started=started))
+        log.introduce(changes)
         if log.finished is not None:
             return log.already_finished()
         run.begin(
@@ -135,8 +134,6 @@ def train(config: Config) -> dict[str, Any]:
                 validate()
             if due.save and not stop:
                 save(state, run, log, stop)
-        if stop:
-            log.end_early()
         if not run.has(state):
             save(state, run, log, stop)
         return log.finish(stop)
@@ -320,7 +317,7 @@ def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tup
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
     """Start to write a checkpoint, then check for a signal, so that no step runs after it."""
     with log.pause("checkpoint"), stop.saving(run.checkpoints, state_bytes(state)):
-        run.save(state, log.tracker.flusher())  # also flushes the curves: a kill leaves no gap
+        run.save(state, log.tracker.flush)  # also flushes the curves: a kill leaves no gap
         gc.collect(1)  # objects that are still alive are not examined again
     stop.poll()
 
@@ -363,7 +360,7 @@ def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, 
     Raises:
         UserError: something the user must change; nothing has been created.
     """
-    world.broadcast(lambda: check_installed(config.log.trackers))
+    world.broadcast(lambda: check_log(config))
     resumed = world.broadcast(run.stored)
     if config.loader.start_method == "forkserver" and config.loader.workers != 0:
         start_forkserver()  # it imports what the workers need, while this process plans

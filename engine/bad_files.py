@@ -38,7 +38,7 @@ class BadFiles:
         self, loader: Loader, world: World, folder: Path, tracker: Tracker, *, limit: float | None
     ) -> None:
         self.world, self.folder, self.tracker, self.limit = world, folder, tracker, limit
-        self.dataset = loader.pool.sources[loader.source].dataset
+        self.dataset = loader.dataset
         self.listed: dict[str, str] = {}
         self._own = loader.pool.unreadable
         self._all: dict[int, str] = {}  # of all ranks in this start, as of the last `share`

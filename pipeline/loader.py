@@ -557,6 +557,11 @@ class Loader:
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
         self._queue: deque[tuple[int, int, list[int]]] = deque()  # step, slot, task numbers
 
+    @property
+    def dataset(self) -> Dataset:
+        """The images that it loads."""
+        return self.pool.sources[self.source].dataset
+
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
         """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
         for _, _, numbers in self._queue:  # of an iteration that ended early: it still has slots

@@ -75,7 +75,7 @@ from conf.schema import Config, Data, UserError
 from engine import checkpoint
 from engine.distributed import World, resolve_device
 from engine.extras.finetune import decide
-from engine.log.boards import check_installed
+from engine.log.runlog import check_log
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from pipeline import decode, machine
@@ -652,7 +652,7 @@ def shared_memory(case: Case) -> Iterator[Row]:
 
 
 def run_directory(case: Case) -> Iterator[Row]:
-    check_installed(case.config.log.trackers)
+    check_log(case.config)
     resume = case.config.checkpoint.resume
     run = RunDirectory(case.config, World(0, 1, 0, 1, torch.device("cpu")))
     path = run.path

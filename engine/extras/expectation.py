@@ -1,15 +1,13 @@
 """Compare a run with what its recipe is expected to reach, at its end and after each validation."""
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from functools import cache
+from dataclasses import asdict
 from statistics import NormalDist
 from typing import Any
 
 import numpy as np
 
-from conf.schema import Config, Expect, Reference
+from conf.schema import Config
 
 SIGMAS = 3  # of a validation that is far too low
 # Of the validation before it, which confirms that it is not a single dip: with a high learning
@@ -23,102 +21,95 @@ LEAST_STD = 0.5
 OPTIMISER = "optim."
 
 
-@dataclass(frozen=True)
-class Band:
-    """Top-1 that a good run of the recipe has after an epoch, percent.
-
-    Attributes:
-        mean, std: of the reference runs.
-        low, high: limits for one more run, see `band`.
-    """
-
-    mean: float
-    std: float
-    low: float
-    high: float
-    runs: int
-
-
 class Expectation:
     """What the recipe of a run is expected to reach on the run's data.
 
     Args:
-        config: of the run.
-        classes, train_images, val_images: of its data.
+        config: of the run; `config.expect` may be None.
+        data: numbers of classes, training and validation images.
         continues: the run continues another one, or had other values at first. It is not compared.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        classes: int,
-        train_images: int,
-        val_images: int,
-        continues: bool = False,
-    ) -> None:
-        found = config.expect
-        if found is not None:
-            other = (found.classes, found.train_images, found.val_images) != (
-                classes,
-                train_images,
-                val_images,
-            )
-            found = None if other or continues else found
+    def __init__(self, config: Config, data: tuple[int, int, int], *, continues: bool) -> None:
+        expect = config.expect
+        if expect is not None and data != (
+            expect.classes,
+            expect.train_images,
+            expect.val_images,
+        ):
+            expect = None
         # The run is the recipe.
-        self.final: Expect | None = None if config.changed else found
+        self._final = None if config.changed or continues else expect
         tuned = all(key.startswith(OPTIMISER) for key in config.changed)
         # The run may be compared with the recipe's curve.
-        self.reference: Reference | None = found.reference if found and tuned else None
-        self.changed = [f"{key}={value}" for key, value in config.changed.items()]
+        self._reference = expect.reference if expect and tuned and not continues else None
+        self._changed = [f"{key}={value}" for key, value in config.changed.items()]
         self._warned = False
 
-    def band(self, epoch: int | None, sigmas: float = SIGMAS) -> Band | None:
-        """Return the band after an epoch (1, 2, ...), or None if it is not known."""
-        reference = self.reference
-        if reference is None or epoch is None or not 1 <= epoch <= len(reference.top1):
-            return None
-        mean, std = reference.top1[epoch - 1], reference.std[epoch - 1]
-        return band(mean, std, reference.runs, sigmas)
-
     def columns(self, epoch: int | None) -> dict[str, float]:
-        """Return the band as columns of a validation's row; none if it is not known."""
-        found = self.band(epoch)
-        if found is None:
+        """Return the columns of a validation's row: mean and limits of top-1 after this epoch.
+
+        Args:
+            epoch: 1, 2, ...; None if the validation is not at the end of an epoch.
+        """
+        reference = self._reference
+        if reference is None or epoch is None or not 1 <= epoch <= len(reference.top1):
             return {}
+        mean = reference.top1[epoch - 1]
+        width = half_width(reference.std[epoch - 1], reference.runs)
         return {
-            "reference_top1": found.mean,
-            "reference_top1_min": found.low,
-            "reference_top1_max": found.high,
+            "reference_top1": mean,
+            "reference_top1_min": max(0.0, mean - width),
+            "reference_top1_max": min(100.0, mean + width),
         }
 
     def warning(
         self, now: tuple[int | None, float], before: tuple[int | None, float]
     ) -> str | None:
-        """Return a warning if a validation lies below the band, and the one before below 2 sigma.
+        """Return a warning if a validation lies below the limit, and the one before below 2 sigma.
 
         Return it only once.
 
         Args:
             now, before: epoch and top-1 (percent) of a validation and of the one before.
         """
-        here, there = self.band(now[0]), self.band(before[0], CONFIRMING_SIGMAS)
-        if self._warned or not here or not there or now[1] >= here.low or before[1] >= there.low:
+        (epoch, top1), (epoch_before, top1_before) = now, before
+        here, there, reference = self.columns(epoch), self.columns(epoch_before), self._reference
+        if self._warned or not here or not there:
+            return None
+        assert epoch and epoch_before and reference
+        width = half_width(reference.std[epoch_before - 1], reference.runs, CONFIRMING_SIGMAS)
+        confirming = max(0.0, there["reference_top1"] - width)
+        if top1 >= here["reference_top1_min"] or top1_before >= confirming:
             return None
         self._warned = True
         check = "the labels, the learning rate and your code changes"
-        if self.changed:
-            check = f"the labels and what differs from the recipe ({', '.join(self.changed)})"
+        if self._changed:
+            check = f"the labels and what differs from the recipe ({', '.join(self._changed)})"
         return (
-            f"top1 {now[1]:.1f} % after epoch {now[0]} is below the {SIGMAS} sigma limit of this "
-            f"recipe, {here.low:.1f} ({here.runs} runs reached {here.mean:.1f} +/- "
-            f"{here.std:.1f}), and the previous validation, {before[1]:.1f} %, was also low: check "
-            f"{check}; training continues, Ctrl-C stops it"
+            f"top1 {top1:.1f} % after epoch {epoch} is below the {SIGMAS} sigma limit of this "
+            f"recipe, {here['reference_top1_min']:.1f} ({reference.runs} runs reached "
+            f"{here['reference_top1']:.1f} +/- {reference.std[epoch - 1]:.1f}), and the "
+            f"previous validation, {top1_before:.1f} %, was also low: check {check}; training "
+            "continues, Ctrl-C stops it"
         )
 
+    def compare(self, top1: float) -> dict[str, Any] | None:
+        """Return what summary.json says about the expectation: its facts, and the difference.
 
-def band(mean: float, std: float, runs: int, sigmas: float = SIGMAS) -> Band:
-    """Return the limits within which one more run is expected.
+        None if the run is not the recipe.
+        """
+        if self._final is None:
+            return None
+        facts = {key: value for key, value in asdict(self._final).items() if key != "reference"}
+        difference = round(top1 - self._final.top1, 4)
+        inside = abs(difference) <= (self._final.spread or 0)
+        verdict = "within" if inside else "below" if difference < 0 else "above"
+        return {**facts, "difference": difference, "verdict": verdict}
+
+
+def half_width(std: float, runs: int, sigmas: float = SIGMAS) -> float:
+    """Return how far from the mean of a few runs one more run is expected.
 
     It is the prediction interval of a normal distribution: the mean and the standard deviation of a
     few runs are uncertain, so the limits are wider than 3 standard deviations (7.3 for 5 runs, 4.3
@@ -126,11 +117,9 @@ def band(mean: float, std: float, runs: int, sigmas: float = SIGMAS) -> Band:
     known mean, 0.13 %.
     """
     width = quantile(NormalDist().cdf(sigmas), runs - 1) * math.sqrt(1 + 1 / runs)
-    width *= max(std, LEAST_STD)
-    return Band(mean, std, max(0.0, mean - width), min(100.0, mean + width), runs)
+    return width * max(std, LEAST_STD)
 
 
-@cache
 def quantile(probability: float, freedom: int) -> float:
     """Return the quantile of Student's t distribution, for a probability above 0.5.
 
@@ -140,26 +129,3 @@ def quantile(probability: float, freedom: int) -> float:
     shares = np.cumsum(np.cos(angles) ** (freedom - 1))
     angle = np.interp(probability - 0.5, 0.5 * shares / shares[-1], angles)
     return math.sqrt(freedom) * math.tan(float(angle))
-
-
-def compare(expect: Expect, top1: float) -> dict[str, Any]:
-    """Return what summary.json says about the expectation: its facts, and how the run compares."""
-    facts = {key: value for key, value in asdict(expect).items() if key != "reference"}
-    difference = round(top1 - expect.top1, 4)
-    inside = abs(difference) <= (expect.spread or 0)
-    verdict = "within" if inside else "below" if difference < 0 else "above"
-    return {**facts, "difference": difference, "verdict": verdict}
-
-
-def sentence(compared: Mapping[str, Any], top1: float) -> str:
-    """Say how a run compares: `accuracy 76.20 %: within 76.13 +/- 0.24 (published, source)`."""
-    expected = f"{compared['top1']:g}"
-    about = f"{compared['status']}, {compared['source']}"
-    if compared["spread"] is None:
-        about += ", spread unknown"
-    else:
-        expected += f" +/- {compared['spread']:g}"
-    verdict = compared["verdict"]
-    if verdict != "within":
-        verdict = f"{abs(compared['difference']):.2f} points {verdict}"
-    return f"accuracy {top1:.2f} %: {verdict} {expected} ({about})"

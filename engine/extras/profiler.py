@@ -17,23 +17,19 @@ class StepProfiler:
     A profile that an error interrupts is not written.
 
     Args:
-        steps: [first, last], or [] for none.
-        folder: where trace and table go; None for a rank that profiles nothing.
+        steps: [first, last].
+        folder: where trace and table go.
         device: its kernels are in the profile as well.
         say: prints a line.
     """
 
     def __init__(
-        self,
-        steps: list[int],
-        folder: Path | None,
-        device: torch.device,
-        say: Callable[[str], None],
+        self, steps: list[int], folder: Path, device: torch.device, say: Callable[[str], None]
     ) -> None:
-        self.steps = steps if folder is not None else []
-        self.folder, self.device, self.say = folder, device, say
+        self.steps, self.folder, self.device, self.say = steps, folder, device, say
         self._profile: Any = None
         self._first = 0
+        self._done = False
 
     @property
     def running(self) -> bool:
@@ -41,11 +37,12 @@ class StepProfiler:
 
     def starts(self, step: int) -> bool:
         """Return whether the profile starts with this step; after a resume, with a later one."""
-        return bool(self.steps) and not self.running and self.steps[0] <= step <= self.steps[1]
+        first, last = self.steps
+        return not self.running and not self._done and first <= step <= last
 
-    def ends(self, steps: int) -> bool:
-        """Return whether the profile ends after this number of steps."""
-        return self.running and steps > self.steps[1]
+    def ends(self, steps: int, *, last: int) -> bool:
+        """Return whether the profile ends after so many steps, of which `last` is the last."""
+        return self.running and (steps > self.steps[1] or steps == last)
 
     def start(self, step: int) -> None:
         """Start the profile with this step; waits for the device."""
@@ -58,10 +55,8 @@ class StepProfiler:
     def stop(self, steps: int) -> None:
         """End the profile after this number of steps and write it; waits for the device."""
         self._wait_for_device()
-        self._profile.stop()
         found = self._profile
-        self._profile, self.steps = None, []
-        assert self.folder is not None
+        self.close()
         stem = self.folder / f"steps-{self._first}-{steps - 1}"
         column = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
@@ -75,10 +70,10 @@ class StepProfiler:
         self.say(f"profile  {stem}.json.gz (open in ui.perfetto.dev) and {stem.name}.txt")
 
     def close(self) -> None:
-        """Drop a running profile: one that still runs when Python exits crashes the process."""
+        """End a running profile: one that still runs when Python exits crashes the process."""
         if self.running:
             self._profile.stop()
-            self._profile = None
+            self._profile, self._done = None, True
 
     def _wait_for_device(self) -> None:
         if self.device.type == "cuda":

@@ -5,7 +5,6 @@ The training loop never waits for the GPU to log a value.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +41,11 @@ class Meter:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self._names: list[str] = []
         self.steps = 0
-        self._sent: tuple[int, int, float, Any] | None = None  # step, steps, lr, event of the copy
+        self._names: list[str] = []
+        self._total = self._host = torch.empty(0)
+        # Step, number of steps, learning rate, and the event that marks the end of the copy.
+        self._sent: tuple[int, int, float, torch.cuda.Event | None] | None = None
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add one step.
@@ -56,8 +57,8 @@ class Meter:
             ValueError: the names differ from those of the steps before.
         """
         if not self._names:
-            device = self.world.device
             self._names = list(values)
+            device = self.world.device
             self._total = torch.zeros(len(values), dtype=torch.float64, device=device)
             self._host = torch.zeros(
                 len(values), dtype=torch.float64, pin_memory=device.type == "cuda"
@@ -76,7 +77,7 @@ class Meter:
         self._total.zero_()
         on_gpu = self.world.device.type == "cuda"
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
-        self._sent = (step, self.steps, lr, copied)
+        self._sent = step, self.steps, lr, copied
         self.steps = 0
 
     def read(self) -> Interval | None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from conf import cli
-from conf.schema import FOLDER, Config, Expect, Reference, UserError, check_expect, group_names
-from engine.extras.expectation import LEAST_STD, Expectation, band, compare, quantile, sentence
+from conf.schema import FOLDER, Expect, Reference, UserError, check_expect, group_names
+from engine.extras.expectation import LEAST_STD, Expectation, half_width, quantile
 
 PUBLISHED = Expect(
     top1=76.1,
@@ -24,94 +24,69 @@ PUBLISHED = Expect(
 )
 CURVE = Reference(runs=20, top1=[20.0, 40.0, 60.0], std=[4.0, 2.0, 0.1])
 DATA = {"classes": 1000, "train_images": 1_281_167, "val_images": 50_000}
+FACTS = {key: value for key, value in asdict(PUBLISHED).items() if key != "reference"}
 
 
 def expectation(
-    *overrides: str, curve: Reference | None = CURVE, continues: bool = False, **data: int
+    *overrides: str, expect: Expect | None = PUBLISHED, continues: bool = False, **data: int
 ) -> Expectation:
     config = cli.load(["data.root=/imagenet", *overrides])
-    config = replace(config, expect=replace(PUBLISHED, reference=curve))
-    return Expectation(config, **(DATA | data), continues=continues)
+    if expect is not None:
+        expect = replace(expect, reference=CURVE)
+    classes, train_images, val_images = (DATA | data).values()
+    config = replace(config, expect=expect)
+    return Expectation(config, (classes, train_images, val_images), continues=continues)
 
 
 @pytest.mark.parametrize(
-    ("top1", "text"),
+    ("top1", "spread", "difference", "verdict"),
     [
-        (76.234, "76.23 %: within 76.1 +/- 0.2"),
-        (75.9, "75.90 %: within 76.1 +/- 0.2"),
-        (75.2, "75.20 %: 0.90 points below 76.1 +/- 0.2"),
-        (76.5, "76.50 %: 0.40 points above 76.1 +/- 0.2"),
+        (76.234, 0.2, 0.134, "within"),
+        (75.9, 0.2, -0.2, "within"),
+        (75.2, 0.2, -0.9, "below"),
+        (76.5, 0.2, 0.4, "above"),
+        (76.0, None, -0.1, "below"),
     ],
 )
-def test_the_sentence_at_the_end(top1: float, text: str) -> None:
-    found = sentence(compare(PUBLISHED, top1), top1)
-    assert found == f"accuracy {text} (published, torchvision IMAGENET1K_V1)"
-
-
-def test_a_source_without_a_spread() -> None:
-    expect = replace(PUBLISHED, spread=None)
-    assert sentence(compare(expect, 76.0), 76.0) == (
-        "accuracy 76.00 %: 0.10 points below 76.1 (published, torchvision IMAGENET1K_V1, spread "
-        "unknown)"
-    )
-
-
-def test_the_summary_has_the_facts_without_the_curve() -> None:
-    facts = {k: v for k, v in asdict(PUBLISHED).items() if k != "reference"}
-    expect = replace(PUBLISHED, reference=CURVE)
-    assert compare(expect, 76.0) == {**facts, "difference": -0.1, "verdict": "within"}
+def test_the_summary_at_the_end(
+    top1: float, spread: float | None, difference: float, verdict: str
+) -> None:
+    """It has the facts without the curve."""
+    found = expectation(expect=replace(PUBLISHED, spread=spread)).compare(top1)
+    expected = {**FACTS, "spread": spread, "difference": difference, "verdict": verdict}
+    assert found == expected
 
 
 # Which runs are compared.
 
-
-def compared(found: Expectation) -> tuple[bool, bool]:
-    """Return whether a run is compared at its end, and after each epoch."""
-    return found.final is not None, found.reference is not None
-
-
-def test_what_the_user_and_the_machine_choose_does_not_matter() -> None:
-    free = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
-    free += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
-    assert compared(expectation(*free)) == (True, True)
+FREE = ["train.seed=3", "train.precision=fp32", "loader.workers=2", "loader.decoder=gpu"]
+FREE += ["data.train=/elsewhere", "train.max_steps=9", "run.name=mine", "log.every_steps=1"]
 
 
 @pytest.mark.parametrize(
-    "override",
+    ("found", "at_the_end", "with_the_curve"),
     [
-        "train.epochs=91",
-        "model.name=resnet18",
-        "loader.batch_size=512",
-        "train.label_smoothing=0.1",
+        pytest.param(expectation(*FREE), True, True, id="what the user and the machine choose"),
+        pytest.param(expectation("train.epochs=91"), False, False, id="epochs"),
+        pytest.param(expectation("model.name=resnet18"), False, False, id="model"),
+        pytest.param(expectation("loader.batch_size=512"), False, False, id="batch size"),
+        pytest.param(expectation("train.label_smoothing=0.1"), False, False, id="smoothing"),
+        pytest.param(expectation("optim.lr=1"), False, True, id="learning rate"),
+        pytest.param(expectation("optim=adamw"), False, True, id="optimiser"),
+        pytest.param(expectation("optim.lr=1", "train.epochs=91"), False, False, id="both"),
+        *(
+            pytest.param(expectation(**{name: DATA[name] - 1}), False, False, id=name)
+            for name in DATA
+        ),
+        pytest.param(expectation(continues=True), False, False, id="continues another run"),
+        pytest.param(expectation(expect=None), False, False, id="no expectation"),
     ],
 )
-def test_a_changed_recipe_is_not_compared(override: str) -> None:
-    assert compared(expectation(override)) == (False, False)
-
-
-def test_another_learning_rate_is_compared_with_the_curve_only() -> None:
-    assert compared(expectation("optim.lr=1")) == (False, True)
-    assert compared(expectation("optim=adamw")) == (False, True)
-    assert compared(expectation("optim.lr=1", "train.epochs=91")) == (False, False)
-
-
-@pytest.mark.parametrize("name", DATA)
-def test_other_data_are_not_compared(name: str) -> None:
-    assert compared(expectation(**{name: DATA[name] - 1})) == (False, False)
-
-
-def test_a_run_that_continues_another_one_is_not_compared() -> None:
-    assert compared(expectation(continues=True)) == (False, False)
-
-
-def test_a_recipe_without_a_curve() -> None:
-    found = expectation(curve=None)
-    assert compared(found) == (True, False)
-    assert found.columns(1) == {} and found.warning((2, 0.0), (1, 0.0)) is None
-
-
-def test_a_config_without_an_expectation() -> None:
-    assert compared(Expectation(Config(), **DATA)) == (False, False)
+def test_which_runs_are_compared(
+    found: Expectation, at_the_end: bool, with_the_curve: bool
+) -> None:
+    assert (found.compare(76.0) is not None, found.columns(1) != {}) == (at_the_end, with_the_curve)
+    assert (found.warning((2, 0.0), (1, 0.0)) is not None) == with_the_curve
 
 
 # The limits.
@@ -131,37 +106,32 @@ def test_one_good_run_of_740_is_below(runs: int) -> None:
     """As often as a value is 3 sigma below a known mean, however few runs there are."""
     values = np.random.default_rng(runs).normal(50, 2, size=(400_000, runs + 1))
     means, stds = values[:, :runs].mean(1), values[:, :runs].std(1, ddof=1)
-    limit = band(50, 2, runs)
-    width = (limit.mean - limit.low) / limit.std
+    width = half_width(2, runs) / 2
     share = (values[:, runs] < means - width * stds).mean()
     assert share == pytest.approx(NormalDist().cdf(-3), rel=0.2)
     assert (values[:, runs] < means - 3 * stds).mean() > 1.5 * NormalDist().cdf(-3)
 
 
-def test_a_tiny_deviation_may_be_chance() -> None:
-    assert band(60, 0.0, 20) == replace(band(60, LEAST_STD, 20), std=0.0)
-
-
-def test_the_band_ends_at_0_and_100() -> None:
-    assert (band(98, 3, 5).high, band(2, 3, 5).low) == (100, 0)
-
-
 def test_columns_of_a_validation() -> None:
-    expected = band(40, 2, 20)
+    width = half_width(2, 20)
     assert expectation().columns(2) == {
         "reference_top1": 40,
-        "reference_top1_min": expected.low,
-        "reference_top1_max": expected.high,
+        "reference_top1_min": 40 - width,
+        "reference_top1_max": 40 + width,
     }
-    assert expectation().columns(None) == {}  # the run stops within an epoch
-    assert expectation().columns(4) == {}  # the curve is shorter
+    # The run has not begun, stops within an epoch, or is longer than the curve.
+    assert [expectation().columns(epoch) for epoch in (0, None, 4)] == [{}] * 3
+    assert half_width(0.0, 20) == half_width(LEAST_STD, 20)  # a tiny deviation may be chance
+    assert half_width(4, 5) > 20  # the band ends at 0
+    far = expectation(expect=replace(PUBLISHED))
+    assert far.columns(1)["reference_top1_min"] == max(0, 20 - half_width(4, 20))
 
 
 # The warning.
 
 
 def limit(epoch: int, sigmas: float) -> float:
-    return band(CURVE.top1[epoch - 1], CURVE.std[epoch - 1], CURVE.runs, sigmas).low
+    return CURVE.top1[epoch - 1] - half_width(CURVE.std[epoch - 1], CURVE.runs, sigmas)
 
 
 def test_two_low_validations_in_a_row_are_a_warning() -> None:

