@@ -3,7 +3,7 @@
 
 SHELL := /bin/sh
 .DEFAULT_GOAL := help
-.PHONY: help env demo test quick soak lint bench clean lock
+.PHONY: help env demo test quick soak lint size bench clean lock
 unexport PYTHONHOME PYTHONPATH
 
 ARGS :=
@@ -38,6 +38,9 @@ lint: env  ## ruff and mypy
 	@$(RUN) -m ruff check
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
+
+size:  ## lines of each part of the program, and what it may have
+	@.ci/size
 
 bench: env  ## measure the input pipeline and the training step
 	@$(RUN) scripts/bench.py $(ARGS)
