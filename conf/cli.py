@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from conf import hints, launcher, multirun
+from conf import hints
 from conf.compose import SECTIONS, load, to_yaml
 from conf.overrides import (
     CONFIG_DIR,
@@ -25,6 +25,7 @@ from conf.overrides import (
     remedy,
     split_config_dir,
 )
+from conf.rooms import require_room
 from conf.schema import RESULT, Config, RunError, UserError, group_names, show, walk
 
 MULTIRUN = {"-m", "--multirun"}
@@ -84,18 +85,13 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
             "-m: a sweep does not run under torchrun or srun; run `torchrun ... train.py` once per "
             "value"
         )
-    parameters, rest = launcher.take_parameters(words)
-    jobs = multirun.expand(rest, runnable=not show_only)
+    require_room("conf.multirun", "-m")
+    from conf.multirun import Sweep
+
+    found = Sweep(words, runnable=not show_only)
     if show_only:
-        _show(
-            "".join(
-                f"---\n# job {number} of {len(jobs)}: {job}\n{to_yaml(job.config, section)}"
-                for number, job in enumerate(jobs, 1)
-            )
-        )
-    if parameters is not None:
-        sys.exit(launcher.run(jobs, typed=words, parameters=parameters))
-    sys.exit(multirun.run(jobs, typed=words))
+        _show("".join(f"---\n{to_yaml(config, section)}" for config in sweep.jobs.values()))
+    sys.exit(sweep.run())
 
 
 def with_config_dir(arguments: Sequence[str]) -> list[str]:

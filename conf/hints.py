@@ -78,7 +78,7 @@ _SENTENCES = {
     "leave it out: run.name= describes a run": "tags",
     "leave it out: run.dir= and data.root= set the folders": "paths",
     "leave it out: there are no such settings": "extras",
-    "leave it out: summary.json and sweep.json hold best_top1": "optimized-metric",
+    "leave it out: a sweep maximises best_top1 of summary.json": "optimized-metric",
     "leave it out: the number of workers changes only at a start": "autotune.online",
     "only train.py has sweeps; start this script once per value": "m multirun",
     "--cfg job prints the composed config, --help lists the groups": "i info",
@@ -125,15 +125,10 @@ REMEDIES = {
 # Start of a Hydra setting, after `hydra.` or `hydra/` -> advice; the first match counts.
 HYDRA = {
     "run.dir": "write run.dir={}",
-    "sweep.dir": "write 'run.dir={}/${run.name}'",
-    "sweep.subdir": "the default run.name lists the values that differ; run.name= sets another",
     "job.name": "write run.name={}",
     "job.chdir": "leave it out: a run does not change the current folder",
-    "launcher": (
-        "-m starts one job after the other on this machine; with hydra/launcher=submitit_slurm, it "
-        "submits them to Slurm"
-    ),
-    "sweeper": "-m knows lists, range(), choice() and glob(), as Hydra's basic sweeper does",
+    "launcher": "it is for a sweep; add -m",
+    "sweep": "it is for a sweep; add -m",
     "mode": "write -m for a sweep",
     "searchpath": "write --config-dir DIR",
     "": "leave it out",

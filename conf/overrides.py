@@ -186,8 +186,10 @@ def _fits(name: str, value: Any) -> bool:
 def _refuse_unknown(override: Override, typed: str) -> None:
     name, value = override.key_or_group, _shown(override)
     if re.match(r"hydra([./]|$)", name):
+        setting = name.replace("/", ".").removeprefix("hydra.")
+        advice = next(text for start, text in hints.HYDRA.items() if setting.startswith(start))
         raise UserError(
-            f"{typed}: Hydra's own settings are not used here; {_of_hydra(name, value)}"
+            f"{typed}: Hydra's own settings are not used here; {advice.replace('{}', value)}"
         )
     parent, _, inner = name.rpartition(".")
     if parent in KEYS and get_origin(FIELDS[parent].type) is dict:
@@ -196,19 +198,6 @@ def _refuse_unknown(override: Override, typed: str) -> None:
     if section:
         raise UserError(f"{typed}: {name} is a group of keys: {', '.join(section)}")
     raise UserError(f"{typed}: there is no key {name or typed}{_another_key(override)}")
-
-
-def _of_hydra(name: str, value: str) -> str:
-    """The advice for a setting of Hydra, `hydra.name=value`.
-
-    A folder that Hydra names after the time is never found again: run.dir has the run's name there.
-    """
-    setting = next((s for s in hints.HYDRA if name.replace("/", ".").startswith(f"hydra.{s}")), "")
-    if setting in ("run.dir", "sweep.dir") and "${" in value:
-        setting = "sweep.dir"
-        parts = re.sub(r"\$\{[^}]*\}", "$", value).split("/")
-        value = "/".join(part for part in parts if "$" not in part) or "runs"
-    return hints.HYDRA[setting].replace("{}", value)
 
 
 def _shown(override: Override) -> str:
