@@ -88,7 +88,7 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
     require_room("conf.multirun", "-m")
     from conf.multirun import Sweep
 
-    found = Sweep(words, runnable=not show_only)
+    sweep = Sweep(words, runnable=not show_only)
     if show_only:
         _show("".join(f"---\n{to_yaml(config, section)}" for config in sweep.jobs.values()))
     sys.exit(sweep.run())

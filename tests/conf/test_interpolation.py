@@ -6,7 +6,6 @@ import pytest
 
 from conf import cli
 from conf.compose import load
-from conf.multirun import expand
 from conf.schema import UserError, config_values
 
 DEMO = "recipe=demo"
@@ -49,9 +48,6 @@ def test_other_values_from_the_environment_are_refused(override: str) -> None:
         cli.load([DEMO, override])
     with pytest.raises(UserError, match=message):
         load([override], stored=values)
-    with pytest.raises(UserError) as sweep:
-        expand([DEMO, "train.seed=1,2", override])
-    assert "hunter2" not in str(sweep.value)
 
 
 @pytest.mark.parametrize(
