@@ -43,6 +43,8 @@ class Compose:
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self.transforms = list(transforms)
+        last = self.transforms[-1] if self.transforms else None
+        self._operations = last if isinstance(last, RandAugment | TrivialAugment) else None
 
     @property
     def image_size(self) -> int | None:
@@ -53,8 +55,7 @@ class Compose:
     @property
     def operations(self) -> int:
         """Number of operations that `draw` draws for an image."""
-        last = self.transforms[-1] if self.transforms else None
-        return last.operations if isinstance(last, RandAugment | TrivialAugment) else 0
+        return self._operations.operations if self._operations else 0
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -66,12 +67,11 @@ class Compose:
 
         The random numbers are those of a call.
         """
-        last = self.transforms[-1] if self.transforms else None
-        if not isinstance(last, RandAugment | TrivialAugment):
+        if self._operations is None:
             return self(picture, rng), []
         for transform in self.transforms[:-1]:
             picture = transform(picture, rng)
-        return picture, last.draw(picture.size, rng)
+        return picture, self._operations.draw(picture.size, rng)
 
 
 class RandomResizedCrop:
@@ -101,10 +101,10 @@ class RandomResizedCrop:
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         size, box = (self.image_size, self.image_size), self.box(*picture.size, rng)
-        drawn = self.interpolation
-        if drawn == "random":
-            drawn = INTERPOLATIONS[rng.random() < 0.5]
-        return picture.resized(size, box, interpolation=drawn, quick=True)
+        interpolation = self.interpolation
+        if interpolation == "random":
+            interpolation = INTERPOLATIONS[rng.random() < 0.5]
+        return picture.resized(size, box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
         """Draw a region as torchvision does: ten tries, then the largest centred valid region."""
@@ -261,17 +261,18 @@ class RandAugment:
 
     def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
         """Draw the operations of an image of this (width, height)."""
-        return [self._draw_one(size, rng) for _ in range(self.operations)]
-
-    def _draw_one(self, size: tuple[int, int], rng: random.Random) -> Drawn:
-        if self.p < 1 and rng.random() >= self.p:
-            return "identity", 0.0
-        magnitude = self.magnitude
-        if self.magnitude_std > 0:
-            # Rounded, because gpu_augment.py keeps the numbers of every operation and strength.
-            drawn = round(rng.gauss(magnitude, self.magnitude_std))
-            magnitude = min(max(drawn, 0), STRENGTHS)
-        return _draw(size, rng, magnitude / STRENGTHS, wide=False)
+        drawn = []
+        for _ in range(self.operations):
+            if self.p < 1 and rng.random() >= self.p:
+                drawn.append(("identity", 0.0))
+                continue
+            magnitude = self.magnitude
+            if self.magnitude_std > 0:
+                # Rounded, because the GPU path keeps the numbers of each operation and strength.
+                magnitude = round(rng.gauss(magnitude, self.magnitude_std))
+                magnitude = min(max(magnitude, 0), STRENGTHS)
+            drawn.append(_draw(size, rng, magnitude / STRENGTHS, wide=False))
+        return drawn
 
 
 class TrivialAugment:
@@ -359,20 +360,15 @@ def signed_strength(name: str, strength: float, size: tuple[int, int], *, wide: 
         size: (width, height) of the image.
         wide: use TrivialAugment's units instead of RandAugment's.
     """
-    _, *units = OPERATIONS[name]
-    unit = units[wide]
+    _, of_rand, of_trivial = OPERATIONS[name]
+    unit = of_trivial if wide else of_rand
     return strength * (unit(size) if callable(unit) else unit)
-
-
-def operate(image: Image.Image, name: str, strength: float) -> Image.Image:
-    """Apply an operation with a signed strength in its own unit."""
-    return OPERATIONS[name][0](image, strength)
 
 
 def operated(picture: Picture, drawn: Sequence[Drawn]) -> Picture:
     image = picture.pillow()
     for name, strength in drawn:
-        image = operate(image, name, strength)
+        image = OPERATIONS[name][0](image, strength)
     return Picture(np.asarray(image))
 
 
@@ -409,22 +405,6 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
 
 
 def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
-    name, parameters = _parsed(entry, key)
-    if name not in table:
-        raise UserError(
-            f"{key}: there is no transform {name}; choose from {', '.join(table)}"
-            f"{did_you_mean(name, table)}"
-        )
-    try:
-        _check_parameters(name, parameters, inspect.signature(table[name]))
-        return table[name](**parameters)
-    except UserError as error:
-        raise UserError(f"{key}: {error}") from None
-    except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"{key}: {name}: {error}") from None
-
-
-def _parsed(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
     has_parameters = isinstance(entry, dict) and len(entry) == 1
     name, parameters = next(iter(entry.items())) if has_parameters else (entry, None)
     parameters = {} if parameters is None else parameters
@@ -432,23 +412,21 @@ def _parsed(entry: Any, key: str) -> tuple[str, dict[str, Any]]:
         raise UserError(
             f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`"
         )
-    return name, parameters
-
-
-def _check_parameters(name: str, given: dict[str, Any], signature: inspect.Signature) -> None:
-    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    accepted = {p.name: p.default for p in signature.parameters.values() if p.kind in kinds}
-    unknown = next((p for p in given if p not in accepted), None)
-    if unknown is not None:
+    if name not in table:
         raise UserError(
-            f"{name} has no parameter {unknown}; it has {', '.join(accepted) or 'none'}"
+            f"{key}: there is no transform {name}; choose from {', '.join(table)}"
+            f"{did_you_mean(name, table)}"
         )
-    required = [p for p, default in accepted.items() if default is inspect.Parameter.empty]
-    missing = [p for p in required if p not in given]
-    if missing:
-        example = {p: 224 if p == "size" else "..." for p in missing} | given
-        text = ", ".join(f"{parameter}: {value}" for parameter, value in example.items())
-        raise UserError(f"{name} needs {' and '.join(missing)}; write {name}: {{{text}}}")
+    signature = inspect.signature(table[name])
+    try:
+        signature.bind(**parameters)
+    except TypeError as error:
+        accepted = ", ".join(signature.parameters) or "no parameters"
+        raise UserError(f"{key}: {name}: {error}; it takes {accepted}") from None
+    try:
+        return table[name](**parameters)
+    except (TypeError, ValueError, IndexError) as error:
+        raise UserError(f"{key}: {name}: {error}") from None
 
 
 def _checked_size(size: Any) -> int:

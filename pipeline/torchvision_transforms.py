@@ -40,8 +40,6 @@ NAMES = (
     "RandomVerticalFlip",
     "TrivialAugmentWide",
 )
-# Invalid values often raise an error only when a transform is applied, and only for some draws.
-TRIALS = 8
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,8 @@ class V2Factory:
         transform = TorchvisionTransform(self.name, parameters)
         picture = Picture(np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8))
         try:
-            for seed in range(TRIALS):
+            # Invalid values often raise an error only when it is applied, and only for some draws.
+            for seed in range(8):
                 transform(picture, random.Random(seed))
         except Exception as error:  # torchvision raises many kinds
             raise ValueError(f"{str(error).rstrip('.')}; check {parameters}") from None

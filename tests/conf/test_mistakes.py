@@ -220,9 +220,9 @@ TRANSFORMS = {
     "augment.val=[center_crop, flip]": "augment.val: ",
     "augment.batch=[mixupp]": "did you mean mixup?",
     "augment.train=[{random_resized_crop: {sise: 32}}]": (
-        "random_resized_crop has no parameter sise; it has size, scale, ratio"
+        "missing a required argument: 'size'; it takes size, scale, ratio"
     ),
-    "augment.batch=[{mixup: {beta: 1}}]": "mixup has no parameter beta; it has alpha, p",
+    "augment.batch=[{mixup: {beta: 1}}]": "argument 'beta'; it takes alpha, p",
     "augment.train=[{random_resized_crop: {size: 32, scale: [2, 3]}}]": (
         "scale=[2, 3]: give two numbers, 0 < low <= high <= 1"
     ),
@@ -242,7 +242,7 @@ TRANSFORMS = {
     "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
     "augment.batch=[{random_erasing: {scale: [0.5, inf]}}]": "scale=[0.5, inf]: give",
     "augment.train=[{v2.RandAugment: {count: 2}}]": (
-        "v2.RandAugment has no parameter count; it has num_ops, magnitude"
+        "v2.RandAugment: got an unexpected keyword argument 'count'; it takes num_ops, magnitude"
     ),
     "augment.train=[{v2.RandomErasing: {p: 3}}]": "v2.RandomErasing: ",
     "augment.train=[{a: 1, b: 2}]": "is not a transform",

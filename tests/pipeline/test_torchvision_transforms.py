@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
 
 from conf import cli
 from conf.packages import import_torchvision
@@ -19,10 +18,8 @@ from conf.schema import UserError
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
 from pipeline.decode import Picture, open_picture
-from pipeline.feed import open_feed
 from pipeline.gpu.encoded import load_encoded
 from pipeline.torchvision_transforms import NAMES
-from tests.loader_plans import loader_plan, world_of
 
 AUGMENT = (
     "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {num_ops: 2}},"
@@ -94,24 +91,6 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> No
     assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
 
 
-def batches(image_root: Path, workers: int) -> list[tuple[Tensor, Tensor]]:
-    config = cli.load(
-        [f"data.root={image_root}", "data.image_size=32", "loader.batch_size=6", AUGMENT]
-    )
-    datasets, world = build_datasets(config), world_of(torch.device("cpu"))
-    plan = loader_plan(config, datasets, world, workers=workers)
-    with open_feed(config, datasets, plan, world) as feed:
-        return [(b.images.clone(), b.labels.clone()) for b in feed.train.batches(0, 8)]
-
-
-@pytest.mark.slow
-def test_pixels_are_the_same_for_any_number_of_workers(image_root: Path) -> None:
-    expected = batches(image_root, 0)
-    for workers in (1, 3):
-        for ours, theirs in zip(batches(image_root, workers), expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-
-
 def test_gpu_decoding_leaves_the_image_to_the_cpu(image_root: Path) -> None:
     config = cli.load([f"data.root={image_root}", "data.image_size=32", AUGMENT])
     assert load_encoded(build_datasets(config).train, 0, 0) is None
@@ -128,18 +107,11 @@ def test_torchvision_is_imported_at_the_first_image() -> None:
     assert done.stdout.split() == ["False", "True"]
 
 
-def test_names_are_those_of_torchvision_and_take_one_image() -> None:
-    import_torchvision()
-    from torchvision.transforms import v2
-
-    assert all(issubclass(getattr(v2, name), v2.Transform) for name in NAMES)
-
-
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("v2.RandAugment", {"count": 2}, "v2.RandAugment has no parameter count; it has num_ops, "),
-        ("v2.RandomPosterize", {}, "v2.RandomPosterize needs bits; write v2.RandomPosterize: "),
+        ("v2.RandAugment", {"count": 2}, "v2.RandAugment: .*'count'; it takes num_ops, "),
+        ("v2.RandomPosterize", {}, "v2.RandomPosterize: missing .*'bits'; it takes bits, p"),
         ("v2.RandAugment", {"num_ops": "two"}, "v2.RandAugment: .*; check {'num_ops': 'two'}"),
         ("v2.RandAugment", {"magnitude": 99}, "v2.RandAugment: .*; check {'magnitude': 99}"),
         ("v2.RandomErasing", {"p": 3}, "v2.RandomErasing: .*; check {'p': 3}"),

@@ -14,11 +14,11 @@ from PIL import Image
 
 from pipeline.augment import (
     NAMES,
+    OPERATIONS,
     STRENGTHS,
     RandAugment,
     TrivialAugment,
     as_rows,
-    operate,
     operated,
     signed_strength,
 )
@@ -82,7 +82,7 @@ def test_matrices_copy_the_pixels_that_pillow_copies(name: str, size: int) -> No
         from_x, from_y = ((a * x + b * y + c) >> 16 for a, b, c in (row[1:4], row[4:7]))
         inside = (from_x >= 0) & (from_x < size) & (from_y >= 0) & (from_y < size)
         found = np.where(inside[..., None], image[from_y * inside, from_x * inside], 0)
-        np.testing.assert_array_equal(found, operate(Image.fromarray(image), name, strength))
+        np.testing.assert_array_equal(found, OPERATIONS[name][0](Image.fromarray(image), strength))
 
 
 @pytest.mark.parametrize("name", ["brightness", "posterize", "solarize"])
@@ -97,7 +97,7 @@ def test_numbers_make_the_levels_that_pillow_makes(name: str) -> None:
             "posterize": level & int(row[1]),
             "solarize": np.where(level < row[1], level, 255 - level),
         }[name].astype(np.uint8)
-        expected = np.asarray(operate(image, name, strength))[..., 0]
+        expected = np.asarray(OPERATIONS[name][0](image, strength))[..., 0]
         np.testing.assert_array_equal(found, expected.flatten())
 
 
@@ -129,7 +129,7 @@ def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size:
     operations = np.repeat([as_rows([(name, strength)]) for strength in strengths], 8, axis=0)
     found = on_gpu(np.concatenate([images] * len(strengths)), operations)
     expected = [
-        np.asarray(operate(Image.fromarray(image), name, strength))
+        np.asarray(OPERATIONS[name][0](Image.fromarray(image), strength))
         for strength, image in itertools.product(strengths, images)
     ]
     np.testing.assert_array_equal(found, expected)
