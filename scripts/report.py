@@ -281,13 +281,13 @@ def charts(runs: Sequence[Run]) -> dict[str, list[dict[str, Any]]]:
     for key in known:
         curves = {}
         for number, run in enumerate(runs, 1):
-            for split in SPLITS:
-                for name in (key, f"reference_{key}"):
+            for name in (key, f"reference_{key}"):
+                for split in SPLITS:
                     label = LABELS[split] if name == key else "earlier runs of the recipe"
                     label = f"{number}, {label}" if len(runs) > 1 else label
-                    points = [point_of(row, name, place) for row in run.rows[split]]
-                    curves[label] = thinned(points)
-        curves = {label: points for label, points in curves.items() if points}
+                    points = thinned([point_of(row, name, place) for row in run.rows[split]])
+                    if points:
+                        curves[label] = points
         if curves and key not in drawn_with:
             section = next(s for s, p in SECTIONS.items() if any(fnmatchcase(key, q) for q in p))
             found[section].append({"title": key, "place": place, **draw(curves)})
