@@ -271,26 +271,6 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
     return replace(_of_scan(root, scan), caches=(cache,) if cache.exists() else ())
 
 
-def outdated_cache(root: str, paths: Sequence[str]) -> Path | None:
-    """Return the cached scan of a folder if the next start would use it in vain.
-
-    The times of the folders tell nothing if they changed twice within one tick of the clock, or if
-    an old time was restored.
-
-    Args:
-        root: the split's folder.
-        paths: its images.
-    """
-    root = os.path.abspath(root)
-    cache = _cache_of([root], None)
-    scan = _read_cache(cache, root)
-    if scan is None:
-        return None
-    index = _of_scan(root, scan)
-    same = [index.path(i) for i in range(len(index))] == list(map(os.path.abspath, paths))
-    return None if same else cache
-
-
 def _cache_of(files: Sequence[str], cache_dir: Path | None) -> Path:
     digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
     return (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"

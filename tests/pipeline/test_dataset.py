@@ -25,7 +25,7 @@ from pipeline.decode import open_picture
 from pipeline.gpu.encoded import load_encoded
 from pipeline.index import Index, load_index
 from scripts import prepare
-from scripts.lib import survey
+from scripts.lib import data_checks
 from tests.processes import compiled_preload
 from tests.stored import as_shards, as_tar, as_zip
 
@@ -232,7 +232,7 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
     ):
         dataset.load(0, 0)
     assert (
-        survey.examine(str(path), "pillow").problem
+        data_checks.examine(dataset.index, "pillow", 1 << 20, 0).problem
         == "not an image, begins with b'%!PS-Adobe-3.0 E'"
     )
     with pytest.raises(UnidentifiedImageError):

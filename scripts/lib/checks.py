@@ -1,0 +1,108 @@
+"""What the checks of scripts/doctor.py share: their input, and a row of the result."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from conf.schema import Config
+from engine.plan import Plan
+from pipeline import machine
+from pipeline.build import Datasets
+from pipeline.dataset import FolderDataset
+from pipeline.index import Index
+
+
+class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
+    """The reason why a check was skipped."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A result of a check.
+
+    Attributes:
+        status: ok, warn or fail.
+        found: the result.
+        do: the remedy.
+        details: lines to list, mostly files.
+    """
+
+    status: str
+    found: str
+    do: str = ""
+    details: tuple[str, ...] = ()
+    check: str = ""
+
+
+ok, warn, fail = (partial(Row, status) for status in ("ok", "warn", "fail"))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An examined file.
+
+    Attributes:
+        size: width and height, pixels.
+        odd: keys of data_checks.ODD.
+        problem: why training cannot read it, or "".
+        seconds: to read it, without decoding.
+        mean, square: mean of each channel and of its square, of pixels in [0, 1].
+    """
+
+    row: int
+    path: str
+    size: tuple[int, int] = (0, 0)
+    odd: tuple[str, ...] = ()
+    problem: str = ""
+    seconds: float = 0.0
+    mean: tuple[float, ...] = ()
+    square: tuple[float, ...] = ()
+
+
+@dataclass
+class Case:
+    """The input of the checks, and results that later checks use.
+
+    Attributes:
+        sample: number of files to decode per split, or None for all.
+        ranks: that are to run on this machine.
+        opened: files of each split.
+    """
+
+    config: Config
+    sample: int | None = 2000
+    ranks: int = 1
+    datasets: Datasets | None = None
+    opened: dict[str, list[Opened]] = field(default_factory=dict)
+    plan: Plan | None = None
+
+    def splits(self) -> dict[str, Index]:
+        """Return the sample tables of both splits.
+
+        Raises:
+            NotChecked: there are no image files.
+        """
+        if self.datasets is None:
+            raise NotChecked("needs the data, see data")
+        splits = {"train": self.datasets.train, "val": self.datasets.val}
+        indexes = {name: s.index for name, s in splits.items() if isinstance(s, FolderDataset)}
+        if len(indexes) < 2 or self.config.data.source != "folder":
+            raise NotChecked(f"data={self.config.data.source} has no files of its own")
+        return indexes
+
+    def planned(self) -> Plan:
+        if self.plan is None:
+            raise NotChecked("needs the plan, see plan")
+        return self.plan
+
+
+def few(names: Iterable[Any], count: int = 5) -> str:
+    names = [str(name) for name in names]
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
+
+
+def usable_cores() -> int:
+    return max(1, math.floor(min(machine.cores(), machine.cpu_quota())))

@@ -1,0 +1,271 @@
+"""The checks of scripts/doctor.py on the images."""
+
+import hashlib
+import re
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from pipeline import decode
+from pipeline.build import build_datasets
+from pipeline.class_names import imagenet_names
+from pipeline.decode import describe
+from pipeline.index import Index
+from pipeline.loader import SLOW_SAMPLE_SECONDS
+from scripts.lib.checks import Case, NotChecked, Opened, Row, fail, few, ok, usable_cores, warn
+
+THREADS = 16  # comparing waits for storage, not for a core
+END_BYTES = 4096  # different images of equal size differ in their first or last bytes
+LARGE = 25_000_000  # pixels
+GRID = 64  # the mean colour is that of about this many pixels along the short side
+ORIENTATION = 0x0112  # EXIF tag
+# With data.mean and data.std, the pixels should have a mean near 0 and a deviation near 1. ImageNet
+# has 0.05 and 1.24 with the usual values, which are means over images of the deviation within an
+# image, and 0.19 and 0.56 with 0.5 for both.
+LARGEST_MEAN = 0.5
+DEVIATIONS = (0.4, 1.5)
+# Unusual files: the fraction above which to warn, and the effect on training.
+ODD = {
+    "CMYK": (0.01, "converted without a colour profile"),
+    "grey": (0.2, "three equal channels; slower, decoded by Pillow"),
+    "other colours": (0.01, "slower, decoded by Pillow; an alpha channel is ignored"),
+    "not JPEG": (0.5, "slower, decoded by Pillow; of an animation, only the first frame is used"),
+    "progressive": (0.1, "two to three times slower to decode; the GPU's JPEG engines cannot"),
+    "very large": (0.01, f"over {LARGE / 1e6:g} megapixels: slow, needs memory in every worker"),
+    "EXIF rotation": (0.01, "training ignores it"),
+}
+
+
+def data(case: Case) -> Iterator[Row]:
+    """List the images as training does, which refuses wrong folders and different classes."""
+    case.datasets = build_datasets(case.config)
+    for name, index in case.splits().items():
+        counts = np.bincount(index.labels.array, minlength=len(index.classes))
+        text = f"{name}: {len(index):,} images in {len(index.classes):,} classes of {index.root}"
+        text += f", {counts.min():,} to {counts.max():,} each"
+        if name == "train" and counts.max() > 10 * counts.min():
+            yield warn(text, "large classes dominate: see train.class_weights=balanced")
+        else:
+            yield ok(text)
+
+
+def class_order(case: Case) -> Iterator[Row]:
+    names = case.splits()["train"].classes
+    ids = [name for name in names if re.fullmatch(r"n\d{8}", name)]
+    span = f"{names[0]} to {names[-1]}"
+    if names == tuple(imagenet_names()):
+        yield ok(f"the 1,000 of ImageNet-1k in order, {span}: labels match published weights")
+    elif ids:
+        yield warn(
+            f"{len(ids):,} WordNet IDs of {len(names):,} classes, {span}: not the 1,000 of "
+            "ImageNet-1k",
+            "add missing classes, if any; published weights predict other classes",
+        )
+    elif all(name.isdecimal() for name in names) and list(names) != sorted(names, key=int):
+        yield warn(
+            f"numbers sorted as text: {few(names)}",
+            "label 2 is not folder 2: pad the names with zeros",
+        )
+    else:
+        yield ok(f"by name, {span}: label i is the i-th class")
+
+
+def readable(case: Case) -> Iterator[Row]:
+    config = case.config.data
+    for name, index in case.splits().items():
+        rows = spread(len(index), case.sample, case.config.train.seed)
+        look = partial(examine, index, decode.resolve("auto"), config.max_pixels)
+        with ThreadPoolExecutor(usable_cores()) as pool:
+            opened = case.opened[name] = list(pool.map(look, rows))
+        count = count_of(case, name)
+        skips = name == "train" and config.on_error == "skip"
+        bad = tuple(f"{o.path}: {' '.join(o.problem.split())}" for o in opened if o.problem)
+        if bad:
+            few_enough = skips and len(bad) <= config.max_bad_fraction * len(rows)
+            cure = "replace or remove them"
+            cure += ", or set data.on_error=skip" if name == "train" else ""
+            cure += "; --all finds all of them" if len(rows) < len(index) else ""
+            text = f"{name}: {len(bad):,} of {count} cannot be read"
+            yield (warn if few_enough else fail)(text, cure, bad)
+        else:
+            yield ok(f"{name}: {count} decoded without errors")
+        slow = sorted(
+            (o for o in opened if o.seconds > SLOW_SAMPLE_SECONDS), key=lambda o: -o.seconds
+        )
+        if slow:
+            yield warn(
+                f"{name}: {len(slow):,} of {count} took over {SLOW_SAMPLE_SECONDS:g} s to read",
+                "copy them again or to another disk, or check the storage",
+                tuple(f"{o.path}: {o.seconds:.1f} s" for o in slow),
+            )
+
+
+def examine(index: Index, decoder: str, max_pixels: int, row: int) -> Opened:
+    """Decode a file in full, as training does, and find what is unusual about it."""
+    path, began = index.path(row), time.perf_counter()
+    seconds = 0.0
+    try:
+        content = index.read(row)
+        seconds = time.perf_counter() - began
+        with decode.open_image(content, max_pixels) as image:
+            size, odd = image.size, tuple(oddities(image))
+        pixels = decode.open_picture(content, decoder, max_pixels).pixels()
+    except UnidentifiedImageError:
+        problem = f"not an image, begins with {content[:16]!r}" if content else "empty, 0 bytes"
+        return Opened(row, path, problem=problem, seconds=seconds)
+    except Exception as error:  # Pillow's plugins raise many kinds of error on broken files
+        return Opened(row, path, problem=describe(error), seconds=seconds)
+    step = max(1, min(size) // GRID)
+    grid = pixels[::step, ::step].reshape(-1, 3) / 255
+    mean, square = (tuple(values.mean(0).tolist()) for values in (grid, grid**2))
+    return Opened(row, path, size, odd, seconds=seconds, mean=mean, square=square)
+
+
+def oddities(image: Image.Image) -> Iterator[str]:
+    if image.mode in ("1", "L", "LA"):
+        yield "grey"
+    elif image.mode != "RGB":
+        yield "CMYK" if image.mode == "CMYK" else "other colours"
+    if image.format not in ("JPEG", "MPO"):  # MPO is a camera's JPEG followed by a preview
+        yield "not JPEG"
+    if image.info.get("progressive"):
+        yield "progressive"
+    if image.width * image.height > LARGE:
+        yield "very large"
+    with suppress(Exception):  # training does not read EXIF: broken EXIF data does no harm
+        if image.getexif().get(ORIENTATION, 1) > 1:
+            yield "EXIF rotation"
+
+
+def odd_files(case: Case) -> Iterator[Row]:
+    opened = good_files(case, "train") + good_files(case, "val")
+    counts = Counter(kind for o in opened for kind in o.odd)
+    details = tuple(
+        f"{count:,} {kind}: {ODD[kind][1]}: {few((o.path for o in opened if kind in o.odd), 2)}"
+        for kind, count in counts.most_common()
+    )
+    kinds = ", ".join(f"{count:,} {kind}" for kind, count in counts.most_common()) or "none"
+    text = f"of {len(opened):,} images: {kinds}"
+    if any(count > ODD[kind][0] * len(opened) for kind, count in counts.items()):
+        cure = "training accepts them; scripts/prepare.py --side converts them to RGB JPEGs"
+        yield warn(text, cure, details)
+    else:
+        yield ok(text, details=details)
+
+
+def duplicates(case: Case) -> Iterator[Row]:
+    train, val = case.splits().values()
+    rows = [opened.row for opened in case.opened.get("val", [])]
+    pairs = duplicates_of(val, rows, train)
+    text = (
+        f"{len(pairs):,} of {count_of(case, 'val')} validation images are copies of training images"
+    )
+    details = tuple(f"{val.path(a)} = {train.path(b)}" for a, b in pairs)
+    labels, others = val.labels.array, train.labels.array
+    elsewhere = sum(labels[a] != others[b] for a, b in pairs)
+    if 2 * len(pairs) > len(rows):
+        cure = "validation accuracy would be meaningless: give another data.val"
+        yield fail(text, cure, details)
+    elif pairs:
+        text += f", {elsewhere:,} of them of another class" if elsewhere else ""
+        cure = "remove them from one split: they distort the accuracy by up to their fraction"
+        yield warn(text, cure, details)
+    else:
+        yield ok(text)
+
+
+def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, int]]:
+    """Find pairs of samples with the same bytes: of these rows of val, and of any row of train.
+
+    Compares sizes, then the ends of files of equal size, then whole files.
+    """
+    groups: dict[object, tuple[list[int], list[int]]] = {0: (rows, list(range(len(train))))}
+    keys: tuple[Callable[[Index, int], object], ...] = (Index.size, ends, content)
+    with ThreadPoolExecutor(THREADS) as pool:
+        for key in keys:
+            finer: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+            for old, group in groups.items():
+                for side, index in enumerate((val, train)):
+                    for row, value in zip(
+                        group[side], pool.map(partial(key, index), group[side]), strict=True
+                    ):
+                        if value:
+                            finer[old, value][side].append(row)
+            groups = {both: group for both, group in finer.items() if group[0] and group[1]}
+    return sorted((row, group[1][0]) for group in groups.values() for row in group[0])
+
+
+def ends(index: Index, row: int) -> bytes:
+    """Return the ends of a file; b"" if it cannot be read."""
+    with suppress(OSError):
+        return index.ends(row, END_BYTES)
+    return b""
+
+
+def content(index: Index, row: int) -> bytes:
+    """Return a hash of a file; b"" if it cannot be read."""
+    with suppress(OSError):
+        return hashlib.sha256(index.read(row)).digest()
+    return b""
+
+
+def colours(case: Case) -> Iterator[Row]:
+    config, good = case.config.data, good_files(case, "train")
+    mean = np.mean([o.mean for o in good], axis=0)
+    std = np.sqrt(np.maximum(0, np.mean([o.square for o in good], axis=0) - mean**2))
+    measured = (
+        f"data.mean=[{','.join(f'{v:.3f}' for v in mean)}] "
+        f"data.std=[{','.join(f'{max(v, 0.001):.3f}' for v in std)}]"
+    )
+    inputs = (mean - config.mean) / config.std, std / config.std
+    text = (
+        f"measured {measured}; with the configured values, the input has a mean of "
+        f"{', '.join(f'{v:.2f}' for v in inputs[0])} and a deviation of "
+        f"{', '.join(f'{v:.2f}' for v in inputs[1])}"
+    )
+    low, high = DEVIATIONS
+    far = (abs(inputs[0]) > LARGEST_MEAN).any() or ((inputs[1] < low) | (inputs[1] > high)).any()
+    if not far:
+        yield ok(text)
+    elif case.config.model.weights is not None:
+        yield ok(f"{text}: far from 0 and 1, but the values must be those of model.weights")
+    else:
+        cure = f"set {measured}, unless the configured values are intended"
+        yield warn(f"{text}: far from 0 and 1", cure)
+
+
+def good_files(case: Case, name: str) -> list[Opened]:
+    case.splits()
+    good = [opened for opened in case.opened.get(name, []) if not opened.problem]
+    if not good:
+        raise NotChecked("needs readable files, see readable")
+    return good
+
+
+def count_of(case: Case, name: str) -> str:
+    opened, total = len(case.opened.get(name, [])), len(case.splits()[name])
+    return f"all {total:,}" if opened == total else f"{opened:,} sampled of {total:,}"
+
+
+def spread(count: int, number: int | None, seed: int) -> list[int]:
+    """Draw `number` positions below `count`, one from each of `number` equal intervals."""
+    if number is None or number >= count:
+        return list(range(count))
+    edges = np.arange(number + 1) * count // number
+    return [int(i) for i in np.random.default_rng(seed).integers(edges[:-1], edges[1:])]
+
+
+CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {
+    "data": data,
+    "class order": class_order,
+    "readable": readable,
+    "odd files": odd_files,
+    "duplicates": duplicates,
+    "colours": colours,
+}

@@ -1,0 +1,278 @@
+"""The checks of scripts/doctor.py on the GPUs, the cores, the memory and the disks."""
+
+import math
+import os
+import resource
+import shutil
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import train
+from engine.distributed import World, resolve_device
+from engine.log.telemetry import SLOWDOWNS, find_gpu
+from engine.plan import Plan, make_plan
+from pipeline import decode, machine
+from pipeline.containers import Container
+from pipeline.decode import ON_GPU, describe
+from pipeline.index import Index
+from pipeline.loader_plan import worker_limit
+from scripts import bench
+from scripts.lib.checks import Case, NotChecked, Row, fail, few, ok, usable_cores, warn
+from scripts.lib.data_checks import spread
+
+GIB = 1 << 30
+OPEN_FILES = resource.getrlimit(resource.RLIMIT_NOFILE)  # before the soft limit is raised
+NCCL_BYTES = 256 << 20  # of /dev/shm, for several ranks
+PROBE_BYTES = 64 << 20  # to measure the speed of the disk
+# A measurement of reading takes READ_SECONDS at most, or READ_FILES files; one of the step, twice
+# STEP_SECONDS and the time to compile it.
+READ_SECONDS = 2.0
+READ_FILES = 2000
+STEP_SECONDS = 2.0
+
+
+def gpu(case: Case) -> Iterator[Row]:
+    """Compare driver and PyTorch, and check each GPU; before this process uses one."""
+    choice = case.config.train.device
+    if not torch.cuda.is_available():
+        why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+        driver = os.path.exists("/proc/driver/nvidia/version")
+        there = " although there is an NVIDIA driver" if driver else ""
+        text = f"training will run on the CPU: torch {torch.__version__} {why}{there}"
+        cure = "sufficient for a small run; otherwise install a driver and PyTorch with CUDA"
+        yield fail(text, cure) if choice == "cuda" else warn(text, cure)
+        return
+    count, used = torch.cuda.device_count(), 0 if choice == "cpu" else case.ranks
+    names = Counter(torch.cuda.get_device_properties(i).name for i in range(count))
+    text = f"{few(f'{n} {name}' for name, n in names.items())}, {used} used; "
+    text += f"PyTorch for CUDA {torch.version.cuda}"
+    cure = f"torchrun --nproc-per-node {count} train.py uses all: check with --ranks {count}"
+    yield warn(text, cure if used else "remove train.device") if used < count else ok(text)
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        gpus = [find_gpu(pynvml, torch.device("cuda", i)) for i in range(count)]
+    except Exception as error:
+        text = f"the GPUs cannot be checked: NVML is not available ({describe(error)})"
+        yield warn(text, "pip install nvidia-ml-py")
+        return
+    alike: dict[Row, list[int]] = defaultdict(list)  # finding -> GPUs
+    for i, one in enumerate(gpus):
+        for row in gpu_rows(lambda call, *arguments, one=one: ask(one, call, *arguments)):
+            alike[row].append(i)
+    for row, numbers in alike.items():
+        yield replace(row, found=f"GPU {', '.join(map(str, numbers))}: {row.found}")
+
+
+def ask(one: Any, call: str, *arguments: Any) -> Any:
+    """Return nvmlDeviceGet<call> of a GPU; None if its driver or kind does not report it."""
+    try:
+        return getattr(one.nvml, f"nvmlDeviceGet{call}")(one.whole, *arguments)
+    except Exception:
+        return None
+
+
+def gpu_rows(get: Callable[..., Any]) -> Iterator[Row]:
+    """Yield what is wrong with a GPU, or that it is in order."""
+    found = []
+    others = get("ComputeRunningProcesses") or []
+    memory = get("MemoryInfo")
+    used = memory.total - memory.free if memory else 0
+    if others or (memory and used > max(GIB, 0.05 * memory.total)):
+        text = f"{used / GIB:.1f} GiB are in use by {len(others)} other processes"
+        text += f" ({few(process.pid for process in others)})" if others else " or containers"
+        found.append(warn(text, "end them or use another GPU: they slow down training"))
+    width, widest = get("CurrPcieLinkWidth"), get("MaxPcieLinkWidth")
+    if width and widest and width < widest:
+        cure = "copies are slower on a narrow link: reseat the card or try another slot"
+        found.append(warn(f"PCIe x{width} of x{widest}", cure))
+    links = [get("NvLinkState", link) for link in range(18)]  # of a Hopper or Blackwell GPU
+    if torch.cuda.device_count() > 1 and 0 in links:
+        text = f"{links.count(0)} of {len(links) - links.count(None)} NVLinks are not active"
+        found.append(warn(text, "the all-reduce is slower: see nvidia-smi nvlink --status"))
+    errors, remapping = get("TotalEccErrors", 1, 0), get("RemappedRows") or (0, 0, False, False)
+    if remapping[3]:
+        found.append(fail("row remapping failed", "replace this GPU"))
+    elif errors or remapping[2]:
+        text = f"{errors or 0} uncorrected ECC errors; row remapping pending: {bool(remapping[2])}"
+        found.append(warn(text, "reset the GPU first: nvidia-smi --gpu-reset"))
+    mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
+    reasons = [reason for bit, _, reason in SLOWDOWNS if mask & bit]
+    limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
+    if limit and default and limit < 0.98 * default:
+        reasons.append(f"a power limit of {limit / 1000:.0f} of {default / 1000:.0f} W")
+    if reasons:
+        cure = "training is slower: check cooling, power supply, nvidia-smi -pl and -rac"
+        found.append(warn(f"clocks reduced by {', '.join(reasons)}", cure))
+    yield from found or [ok("memory, links, clocks and ECC are in order")]
+
+
+def plan(case: Case) -> Iterator[Row]:
+    device = resolve_device(case.config.train.device, 0, case.ranks)
+    config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
+    if case.datasets is None:
+        raise NotChecked("needs the data, see data")
+    made = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
+    case.plan = made
+    for note in made.notes:
+        if note not in config.notes:
+            yield warn(note, "training still starts")
+    yield ok(
+        f"{config.model.name}, {made.parameters / 1e6:.2f} M parameters, {made.num_classes:,} "
+        f"classes; {made.stop_step:,} steps of {made.batch_size} images of {made.image_size} px on "
+        f"{made.device}"
+    )
+
+
+def cores(case: Case) -> Iterator[Row]:
+    usable, online, quota = machine.cores(), os.cpu_count() or 1, machine.cpu_quota()
+    text = f"{usable} of {online} hardware threads by affinity, "
+    text += "no CPU quota" if quota == math.inf else f"a CPU quota of {quota:g}"
+    if min(usable, quota) < 2 * case.ranks:
+        cure = "the training process and its workers would share cores: give more cores"
+        yield warn(f"{text}: under two for each rank", cure)
+    elif usable < online or quota < usable:
+        cure = "if unintended, check taskset, the container's --cpus, Slurm's --cpus-per-task"
+        yield warn(text, cure)
+    else:
+        yield ok(text)
+    soft, hard = OPEN_FILES
+    text = f"{soft:,} open files (up to {hard:,}) allow {worker_limit():,} workers"
+    few_files = worker_limit() < usable_cores() // case.ranks
+    yield warn(text, "raise ulimit -n: fewer workers than cores") if few_files else ok(text)
+    have, chosen = decode.installed(), case.config.loader.decoder
+    best = have[0] if chosen in ("auto", *ON_GPU) else decode.resolve(chosen)
+    text = f"loader.decoder={chosen}: on the CPU {best}; installed: {', '.join(have)}"
+    cure = "install a C compiler (loader.decoder=region says what is missing): it is faster"
+    yield ok(text) if best == next(iter(decode.DECODERS)) else warn(text, cure)
+
+
+def memory(case: Case) -> Iterator[Row]:
+    loader = case.planned().loader
+    line = loader.lines()[1].removeprefix("memory").strip()
+    if loader.buffer_bytes + loader.worker_bytes > 0.8 * loader.free_bytes:
+        cure = "little left for page cache and model: lower loader.batch_size or loader.workers"
+        yield warn(line, cure)
+    else:
+        yield ok(line)
+    if case.ranks > 1 and os.path.exists("/dev/shm"):
+        free = shutil.disk_usage("/dev/shm").free
+        text = f"{free / GIB:.2f} GiB of /dev/shm are free, which NCCL uses"
+        yield warn(text, "start the container with --ipc=host") if free < NCCL_BYTES else ok(text)
+
+
+def disk(case: Case) -> Iterator[Row]:
+    """Compare the disk of run.dir with the checkpoints that it has to take."""
+    path = Path(case.config.run.dir).absolute()
+    folder = next(p for p in (path, *path.parents) if p.is_dir())
+    began = time.perf_counter()
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            written = file.write(os.urandom(PROBE_BYTES))
+            os.fsync(file.fileno())
+        rate = written / (time.perf_counter() - began)
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        text = f"{folder}: cannot be written: {error.strerror}"
+        yield fail(text, "give a run.dir with free space and write permission")
+        return
+    size = case.planned().state_bytes
+    number = case.config.checkpoint.keep + 2  # the best, and the one being written
+    text = (
+        f"{folder}: {free / 1e9:,.1f} GB free, {rate / 1e6:,.0f} MB/s with fsync; {number} "
+        f"checkpoints of {size / 1e9:.3f} GB, {size / rate:.1f} s each"
+    )
+    if free < number * size:
+        missing = f"{(number * size - free) / 1e9:,.1f} GB"
+        yield fail(text, f"free {missing} more, or lower checkpoint.keep")
+    elif free < 2 * number * size or size / rate > 30:
+        cure = "free space, use a faster disk or raise checkpoint.every_steps"
+        yield warn(f"{text}: training may wait for them", cure)
+    else:
+        yield ok(text)
+
+
+def storage(case: Case) -> Iterator[Row]:
+    """Compare the bytes/s that the GPUs need with those that the storage delivers."""
+    index, made = case.splits()["train"], case.planned()
+    threads = max(1, made.loader.workers) * case.ranks
+    rows = spread(len(index), READ_FILES, case.config.train.seed + 1)
+    rate, each = read_rate(index, rows, threads)
+    reads = f"reads {rate / 1e6:,.0f} MB/s ({threads} files at a time)"
+    if made.device == "cpu":
+        yield ok(f"{reads}; not compared with the step, as training runs on the CPU")
+        return
+    batch = max(1, case.config.loader.batch_size // case.ranks)
+    one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
+    fake = replace(one, data=replace(one.data, source="fake"))
+    (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
+    yield compare_storage(made, step.rate * case.ranks, rate, each, len(index), reads)
+
+
+def compare_storage(
+    made: Plan, step: float, rate: float, each: float, images: int, reads: str
+) -> Row:
+    """Return the row.
+
+    Args:
+        step: images/s of the step on all GPUs.
+        rate: bytes/s from storage.
+        each: mean bytes of a file.
+        reads: the measurement of reading in words.
+    """
+    text = (
+        f"{made.config.model.name} needs {step:,.0f} img/s x {each / 1e3:,.0f} kB = "
+        f"{step * each / 1e6:,.0f} MB/s; storage {reads}"
+    )
+    if rate >= step * each:
+        return ok(text)
+    fits = images * each < made.loader.free_bytes
+    when = "in the first epoch; later ones read the page cache" if fits else "in every epoch"
+    cure = "copy the images to a local disk, or make them smaller with scripts/prepare.py --side"
+    return warn(f"{text}: the GPU waits {when}", cure)
+
+
+def read_rate(index: Index, rows: list[int], threads: int) -> tuple[float, float]:
+    """Measure bytes/s from storage: read whole files in threads.
+
+    Where the system can, copies in the page cache are dropped first.
+
+    Returns:
+        Bytes/s, and the mean bytes of a file.
+    """
+    began = time.perf_counter()
+
+    def read(row: int) -> int:
+        if time.perf_counter() - began > READ_SECONDS:
+            return 0
+        source, start, length = index.place(row)
+        path = source.path if isinstance(source, Container) else index.path(row)
+        with suppress(OSError), open(path, "rb", buffering=0) as file:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(file.fileno(), start, length, os.POSIX_FADV_DONTNEED)
+            return len(os.pread(file.fileno(), length or os.fstat(file.fileno()).st_size, start))
+        return 0
+
+    with ThreadPoolExecutor(threads) as pool:
+        lengths = [length for length in pool.map(read, rows) if length]
+    return sum(lengths) / (time.perf_counter() - began), sum(lengths) / max(1, len(lengths))
+
+
+CHECKS: dict[str, Callable[[Case], Iterator[Row]]] = {
+    "GPU": gpu,
+    "plan": plan,
+    "cores": cores,
+    "memory": memory,
+    "disk": disk,
+    "storage": storage,
+}
