@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -49,23 +49,21 @@ from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
-from engine.state import (
-    MovingAverage,
-    TrainState,
-    seed_step,
-    state_bytes,
-    untouched,
-)
+from engine.state import MovingAverage, TrainState, seed_step, state_bytes
 from engine.state_check import check_state
-from engine.step_graph import ORDINARY_STEPS, ORDINARY_STEPS_DDP, StepGraph, Values
+from engine.step_graph import (
+    ORDINARY_STEPS,
+    ORDINARY_STEPS_DDP,
+    StepGraph,
+    Values,
+    compile_later_sizes,
+)
 from engine.validation import METRICS, evaluate, hits
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import start_forkserver
 from pipeline.machine import reached_limit
 from pipeline.prefetcher import Batch
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 # Nodes may differ in these keys; all other keys must be equal on every rank.
 MAY_DIFFER = (
@@ -442,30 +440,12 @@ def tune_loader(
         What judges the speed of the run, for `RunLog.watch`; None without engine/tune.
     """
     run.world.set_section("measurement")
-    take_steps_of_later_sizes(step, feed, plan, state, stop)
+    compile_later_sizes(step, feed, plan, state, stop)
     if not has_room("engine.tune"):
         return None
     from engine.tune.autotune import tune_loader
 
     return tune_loader(feed, step, plan, state, run, stop, log)
-
-
-def take_steps_of_later_sizes(
-    step: StepGraph, feed: Feed, plan: Plan, state: TrainState, stop: StopSignal
-) -> None:
-    """Compile the step for the later sizes of data.sizes. The steps do not change `state`.
-
-    Otherwise the first step of a size would compile, or find out that the memory is too small.
-    """
-    firsts = plan.later_sizes(state.step)
-    if not firsts or (plan.device_type == "cpu" and plan.compile == "off"):
-        return
-    with untouched(state):
-        for first in firsts:
-            for batch in stop.interruptible(feed.train.batches(first, first + 1)):
-                for _ in range(step.ordinary_steps):
-                    step(batch)
-    step.reset()
 
 
 def main(config: Config) -> int:

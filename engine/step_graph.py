@@ -14,6 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.distributed import StopSignal
+from engine.plan import Plan
+from engine.state import TrainState, untouched
+from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
 
 logger = logging.getLogger(__name__)
@@ -142,6 +146,24 @@ class StepGraph:
             "for a slow host",
             reason,
         )
+
+
+def compile_later_sizes(
+    step: StepGraph, feed: Feed, plan: Plan, state: TrainState, stop: StopSignal
+) -> None:
+    """Compile the step for the later sizes of data.sizes. The steps do not change `state`.
+
+    Otherwise the first step of a size would compile, or find out that the memory is too small.
+    """
+    firsts = plan.later_sizes(state.step)
+    if not firsts or (plan.device_type == "cpu" and plan.compile == "off"):
+        return
+    with untouched(state):
+        for first in firsts:
+            for batch in stop.interruptible(feed.train.batches(first, first + 1)):
+                for _ in range(step.ordinary_steps):
+                    step(batch)
+    step.reset()
 
 
 def _memory_remains(needed: int) -> bool:
