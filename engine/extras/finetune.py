@@ -29,7 +29,7 @@ LR = 0.015
 
 
 def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
-    """Return the values that the program decides, by the reason to print.
+    """Return the values that the program decides, by the reason to print: a layer of the config.
 
     Args:
         images: number of training images.
@@ -45,13 +45,9 @@ def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
             "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
             "torchvision or timm, or the folder of a run"
         )
-    values = {
+    return {
         f"from {config.model.weights}": of_weights(config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
-    }
-    return {
-        reason: {key: value for key, value in group.items() if key not in typed}
-        for reason, group in values.items()
     }
 
 
@@ -83,45 +79,33 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     if given != "pretrained":
         path = checkpoint.find(path)
         content = models.read_file(path, origin=f"model.weights={given}")
+    stored: Values | None = None
     if checkpoint.is_ours(content):
-        keys, plan = dict(content["config"]), checkpoint.plan_in(content)
-        if "image_size" in plan:
-            keys["data.image_size"] = plan["image_size"]
-        return _of_run(keys, config, typed)
-    if exported := models.exported(path):
-        return _of_run(exported.values, config, typed)
+        stored = {**content["config"]}
+        stored["data.image_size"] = checkpoint.plan_in(content).get("image_size", 224)
+    elif exported := models.exported(path):
+        stored = {"data.image_size": 224, **exported.values}
+    own_model = bool(typed & {"model", "model.name"})
+    if stored is not None:  # of a run of this program
+        names = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
+        if not own_model:
+            names += ["model.name", "model.args"]
+        values = {name: stored[name] for name in names if name in stored}
+        interpolation = "bicubic" if "bicubic" in str(values.get("augment.val")) else "bilinear"
+        return values | _train_transforms(interpolation, values, config, typed)
     name = config.model.name
-    if not typed & {"model", "model.name"}:
-        stored = models.stored_name(content)
-        if stored is not None and stored not in models.available():
-            stored = f"timm/{stored}"  # timm's checkpoints name the model without the prefix
-        name = models.published_model(path) or stored or name
+    if not own_model:
+        stored_name = models.stored_name(content)
+        if stored_name is not None and stored_name not in models.available():
+            stored_name = f"timm/{stored_name}"  # timm's files name the model without the prefix
+        name = models.published_model(path) or stored_name or name
     about = models.published(name, path)
     if about is None:
         return {"model.name": name}
     sizes = typed & {"data.image_size", "data.val_size"}
     val_size = config.data.val_size if sizes else about.val_size
-    values = {"model.name": name, **about.values()}
-    if not typed & {"augment", "augment.val"}:
-        values["augment.val"] = about.transforms(val_size)
+    values = {"model.name": name, **about.values(), "augment.val": about.transforms(val_size)}
     return values | _train_transforms(about.interpolation, values, config, typed)
-
-
-def _of_run(stored: Values, config: Config, typed: set[str]) -> Values:
-    """Return what the config of a finished run of this program states about its model."""
-    names = ["data.mean", "data.std", "data.val_size", "augment.val"]
-    if not typed & {"model", "model.name"}:
-        names += ["model.name", "model.args"]
-    values = {name: stored[name] for name in names if name in stored}
-    values["data.image_size"] = stored.get("data.image_size", 224)
-    resizes = [
-        entry["resize"]
-        for entry in stored.get("augment.val", [])
-        if isinstance(entry, dict) and isinstance(entry.get("resize"), dict)
-    ]
-    bicubic = any(resize.get("interpolation") == "bicubic" for resize in resizes)
-    interpolation = "bicubic" if bicubic else "bilinear"
-    return values | _train_transforms(interpolation, values, config, typed)
 
 
 def _train_transforms(
