@@ -31,7 +31,7 @@ import models
 from conf import cli
 from conf.compose import load
 from conf.launch import exit_with
-from conf.rooms import has_room
+from conf.rooms import has_room, require_room
 from conf.schema import CHOOSE_SAMPLES, Config, config_values
 from engine.checkpoint import find
 from engine.compute import compiled, set_up_kernels
@@ -43,7 +43,6 @@ from engine.distributed import (
     same_on_all_ranks,
     without_sync,
 )
-from engine.extras.finetune import decide
 from engine.log.runlog import RunLog, check_log
 from engine.losses import Criterion, build_criterion, image_losses
 from engine.optim import build_optimizer
@@ -333,6 +332,18 @@ def garbage_collection_paused() -> Iterator[None]:
         gc.unfreeze()
 
 
+def decide_finetuning(config: Config, images: int, num_ranks: int) -> dict[str, dict[str, Any]]:
+    """Return what recipe=finetune leaves to the program: the reason to print -> key -> value.
+
+    Args:
+        images: number of training images.
+    """
+    require_room("engine.extras.finetune", f"recipe={config.recipe}")
+    from engine.extras.finetune import decide
+
+    return decide(config, images, num_ranks)
+
+
 def resolve_config(config: Config, world: World) -> Config:
     """Add what fine-tuning decides, and use rank 0's `run` keys on all ranks.
 
@@ -343,7 +354,7 @@ def resolve_config(config: Config, world: World) -> Config:
     """
     if config.adapt:
         images = world.on_all_ranks(lambda: len(build_datasets(config).train))
-        values = world.on_all_ranks(lambda: decide(config, images, world.size))
+        values = world.on_all_ranks(lambda: decide_finetuning(config, images, world.size))
         decided = world.on_all_ranks(lambda: load(config.typed, decided=values))
         config = replace(decided, run=config.run)  # named after what is typed
     config = replace(config, run=world.broadcast(lambda: config.run))
