@@ -26,7 +26,7 @@ from conf.overrides import (
     split_config_dir,
 )
 from conf.rooms import require_room
-from conf.schema import RESULT, Config, RunError, UserError, group_names, show, walk
+from conf.schema import RESULT, Config, RunError, UserError, group_names, sentences, show, walk
 
 MULTIRUN = {"-m", "--multirun"}
 HYDRA_FILES = {"-cp", "--config-path", "-cn", "--config-name"}
@@ -291,10 +291,11 @@ def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
         "",
         "keys and defaults (groups and recipes set others; * cannot change when a run resumes):",
     ]
+    texts = sentences()
     for name, f, value in walk(Config()):
         default = show(value)
         mark = "*" if f.metadata["affects"] & RESULT else " "
-        lines.append(f"{mark} {name + '=' + default:<42} {f.metadata['sentence']}")
+        lines.append(f"{mark} {name + '=' + default:<42} {texts[name]}")
     return "\n".join([*lines, "", OPTIONS])
 
 

@@ -27,7 +27,6 @@ from conf.schema import (
     did_you_mean,
     group_names,
     show,
-    unreadable,
     walk,
 )
 
@@ -80,10 +79,8 @@ def read_override(text: str, config_dir: Path | None = None) -> Override:
     Raises:
         UserError: names the override and what to write instead.
     """
-    is_word = text.partition("=")[0].lstrip("+") in WORDS  # a list may contain tabs
-    reason = unreadable(text) if is_word else unreadable("".join(text.split()))
-    if reason:
-        raise UserError(f"{text}: {reason}")
+    if re.search(r"[\x00-\x08\x0e-\x1f\x7f\ud800-\udfff]", text):
+        raise UserError(f"{text}: is not text; rename the file, or use a symbolic link to it")
     override = _parse(_with_quotes(text))
     name, typed = override.key_or_group, override.input_line or override.key_or_group
     if name not in NAMES:

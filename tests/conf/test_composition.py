@@ -337,7 +337,7 @@ def test_every_key_states_what_it_affects() -> None:
 
 def test_a_key_without_affects_is_an_error() -> None:
     with pytest.raises(TypeError):
-        key(1, sentence="a key of a fork")  # type: ignore[call-arg]
+        key(1)  # type: ignore[call-arg]
 
 
 def test_keys_out_of_effect_do_not_affect_the_result() -> None:
