@@ -49,7 +49,6 @@ from engine.optim import build_optimizer
 from engine.plan import Plan, make_plan
 from engine.rundir import RunDirectory, run_identity
 from engine.state import MovingAverage, TrainState, seed_step, state_bytes
-from engine.state_check import check_state
 from engine.step_graph import (
     ORDINARY_STEPS,
     ORDINARY_STEPS_DDP,
@@ -89,21 +88,13 @@ def train(config: Config) -> dict[str, Any]:
         config = resolve_config(config, world)
         run = use(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
-        run.open(
-            run_identity(config, datasets, plan),
-            check=partial(check_state, state, most_steps=plan.schedule_steps),
-            stop_step=plan.stop_step,
-        )
-        changes = run.restore(state)
+        changes = run.open(state, run_identity(config, datasets, plan), stop_step=plan.stop_step)
         log = use(RunLog(plan, run, state, world, started=started))
         log.introduce(changes)
         if log.finished is not None:
             return log.already_finished()
-        run.begin(
-            plan,
-            state,
-            {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)},
-        )
+        texts = {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}
+        run.begin(plan, texts)
 
         feed = use(open_feed(config, datasets, plan.loader, world))
         step = use(build_step(plan, state, world))

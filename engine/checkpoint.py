@@ -15,7 +15,6 @@ import hashlib
 import io
 import json
 import logging
-import mmap
 import os
 import platform
 import re
@@ -23,43 +22,23 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent import futures
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from conf import strict_json
 from conf.files import open_regular
-from conf.schema import RunError, UserError, show
+from conf.schema import RunError, UserError
 from models.weights import read_torch_file
-from pipeline.shared import page_lock, page_unlock
 
 logger = logging.getLogger(__name__)
 
 # Increased whenever the meaning of a checkpoint's content changes.
 # 2: `identity` holds every key that affects the result, `config` is a table of plain values.
 FORMAT = 2
-# Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
-FIXED = (
-    "model.name",
-    "classes",
-    "parameters",
-    "optim.name",
-    "optim.decay_norms",
-    "optim.layer_decay",
-    "model.freeze",
-    "loader.batch_size",
-)
-UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
-MOST_CHANGES = 5  # largest number of changes to list in a message
 HANGING_SECONDS = 60.0  # a wait for a checkpoint is reported after each of these
-ALIGNMENT = 64  # bytes, of each tensor in a Writer's memory; as torch aligns on a CPU
-MOST_VALUES = 10_000  # in `identity` or `config` of a checkpoint; a config has about 100
-LONGEST_TEXT = 100_000  # letters of such a value
-MOST_MANIFEST = 100_000  # bytes
 
 
 class CheckpointError(RunError):
@@ -70,8 +49,8 @@ class Writer:
     """Writes copies of the training state in a thread, one at a time, while training continues.
 
     Training pauses only for the copy from the device to the host. The host memory holds one copy
-    and is reused for every checkpoint. With a GPU, it is page-locked if the system permits, so that
-    the host does not wait for the copy either.
+    and is reused for every checkpoint. With a GPU, it is page-locked, so that the host does not
+    wait for the copy either.
 
     Args:
         device: the device on which the model is trained.
@@ -81,36 +60,7 @@ class Writer:
         self._on_gpu = device.type == "cuda"
         self._thread = futures.ThreadPoolExecutor(1, "checkpoint")
         self._writing: futures.Future[None] | None = None
-        self._memory: mmap.mmap | None = None
-        self._locked: list[int] = []  # its address if it is page-locked
-        self._copied: list[Tensor] = []  # in this memory
-        self._layout: list[Any] | None = None  # shapes, strides and dtypes of `_copied`
-
-    def reserve(self, size: int) -> None:
-        """Allocate memory for copies of `size` bytes; page-locking it is slow.
-
-        `start` does the same if a copy does not fit.
-
-        Raises:
-            CheckpointError: the system does not allocate it.
-        """
-        self._free()
-        size = max(size, 1)
-        try:
-            # Shared: a worker process that is forked later does not get a copy of its own.
-            populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux only; saves page faults
-            self._memory = mmap.mmap(-1, size, flags=mmap.MAP_SHARED | populate)
-        except OSError as error:
-            raise CheckpointError(
-                f"{size / 2**20:.0f} MiB of host memory for a copy of the weights cannot be "
-                f"allocated ({error.strerror}); raise the memory limit"
-            ) from error
-        if self._on_gpu:
-            self._locked = page_lock(
-                [np.frombuffer(self._memory, np.uint8)],
-                purpose="checkpoints",
-                effect="each checkpoint delays training slightly longer",
-            )
+        self._copies: list[Tensor] = []  # on the host
 
     def start(self, content: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
         """Copy `content` and call `write` with the copy in the thread.
@@ -126,13 +76,19 @@ class Writer:
             CheckpointError: there is no memory for the copy.
         """
         self.wait()
-        tensors = {id(tensor): tensor for tensor in _tensors(content)}
-        memo = dict(zip(tensors, self._copies(list(tensors.values())), strict=True))
-        copied = None
+        tensors = list({id(tensor): tensor for tensor in _tensors(content)}.values())
+        if _layout(tensors) != _layout(self._copies):
+            self._copies = []  # frees the memory
+            self._copies = [_host_like(tensor, pinned=self._on_gpu) for tensor in tensors]
+        with torch.no_grad():
+            for copied, tensor in zip(self._copies, tensors, strict=True):
+                copied.copy_(tensor, non_blocking=True)
+        event = None
         if self._on_gpu:
-            copied = torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+            event = torch.cuda.current_stream().record_event(torch.cuda.Event(blocking=True))
+        memo: dict[int, Any] = dict(zip(map(id, tensors), self._copies, strict=True))
         self._writing = self._thread.submit(
-            _write_copied, copy.deepcopy(content, memo), copied, write
+            _write_copied, copy.deepcopy(content, memo), event, write
         )
 
     @property
@@ -164,32 +120,23 @@ class Writer:
             self.wait()
         finally:
             self._thread.shutdown()
-            self._free()
+            self._copies = []
 
-    def _copies(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy the tensors into the memory. On a GPU, the copies are not complete on return."""
-        layout = [(tensor.shape, tensor.stride(), tensor.dtype) for tensor in tensors]
-        if layout != self._layout:  # else the host tensors of the previous checkpoint serve again
-            sizes = (-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
-            *places, end = accumulate(sizes, initial=0)
-            if self._memory is None or len(self._memory) < end:
-                self.reserve(end)
-            assert self._memory is not None
-            self._copied = [
-                _host_like(tensor, self._memory, place)
-                for tensor, place in zip(tensors, places, strict=True)
-            ]
-            self._layout = layout
-        with torch.no_grad():
-            for copy, tensor in zip(self._copied, tensors, strict=True):
-                copy.copy_(tensor, non_blocking=True)
-        return list(self._copied)
 
-    def _free(self) -> None:
-        page_unlock(self._locked)
-        self._locked = []
-        self._layout, self._copied = None, []
-        self._memory = None  # freed with the last tensor in it
+def _host_like(tensor: Tensor, *, pinned: bool) -> Tensor:
+    """Return host memory for a tensor; with the same strides, the copy moves plain bytes."""
+    try:
+        return torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+    except RuntimeError:
+        if not pinned:
+            raise
+        logger.warning("a checkpoint delays training: its memory cannot be page-locked")
+        return torch.empty_like(tensor, device="cpu")
+
+
+def _layout(tensors: list[Tensor]) -> list[Any]:
+    """Return what a copy of each tensor needs: its shape and its type."""
+    return [(tensor.shape, tensor.dtype) for tensor in tensors]
 
 
 def _write_copied(
@@ -198,18 +145,6 @@ def _write_copied(
     if copied is not None:
         copied.synchronize()
     write(content)
-
-
-def _host_like(tensor: Tensor, memory: mmap.mmap, place: int) -> Tensor:
-    """Return a tensor at an offset of the memory, with the strides of `tensor` if it is dense.
-
-    It has a storage of its own, because torch.save writes whole storages. Equal strides make the
-    copy a plain transfer of bytes.
-    """
-    if tensor.numel() == 0:
-        return torch.empty_like(tensor, device="cpu")
-    flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=place)
-    return flat.as_strided(tensor.shape, torch.empty_like(tensor, device="meta").stride())
 
 
 def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | None = None) -> Path:
@@ -226,34 +161,34 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
     """
     path = folder / file_name(content["step"])
     best = best_step == content["step"]
-    manifest_path = path.with_suffix(".json")
     manifest = {"file": path.name, "step": content["step"], "best": best}
-    before = _read_manifest(manifest_path)
+    before = read_manifest(path.with_suffix(".json"))
 
     def announce(digest: str) -> None:
         """When a step is saved again, keep the old file valid until the new one replaces it."""
         if before:
-            write_json(
-                manifest_path, {**manifest, "sha256": digest, "replaces": _valid_digests(before)}
-            )
+            both = {**manifest, "sha256": digest, "replaces": _valid_digests(before)}
+            write_json(path.with_suffix(".json"), both)
 
     try:
         if not folder.exists():
             folder.mkdir(parents=True)
             _sync_folder(folder.parent)
-        digest = _write(
-            path, lambda file: torch.save({"format": FORMAT, **content}, file), announce
-        )
+        content = {"format": FORMAT, **content}
+        digest = _write(path, lambda file: torch.save(content, file), announce)
         manifest |= {"bytes": path.stat().st_size, "sha256": digest}
-        write_json(manifest_path, manifest)
-        write_json(folder / "last.json", manifest)
-        if best:
-            write_json(folder / "best.json", manifest)
-        elif best_step is None and (folder / "best.json").exists():
-            (folder / "best.json").unlink()  # not comparable after accepted changes
+        pointers = ["last.json", *(["best.json"] if best else [])]
+        for name in (path.with_suffix(".json").name, *pointers):
+            write_json(folder / name, manifest)
+        if best_step is None:
+            (folder / "best.json").unlink(missing_ok=True)  # no longer comparable
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise CheckpointError(_write_error(path, content, error)) from error
-    _prune(folder, keep, {path.name, file_name(best_step) if best_step is not None else ""})
+    # All but the newest and the best. The manifest first: a file without one is ignored.
+    for old in [one for one in files(folder) if one.with_suffix(".json").exists()][:-keep]:
+        if old != path and (best_step is None or old.name != file_name(best_step)):
+            _remove(old.with_suffix(".json"))
+            _remove(old)
     return path
 
 
@@ -266,11 +201,11 @@ def files(folder: Path, suffix: str = ".pt") -> list[Path]:
 
     From step 100,000,000 on, the order of the names is another one.
     """
-    found = []
+    steps = {}
     for path in folder.glob(f"step-*{suffix}"):
         if match := re.fullmatch(r"step-([0-9]+)", path.stem):
-            found.append((int(match[1]), path))
-    return [path for _, path in sorted(found)]
+            steps[path] = int(match[1])
+    return sorted(steps, key=lambda path: steps[path])
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -296,63 +231,25 @@ def load(path: Path) -> dict[str, Any]:
             f"model.weights={path} to start from its weights, or checkpoint.resume=never to start "
             "over in this directory"
         )
-    if wrong := _wrong(content):
-        raise CheckpointError(f"{path}: not a checkpoint of this program: {wrong}")
+    if not is_ours(content):
+        raise CheckpointError(f"{path}: not a checkpoint of this program: a part is missing")
     return content
 
 
 def is_ours(content: Any) -> bool:
     """Return whether the content of a file is a checkpoint of this version's format."""
-    return isinstance(content, dict) and content.get("format") == FORMAT and not _wrong(content)
-
-
-def _wrong(content: dict[str, Any]) -> str:
-    """Return which required part of a checkpoint is missing or of another type; "" if none is."""
-    kinds = {"step": int, "state": dict, "identity": dict, "config": dict}
-    missing = [name for name in kinds if name not in content]
-    if missing:
-        return f"it has no {' and no '.join(missing)}"
-    other = [name for name, kind in kinds.items() if type(content[name]) is not kind]
-    if other:
-        return f"invalid {' and '.join(other)}"
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        return False
+    parts = {"step": int, "state": dict, "identity": dict, "config": dict}
+    if any(type(content.get(name)) is not kind for name, kind in parts.items()):
+        return False
     step = content["state"].get("step", content["step"])
-    if type(step) is not int or not 0 <= step == content["step"]:
-        return "invalid step"
-    tables = [name for name in ("identity", "config") if not _is_plain(content[name])]
-    return f"invalid {' and '.join(tables)}" if tables else ""
-
-
-def _is_plain(table: dict[Any, Any]) -> bool:
-    """Return whether a table holds what a config can hold, and not more."""
-    waiting: list[Any] = [table]
-    for _ in range(MOST_VALUES):
-        if not waiting:
-            return True
-        value = waiting.pop()
-        if isinstance(value, dict):
-            if not all(isinstance(name, (str, int)) for name in value):
-                return False
-            waiting += [*value, *value.values()]
-        elif isinstance(value, (list, tuple)):
-            waiting += value
-        elif isinstance(value, str):
-            if len(value) > LONGEST_TEXT:
-                return False
-        elif value is not None and type(value) not in (bool, int, float):
-            return False
-    return False
+    return type(step) is int and 0 <= step == content["step"]
 
 
 def plan_in(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the valid part of what Plan.record stored; earlier versions stored nothing."""
-    plan = content.get("plan")
-    plan = dict(plan) if isinstance(plan, dict) else {}
-    size, classes = plan.get("image_size"), plan.get("classes")
-    if not (type(size) is int and 8 <= size <= 4096):
-        plan.pop("image_size", None)
-    if not (isinstance(classes, list) and all(isinstance(name, str) for name in classes)):
-        plan.pop("classes", None)
-    return plan
+    """Return what Plan.record stored; earlier versions stored nothing."""
+    return dict(content.get("plan") or {})
 
 
 def verify(path: Path) -> None:
@@ -361,16 +258,15 @@ def verify(path: Path) -> None:
     Raises:
         CheckpointError: the checkpoint or its manifest is damaged.
     """
-    manifest_path = path.with_suffix(".json")
-    if not manifest_path.exists():
+    if not path.with_suffix(".json").exists():
         return
-    manifest = _read_manifest(manifest_path)
-    if not manifest:
-        raise CheckpointError(f"{path}: its manifest {manifest_path.name} is damaged")
+    manifest = read_manifest(path.with_suffix(".json"))
     # The size first: it takes long to read a terabyte. It is unknown while a step is saved again.
     if path.stat().st_size != manifest.get("bytes", path.stat().st_size):
         raise CheckpointError(f"{path}: damaged: its size differs from the manifest")
-    if _sha256(path) not in _valid_digests(manifest):
+    with open_regular(path) as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest not in _valid_digests(manifest):
         raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
 
 
@@ -394,7 +290,7 @@ def find(path: Path) -> Path:
         return find(pointer)
     if path.suffix != ".json":
         return path
-    name = str(_read_manifest(path).get("file", ""))
+    name = str(read_manifest(path).get("file", ""))
     # A pointer names a file in its own folder.
     if Path(name).name != name or not (path.parent / name).is_file():
         raise UserError(f"{path}: names no checkpoint; give a file such as step-00001000.pt")
@@ -437,49 +333,6 @@ def load_newest(folder: Path) -> tuple[Path, dict[str, Any]] | None:
             "checkpoint.resume=never"
         )
     return None
-
-
-def compare(
-    stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_changes: bool = False
-) -> dict[str, str]:
-    """Refuse to resume with changed values, unless the user accepts the changes.
-
-    Args:
-        stored: values in the checkpoint that affect the result, by name.
-        now: the same values of this start.
-        path: the checkpoint's, for messages.
-
-    Returns:
-        The accepted changes: a sentence for each name.
-
-    Raises:
-        UserError: lists the differences and the remedies.
-    """
-    names = [name for name in {**now, **stored} if stored.get(name) != now.get(name)]
-    changes = {}
-    for name in names:
-        was, value = _shortened(stored.get(name, UNUSED), now.get(name, UNUSED))
-        changes[name] = f"{name} was {was}, is {value}"
-    listed = list(changes.values())
-    if len(listed) > MOST_CHANGES:
-        listed = [*listed[:MOST_CHANGES], f"and {len(listed) - MOST_CHANGES} more"]
-    remedies = [
-        "give run.name=NAME to train in another directory",
-        "start over in this one with checkpoint.resume=never (this moves the old run aside)",
-    ]
-    fixed = [name for name in names if name in FIXED]
-    if fixed:
-        raise UserError(
-            f"cannot resume {path}: {'; '.join(listed)}; {fixed[0]} cannot change within a run: "
-            f"{', or '.join(remedies)}"
-        )
-    if changes and not accept_changes:
-        remedies.append("continue from this checkpoint with checkpoint.accept_changes=true")
-        raise UserError(
-            f"cannot resume {path}: {'; '.join(listed)}; these changes affect the result: "
-            f"{', or '.join(remedies)}"
-        )
-    return changes
 
 
 def provenance() -> dict[str, str]:
@@ -527,11 +380,11 @@ def remove_leftovers(folder: Path, *, keep: Path | None = None) -> None:
         if keep is None or not path.samefile(keep):
             logger.info("removing %s: the process was killed before it wrote the manifest", path)
             _remove(path)
-    manifests = map(_read_manifest, files(folder, ".json")[::-1])
-    best = next((manifest for manifest in manifests if manifest.get("best")), None)
-    if best is not None and best != _read_manifest(folder / "best.json"):
+    manifests = [read_manifest(path.with_suffix(".json")) for path in paths]
+    best = [manifest for manifest in manifests if manifest.get("best")]
+    if best and best[-1] != read_manifest(folder / "best.json"):
         # The pointer is damaged, or the process was killed after the manifest, before the pointer.
-        write_json(folder / "best.json", best)
+        write_json(folder / "best.json", best[-1])
 
 
 class _HashedFile(io.BufferedWriter):
@@ -589,11 +442,11 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _read_manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """Read a manifest or pointer; return {} if it is missing or damaged."""
     try:
         with open_regular(path) as file:
-            manifest = json.loads(file.read(MOST_MANIFEST))
+            manifest = json.load(file)
     except (OSError, ValueError, RecursionError):
         return {}
     return manifest if isinstance(manifest, dict) else {}
@@ -602,16 +455,6 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 def _valid_digests(manifest: dict[str, Any]) -> list[Any]:
     replaced = manifest.get("replaces")
     return [manifest.get("sha256"), *(replaced if isinstance(replaced, list) else [])]
-
-
-def _prune(folder: Path, keep: int, needed: set[str]) -> None:
-    """Remove all checkpoints except the newest `keep` and those named in `needed`."""
-    paths = [path for path in files(folder) if path.with_suffix(".json").exists()]
-    for path in paths[:-keep]:
-        if path.name not in needed:
-            # The manifest first: a file without a manifest is ignored, the reverse is an error.
-            _remove(path.with_suffix(".json"))
-            _remove(path)
 
 
 def _remove(path: Path) -> None:
@@ -653,15 +496,3 @@ def _tensors(content: Any) -> Iterator[Tensor]:
     elif isinstance(content, (dict, list, tuple)):
         for value in content.values() if isinstance(content, dict) else content:
             yield from _tensors(value)
-
-
-def _sha256(path: Path) -> str:
-    with open_regular(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _shortened(*values: Any) -> list[str]:
-    """Format values for a message, shortened unless that hides their difference."""
-    full = [show(value) for value in values]
-    short = [text if len(text) <= 60 else f"{text[:57]}..." for text in full]
-    return short if len(set(short)) == len(set(full)) else full

@@ -1,19 +1,15 @@
-"""The directory of one run: its lock, files and checkpoints. One process trains in it at a time."""
+"""The directory of one run: its lock, identity and files. One process trains in it at a time."""
 
 import fcntl
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 import models
-from conf.files import open_regular
 from conf.schema import (
     CHOOSE_SAMPLES,
     RESULT,
@@ -22,12 +18,13 @@ from conf.schema import (
     affecting,
     config_values,
     differences,
+    show,
 )
 from engine import checkpoint
 from engine.compile_cache import CompileCache
 from engine.distributed import World, same_on_all_ranks
 from engine.plan import Plan
-from engine.state import TrainingError, TrainState, diverged, state_bytes
+from engine.state import TrainingError, TrainState, diverged
 from pipeline.build import Datasets
 from pipeline.dataset import in_form_of
 from pipeline.loader_plan import pixels_of
@@ -35,22 +32,19 @@ from pipeline.splits import refuse_inside
 
 logger = logging.getLogger(__name__)
 
-Check = Callable[[dict[str, Any]], None]  # of a state whose tensors are on the meta device
-# What Tracker.outcome shows of a finished run.
-SUMMARY = {
-    "status",
-    "step",
-    "epoch",
-    "seconds",
-    "top1",
-    "top5",
-    "best_top1",
-    "best_epoch",
-    "images_per_second",
-}
-VALIDATION = {"top1", "top5", "best_top1", "best_epoch"}  # null if nothing was validated
-# Memory of a checkpoint in addition to `state_bytes`: counters of the optimiser, and alignment.
-SPARE_BYTES = 1 << 20
+# Tensor shapes or step numbers depend on these: no checkpoint can resume with other values.
+FIXED = (
+    "model.name",
+    "classes",
+    "parameters",
+    "optim.name",
+    "optim.decay_norms",
+    "optim.layer_decay",
+    "model.freeze",
+    "loader.batch_size",
+)
+UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
+MOST_CHANGES = 5  # largest number of changes to list in a message
 # Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 
@@ -81,48 +75,59 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     }
 
 
-@dataclass(frozen=True)
-class _Found:
-    """A checkpoint to resume.
+def compare(
+    stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_changes: bool = False
+) -> dict[str, str]:
+    """Refuse to resume with changed values, unless the user accepts the changes.
 
-    Attributes:
-        state: the training state; its tensors have shapes and dtypes, but no memory.
+    Args:
+        stored: values in the checkpoint that affect the result, by name.
+        now: the same values of this start.
+        path: the checkpoint's, for messages.
+
+    Returns:
+        The accepted changes: a sentence for each name.
+
+    Raises:
+        UserError: lists the differences and the remedies.
     """
+    changes = {}
+    for name in {**now, **stored}:
+        was, value = stored.get(name), now.get(name)
+        if was != value:
+            shown = _shortened(stored.get(name, UNUSED), now.get(name, UNUSED))
+            changes[name] = f"{name} was {shown[0]}, is {shown[1]}"
+    fixed = [name for name in changes if name in FIXED]
+    if not changes or (accept_changes and not fixed):
+        return changes
+    listed = [*changes.values()][:MOST_CHANGES]
+    if len(changes) > MOST_CHANGES:
+        listed.append(f"and {len(changes) - MOST_CHANGES} more")
+    reason = "these changes affect the result"
+    if fixed:
+        reason = f"{fixed[0]} cannot change within a run"
+    remedies = [
+        "give run.name=NAME to train in another directory",
+        "start over in this one with checkpoint.resume=never (this moves the old run aside)",
+        "continue from this checkpoint with checkpoint.accept_changes=true",
+    ][: 2 if fixed else 3]
+    raise UserError(
+        f"cannot resume {path}: {'; '.join(listed)}; {reason}: {', or '.join(remedies)}"
+    )
 
-    path: Path
-    step: int
-    identity: dict[str, Any]
-    state: dict[str, Any]
 
-    @classmethod
-    def of(cls, path: Path, content: dict[str, Any]) -> "_Found":
-        return cls(path, content["step"], content["identity"], _on_meta(content["state"]))
-
-    @property
-    def origin(self) -> Any:
-        """The checkpoint of another run from which this run started, if any."""
-        return self.state.get("origin")
-
-
-def _on_meta(content: Any) -> Any:
-    """Return nested containers with all tensors on the meta device, where they take no memory."""
-    if isinstance(content, Tensor):
-        return content.to("meta")
-    if isinstance(content, dict):
-        return {name: _on_meta(value) for name, value in content.items()}
-    return [_on_meta(item) for item in content] if isinstance(content, (list, tuple)) else content
-
-
-def _for(changes: Mapping[str, str], state: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of a stored state that counts after the accepted changes."""
-    return {**state, "losses": None} if "data.train" in changes else state  # other images
+def _shortened(*values: Any) -> list[str]:
+    """Format values for a message, shortened unless that hides their difference."""
+    full = [show(value) for value in values]
+    short = [text if len(text) <= 60 else f"{text[:57]}..." for text in full]
+    return short if len(set(short)) == len(set(full)) else full
 
 
 class RunDirectory(AbstractContextManager["RunDirectory"]):
     """config.yaml, metrics.jsonl, checkpoints/, tensorboard/ and summary.json, in one folder.
 
-    Only rank 0 reads and writes the folder, except compiled/. If it raises an error, all ranks
-    raise it.
+    Only rank 0 reads and writes the folder, except compiled/ and the checkpoint to resume. If it
+    raises an error, all ranks raise it.
 
     Args:
         config: of the run. Its folder, run.dir, is created by `open`, not before.
@@ -142,32 +147,12 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.resumed: Path | None = None
         self.accepted: dict[str, str] = {}
         self.saved_step = self._begun_step = 0  # the latter: of the last call of `save`
-        self._identity: dict[str, Any] = {}
-        self._made_by: dict[str, str] = {}
-        self._plan: dict[str, Any] = {}
+        self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
         self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
-        self._found: tuple[object, _Found | None] | None = None
+        # What `_find` has found, and the manifests that there were then.
+        self._found: tuple[object, tuple[Path, dict[str, Any]] | None] | None = None
         self._compiled: CompileCache | None = None
-
-    def check(self) -> None:
-        """Refuse a folder that `open` would refuse for any data. Nothing is created.
-
-        Raises:
-            UserError: the folder holds something else, or is inside a split.
-        """
-        with self._usable():
-            refuse_inside(self.path, self.config.data, f"run.dir={self.path}")
-            if not self.path.exists():
-                return
-            if not self.path.is_dir():
-                raise UserError(f"run.dir={self.path}: is a file; give a folder")
-            content = {p.name for p in self.path.iterdir()}
-            if content and not content & {"config.yaml", "checkpoints", ".lock"}:
-                raise UserError(
-                    f"run.dir={self.path}: holds files that are not of a run; give a folder of its "
-                    "own"
-                )
 
     def stored(self) -> tuple[int, dict[str, Any]]:
         """Return step and identity of the checkpoint that `open` would resume; 0, {} if none.
@@ -175,26 +160,27 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         Raises:
             UserError, CheckpointError: as `open` does.
         """
-        self.check()
-        found = self._find()
-        return (found.step, found.identity) if found is not None else (0, {})
+        with _usable(self.path):
+            _refuse_foreign(self.path, self.config)
+            found = self._find()
+        return (found[1]["step"], found[1]["identity"]) if found is not None else (0, {})
 
     def open(
-        self,
-        identity: dict[str, Any],
-        *,
-        check: Check | None = None,
-        stop_step: int | None = None,
-    ) -> None:
-        """Claim the folder and find the checkpoint to resume. Collective.
+        self, state: TrainState, identity: dict[str, Any], *, stop_step: int | None = None
+    ) -> list[str]:
+        """Claim the folder and load the checkpoint to resume, if there is one. Collective.
 
         Nothing is created if this raises.
 
         Args:
+            state: gets the content of the checkpoint.
             identity: everything that affects the result, by the name to use in messages.
-            check: raises a ValueError if `restore` could not load the state that it is given.
             stop_step: where training ends. Changes are not accepted for a checkpoint that has
                 reached it.
+
+        Returns:
+            The keys that differ from the config with which the checkpoint was written, each as a
+            sentence.
 
         Raises:
             UserError: the ranks' identities differ, the folder holds something else or is in use,
@@ -202,94 +188,16 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             CheckpointError: there are checkpoints, and each of them is damaged.
         """
         same_on_all_ranks(self.world.all_gather(identity))
-        self._identity = identity
-        self.resumed, self.accepted = self.world.broadcast(lambda: self._open(check, stop_step))
-
-    def _open(
-        self, check: Check | None, stop_step: int | None
-    ) -> tuple[Path | None, dict[str, str]]:
-        self.check()
-        with self._usable():
-            while True:
-                before = self._listing()
-                found = self._find()
-                changes = self._changes(found, check, stop_step) if found is not None else {}
-                if self.path.exists() and self._lock is None:
-                    self._claim()
-                if self._listing() == before:  # else another process has trained here meanwhile
-                    break
-            if self._lock is not None:
-                resume = self.config.checkpoint.resume
-                given = None if resume in ("auto", "never") else Path(resume)
-                checkpoint.remove_leftovers(self.checkpoints, keep=given)
-                if resume == "never":
-                    self._move_aside()
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-            if self._lock is None:
-                self._claim()
-        self._made_by = checkpoint.provenance()
-        return (found.path if found is not None else None), changes
-
-    def _changes(self, found: _Found, check: Check | None, stop_step: int | None) -> dict[str, str]:
-        """Return the accepted changes since a checkpoint was written.
-
-        Raises:
-            UserError: a change is not accepted, or would have no effect; or the state in the
-                checkpoint does not fit.
-        """
-        stored, now = dict(found.identity), dict(self._identity)
-        if not stored.keys() & now.keys() & {"model.compile"}:
-            # It affects the result with train.deterministic=true only, which may be switched; and
-            # earlier versions did not store it.
-            stored.pop("model.compile", None)
-            now.pop("model.compile", None)
-        for name in now.keys() & {"data.train", "data.val"}:
-            now[name] = in_form_of(stored.get(name), now[name])
-        changes = checkpoint.compare(
-            stored,
-            now,
-            found.path,
-            accept_changes=self.config.checkpoint.accept_changes,
+        values = {**config_values(self.config), "ranks": self.world.size}
+        self._content = {"identity": identity, "config": values}
+        self.resumed, self.accepted, before = self.world.broadcast(
+            lambda: self._open(state, identity, stop_step)
         )
-        if changes and stop_step is not None and found.step >= stop_step:
-            raise UserError(
-                f"cannot resume {found.path}: training has ended at step {found.step:,}, so these "
-                f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
-                "or start over with checkpoint.resume=never"
-            )
-        try:
-            if check is not None:
-                check(_for(changes, found.state))
-        except ValueError as error:
-            raise UserError(
-                f"cannot resume {found.path}: its state does not fit this training: {error}; give "
-                "the path of another step-*.pt, or start over with checkpoint.resume=never"
-            ) from None
-        return changes
-
-    def set_pixels(self, pixels: str) -> None:
-        """Store in the identity which kind of decoder loader.decoder=auto has chosen.
-
-        Only a start without a checkpoint chooses; later starts keep the stored kind.
-        """
-        self._identity["pixels"] = pixels
-
-    @property
-    def is_first_start(self) -> bool:
-        """Whether this is the first start in this folder, perhaps from another run's checkpoint."""
-        return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
-
-    def restore(self, state: TrainState) -> list[str]:
-        """Load the checkpoint to resume, if there is one, and extend the state's history.
-
-        Returns:
-            The keys that differ from the config with which the checkpoint was written, each as a
-            sentence.
-        """
+        self._content["made_by"] = self.world.broadcast(checkpoint.provenance)
         if self.resumed is None:
             return []
-        stored = checkpoint.load(self.resumed)
-        state.load_state_dict(_for(self.accepted, stored["state"]))
+        if not self.world.is_main:
+            _load(state, checkpoint.load(self.resumed)["state"], self.accepted)
         self.saved_step = self._begun_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
@@ -303,10 +211,124 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         state.history += [
             f"accepted at step {state.step:,}: {change}" for change in self.accepted.values()
         ]
-        return differences(stored["config"], self._values())
+        return differences(before, values)
 
-    def _values(self) -> dict[str, Any]:
-        return {**config_values(self.config), "ranks": self.world.size}
+    def _open(
+        self, state: TrainState, identity: dict[str, Any], stop_step: int | None
+    ) -> tuple[Path | None, dict[str, str], dict[str, Any]]:
+        """Do the part of `open` on rank 0.
+
+        Returns:
+            The checkpoint, the accepted changes, and the config with which it was written.
+        """
+        resume = self.config.checkpoint.resume
+        path: Path | None = None
+        content: dict[str, Any] = {"config": {}}
+        changes: dict[str, str] = {}
+        with _usable(self.path):
+            _refuse_foreign(self.path, self.config)
+            if (self.path / ".lock").exists():
+                self._lock = _claim(self.path)
+            if found := self._find():
+                path, content = found
+                changes = self._restore(state, identity, path, content, stop_step)
+                self._found = None
+            if self._lock is None and self.path.exists():
+                self._lock = _claim(self.path)
+            if self._lock is not None:
+                keep = None if resume in ("auto", "never") else Path(resume)
+                checkpoint.remove_leftovers(self.checkpoints, keep=keep)
+                if resume == "never":
+                    _move_aside(self.path)
+                    self.close()
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            if self._lock is None:
+                self._lock = _claim(self.path)
+        return path, changes, content["config"]
+
+    def _restore(
+        self,
+        state: TrainState,
+        identity: dict[str, Any],
+        path: Path,
+        content: dict[str, Any],
+        stop_step: int | None,
+    ) -> dict[str, str]:
+        """Load a checkpoint into the state; return the accepted changes since it was written.
+
+        Raises:
+            UserError: a change is not accepted, or would have no effect; or the state does not fit.
+        """
+        stored, now = dict(content["identity"]), dict(identity)
+        if not stored.keys() & now.keys() & {"model.compile"}:
+            # It affects the result with train.deterministic=true only, which may be switched; and
+            # earlier versions did not store it.
+            stored.pop("model.compile", None)
+            now.pop("model.compile", None)
+        for name in now.keys() & {"data.train", "data.val"}:
+            now[name] = in_form_of(stored.get(name), now[name])
+        accept = self.config.checkpoint.accept_changes
+        changes = compare(stored, now, path, accept_changes=accept)
+        if changes and stop_step is not None and content["step"] >= stop_step:
+            raise UserError(
+                f"cannot resume {path}: training has ended at step {content['step']:,}, so these "
+                f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
+                "or start over with checkpoint.resume=never"
+            )
+        try:
+            _load(state, content["state"], changes)
+        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"cannot resume {path}: its state does not fit this training: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; give the path of another "
+                "step-*.pt, or start over with checkpoint.resume=never"
+            ) from None
+        return changes
+
+    def _find(self) -> tuple[Path, dict[str, Any]] | None:
+        """Return the checkpoint to resume. The file may be large, so it is read only once."""
+        paths = checkpoint.files(self.checkpoints, ".json")
+        listing = [(path.name, path.stat().st_mtime_ns) for path in paths]
+        if self._found is None or self._found[0] != listing:
+            self._found = listing, _look_for(self.path, self.config.checkpoint.resume)
+        return self._found[1]
+
+    @property
+    def is_first_start(self) -> bool:
+        """Whether this is the first start in this folder, perhaps from another run's checkpoint."""
+        return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
+
+    def set_pixels(self, pixels: str) -> None:
+        """Store in the identity which kind of decoder loader.decoder=auto has chosen.
+
+        Only a start without a checkpoint chooses; later starts keep the stored kind.
+        """
+        self._content["identity"]["pixels"] = pixels
+
+    def begin(self, plan: Plan, files: dict[str, str]) -> None:
+        """Write files such as config.yaml, and remove an earlier start's summary. Collective.
+
+        Also loads the kernels that an earlier start compiled for the same plan, whose record the
+        checkpoints store.
+
+        Args:
+            files: content by name.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
+
+        def begin() -> None:
+            for name, text in files.items():
+                self.write(name, text)
+            with _usable(self.path):
+                for name in ("summary.json", "diverged.json"):
+                    (self.path / name).unlink(missing_ok=True)
+
+        self._content["plan"] = plan.record
+        self.world.broadcast(begin)
+        self._compiled = CompileCache(self.path, plan, self.world)
+        self._compiled.load()
 
     def has(self, state: TrainState) -> bool:
         """Whether this start has no steps to save: the last checkpoint has them, or there are none.
@@ -332,34 +354,24 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.world.broadcast_buffers(state.model)
         if state.losses is not None:
             state.losses.collect(self.world)
-        content = {
-            "step": state.step,
-            "state": state.state_dict(),
-            "identity": self._identity,
-            "config": self._values(),
-            "plan": self._plan,
-            "made_by": self._made_by,
-        }
+        content = {"step": state.step, "state": state.state_dict(), **self._content}
 
         def write(copied: dict[str, Any]) -> None:
             flush()
-            self._write(copied)
+            weights, best = copied["state"]["model"], copied["state"]["best"]
+            if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
+                raise diverged(f"the weights are not finite at step {copied['step']}")
+            checkpoint.save(
+                self.checkpoints,
+                copied,
+                keep=self.config.checkpoint.keep,
+                best_step=int(best["step"]) if best else None,
+            )
 
         self.world.broadcast(lambda: self._writer.start(content, write))
         self.saved_step, self._begun_step = self._begun_step, state.step
         if self._compiled is not None:
             self._compiled.save()
-
-    def _write(self, content: dict[str, Any]) -> None:
-        weights, best = content["state"]["model"], content["state"]["best"]
-        if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
-            raise diverged(f"the weights are not finite at step {content['step']}")
-        checkpoint.save(
-            self.checkpoints,
-            content,
-            keep=self.config.checkpoint.keep,
-            best_step=int(best["step"]) if best else None,
-        )
 
     def failed(self) -> bool:
         """Whether the last checkpoint of this rank could not be written. Does not wait."""
@@ -370,84 +382,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.world.broadcast(self._writer.wait)
         self.saved_step = self._begun_step
 
-    def _find(self) -> _Found | None:
-        """Return the checkpoint to resume. The file may be large, so it is read only once."""
-        listing = self._listing()
-        if self._found is None or self._found[0] != listing:
-            self._found = listing, self._look_for(self.config.checkpoint.resume)
-        return self._found[1]
-
-    def _look_for(self, resume: str) -> _Found | None:
-        if resume == "never":
-            return None
-        newest = checkpoint.load_newest(self.checkpoints)
-        own = _Found.of(*newest) if newest is not None else None
-        if resume == "auto":
-            return own
-        if own is not None and own.origin == os.path.realpath(resume):
-            return own  # the same command again; the checkpoint it began with may be gone
-        if not os.path.isfile(resume):
-            exists = "is not a regular file" if os.path.exists(resume) else "no such file"
-            reason = "is a folder" if os.path.isdir(resume) else exists
-            raise UserError(
-                f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), "
-                "auto or never"
-            )
-        try:
-            given = _Found.of(Path(resume), checkpoint.load(Path(resume)))
-        except checkpoint.CheckpointError as error:
-            raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
-        if own is None:
-            return given
-        if not given.path.parent.samefile(self.checkpoints):
-            raise UserError(
-                f"checkpoint.resume={resume}: {self.path} holds a run that did not start from this "
-                f"checkpoint; leave the key out to continue from {own.path.name}, "
-                "or give another run.name"
-            )
-        if given.step < own.step:
-            raise UserError(
-                f"checkpoint.resume={resume}: {self.path} holds a later one, {own.path.name}; "
-                "leave the key out to continue from it, or give another run.name to branch off"
-            )
-        return given
-
-    def _listing(self) -> list[tuple[str, int]]:
-        """Return names and times of the checkpoints' manifests."""
-        found = []
-        for path in sorted(self.checkpoints.glob("step-*.json")):
-            with suppress(FileNotFoundError):  # removed by a process that trains here
-                found.append((path.name, path.stat().st_mtime_ns))
-        return found
-
-    def begin(self, plan: Plan, state: TrainState, files: dict[str, str]) -> None:
-        """Write files such as config.yaml, and remove an earlier start's summary. Collective.
-
-        Also loads the kernels that an earlier start compiled for the same plan, and allocates the
-        host memory for checkpoints, before a step waits for it.
-
-        Args:
-            plan: checkpoints store its record.
-            state: its size determines the memory allocated for checkpoints.
-            files: content by name.
-
-        Raises:
-            CheckpointError: a file cannot be written, or there is no memory for checkpoints.
-            UserError: the summary cannot be removed.
-        """
-        self._plan = plan.record
-        self.world.broadcast(lambda: self._begin(state, files))
-        self._compiled = CompileCache(self.path, plan, self.world)
-        self._compiled.load()
-
-    def _begin(self, state: TrainState, files: dict[str, str]) -> None:
-        self._writer.reserve(state_bytes(state) + SPARE_BYTES)
-        for name, content in files.items():
-            self.write(name, content)
-        with self._usable():
-            for name in ("summary.json", "diverged.json"):
-                (self.path / name).unlink(missing_ok=True)
-
     def write(self, name: str, content: str) -> None:
         """Replace a file of the folder.
 
@@ -457,33 +391,21 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         try:
             checkpoint.replace_file(self.path / name, content)
         except OSError as error:
-            kept = (
-                "the checkpoints are intact: run the same command again to resume"
-                if any(self.checkpoints.glob("step-*.pt"))
-                else "nothing has been trained yet"
-            )
             raise checkpoint.CheckpointError(
-                f"{self.path / name}: cannot be written: {error.strerror or error}; {kept}"
+                f"{self.path / name}: cannot be written: {error.strerror or error}; checkpoints "
+                "are intact: run the same command again"
             ) from error
 
     def finished_summary(self, step: int) -> dict[str, Any] | None:
         """Return the summary of an earlier start that finished at `step`, or None."""
         try:
-            with open_regular(self.path / "summary.json") as file:
-                summary = json.loads(file.read())
-        except (OSError, ValueError, RecursionError):
+            summary = json.loads((self.path / "summary.json").read_bytes())
+        except (OSError, ValueError):
             return None
-        complete = isinstance(summary, dict) and summary.keys() >= SUMMARY
-        if not complete or summary["status"] != "finished" or summary["step"] != step:
+        if not isinstance(summary, dict):
             return None
-        # Tracker.outcome formats these. A value of another type is damage.
-        unknown = {key for key in SUMMARY if summary[key] is None}
-        known = [summary[key] for key in SUMMARY - unknown - {"status"}]
-        if not all(type(value) in (int, float) and abs(value) < 1e12 for value in known):
-            return None
-        if unknown & {"epoch", "seconds"} or unknown & VALIDATION not in (set(), VALIDATION):
-            return None
-        return summary
+        finished = (summary.get("status"), summary.get("step")) == ("finished", step)
+        return summary if finished else None
 
     def close(self) -> None:
         if self._lock is not None:
@@ -503,34 +425,93 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         finally:
             self.close()
 
-    @contextmanager
-    def _usable(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise UserError(
-                f"run.dir={self.path}: cannot be used: {error.strerror}; give a writable folder"
-            ) from None
 
-    def _claim(self) -> None:
-        """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
-        lock = os.open(self.path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            raise UserError(
-                f"run.dir={self.path}: another process is training in it; give another run.dir or "
-                "run.name"
-            ) from None
-        self._lock = lock
+def _load(state: TrainState, stored: dict[str, Any], changes: dict[str, str]) -> None:
+    """Load what counts of a stored state after the accepted changes."""
+    state.load_state_dict({**stored, "losses": None} if "data.train" in changes else stored)
 
-    def _move_aside(self) -> None:
-        number = 1
-        folder = self.path.resolve()  # the path may be a link to another disk
-        while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
-            number += 1
-        os.rename(folder, aside)
-        folder.mkdir()
-        logger.info("the earlier run is now %s", aside)
-        self.close()
+
+def _look_for(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
+    """Return the checkpoint that checkpoint.resume selects for a run, and its content."""
+    if resume == "never":
+        return None
+    newest = checkpoint.load_newest(run / "checkpoints")
+    if resume == "auto":
+        return newest
+    if newest is not None and newest[1]["state"].get("origin") == os.path.realpath(resume):
+        return newest  # the same command again; the checkpoint it began with may be gone
+    if not os.path.isfile(resume):
+        reason = "is not a regular file" if os.path.exists(resume) else "no such file"
+        raise UserError(
+            f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), "
+            "auto or never"
+        )
+    try:
+        path, content = Path(resume), checkpoint.load(Path(resume))
+    except checkpoint.CheckpointError as error:
+        raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+    if newest is None:
+        return path, content
+    problem = ""
+    if not path.parent.samefile(run / "checkpoints"):
+        problem = "holds a run that did not start from this checkpoint"
+    elif content["step"] < newest[1]["step"]:
+        problem = "holds a later one"
+    if problem:
+        raise UserError(
+            f"checkpoint.resume={resume}: {run} {problem}; leave the key out to continue from "
+            f"{newest[0].name}, or give another run.name to branch off"
+        )
+    return path, content
+
+
+def _refuse_foreign(path: Path, config: Config) -> None:
+    """Refuse a folder that holds something else than a run, or is inside a split.
+
+    Raises:
+        UserError: it is such a folder.
+    """
+    refuse_inside(path, config.data, f"run.dir={path}")
+    if not path.exists():
+        return
+    if not path.is_dir():
+        raise UserError(f"run.dir={path}: is a file; give a folder")
+    content = {each.name for each in path.iterdir()}
+    if content and not content & {"config.yaml", "checkpoints", ".lock"}:
+        raise UserError(
+            f"run.dir={path}: holds files that are not of a run; give a folder of its own"
+        )
+
+
+@contextmanager
+def _usable(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"run.dir={path}: cannot be used: {error.strerror}; give a writable folder"
+        ) from None
+
+
+def _claim(path: Path) -> int:
+    """Lock the folder. The kernel releases the lock when the process ends, however it ends."""
+    lock = os.open(path / ".lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o644)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(
+            f"run.dir={path}: another process is training in it; give another run.dir or run.name"
+        ) from None
+    return lock
+
+
+def _move_aside(path: Path) -> None:
+    """Rename the folder of an earlier run, and create an empty one."""
+    number = 1
+    folder = path.resolve()  # the path may be a link to another disk
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    os.rename(folder, aside)
+    folder.mkdir()
+    logger.info("the earlier run is now %s", aside)

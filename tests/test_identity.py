@@ -2,6 +2,7 @@
 
 import dataclasses
 import gzip
+import hashlib
 import json
 import shutil
 import sys
@@ -338,7 +339,8 @@ def test_older_run_directory_is_refused_in_one_line(program: Program) -> None:
     old = (Path(__file__).parent / "engine" / "format-1.pt.gz").read_bytes()
     (folder / "step-00000004.pt").write_bytes(gzip.decompress(old))
     checkpoint.write_json(
-        folder / "step-00000004.json", {"sha256": checkpoint._sha256(folder / "step-00000004.pt")}
+        folder / "step-00000004.json",
+        {"sha256": hashlib.sha256((folder / "step-00000004.pt").read_bytes()).hexdigest()},
     )
     status, out, err = program()
     assert (status, out) == (2, "")

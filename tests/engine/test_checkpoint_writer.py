@@ -1,6 +1,5 @@
 """Checkpoints written in a thread: what is in the copy, one at a time, errors, memory."""
 
-import mmap
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -15,9 +14,8 @@ from conf.schema import Config, Run
 from engine import checkpoint
 from engine.checkpoint import CheckpointError, Writer
 from engine.distributed import World
-from engine.rundir import SPARE_BYTES, RunDirectory
-from engine.state import TrainingError, TrainState, diverged, state_bytes
-from models.resnet import resnet_tiny
+from engine.rundir import RunDirectory
+from engine.state import TrainingError, TrainState, diverged
 from tests.processes import HANGS_SECONDS
 from tests.results import same
 
@@ -72,8 +70,9 @@ def test_the_host_does_not_wait_for_the_copy() -> None:
     """The copy waits for the step before it on the GPU, and the thread for the copy."""
     writer, seen = Writer(torch.device("cuda")), list[float]()
     content = content_of(1, "cuda", size=10_000_000)
-    writer.reserve(50_000_000)
-    assert writer._locked
+    writer.start(content, lambda copied: None)  # allocates the memory
+    assert all(copy.is_pinned() for copy in writer._copies)
+    writer.wait()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -136,35 +135,15 @@ def test_a_slice_is_copied_without_the_rest(writer: Writer, tmp_path: Path) -> N
 
 
 def test_the_memory_is_allocated_once(writer: Writer) -> None:
-    """It grows if the reserved memory is too small, as for an optimiser of one's own."""
     places = []
 
     def look(copied: dict[str, Any]) -> None:
         places.append(copied["state"]["model"]["weights"].data_ptr())
 
-    writer.reserve(100_000)
-    reserved = writer._memory
-    for step in (1, 2):
-        writer.start(content_of(step), look)
-    assert writer._memory is reserved
-    writer.start(content_of(3, size=1_000_000), look)
+    for step, size in ((1, 1000), (2, 1000), (3, 1_000_000)):
+        writer.start(content_of(step, size=size), look)
     writer.wait()
     assert places[0] == places[1] != places[2]
-
-
-def test_the_reserved_memory_is_enough(tmp_path: Path) -> None:
-    """state_bytes counts moments that do not exist yet."""
-    model = resnet_tiny(5, 16)
-    for optimizer in (
-        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
-        torch.optim.AdamW(model.parameters(), lr=0.1),
-    ):
-        state = TrainState(model, optimizer)
-        expected = state_bytes(state)
-        model(torch.randn(2, 3, 16, 16)).sum().backward()
-        optimizer.step()
-        actual = sum(tensor.nbytes for tensor in checkpoint._tensors(state.state_dict()))
-        assert expected <= actual < expected + SPARE_BYTES // 2
 
 
 def test_one_checkpoint_at_a_time(writer: Writer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,34 +187,26 @@ def test_an_error_is_raised_once_at_the_next_call(writer: Writer) -> None:
     assert started == [4]
 
 
-def test_no_memory_for_the_copy(writer: Writer) -> None:
-    with pytest.raises(
-        CheckpointError, match=r"^1073741824 MiB of host memory .* cannot be alloca"
-    ):
-        writer.reserve(1 << 50)
-
-
 @pytest.mark.gpu
 def test_memory_that_cannot_be_page_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A warning; the copy is right, and no later kernel reports the error."""
-    memory = mmap.mmap(-1, 1 << 20)
-    address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
-    cudart = torch.cuda.cudart()
-    assert int(cudart.cudaHostRegister(address, len(memory), 0)) == 0  # a second time is an error
-    monkeypatch.setattr(mmap, "mmap", lambda *_, **__: memory)
-    writer = Writer(torch.device("cuda"))
-    writer.reserve(len(memory))
-    assert caplog.text.count("checkpoints: 1.0 MiB cannot be page-locked") == 1
-    assert float(torch.ones(5, device="cuda").sum()) == 5
-    content = content_of(1, "cuda")
+    """A warning; the copy is right."""
+    empty_like = torch.empty_like
+
+    def refuse(tensor: torch.Tensor, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        if pin_memory:
+            raise RuntimeError("CUDA error: out of memory")
+        return empty_like(tensor, **options)
+
+    monkeypatch.setattr(torch, "empty_like", refuse)
+    writer, content = Writer(torch.device("cuda")), content_of(1, "cuda")
     writer.start(content, lambda copied: checkpoint.save(tmp_path, copied, keep=1))
     overwrite(content)
     writer.close()
+    assert "cannot be page-locked" in caplog.text
     stored = checkpoint.load(tmp_path / checkpoint.file_name(1))
     assert same({**content_of(1), "format": checkpoint.FORMAT}, stored)
-    assert int(cudart.cudaHostUnregister(address)) == 0
 
 
 def opened(path: Path) -> RunDirectory:
@@ -243,7 +214,7 @@ def opened(path: Path) -> RunDirectory:
         Config(run=Run(dir=str(path))),
         World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu")),
     )
-    run.open({})
+    run.open(new_state(), {})
     return run
 
 

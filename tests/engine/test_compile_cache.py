@@ -20,9 +20,8 @@ from torch._dynamo.utils import counters
 import train
 from engine.compile_cache import CompileCache
 from engine.distributed import World
-from engine.state import TrainState
 from tests.engine.test_plan import plan
-from tests.engine.test_rundir import IDENTITY, add_checkpoint, directory
+from tests.engine.test_rundir import IDENTITY, add_checkpoint, directory, state_of
 
 pytestmark = pytest.mark.slow
 ALONE = World(0, 1, 0, 1, torch.device("cpu"))
@@ -245,10 +244,9 @@ def test_only_the_kernels_of_the_run_itself_are_loaded(
     given = str(written) if resume == "elsewhere" else resume
     torch_cache = run.parent / "new_machine"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(torch_cache))
-    model = torch.nn.Linear(1, 1)
     with directory(path, given) as opened:
-        opened.open(IDENTITY)
-        opened.begin(PLAN, TrainState(model, torch.optim.SGD(model.parameters())), {})
+        opened.open(state_of(), IDENTITY)
+        opened.begin(PLAN, {})
     assert any(torch_cache.rglob("*")) == (resume == "auto")
     assert (path / "compiled").exists() == (resume == "auto")
 

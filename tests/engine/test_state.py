@@ -2,11 +2,9 @@
 
 import copy
 import hashlib
-import math
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +20,6 @@ from engine.log.meters import Meter
 from engine.optim import build_optimizer
 from engine.plan import make_plan
 from engine.state import MovingAverage, TrainState, params_sha256, seed_step, untouched
-from engine.state_check import check_state
 from models.resnet import resnet_tiny
 from pipeline.build import build_datasets
 from pipeline.prefetcher import Batch
@@ -414,24 +411,3 @@ def test_a_checkpoint_of_a_cpu_continues_on_a_gpu() -> None:
     (moments, *_) = resumed.optimizer.state.values()
     assert {tensor.device.type for tensor in moments.values()} == {"meta"}
     assert [group["capturable"] for group in resumed.optimizer.param_groups] == [True]
-
-
-@pytest.mark.parametrize("part", ["best", "last", "spent"])
-@pytest.mark.parametrize("entry", [{"top1": math.nan}, {"top1": 10**400}, {"top1": -1}, {3: 1.0}])
-def test_records_with_impossible_numbers_are_refused(part: str, entry: dict[Any, Any]) -> None:
-    state = new_state(OPTIMIZERS["sgd"])
-    row = {"step": 1, "top1": 50.0, "loss": math.inf}  # a validation loss may overflow
-    stored = {**state.state_dict(), "best": row, "last": row, "spent": {"training": 1.0}}
-    check_state(state, stored, most_steps=1)
-    with pytest.raises(ValueError, match=f"^{part} is not a table of numbers"):
-        check_state(state, {**stored, part: {**stored[part], **entry}}, most_steps=1)
-
-
-def test_number_of_updates_without_an_average_is_not_loaded() -> None:
-    """It was not checked: there is no average to which it belongs."""
-    state = new_state(OPTIMIZERS["sgd"])
-    stored = {**state.state_dict(), "ema": None, "ema_steps": "3"}
-    check_state(state, stored, most_steps=1)
-    state.load_state_dict(stored)
-    assert state.ema is not None
-    assert state.ema.n_averaged == 0
