@@ -11,8 +11,6 @@ from conf.packages import import_torchvision
 from conf.schema import UserError
 from models.weights import safetensors_metadata
 
-INTERPOLATIONS = ("bilinear", "bicubic")
-
 
 @dataclass(frozen=True)
 class Preprocessing:
@@ -52,13 +50,12 @@ class Preprocessing:
         Raises:
             UserError: there are no such transforms.
         """
-        if self.crop_mode != "center" or self.interpolation not in INTERPOLATIONS:
+        if self.crop_mode != "center" or self.interpolation not in ("bilinear", "bicubic"):
             raise UserError(
                 f"augment.val: this model was published with {self.interpolation} interpolation "
                 f"and crop mode {self.crop_mode}, which is not supported; give augment.val=[...]"
             )
-        size = round(self.short_side * val_size / self.val_size)
-        resize: dict[str, Any] = {"size": size}
+        resize: dict[str, Any] = {"size": round(self.short_side * val_size / self.val_size)}
         if self.interpolation != "bilinear":
             resize["interpolation"] = self.interpolation
         return [{"resize": resize}, {"center_crop": {"size": val_size}}]
@@ -94,40 +91,6 @@ def published_model(path: Path) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Exported:
-    """What a safetensors file of scripts/export.py states about itself.
-
-    Attributes:
-        values: keys of the config: the model, the image sizes, mean, std and augment.val.
-        classes: names of the classes, in the order of the logits.
-    """
-
-    values: dict[str, Any]
-    classes: tuple[str, ...]
-
-
-def exported(path: Path) -> Exported | None:
-    """Return what a file of scripts/export.py states about itself; None for other files."""
-    if path.suffix != ".safetensors":
-        return None
-    texts = safetensors_metadata(path)
-    try:
-        model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
-        values = {
-            "model.name": model["name"],
-            "model.args": model.get("args", {}),
-            "data.image_size": model["image_size"],
-            "data.val_size": about["input"]["shape"][-1],
-            "data.mean": about["mean"],
-            "data.std": about["std"],
-            "augment.val": about["transforms"],
-        }
-        return Exported(values, tuple(str(name) for name in json.loads(texts["classes"])))
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return None
-
-
 def _of_torchvision(entry: Any) -> Preprocessing:
     made = entry.transforms()
     return Preprocessing(
@@ -160,3 +123,37 @@ def _of_timm(name: str) -> Preprocessing | None:
         std=tuple(stated.std),
         crop_mode=stated.crop_mode,
     )
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What a safetensors file of scripts/export.py states about itself.
+
+    Attributes:
+        values: keys of the config: the model, the image sizes, mean, std and augment.val.
+        classes: names of the classes, in the order of the logits.
+    """
+
+    values: dict[str, Any]
+    classes: tuple[str, ...]
+
+
+def exported(path: Path) -> Exported | None:
+    """Return what a file of scripts/export.py states about itself; None for other files."""
+    if path.suffix != ".safetensors":
+        return None
+    texts = safetensors_metadata(path)
+    try:
+        model, about = json.loads(texts["model"]), json.loads(texts["preprocessing"])
+        values = {
+            "model.name": model["name"],
+            "model.args": model.get("args", {}),
+            "data.image_size": model["image_size"],
+            "data.val_size": about["input"]["shape"][-1],
+            "data.mean": about["mean"],
+            "data.std": about["std"],
+            "augment.val": about["transforms"],
+        }
+        return Exported(values, tuple(str(name) for name in json.loads(texts["classes"])))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+        return None

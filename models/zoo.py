@@ -27,6 +27,18 @@ RESERVED = (
     *("weights", "weights_backbone", "progress", "pretrained", "pretrained_cfg"),
     *("pretrained_cfg_overlay", "checkpoint_path", "cache_dir", "scriptable"),
 )
+# Functions of (num_classes, image_size, **model.args).
+OURS: dict[str, Callable[..., nn.Module]] = {
+    "resnet_tiny": resnet_tiny,
+    "resnet11_cifar": resnet11_cifar,
+    "resnet18_cifar": resnet18_cifar,
+    "vit_s16": vit_s16,
+}
+
+
+def available() -> list[str]:
+    """All names that `build` accepts, except those of timm."""
+    return sorted([*OURS, *_torchvision_names()])
 
 
 def build(
@@ -51,85 +63,60 @@ def build(
         UserError: the model or its published weights do not exist, the download fails, or the
             model does not take `args`.
     """
-    if not args:
-        return _build(name, num_classes, image_size, pretrained, {})
-    _check_args(args)
-    own = {key: value for key, value in args.items() if key != "blur_pool"}
-    try:
-        model = _build(name, num_classes, image_size, pretrained, own)
-        if args.get("blur_pool"):
-            _blur(model, name)
-        return model
-    except UserError:
-        raise
-    except Exception as error:  # whatever a constructor raises for a wrong value
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise UserError(
-            f"model.args={show(dict(args))}: {name} does not take these arguments ({reason}); "
-            "give those of its library, or model.args={}"
-        ) from None
-
-
-def _blur(model: nn.Module, name: str) -> None:
-    if not blur_strided_convolutions(model):
-        raise UserError(
-            f"model.args={{blur_pool: true}}: {name} has no strided convolutions after the first; "
-            "leave it out"
-        )
-
-
-def _check_args(args: Mapping[str, Any]) -> None:
-    """Refuse what no model may be given, or what would only fail in training."""
-    if not isinstance(args.get("blur_pool", False), bool):
-        raise UserError(f"model.args={show(dict(args))}: blur_pool: give true or false")
-    for key, value in args.items():
-        if key in RESERVED:
-            raise UserError(f"model.args={show(dict(args))}: {key} follows from other keys")
-        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
-        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
-            raise UserError(f"model.args={show(dict(args))}: {key}: give a number >= 0 and < 1")
-
-
-def _build(
-    name: str, num_classes: int, image_size: int, pretrained: bool, args: Mapping[str, Any]
-) -> nn.Module:
+    own = dict(args or {})
+    given = f"model.args={show(own)}"
+    _check_args(own, given)
+    blur = own.pop("blur_pool", False)
     if name in OURS:
-        if pretrained:
-            raise UserError(
-                f"model.weights=pretrained: there are no published weights for {name}; give a file"
-            )
-        return OURS[name](num_classes, image_size, **args)
-    if name.startswith("timm/"):
-        return _build_timm(name, num_classes, image_size, pretrained, args)
-    if name not in _torchvision_names():
+        create = _build_ours
+    elif name.startswith("timm/"):
+        create = _build_timm
+    elif name in _torchvision_names():
+        create = _build_torchvision
+    else:
         hint = did_you_mean(name, available(), count=3)
         raise UserError(
             f"model.name={name}: no such model{hint or ';'} timm/<name> works if "
             f"timm is installed; our own are {', '.join(OURS)}"
         )
-    return _build_torchvision(name, num_classes, image_size, pretrained, args)
+    try:
+        model = create(name, num_classes, image_size, pretrained, own)
+    except UserError:
+        raise
+    except Exception as error:  # whatever a constructor raises for a wrong value
+        if not own:
+            raise
+        raise UserError(
+            f"{given}: {name} does not take these arguments ({_first_line(error)}); give those of "
+            "its library, or model.args={}"
+        ) from None
+    if blur and not blur_strided_convolutions(model):
+        raise UserError(
+            f"{given}: {name} has no strided convolutions after the first; leave it out"
+        )
+    return model
 
 
-def available() -> list[str]:
-    """All names that `build` accepts, except those of timm."""
-    return sorted([*OURS, *_torchvision_names()])
+def _check_args(args: Mapping[str, Any], given: str) -> None:
+    """Refuse what no model may be given, or what would only fail in training."""
+    if not isinstance(args.get("blur_pool", False), bool):
+        raise UserError(f"{given}: blur_pool: give true or false")
+    for key, value in args.items():
+        if key in RESERVED:
+            raise UserError(f"{given}: {key} follows from other keys")
+        is_probability = key.endswith(("_rate", "_prob")) or key == "dropout"
+        if is_probability and not (isinstance(value, int | float) and 0 <= value < 1):
+            raise UserError(f"{given}: {key}: give a number >= 0 and < 1")
 
 
-def is_convnet(model: nn.Module) -> bool:
-    """Whether channels_last makes the model faster. A transformer has only its patch embedding."""
-    return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
-
-
-def parameter_count(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters())
-
-
-OURS: dict[str, Callable[..., nn.Module]] = {
-    "resnet_tiny": resnet_tiny,
-    "resnet11_cifar": resnet11_cifar,
-    "resnet18_cifar": resnet18_cifar,
-    "vit_s16": vit_s16,
-}
+def _build_ours(
+    name: str, num_classes: int, image_size: int, pretrained: bool, args: Mapping[str, Any]
+) -> nn.Module:
+    if pretrained:
+        raise UserError(
+            f"model.weights=pretrained: there are no published weights for {name}; give a file"
+        )
+    return OURS[name](num_classes, image_size, **args)
 
 
 def _torchvision_names() -> list[str]:
@@ -146,15 +133,17 @@ def _build_torchvision(
     if name.startswith("vit_"):
         require_multiple(image_size, int(name.rsplit("_", 1)[1]), name)
         options["image_size"] = image_size
-    probability = 0.0
-    if vision.models.get_model_builder(name).__module__ == vision.models.resnet.__name__:
-        probability = options.pop("stochastic_depth_prob", 0.0)  # other models take it themselves
+    probability = options.get("stochastic_depth_prob", 0.0)
+    is_resnet = vision.models.get_model_builder(name).__module__ == vision.models.resnet.__name__
+    if is_resnet:  # other models with stochastic depth take it themselves
+        options.pop("stochastic_depth_prob", None)
     model: nn.Module = vision.models.get_model(name, num_classes=num_classes, **options)
-    if probability:
+    if probability and is_resnet:
         drop_blocks(model, probability)
-    elif args.get("stochastic_depth_prob") and not any(
+    # Some models ignore arguments that they do not know.
+    if probability and not any(
         isinstance(module, vision.ops.StochasticDepth) for module in model.modules()
-    ):  # some models ignore arguments that they do not know
+    ):
         raise UserError(f"model.args={show(dict(args))}: {name} has no stochastic depth")
     if pretrained:
         published = vision.models.get_model_weights(name).DEFAULT
@@ -197,11 +186,38 @@ def _build_timm(
 
 
 def _not_loaded(what: str, error: Exception, otherwise: str = "") -> UserError:
-    reason = (str(error).splitlines() or [""])[0]
     return UserError(
-        f"model.weights=pretrained: {what} cannot be loaded ({type(error).__name__}: {reason}); "
-        f"{otherwise}give a file with model.weights=/path/to/file.pth"
+        f"model.weights=pretrained: {what} cannot be loaded ({type(error).__name__}: "
+        f"{_first_line(error)}); {otherwise}give a file with model.weights=/path/to/file.pth"
     )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
+    """Replace layers by those of models/kernels, if this copy has them, in place.
+
+    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
+    other settings the plain layers are at least as fast.
+
+    Args:
+        channels_last: memory format of the model. The convnet layers are faster only with it.
+    """
+    if has_room("models.kernels"):
+        from models.kernels.layers import rewrite
+
+        rewrite(model, channels_last=channels_last)
+
+
+def is_convnet(model: nn.Module) -> bool:
+    """Whether channels_last makes the model faster. A transformer has only its patch embedding."""
+    return sum(isinstance(m, nn.Conv2d) for m in model.modules()) > 1
+
+
+def parameter_count(model: nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def num_classes_in(
@@ -239,18 +255,3 @@ class _WithoutNormal(TorchFunctionMode):
         if func.__name__.endswith("normal_"):  # of Tensor, or of nn.init
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
-
-
-def rewrite_layers(model: nn.Module, *, channels_last: bool) -> None:
-    """Replace layers by those of models/kernels, if this copy has them, in place.
-
-    Parameters, buffers and state_dict keys stay the same. For bf16 with torch.compile on a GPU; in
-    other settings the plain layers are at least as fast.
-
-    Args:
-        channels_last: memory format of the model. The convnet layers are faster only with it.
-    """
-    if has_room("models.kernels"):
-        from models.kernels.layers import rewrite
-
-        rewrite(model, channels_last=channels_last)

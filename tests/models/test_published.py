@@ -26,6 +26,8 @@ def test_torchvision(name: str, file: str, sizes: tuple[int, int, str]) -> None:
     assert found is not None
     assert (found.short_side, found.val_size, found.interpolation) == sizes
     assert found.mean == (0.485, 0.456, 0.406) and found.classes[:2] == ("tench", "goldfish")
+    assert published("vit_s16", Path(file)) is None
+    assert published(name, Path("checkpoint.pth")) is None
 
 
 def test_every_file_of_torchvision() -> None:
@@ -35,11 +37,6 @@ def test_every_file_of_torchvision() -> None:
         for entry in vision.models.get_model_weights(name):
             found = published(name, Path(Path(entry.url).name))
             assert found is not None and len(found.transforms(found.val_size)) == 2
-
-
-def test_unknown_files() -> None:
-    assert published("resnet50", Path("checkpoint.pth")) is None
-    assert published("vit_s16", Path("resnet50-0676ba61.pth")) is None
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> None:
@@ -83,11 +80,3 @@ def test_preprocessing_that_is_not_supported(
     assert found is not None
     with pytest.raises(UserError, match=r"^augment\.val: .*; give augment\.val="):
         found.transforms(224)
-
-
-def test_real_timm() -> None:
-    import_torchvision()
-    pytest.importorskip("timm")
-    found = published("timm/vit_base_patch16_224", Path("x"))
-    assert found is not None
-    assert (found.short_side, found.val_size, found.interpolation) == (248, 224, "bicubic")

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from models.resnet import BasicBlock, resnet18_cifar, resnet_tiny
-from models.zoo import import_torchvision, parameter_count
+from models.zoo import import_torchvision
 
 
 def torchvision_resnet18(num_classes: int) -> nn.Module:
@@ -16,26 +16,11 @@ def torchvision_resnet18(num_classes: int) -> nn.Module:
     return model
 
 
-def test_resnet18_cifar_has_the_keys_and_shapes_of_torchvision() -> None:
-    ours, theirs = resnet18_cifar(10, 32).state_dict(), torchvision_resnet18(10).state_dict()
-    assert list(ours) == list(theirs)
-    assert all(
-        ours[key].shape == theirs[key].shape and ours[key].dtype == theirs[key].dtype
-        for key in ours
-    )
-    assert {
-        "conv1.weight",
-        "bn1.running_mean",
-        "layer1.0.conv1.weight",
-        "layer2.0.downsample.0.weight",
-        "fc.bias",
-    } <= set(ours)
-
-
 @pytest.mark.parametrize("training", [True, False])
 def test_resnet18_cifar_computes_the_same_as_torchvision(training: bool) -> None:
     torch.manual_seed(0)
     ours, theirs = resnet18_cifar(10, 32), torchvision_resnet18(10)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
     for module in ours.modules():
         if isinstance(module, nn.BatchNorm2d):
             nn.init.uniform_(module.running_mean, -0.1, 0.1)
@@ -43,19 +28,6 @@ def test_resnet18_cifar_computes_the_same_as_torchvision(training: bool) -> None
     theirs.load_state_dict(ours.state_dict())
     images = torch.randn(4, 3, 32, 32)
     torch.testing.assert_close(ours.train(training)(images), theirs.train(training)(images))
-
-
-def test_resnet_tiny_is_small_and_has_the_same_names() -> None:
-    model = resnet_tiny(10, 64)
-    assert 250_000 < parameter_count(model) < 350_000
-    known = set(resnet18_cifar(10, 32).state_dict())
-    assert set(model.state_dict()) <= known
-
-
-@pytest.mark.parametrize("build", [resnet_tiny, resnet18_cifar])
-@pytest.mark.parametrize("size", [8, 33, 64])
-def test_any_image_size(build, size: int) -> None:
-    assert build(5, size).eval()(torch.zeros(1, 3, size, size)).shape == (1, 5)
 
 
 def test_resolution_of_the_stages() -> None:
@@ -77,21 +49,6 @@ def test_shortcut_is_projected_only_where_the_shape_changes() -> None:
     nn.init.zeros_(block.bn2.weight)
     images = torch.randn(2, 4, 5, 5)
     torch.testing.assert_close(block(images), images.relu())
-
-
-def test_every_parameter_learns() -> None:
-    model = resnet_tiny(10, 64)
-    model(torch.randn(8, 3, 32, 32)).logsumexp(1).sum().backward()
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
-
-
-def test_initial_weights_follow_the_seed() -> None:
-    def weights(seed: int) -> torch.Tensor:
-        torch.manual_seed(seed)
-        return nn.utils.parameters_to_vector(resnet_tiny(10, 64).parameters())
-
-    assert torch.equal(weights(1), weights(1))
-    assert not torch.equal(weights(1), weights(2))
 
 
 def test_initial_convolutions_keep_the_variance() -> None:

@@ -79,12 +79,6 @@ def test_it_is_torchvisions_stochastic_depth(name: str) -> None:
     assert not torch.equal(found(images), logits[0])
 
 
-@pytest.mark.parametrize("name", ["resnet_tiny", "vit_s16"])
-def test_evaluation_skips_nothing(name: str) -> None:
-    images = torch.randn(2, 3, 32, 32)
-    assert torch.equal(build(name, LAST).eval()(images), build(name, 0.0).eval()(images))
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_probabilities_rise_linearly(name: str) -> None:
     count, _ = BRANCHES[name]
@@ -97,16 +91,6 @@ def test_probabilities_rise_linearly(name: str) -> None:
     rates = [module.p for module in model.modules() if isinstance(module, kind)]
     assert rates == pytest.approx([LAST * i / (count - 1) for i in range(count)])
     assert not any(isinstance(module, kind) for module in plain.modules())
-
-
-def test_each_sample_is_dropped_alone() -> None:
-    """With a probability near 1, nearly every sample leaves the last block as it entered it."""
-    model = build("resnet_tiny", 0.75)
-    block = model.get_submodule("layer3.0")
-    x = torch.randn(400, 64, 4, 4).relu()
-    shortcut = block.get_submodule("downsample")(x).relu()
-    kept = (block(x) - shortcut).flatten(1).any(1)
-    assert 60 < kept.sum() < 140
 
 
 @pytest.mark.parametrize(

@@ -7,45 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from models.vit import VisionTransformer, positions, vit_s16
-from models.zoo import parameter_count
 
 
-def small(image_size: int = 32, **changes: int) -> VisionTransformer:
-    sizes = {
-        "num_classes": 5,
-        "patch": 8,
-        "width": 16,
-        "depth": 2,
-        "heads": 2,
-        "hidden": 24,
-        **changes,
-    }
+def small(image_size: int = 32) -> VisionTransformer:
+    sizes = {"num_classes": 5, "patch": 8, "width": 16, "depth": 2, "heads": 2, "hidden": 24}
     return VisionTransformer(image_size=image_size, **sizes)
-
-
-def test_parameter_count() -> None:
-    """The paper states 22 M. Calculated by hand for width 384 and 1000 classes."""
-    patches, norm = 16 * 16 * 3 * 384 + 384, 2 * 384
-    attention, mlp = 4 * (384 * 384 + 384), (384 * 1536 + 1536) + (1536 * 384 + 384)
-    with torch.device("meta"):
-        counts = [parameter_count(vit_s16(1000, size)) for size in (224, 384)]
-    assert (
-        counts
-        == [patches + 12 * (2 * norm + attention + mlp) + norm + 384 * 1000 + 1000] * 2
-        == [21_974_632] * 2
-    )
-
-
-def test_names() -> None:
-    with torch.device("meta"):
-        keys = [
-            key
-            for key in vit_s16(10, 224).state_dict()
-            if not key.startswith("blocks.") or key.startswith("blocks.11.")
-        ]
-    layers = ["norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2"]
-    layers = ["patch_embed.proj", *[f"blocks.11.{layer}" for layer in layers], "norm", "head"]
-    assert keys == [f"{layer}.{part}" for layer in layers for part in ("weight", "bias")]
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +20,13 @@ def fresh() -> dict[str, Tensor]:
     return vit_s16(1000, 32).state_dict()
 
 
-@pytest.mark.parametrize(
-    ("layer", "bound"),
-    [
-        ("attn.qkv", math.sqrt(6 / 768)),
-        ("attn.proj", math.sqrt(6 / 768)),
-        ("mlp.fc1", math.sqrt(6 / 1920)),
-        ("mlp.fc2", math.sqrt(6 / 1920)),
-    ],
-)
-def test_weights_of_the_blocks_are_uniform(
-    fresh: dict[str, Tensor], layer: str, bound: float
-) -> None:
+@pytest.mark.parametrize("layer", ["attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2"])
+def test_weights_of_the_blocks_are_uniform(fresh: dict[str, Tensor], layer: str) -> None:
     """Xavier: sqrt(6 / (fan in + fan out)); query, key and value are separate projections."""
+    bound = math.sqrt(6 / (768 if layer.startswith("attn") else 1920))
     for block in range(12):
         for weight in fresh[f"blocks.{block}.{layer}.weight"].split(384):
-            assert (
-                weight.abs().max().item() == pytest.approx(bound, rel=1e-3)
-                and weight.abs().max() <= bound
-            )
+            assert 0.999 * bound < weight.abs().max() <= bound
             assert weight.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.01)
             assert abs(weight.mean().item()) < 0.02 * bound
 
@@ -106,16 +60,8 @@ def test_positions_by_hand() -> None:
     """Row 1, column 2, 8 channels: sin x, cos x, sin y, cos y for frequencies 1 and 1/10000."""
     found = positions(2, 3, 8)
     assert found.shape == (6, 8)
-    by_hand = [
-        math.sin(2),
-        math.sin(2e-4),
-        math.cos(2),
-        math.cos(2e-4),
-        math.sin(1),
-        math.sin(1e-4),
-        math.cos(1),
-        math.cos(1e-4),
-    ]
+    angles = [(math.sin, 2), (math.cos, 2), (math.sin, 1), (math.cos, 1)]
+    by_hand = [f(frequency * place) for f, place in angles for frequency in (1, 1e-4)]
     assert found[5].tolist() == pytest.approx(by_hand, abs=1e-6)
     assert found[0].tolist() == [0, 0, 1, 1, 0, 0, 1, 1]
     frequencies = positions(1, 2, 384)[1, :96].asin()
@@ -157,18 +103,6 @@ def test_blocks_compute_the_same_as_torch() -> None:
     assert expected.abs().max() > 0.1
 
 
-def test_positions_matter() -> None:
-    """Without positions, the output does not depend on the order of the patches."""
-    torch.manual_seed(0)
-    model = small().eval()
-    nn.init.normal_(model.head.weight)
-    images = torch.randn(1, 3, 32, 32)
-    moved = images.roll(8, 3)  # whole patches
-    assert not torch.allclose(model(images), model(moved), atol=1e-3)
-    model.positions.zero_()
-    torch.testing.assert_close(model(images), model(moved))
-
-
 def test_other_image_sizes() -> None:
     """Positions are computed from the grid: a model for another size gives the same output."""
     torch.manual_seed(0)
@@ -180,23 +114,6 @@ def test_other_image_sizes() -> None:
     assert model(torch.randn(1, 3, 16, 40)).shape == (1, 5)
     with pytest.raises(ValueError, match="40x36 px is not a multiple of the 8 px patches"):
         model(torch.randn(1, 3, 36, 40))
-
-
-def test_it_learns() -> None:
-    """The head is initialised with zeros; after one step every weight has a gradient."""
-    torch.manual_seed(0)
-    model = small()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    images, labels = torch.randn(20, 3, 32, 32), torch.arange(20) % 5
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(images), labels)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    assert losses[0] == pytest.approx(math.log(5)) and losses[-1] < 0.5 * losses[0]
-    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
 @pytest.mark.gpu

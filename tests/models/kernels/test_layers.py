@@ -115,21 +115,6 @@ def test_compiled_rewritten_resnet_computes_the_same() -> None:
     torch._dynamo.reset()
 
 
-def test_state_dicts_are_interchangeable() -> None:
-    plain, rewritten = pair(torch.float32)
-    images, labels = batch(dtype=torch.float32)
-    step(rewritten, images, labels)
-    state = rewritten.state_dict()
-    plain.load_state_dict(state)
-    assert same(plain.state_dict(), state)
-    torch.testing.assert_close(plain.eval()(images), rewritten.eval()(images), rtol=0, atol=1e-4)
-    step(plain.train(), images, labels)
-    state = plain.state_dict()
-    rewritten.load_state_dict(state)
-    assert same(rewritten.state_dict(), state)
-    torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-4)
-
-
 def test_parameters_remain_the_same_objects() -> None:
     """An optimiser that was created before remains valid."""
     model = models.build("resnet18", num_classes=10, image_size=64)
@@ -141,13 +126,11 @@ def test_parameters_remain_the_same_objects() -> None:
 # Layers that must not be replaced.
 
 
+STEM = dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False)
+
+
 def stem(**changes: Any) -> nn.Conv2d:
-    return nn.Conv2d(
-        **(
-            dict(in_channels=3, out_channels=6, kernel_size=7, stride=2, padding=3, bias=False)
-            | changes
-        )
-    )
+    return nn.Conv2d(**(STEM | changes))
 
 
 def pooling(**changes: Any) -> nn.MaxPool2d:
@@ -166,52 +149,36 @@ class OtherPool(nn.MaxPool2d):
     pass
 
 
-OTHERS = {
-    "3x3": lambda: stem(kernel_size=3, padding=1),
-    "7x5": lambda: stem(kernel_size=(7, 5), padding=(3, 2)),
-    "stride 1": lambda: stem(stride=1),
-    "stride 2 and 1": lambda: stem(stride=(2, 1)),
-    "no padding": lambda: stem(padding=0),
-    "dilated": lambda: stem(dilation=2),
-    "bias": lambda: stem(bias=True),
-    "groups": lambda: stem(groups=3),
-    "4 channels": lambda: stem(in_channels=4),
-    "a convolution of somebody's own": lambda: OtherConv(3, 6, 7, 2, 3, bias=False),
-    "pooling 2x2": lambda: pooling(kernel_size=2, padding=0),
-    "pooling stride 3": lambda: pooling(stride=3),
-    "pooling without padding": lambda: pooling(padding=0),
-    "pooling dilated": lambda: pooling(dilation=2),
-    "return_indices": lambda: pooling(return_indices=True),
-    "ceil_mode": lambda: pooling(ceil_mode=True),
-    "average pooling": lambda: nn.AvgPool2d(3, 2, 1),
-    "a pooling of somebody's own": lambda: OtherPool(3, 2, 1),
-    "no running statistics": lambda: nn.BatchNorm2d(6, track_running_stats=False),
-    "no weight": lambda: nn.BatchNorm2d(6, affine=False),
-    "cumulative average": lambda: nn.BatchNorm2d(6, momentum=None),
-    "SyncBatchNorm": lambda: nn.SyncBatchNorm(6),
-    "BatchNorm1d": lambda: nn.BatchNorm1d(6),
-    "BatchNorm3d": lambda: nn.BatchNorm3d(6),
-    "GroupNorm": lambda: nn.GroupNorm(2, 6),
-    "a norm of somebody's own": lambda: OtherNorm(6),
+OTHERS: dict[str, nn.Module] = {
+    "3x3": stem(kernel_size=3, padding=1),
+    "7x5": stem(kernel_size=(7, 5), padding=(3, 2)),
+    "stride 1": stem(stride=1),
+    "stride 2 and 1": stem(stride=(2, 1)),
+    "no padding": stem(padding=0),
+    "dilated": stem(dilation=2),
+    "bias": stem(bias=True),
+    "groups": stem(groups=3),
+    "4 channels": stem(in_channels=4),
+    "reflected": stem(padding_mode="reflect"),
+    "a convolution of somebody's own": OtherConv(3, 6, 7, 2, 3, bias=False),
+    "pooling 2x2": pooling(kernel_size=2, padding=0),
+    "pooling stride 3": pooling(stride=3),
+    "pooling without padding": pooling(padding=0),
+    "pooling dilated": pooling(dilation=2),
+    "return_indices": pooling(return_indices=True),
+    "ceil_mode": pooling(ceil_mode=True),
+    "a pooling of somebody's own": OtherPool(3, 2, 1),
+    "no running statistics": nn.BatchNorm2d(6, track_running_stats=False),
+    "no weight": nn.BatchNorm2d(6, affine=False),
+    "cumulative average": nn.BatchNorm2d(6, momentum=None),
+    "SyncBatchNorm": nn.SyncBatchNorm(6),
+    "a norm of somebody's own": OtherNorm(6),
 }
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_layers_are_not_replaced(name: str) -> None:
-    module = OTHERS[name]()
-    assert type(exchanged(module)) is type(module)
-
-
-@pytest.mark.parametrize("mode", ["reflect", "replicate", "circular"])
-def test_stem_with_other_padding_is_not_replaced(mode: str) -> None:
-    assert type(exchanged(stem(padding_mode=mode))) is nn.Conv2d
-
-
-def test_the_unmodified_layers_are_replaced() -> None:
-    """The layers that the cases above modify."""
-    model = nn.Sequential(stem(), nn.BatchNorm2d(6), pooling())
-    rewrite(model, channels_last=True)
-    assert [type(module) for module in model] == [BlockConv, OnePassBatchNorm, PlacedMaxPool]
+    assert type(exchanged(OTHERS[name])) is type(OTHERS[name])
 
 
 # Each layer.
@@ -338,16 +305,6 @@ def test_a_single_value_per_channel_is_refused() -> None:
         nn.BatchNorm2d(3)(torch.ones(1, 3, 1, 1))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         exchanged(nn.BatchNorm2d(3))(torch.ones(1, 3, 1, 1))
-
-
-def test_two_values_per_channel() -> None:
-    images = torch.tensor([1.0, 3.0]).view(2, 1, 1, 1)
-    plain = nn.BatchNorm2d(1, momentum=1.0)
-    ours = exchanged(plain)
-    torch.testing.assert_close(ours(images), plain(images))
-    assert ours.get_buffer("running_mean").item() == 2 and ours.get_buffer(
-        "running_var"
-    ).item() == pytest.approx(2)
 
 
 # Values to pool, from normally distributed ones.
@@ -535,19 +492,6 @@ def test_compiled_resnet_learns_the_same_in_float64() -> None:
     assert our_losses == pytest.approx(losses, rel=1e-9)
     assert (our_grads - grads).norm() < 1e-9 * grads.norm()
     assert statistics_differ(rewritten, plain) < 1e-9
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("repeatable")
-def test_compiled_resnet_learns_the_same_in_float32() -> None:
-    """Losses to 0.1 %, gradients to 2 %, because a value near zero can pass one ReLU only."""
-    plain, rewritten = pair_on_gpu()
-    images, labels = batch_on_gpu()
-    losses, grads = train_two_steps(plain, images, labels)
-    our_losses, our_grads = train_two_steps(rewritten, images, labels)
-    assert our_losses == pytest.approx(losses, rel=1e-3)
-    assert (our_grads - grads).norm() < 0.02 * grads.norm()
-    assert statistics_differ(rewritten, plain) < 1e-3
 
 
 @pytest.mark.gpu
