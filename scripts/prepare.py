@@ -16,8 +16,8 @@ SOURCE is recognised by its files:
   lists: a .csv, .tsv or .txt file with a path and a label in every line (a header may name the
       columns path, label and split), or a folder with train.csv and val.csv
 
-Without a validation split, 10 % of the images of each class become one (--val-fraction, --seed). A
-test split is only used if there is no validation split.
+Without a validation split, 10 % of the images of each class become one (--val-fraction), those of
+data.val_fraction. A test split is only used if there is no validation split.
 
 In folders, images that are files of SOURCE are hard links, which take no space, if both folders are
 on the same file system. Otherwise, images are copied byte for byte. --format tar writes train.tar
@@ -75,7 +75,6 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         "--max-pixels", type=int, default=MAX_PIXELS, help=f"of a readable image ({MAX_PIXELS:,})"
     )
     parser.add_argument("--val-fraction", type=float, help="validation part of each class (0.1)")
-    parser.add_argument("--seed", type=int, default=0, help="seed that selects these images (0)")
     try:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
@@ -113,9 +112,9 @@ import time
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -137,20 +136,18 @@ ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 TAIL = 1024
 
 
-@dataclass(frozen=True)
-class Made:
-    """What became of an image.
+class Made(NamedTuple):
+    """What became of an image: linked, copied, encoded, done_earlier or unreadable.
 
     Attributes:
-        outcome: linked, copied, encoded, done_earlier or unreadable.
-        size: bytes in the output.
         data: what is to be added to a container.
+        size: bytes that were written.
         problem: why it is unreadable.
     """
 
     outcome: str
-    size: int = 0
     data: bytes = b""
+    size: int = 0
     problem: str = ""
 
 
@@ -198,14 +195,14 @@ def make(options: argparse.Namespace, containers: dict[str, Container], sample: 
         OSError: it cannot be written.
     """
     place, container = sample.place, containers.get(sample.split)
-    target = os.path.join(options.to, sample.split, sample.label, sample.name)
-    if container:
-        size = container.sizes.get(f"{sample.label}/{sample.name}")
-    else:  # a power failure can leave a file of 0 bytes
-        size = os.stat(target).st_size if os.path.exists(target) else 0
-    if size:
-        return Made("done_earlier", size)
+    member = f"{sample.label}/{sample.name}"
+    target = os.path.join(options.to, sample.split, member)
+    # A power failure can leave a file of 0 bytes.
+    if member in container.sizes if container else is_written(target):
+        return Made("done_earlier")
     try:
+        if options.format == "zip":
+            member.encode()  # fails if the name is not UTF-8
         data = made = read(place)
         if options.side is None:
             check_image(data, options.max_pixels)
@@ -215,18 +212,22 @@ def make(options: argparse.Namespace, containers: dict[str, Container], sample: 
         return Made("unreadable", problem=describe(error))
     outcome = "copied" if made is data else "encoded"
     if container:
-        return Made(outcome, len(made), made)
+        return Made(outcome, made, len(made))
     if made is data and place.size == WHOLE and linked_to(place.file, target):
-        return Made("linked", len(made))
+        return Made("linked")
     write_whole(target, made)
-    return Made(outcome, len(made))
+    return Made(outcome, size=len(made))
+
+
+def is_written(path: str) -> bool:
+    return os.path.exists(path) and os.stat(path).st_size > 0
 
 
 def linked_to(file: str, target: str) -> bool:
     """Make a hard link; return False if the file systems do not allow it."""
     try:
         os.makedirs(os.path.dirname(target), exist_ok=True)
-        if os.path.lexists(target):  # 0 bytes after a power failure
+        if os.path.lexists(target):
             os.unlink(target)
         os.link(os.path.realpath(file), target)
     except OSError:
@@ -263,7 +264,7 @@ def make_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counte
                 if made.data:
                     containers[sample.split].add(f"{sample.label}/{sample.name}", made.data)
                 counts[made.outcome] += 1
-                counts["bytes"] += made.size if made.outcome != "linked" else 0
+                counts["bytes"] += made.size
                 if made.problem:
                     name = os.path.join(sample.split, sample.label, sample.name)
                     unreadable.append(f"{name}\t{' '.join(made.problem.split())}")
@@ -302,23 +303,6 @@ def settings(
     }
 
 
-def check_places(options: argparse.Namespace, samples: list[Sample]) -> None:
-    """Refuse a destination inside the source, or the source inside it, and names a zip cannot hold.
-
-    Raises:
-        UserError: names both, or the image.
-    """
-    outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
-    if os.path.commonpath([outer, inner]) in (outer, inner):
-        message = f"and SOURCE ({outer}) contain each other; give another folder"
-        raise UserError(f"--to {options.to}: {message}")
-    for sample in samples if options.format == "zip" else ():
-        name = os.fsencode(f"{sample.label}/{sample.name}").decode(errors="backslashreplace")
-        if name != f"{sample.label}/{sample.name}":
-            message = f"the name {name} is not UTF-8; rename the file, or write folders or tar"
-            raise UserError(f"--format zip: {message}")
-
-
 def run(options: argparse.Namespace) -> list[str]:
     """Recognise the source, write the dataset and the report, and print the summary.
 
@@ -330,11 +314,13 @@ def run(options: argparse.Namespace) -> list[str]:
         OSError: a file cannot be written.
     """
     began = time.monotonic()
-    check_places(options, [])
+    outer, inner = os.path.realpath(options.source), os.path.realpath(options.to)
+    if os.path.commonpath([outer, inner]) in (outer, inner):
+        message = f"and SOURCE ({outer}) contain each other; give another folder"
+        raise UserError(f"--to {options.to}: {message}")
     if sys.stderr.isatty():
         print(f"listing the images of {options.source} ...", file=sys.stderr)
-    samples, notes = recognise(options.source, val_fraction=options.val_fraction, seed=options.seed)
-    check_places(options, samples)
+    samples, notes = recognise(options.source, options.val_fraction)
     determined = settings(options, samples, notes)
     torch.set_num_threads(1)  # every thread of the pool has a core
     with open_destination(options.to, MARKER, determined):

@@ -14,15 +14,16 @@ import os
 import struct
 import tarfile
 import zipfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import IO
+from typing import IO, Any
 
 from conf import strict_json
 from conf.schema import UserError
 
 
-class Container:
+class Container(ABC):
     """A tar or zip file to which a run adds whole members, in any order.
 
     Members have no owner and no time, so equal images give equal files.
@@ -32,21 +33,21 @@ class Container:
         sizes: name -> bytes of every member, also of those of earlier runs.
     """
 
+    archive: Any
+
     def __init__(self, path: str) -> None:
         """Create the container, or continue that of an earlier run.
 
         Raises:
             OSError: it cannot be created, read or written.
         """
-        self.path = path
-        self.partial = f"{path}.partial"
+        self.path, self.partial = path, f"{path}.partial"
         if os.path.exists(path):  # an earlier run may have left out unreadable images
             os.replace(path, self.partial)
-        self.file: IO[bytes] = open(  # noqa: SIM115
-            self.partial, "r+b" if os.path.exists(self.partial) else "w+b"
-        )
+        mode = "r+b" if os.path.exists(self.partial) else "w+b"
+        self.file: IO[bytes] = open(self.partial, mode)  # noqa: SIM115 - closed by `finish`
         self.sizes: dict[str, int] = {}
-        end, length = 0, os.fstat(self.file.fileno()).st_size
+        end, length = 0, os.path.getsize(self.partial)
         for name, size, after in self.members():
             if after <= length:
                 self.sizes[name], end = size, after
@@ -54,14 +55,17 @@ class Container:
         self.file.seek(end)
         self.open()
 
-    def add(self, name: str, data: bytes) -> None:
-        """Append a member.
+    @abstractmethod
+    def members(self) -> Iterator[tuple[str, int, int]]:
+        """Yield name, size, and the position after it of every member with a whole header."""
 
-        Raises:
-            OSError: it cannot be written.
-        """
-        self.append(name, data)
-        self.sizes[name] = len(data)
+    @abstractmethod
+    def open(self) -> None:
+        """Set `archive`, which writes from the position of the file on."""
+
+    @abstractmethod
+    def add(self, name: str, data: bytes) -> None:
+        """Append a member. Raises OSError if it cannot be written."""
 
     def finish(self) -> None:
         """Write the end of the container and give it its name."""
@@ -71,24 +75,9 @@ class Container:
         self.file.close()
         os.replace(self.partial, self.path)
 
-    archive: tarfile.TarFile | zipfile.ZipFile
-
-    def members(self) -> Iterator[tuple[str, int, int]]:
-        """Yield name, size, and the position after it of every member with a whole header."""
-        raise NotImplementedError
-
-    def open(self) -> None:
-        """Set `archive`, which writes from the position of the file on."""
-        raise NotImplementedError
-
-    def append(self, name: str, data: bytes) -> None:
-        raise NotImplementedError
-
 
 class Tar(Container):
     """A POSIX tar file."""
-
-    archive: tarfile.TarFile
 
     def members(self) -> Iterator[tuple[str, int, int]]:
         with suppress(tarfile.TarError), tarfile.open(fileobj=self.file, mode="r:") as archive:
@@ -98,15 +87,13 @@ class Tar(Container):
                 yield member.name, member.size, member.offset_data + blocks * tarfile.BLOCKSIZE
 
     def open(self) -> None:
-        self.archive = tarfile.open(  # noqa: SIM115
-            fileobj=self.file, mode="w:", format=tarfile.PAX_FORMAT
-        )
+        self.archive = tarfile.TarFile(fileobj=self.file, mode="w", format=tarfile.PAX_FORMAT)
 
-    def append(self, name: str, data: bytes) -> None:
+    def add(self, name: str, data: bytes) -> None:
         info = tarfile.TarInfo(name)
-        info.size = len(data)
+        info.size = self.sizes[name] = len(data)
         self.archive.addfile(info, io.BytesIO(data))
-        self.archive.members.clear()  # type: ignore[attr-defined]
+        self.archive.members.clear()
 
 
 class Zip(Container):
@@ -117,35 +104,28 @@ class Zip(Container):
     APPNOTE.TXT 6.3.10, section 4.3.7.
     """
 
-    archive: zipfile.ZipFile
-    HEADER = struct.Struct(
-        "<4s10xIIIHH"
-    )  # signature, CRC-32, both sizes, lengths of name and extra
+    HEADER = struct.Struct("<4s10xIIIHH")  # signature, CRC-32, both sizes, lengths of name, extra
 
     def members(self) -> Iterator[tuple[str, int, int]]:
         self.found: list[zipfile.ZipInfo] = []
-        start = 0
-        while len(header := self._read(start, self.HEADER.size)) == self.HEADER.size:
+        start = self.file.seek(0)
+        while len(header := self.file.read(self.HEADER.size)) == self.HEADER.size:
             signature, crc, stored, size, length, extra = self.HEADER.unpack(header)
             # zipfile writes the stored size and the CRC-32 after the content.
             if signature != b"PK\3\4" or stored != size:
                 return
-            info = self._info(self._read(start + self.HEADER.size, length).decode())
+            info = self.info(self.file.read(length).decode())
             info.header_offset, info.CRC, info.file_size, info.compress_size = (
                 start,
                 crc,
                 size,
                 size,
             )
-            start += self.HEADER.size + length + extra + size
+            start = self.file.seek(start + self.HEADER.size + length + extra + size)
             self.found.append(info)
             yield info.filename, size, start
 
-    def _read(self, start: int, length: int) -> bytes:
-        self.file.seek(start)
-        return self.file.read(length)
-
-    def _info(self, name: str) -> zipfile.ZipInfo:
+    def info(self, name: str) -> zipfile.ZipInfo:
         info = zipfile.ZipInfo(name)
         info.external_attr = 0o100644 << 16
         return info
@@ -156,28 +136,26 @@ class Zip(Container):
             self.archive.filelist.append(info)
             self.archive.NameToInfo[info.filename] = info
 
-    def append(self, name: str, data: bytes) -> None:
-        self.archive.writestr(self._info(name), data)
+    def add(self, name: str, data: bytes) -> None:
+        self.archive.writestr(self.info(name), data)
+        self.sizes[name] = len(data)
 
 
 CONTAINERS: dict[str, type[Container]] = {"tar": Tar, "zip": Zip}
-FORMATS = ("folder", *CONTAINERS)
 
 
 def open_destination(to: str, marker: str, settings: dict[str, object]) -> IO[str]:
-    """Create the destination, or check that the same settings started it.
+    """Create the folder, or check that the same settings started it.
 
     Args:
-        to: the folder.
         marker: name of the JSON file in it that contains the settings.
-        settings: what determines the output.
 
     Returns:
         The marker; while it is open, it locks the destination.
 
     Raises:
-        UserError: It contains other files, another process uses it, or other settings started it.
-        OSError: It cannot be written.
+        UserError: it contains other files, another process uses it, or other settings started it.
+        OSError: it cannot be written.
     """
     present = set(os.listdir(to)) if os.path.exists(to) else set()
     others = sorted(present - {marker, "lost+found"})
@@ -202,8 +180,9 @@ def open_destination(to: str, marker: str, settings: dict[str, object]) -> IO[st
         found = dict(json.loads(text)["settings"])
     except (ValueError, TypeError, KeyError):
         found = {}
-    changed = [f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v]
-    if changed:
+    if changed := [
+        f"{k} {found.get(k)}, not {v}" for k, v in settings.items() if found.get(k) != v
+    ]:
         message = f"started with other settings ({'; '.join(changed)})"
         raise UserError(f"--to {to}: {message}; give the same options or another folder")
     return file
@@ -218,11 +197,6 @@ def write_whole(target: str, data: bytes) -> None:
     digest = hashlib.sha256(os.fsencode(name)).hexdigest()[:16]
     temporary = os.path.join(folder, f".unfinished-{digest}.tmp")
     os.makedirs(folder, exist_ok=True)  # 2 us: class folders may hold folders
-    try:
-        with open(temporary, "wb") as file:
-            file.write(data)
-        os.replace(temporary, target)
-    except OSError:
-        with suppress(OSError):
-            os.unlink(temporary)
-        raise
+    with open(temporary, "wb") as file:
+        file.write(data)
+    os.replace(temporary, target)

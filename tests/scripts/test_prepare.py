@@ -511,12 +511,12 @@ def classes_only(root: Path, counts: Mapping[str, int]) -> Path:
     return write(root, {f"{c}/{i:02d}.jpg": jpeg(i) for c, n in counts.items() for i in range(n)})
 
 
-def test_a_split_is_stratified_and_seeded(tmp_path: Path) -> None:
+def test_a_split_is_stratified(tmp_path: Path) -> None:
     source = classes_only(tmp_path / "source", {"train set": 2, "b": 20, "c": 35})
     first = listed(source, val_fraction=0.2)
     count = Counter(tuple(name.split("/")[:2]) for name in first)
     assert [count["val", label] for label in ("train set", "b", "c")] == [1, 4, 7]
-    assert listed(source, val_fraction=0.2) == first != listed(source, val_fraction=0.2, seed=1)
+    assert listed(source, val_fraction=0.2) == first
     shutil.rmtree(source / "c")  # the other classes keep their split
     assert listed(source, val_fraction=0.2) == [name for name in first if "/c/" not in name]
     assert sum(name.startswith("val") for name in listed(source)) == 1 + 2
@@ -545,11 +545,11 @@ def test_test_images_without_classes_are_left_out(tmp_path: Path) -> None:
 
 def test_the_split_is_in_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = classes_only(tmp_path / "source", {"a": 10, "b": 10})
-    assert run(source, tmp_path / "to", "--seed", "3") == 0
-    note = "10% of the images of each class became the validation split (seed 3)."
+    assert run(source, tmp_path / "to") == 0
+    note = "10% of the images of each class became the validation split."
     assert note in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
-        run(source, tmp_path / "to", "--seed", "4")
+        run(source, tmp_path / "to", "--val-fraction", "0.4")
     assert "started with other settings" in capsys.readouterr().err
 
 
@@ -745,7 +745,7 @@ def test_zip_files_of_more_than_65535_members_and_4_gib(tmp_path: Path) -> None:
     container = Zip(str(tmp_path / "train.zip"))
     names = [f"{i:05d}.jpg" for i in range(65_537)]
     for name in names:
-        container.append(name, b"")
+        container.add(name, b"")
     container.file.seek(5 << 30)  # a hole in the file
     container.archive.start_dir = 5 << 30
     container.add("a/ünder.jpg", b"last")
@@ -1001,9 +1001,8 @@ def test_class_names_need_not_be_utf8_except_in_a_zip_file(
     for kind in ("folder", "tar"):
         assert run(source, tmp_path / kind, "--format", kind) == 0
         assert {n.split("/")[1] for n in written(tmp_path / kind, kind)} == {"a", "b", name}
-    with pytest.raises(SystemExit, match="2"):
-        run(source, tmp_path / "zip", "--format", "zip")
-    assert "--format zip: the name caf\\xe9/" in capsys.readouterr().err
+    assert run(source, tmp_path / "zip", "--format", "zip") == 1
+    assert "unreadable: train/caf\\udce9/" in capsys.readouterr().out
 
 
 def test_only_files_are_listed(tmp_path: Path) -> None:

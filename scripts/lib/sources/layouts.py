@@ -53,16 +53,13 @@ def read(place: Place) -> bytes:
     return read_row(place) if place.file.endswith(".parquet") else read_place(place)
 
 
-def recognise(
-    source: str, *, val_fraction: float | None = None, seed: int = 0
-) -> tuple[list[Sample], list[str]]:
+def recognise(source: str, val_fraction: float | None = None) -> tuple[list[Sample], list[str]]:
     """Recognise a dataset and list its images.
 
     Args:
         source: a folder or a file.
         val_fraction: fraction of the images of each class that become the validation split, if
             there is none; None: VAL_FRACTION.
-        seed: of the choice of these images.
 
     Returns:
         The images, in the order in which they are read quickly, of two splits, train and val, with
@@ -83,7 +80,7 @@ def recognise(
     # No slash in the name of a class, and no dot at its start, which hides a folder.
     safe = {s.label: re.sub(r"[/\\\0]|^\.", "_", s.label.strip()) or "_" for s in samples}
     samples = renamed(source, samples, safe)
-    samples, notes = with_validation(source, samples, val_fraction, seed)
+    samples, notes = with_validation(source, samples, val_fraction)
     check(source, samples)
     return samples, notes
 
@@ -183,20 +180,19 @@ def shard_samples(path: str, members: Tree, split: str) -> list[Sample]:
         folder, file = os.path.split(name)
         key, _, extension = file.partition(".")
         records[os.path.join(folder, key)][extension.lower()] = place
-    images = {
-        key: next((e for e in parts if is_image(f".{e}")), "") for key, parts in records.items()
-    }
-    kinds = {key: next((k for k in LABEL_FILES if k in records[key]), "") for key in records}
-    if not any(images[key] and kinds[key] for key in records):
-        return []
     shard = os.path.splitext(os.path.basename(path))[0]
-    samples = []
+    samples, unlabelled = [], []
     for key, parts in records.items():
-        if extension := images[key]:
-            if not kinds[key]:
-                raise UserError(f"{path}: {key} has no label; add {key}.cls to the shard")
-            label = record_label(path, f"{key}.{kinds[key]}", parts[kinds[key]])
-            samples.append(Sample(split, label, f"{shard}/{key}.{extension}", parts[extension]))
+        kind = next((kind for kind in LABEL_FILES if kind in parts), "")
+        for extension in [e for e in parts if is_image(f".{e}")]:
+            if kind:
+                label = record_label(path, f"{key}.{kind}", parts[kind])
+                samples.append(Sample(split, label, f"{shard}/{key}.{extension}", parts[extension]))
+            else:
+                unlabelled.append(key)
+    if samples and unlabelled:
+        key = unlabelled[0]
+        raise UserError(f"{path}: {key} has no label; add {key}.cls to the shard")
     return samples
 
 
@@ -237,10 +233,7 @@ def read_folder(source: str, tree: Tree, split: str = "") -> list[Sample]:
         if top in tops and split_of(top) not in (*splits, ""):
             raise looks_like_a_split(source, top)
         groups[SPLITS.get(top.lower(), OTHER)][name or path] = place
-    samples = [Sample(OTHER, "", path, place) for path, place in groups.pop(OTHER, {}).items()]
-    for split, found in groups.items():
-        samples += class_samples(source, found, split, tree)
-    return samples
+    return [s for part, found in groups.items() for s in class_samples(source, found, part, tree)]
 
 
 def class_samples(source: str, images: Tree, split: str, tree: Tree) -> list[Sample]:
@@ -257,12 +250,12 @@ def class_samples(source: str, images: Tree, split: str, tree: Tree) -> list[Sam
             top, _, name = name.partition("/")
         if not is_image(path):
             continue
-        if name:
+        if split == OTHER or (split == "test" and not name):
+            samples.append(Sample(OTHER, "", path, place))
+        elif name:
             samples.append(Sample(split, top, name, place))
         elif split == "val" and VAL_NAME.fullmatch(path):
             flat[path] = place
-        elif split == "test":
-            samples.append(Sample(OTHER, "", path, place))
         else:
             raise UserError(f"{source}: {path} is not in a class folder; move it into one")
     return samples + (val_samples(source, tree, flat) if flat else [])
@@ -292,13 +285,13 @@ def with_record_names(source: str, samples: list[Sample]) -> list[Sample]:
         names = one
     elif all(label.isdecimal() for label in wnids):
         names = {label: label.zfill(max(map(len, wnids))) for label in wnids}
-    keys = [(s.split, s.label, os.path.basename(s.name)) for s in samples]
-    counts = Counter(keys)
-    files = [
-        key[2] if counts[key] == 1 else sample.name.lstrip("./").replace("/", "_")
-        for sample, key in zip(samples, keys, strict=True)
-    ]
-    named = [sample._replace(name=file) for sample, file in zip(samples, files, strict=True)]
+    counts = Counter((s.split, s.label, os.path.basename(s.name)) for s in samples)
+    named = []
+    for sample in samples:
+        name = os.path.basename(sample.name)
+        if counts[sample.split, sample.label, name] > 1:
+            name = sample.name.lstrip("./").replace("/", "_")
+        named.append(sample._replace(name=name))
     return renamed(source, named, names)
 
 
@@ -317,12 +310,11 @@ def renamed(source: str, samples: list[Sample], names: dict[str, str]) -> list[S
 
 
 def with_validation(
-    source: str, samples: list[Sample], fraction: float | None, seed: int
+    source: str, samples: list[Sample], fraction: float | None
 ) -> tuple[list[Sample], list[str]]:
     """Choose the validation images, the same fraction of every class, if there are none.
 
-    The choice depends on the seed and on the names of the class and its images. With seed 0, it is
-    that of data.val_fraction.
+    The choice is that of data.val_fraction.
 
     Returns:
         The samples of train and val, and what was decided, in sentences.
@@ -354,10 +346,10 @@ def with_validation(
             message = f"class {label} has one image; training and validation need one each"
             raise UserError(f"{source}: {message}; add images or remove the class")
         names = [f"{label}/{samples[row].name}" for row in rows]
-        for position in chosen(names, fraction, seed):
+        for position in chosen(names, fraction):
             samples[rows[position]] = samples[rows[position]]._replace(split="val")
     part = f"{fraction:.0%} of the images of each class"
-    return samples, [*notes, f"{part} became the validation split (seed {seed})."]
+    return samples, [*notes, f"{part} became the validation split."]
 
 
 def check(source: str, samples: list[Sample]) -> None:
