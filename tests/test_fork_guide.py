@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.demo.images import ensure_demo_dataset
 from tests.processes import wait_until
 from tests.results import rows, stored
 
@@ -140,7 +139,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert counts.format(2000, 500) in text
     source.write_text(text.replace(counts.format(2000, 500), counts.format(IMAGES, VAL_IMAGES)))
     (root / "data").mkdir()
-    ensure_demo_dataset(root / "data" / "demo", train_images=IMAGES, val_images=VAL_IMAGES)
+    draw = "from pathlib import Path; from pipeline.demo.images import draw_dataset as draw; "
+    subprocess.run([sys.executable, "-c", f"{draw}draw(Path('data/demo'))"], cwd=root, check=True)
     (root / "bin").mkdir()
     (root / "bin" / "python").write_text(PYTHON)
     (root / "bin" / "python").chmod(0o755)

@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from pipeline.dataset import SHRUNK_SIDE, Dataset, FileDataset
+from pipeline.dataset import SHRUNK_SIDE, Dataset, FolderDataset, time_decoding
 from pipeline.decode import DECODERS, installed, open_image
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ def measure_gains(
     Returns:
         None for a dataset without files.
     """
-    if not isinstance(dataset, FileDataset):
+    if not isinstance(dataset, FolderDataset):
         return None
     best = installed()[0]
     seconds, sizes = np.zeros(3), np.zeros(2)  # CPU time to read and decode
@@ -152,8 +152,8 @@ def measure_gains(
             sizes += len(data), len(small)
             ways = [(data, dataset.decoder), (small, dataset.decoder), (data, best)]
             for way in ways:
-                dataset.time_decoding(index, *way, draw_only=draw_only)  # warm-up
-            times = [dataset.time_decoding(index, *way, draw_only=draw_only) for way in ways]
+                time_decoding(dataset, index, *way, draw_only=draw_only)  # warm-up
+            times = [time_decoding(dataset, index, *way, draw_only=draw_only) for way in ways]
             seconds += np.add(times, [reading * len(way[0]) / len(data) for way in ways])
     except Exception as error:  # an unreadable file: training will report it by name
         logger.debug("measure_gains: %s", error)
