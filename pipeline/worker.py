@@ -22,7 +22,7 @@ import torch
 
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
-from pipeline.dataset import BadImageError, Dataset
+from pipeline.dataset import BadImageError, Dataset, DrawingDataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
@@ -194,6 +194,7 @@ def _fill_row(source: Source, task: Task, files: Any, row: int, epoch: int, inde
     if source.operations is None:
         image, label = source.dataset.load(epoch, index)
     else:
+        assert isinstance(source.dataset, DrawingDataset)
         image, label, drawn = source.dataset.load_and_draw(epoch, index)
         source.operations.array[task.slot, row] = as_rows(drawn)
     batch = source.images(task.slot)

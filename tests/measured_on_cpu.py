@@ -17,7 +17,7 @@ from typing import Any
 import train
 from conf import cli
 from conf.launch import end_with_torchrun, exit_with
-from engine.tune import autotune
+from engine.tune import autotune, search
 from pipeline import gpu, machine
 from pipeline import loader_plan as plan
 from tests.engines import PillowEngines
@@ -25,11 +25,11 @@ from tests.engines import PillowEngines
 
 def main(folder: Path, overrides: list[str]) -> int:
     rank = os.environ.get("RANK", "0")
-    settle = autotune.settle
+    find_result = autotune.Tuner.find_result
 
-    def recorded(tuner: autotune.Tuner, *arguments: Any, **options: Any) -> Any:
+    def recorded(tuner: autotune.Tuner) -> Any:
         (folder / f"measuring-{rank}").touch()
-        answer, lines = settle(tuner, *arguments, **options)
+        answer, lines = find_result(tuner)
         assert answer is not None, lines
         found = {
             "workers": tuner.loader.pool.active,
@@ -39,18 +39,20 @@ def main(folder: Path, overrides: list[str]) -> int:
         (folder / f"found-{rank}.json").write_text(json.dumps(found))
         return answer, lines
 
-    autotune.settle = recorded
+    autotune.Tuner.find_result = recorded  # type: ignore[method-assign]
     plan.why_not_measured = lambda *_: ""
     autotune.FEWEST_BATCHES = 0
     autotune.MEASURE_SECONDS = 0.3
+    # Also on a busy machine, where steps are slow.
+    autotune.FEWEST_STEPS, autotune.LATE_SECONDS = 1, math.inf
     machine.cores = lambda: 4
     machine.threads_per_core = lambda: 1
     machine.cpu_quota = lambda: math.inf
     if "CHOOSES" in os.environ:
         plan.why_no_engines = lambda device: None
         gpu.GpuDecoder = PillowEngines
-        autotune.is_enough = lambda tried: False
-        autotune.could_win = lambda *_: True
+        autotune.is_enough = search.is_enough = lambda trials: False
+        search.could_win = lambda *_: True
         chosen = os.environ["CHOOSES"] if rank == "0" else "none"
         autotune.fastest = lambda tried: chosen if chosen in tried else next(iter(tried))
     return train.main(cli.load(overrides))

@@ -4,14 +4,11 @@ It never trains, validates or saves: the loop in train.py does, and calls the me
 """
 
 import math
-import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,18 +21,16 @@ from engine.bad_files import BadFiles
 from engine.compute import peak_rate
 from engine.distributed import StopSignal, World
 from engine.log.console import Console
-from engine.log.ledger import Ledger, Period
 from engine.log.memory import Leaks, allocator_figures, host_figures, memory_now
 from engine.log.meters import Meter
 from engine.log.predictions import Predictions
 from engine.log.telemetry import GpuMonitor, spread
+from engine.log.times import RunTimes
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainingError, TrainState, diverged, params_sha256, state_bytes
 from engine.step_graph import StepGraph
-from engine.tune.prices import measure_gains
-from engine.tune.verdict import Observation, describe_loader, setup_of
 from pipeline.clock import StepClock
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
@@ -147,15 +142,13 @@ class RunLog:
         return self.finished
 
     @contextmanager
-    def watch(
-        self, feed: Feed, step: StepGraph, stop: StopSignal, tuned: Observation | None
-    ) -> Iterator[None]:
+    def watch(self, feed: Feed, step: StepGraph, stop: StopSignal, verdict: Any) -> Iterator[None]:
         """Observe the training steps of the `with` block, which take their batches from `feed`.
 
         Args:
-            tuned: what `engine.tune.autotune.tune_loader` has returned.
+            verdict: judges the speed, see engine/tune/verdict.py; None without that room.
         """
-        self.feed, self._step, self._stop = feed, step, stop
+        self.feed, self._stop, self.verdict = feed, stop, verdict
         plan, data = self.plan, self.plan.config.data
         self.bad_files = BadFiles(
             feed.train.loader,
@@ -164,14 +157,13 @@ class RunLog:
             self.tracker,
             limit=data.max_bad_fraction if data.on_error == "skip" else None,
         )
-        self.ledger = Ledger(
-            replace(setup_of(plan), decoder=feed.decoder),
+        self.times = RunTimes(
             self.state.spent,
+            batch_size=plan.batch_size,
+            num_ranks=self.world.size,
             train_images=plan.train_images,
             step=self.state.step,
             began=self._started,
-            tuned=tuned,
-            peak_rate=_peak_rate(plan, plan.flops(self.state.step)),
         )
         points = step_points(self.state, feed.train.clock) if self.world.size > 1 else nullcontext()
         with points, GpuMonitor(self.world.device) as self.monitor:
@@ -192,7 +184,7 @@ class RunLog:
         self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
         if self.profiler is not None and self.profiler.starts(batch.step):
-            with self.ledger.lost("profile"):
+            with self.times.lost("profile"):
                 self.profiler.start(batch.step)
             train.clock.restart_step()
         if self._wants_images:
@@ -224,7 +216,7 @@ class RunLog:
             self.state.divergence.send(step)
         self.console.progress(step)
         if step == self._first_step + 1:
-            self.ledger.started()
+            self.times.started()
         if self.profiler is not None and self.profiler.ends(step, last=self.plan.stop_step):
             with self.pause("profile"):
                 self.profiler.stop(step)
@@ -266,7 +258,7 @@ class RunLog:
         self.state.divergence.send(self.state.step)
         # Waits for this step. A signal may have ended training between two rows.
         self._report(rest=bool(self._stop))
-        with self.feed.train.pause(), self.ledger.lost(kind):
+        with self.feed.train.pause(), self.times.lost(kind):
             yield
             if kind == "checkpoint" and self.bad_files is not None:
                 self.bad_files.share()  # later starts do not repeat the steps before it
@@ -323,8 +315,9 @@ class RunLog:
             step = interval.step
             timing = train.clock.timing(interval.steps)
             assert timing is not None, "every step of an interval has been ended"
-            self.ledger.peak_rate = _peak_rate(plan, plan.flops(step - 1))
-            times = self.ledger.note(timing, step)
+            times = self.times.add(timing, step, _peak_rate(plan, plan.flops(step - 1)))
+            if self.verdict is not None:
+                self.verdict.add(timing)
             left = (plan.stop_step - step) * plan.batch_size / times["images_per_second"]
             row = {
                 "step": step,
@@ -372,25 +365,25 @@ class RunLog:
         # Not what follows: wandb may take longer than the disk.
         with stop.saving(path, state_bytes(state)):
             self._report(rest=True)
-            with self.ledger.lost("checkpoint"):
+            with self.times.lost("checkpoint"):
                 self.run.wait()
             stop.poll()
             if stop.number == stop.FAILED and self.bad_files is not None:
                 self.bad_files.share()
             signal_number = stop.number
             if self.profiler is not None and self.profiler.running:
-                with self.ledger.lost("profile"):
+                with self.times.lost("profile"):
                     self.profiler.stop(state.step)
-            speed = self.ledger.speed()
-            self.ledger.peak_rate = _peak_rate(plan, plan.mean_flops(state.step))
+            speed = self.times.speed()
+            peak = _peak_rate(plan, plan.mean_flops(state.step))
             summary = {
                 "status": "interrupted" if signal_number else "finished",
                 "signal": signal_number,  # the exit status follows from it
                 **results(state, plan, self.expectation),
                 "seconds": time.monotonic() - self._started,
                 **speed,
-                **self.ledger.balance(),
-                "mfu": self.ledger.mfu(speed["images_per_second"]),
+                **self.times.balance(),
+                "mfu": speed["images_per_second"] / peak if peak else None,
                 "unreadable_images": len(self.bad_files.listed) if self.bad_files else 0,
                 "workers": self.feed.train.loader.pool.active,
                 "verdict": self._verdict("run", self.monitor.slowdowns("run")),
@@ -415,22 +408,11 @@ class RunLog:
         self.console.balance(summary)
         return summary
 
-    def _verdict(self, period: Period, slowdowns: str) -> list[str]:
+    def _verdict(self, period: Literal["epoch", "run"], slowdowns: str) -> list[str]:
         """Return the sentences of the verdict. Collective."""
-        loader = self.feed.train.loader
-        draw_only = loader.pool.sources[loader.source].operations is not None
-        gains = partial(measure_gains, loader.dataset, draw_only=draw_only)  # reads files
-        self.ledger.setup = replace(self.ledger.setup, graph_refused=self._step.refused)
-        if self.plan.size(self._first_step) != self.plan.size(self.state.step - 1):
-            self.ledger.images_changed()
-        limits = self.ledger.verdict(
-            period,
-            describe_loader(self.feed),
-            self.world.all_gather,
-            partial(self._stop.wait_for, gains),
-            slowdowns=slowdowns,
-            place=f"rank {self.world.rank} on {socket.gethostname()}",
-        )
+        limits: list[str] = []
+        if self.verdict is not None:
+            limits = self.verdict.sentences(period, slowdowns=slowdowns)
         leaks = enumerate(self.world.all_gather(self.leaks.sentences()))
         rank, found = next((one for one in leaks if one[1]), (0, []))
         where = f"on rank {rank}, " if self.world.size > 1 else ""

@@ -1,848 +1,521 @@
-"""Which stage limits a run, in a sentence or two with the figures, and the change that helps most.
+"""Which stage limits a run, in a sentence or two with the figures, and the changes that help most.
 
-One set of thresholds serves both `loader.workers=auto` and the verdict of an epoch or run.
+Five causes within a rank (input, copies, CPU cores, kernel launches, the step) and two between
+ranks (a straggler, the exchange of gradients), a function for each. The thresholds serve both
+`loader.workers=auto` and the verdict of an epoch or run.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from statistics import median
-from typing import TYPE_CHECKING
+import socket
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import mean, stdev
+from typing import Any, Literal
 
-import numpy as np
-
-from engine.tune.prices import Change, Flow, Gains
-from pipeline import decode
+from engine.distributed import StopSignal, World
+from engine.plan import Plan
+from engine.state import TrainState
+from engine.step_graph import StepGraph
+from engine.tune.measured import (
+    SATURATED,
+    WAITS,
+    Measured,
+    Ranks,
+    any_rank,
+    exchange_fraction,
+    others_ms,
+    rate_without,
+    saturated,
+    slowest,
+    stalled_fraction,
+    step_rate,
+    step_share,
+    straggler,
+    straggling_fraction,
+    total_rate,
+    unlaunched_fraction,
+    waited_fraction,
+    worker_times,
+)
+from engine.tune.prices import (
+    SHRINK,
+    Remedy,
+    measure_remedies,
+    predicted_rate,
+    reachable_rate,
+    workers_to_reach,
+)
+from pipeline.clock import Timing
+from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
-from pipeline.worker import Reply
 
-if TYPE_CHECKING:
-    from engine.plan import Plan
-
-WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
 UNPINNED_COPIES = 0.5  # the same for copies from pageable memory, which also block the host
-SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
 DRAINED = 0.5  # share of the steps before which the GPU was idle
 DRAINED_BY_WORKERS = 0.1  # the same where the training process lacks a CPU core
 # Of the images/s that the step alone reached in the seconds after the start: over hours a GPU runs
 # warmer and slower.
 SLOWER = 0.9
 SPARE = 1.3  # workers that can supply this many times the rate do not limit it
-SLOW_FILES = (
-    0.5  # share of the workers' time that single files take, above which they are the cause
-)
+SLOW_FILES = 0.5  # share of the workers' time that single files take, to be the cause
 # A straggler or a lack of cores on a CPU is named from this share of the time on: ranks that share
 # a machine differ by up to 13 % from run to run.
 VARIES_ON_CPU = 0.2
 PAYS = 1.03  # factor by which a change must raise images/s to be listed
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Properties of a run that are known before its first step.
-
-    Attributes:
-        batch_size: the global batch.
-        ranks: number of processes that train.
-        on_gpu: whether the step runs on a GPU; else it shares the CPU with the workers.
-        most_workers: number of workers of a rank for which there are CPU cores.
-        large_files: whether `prepare.py --side 352` would make the training files much smaller.
-        decoder: loader.decoder as chosen for this machine.
-        compile: model.compile as the user gave it: auto has chosen the best for this run.
-        decoder_fixed: whether the user set loader.decoder.
-        graph_refused: why the whole step is not one CUDA graph; None if it is.
-    """
-
-    batch_size: int
-    ranks: int
-    on_gpu: bool
-    most_workers: int
-    large_files: bool
-    decoder: str
-    compile: str
-    decoder_fixed: bool = False
-    graph_refused: str | None = None
-
-
-def setup_of(plan: "Plan") -> Setup:
-    """The part of the plan that a diagnosis of the speed needs."""
-    return Setup(
-        batch_size=plan.batch_size,
-        ranks=plan.world_size,
-        on_gpu=plan.device_type == "cuda",
-        most_workers=plan.loader.cores,
-        large_files=plan.large_files,
-        decoder=plan.loader.decoder,
-        compile=plan.config.model.compile,
-        decoder_fixed=plan.config.loader.decoder != "auto",
-    )
-
-
-@dataclass(frozen=True)
-class Supply:
-    """Time that one worker spends on an image.
-
-    Attributes:
-        cpu_ms, wait_ms, core_ms: computing, waiting for storage and waiting for a CPU core.
-        spread: 95th percentile of the time of a task, relative to the median.
-        file_bytes: mean size of a file; 0 for synthetic data.
-        workers: number of workers that were measured together.
-        decoded: share of the images that workers decode; JPEG engines decode the others.
-    """
-
-    cpu_ms: float
-    wait_ms: float
-    spread: float
-    file_bytes: float
-    workers: int
-    core_ms: float = 0.0
-    decoded: float = 1.0
-
-    @property
-    def images_per_second(self) -> float:
-        return 1e3 / max(self.cpu_ms + self.wait_ms + self.core_ms, 1e-6)
-
-    @property
-    def waits(self) -> bool:
-        """Whether waiting for storage takes longer than computing."""
-        return self.wait_ms > self.cpu_ms
-
-    @property
-    def lacks_cores(self) -> bool:
-        """Whether waiting for a CPU core takes longer than computing, but storage does not."""
-        return self.core_ms > self.cpu_ms and not self.waits
-
-    @property
-    def storage_bytes_per_second(self) -> float:
-        """Rate at which storage served the workers that were measured."""
-        return self.file_bytes * self.images_per_second * self.workers
-
-
-def supply_of(replies: Sequence[Reply], file_bytes: float = 0.0, workers: int = 1) -> Supply:
-    """Average the times of the tasks in `replies`."""
-    if not replies:
-        return Supply(0.0, 0.0, 1.0, file_bytes, max(1, workers))
-    images = sum(reply.rows for reply in replies)
-    cpu_ms = 1e3 * sum(reply.cpu_seconds for reply in replies) / images
-    core_ms = 1e3 * sum(reply.core_seconds for reply in replies) / images
-    all_ms = 1e3 * sum(reply.seconds for reply in replies) / images
-    each = [reply.seconds / reply.rows for reply in replies]
-    spread = float(np.quantile(each, 0.95)) / max(median(each), 1e-9)
-    wait_ms = max(0.0, all_ms - cpu_ms - core_ms)
-    decoded = sum(reply.decoded for reply in replies) / images
-    return Supply(cpu_ms, wait_ms, spread, file_bytes, max(1, workers), core_ms, decoded)
-
-
-@dataclass(frozen=True)
-class LoaderState:
-    """The loader of a rank at one moment.
-
-    Attributes:
-        workers: processes; with 0 the training process decodes.
-        worker_rate: images/s of one worker that always has a task.
-        supply: time that a worker spends on an image.
-        pinned: whether the batch buffers are page-locked.
-        slow_share: share of the workers' time taken by single files that need seconds each.
-        slow_files: their names, separated by commas.
-    """
-
-    workers: int
-    worker_rate: float
-    supply: Supply
-    pinned: bool
-    slow_share: float = 0.0
-    slow_files: str = ""
-
-
-def describe_loader(feed: Feed) -> LoaderState:
-    """Read the state of the training loader from its workers' recent tasks."""
-    loader = feed.train.loader
-    supply = supply_of(loader.pool.recent[loader.source])
-    share, names = loader.pool.slow_samples(loader.source)
-    return LoaderState(
-        workers=loader.pool.active,
-        worker_rate=supply.images_per_second,
-        supply=supply,
-        pinned=feed.page_locked,
-        slow_share=share,
-        slow_files=", ".join(names),
-    )
-
-
-@dataclass(frozen=True)
-class Observation:
-    """Where the time of some steps went on one rank.
-
-    Attributes:
-        images_per_second: of all ranks together.
-        step_alone: images/s of all ranks without the loader; 0 when not measured.
-        wait_fraction, late_fraction, copy_fraction, drained_fraction, copy_ms: as in
-            `pipeline.clock.Timing`.
-        gains: of smaller files and a faster decoder; None when not measured.
-        has_engines: whether the GPU has JPEG engines; None when not known.
-        alternatives: images/s of all ranks by decoder, as loader.decoder=auto measured them with
-            the step; {} when not measured.
-        slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
-        place: the rank and its machine; "" when not known.
-        ranks_fraction, core_fraction: as in `pipeline.clock.Timing`.
-        own_ms, own_error_ms: mean time from the moment when all ranks have their batches until
-            this rank has computed its gradients, without the slowest tenth of the steps, and its
-            standard error; 0 if not known.
-        exchange_ms: 10th percentile of the time from there to the update of the weights; 0 if not
-            known.
-        all_ranks: the observations of all ranks; () for this one only.
-    """
-
-    setup: Setup
-    loader: LoaderState
-    images_per_second: float
-    wait_fraction: float
-    late_fraction: float = 0.0
-    copy_fraction: float = 0.0
-    drained_fraction: float = 0.0
-    copy_ms: float = 0.0
-    step_alone: float = 0.0
-    gains: Gains | None = None
-    has_engines: bool | None = None
-    alternatives: Mapping[str, float] = field(default_factory=dict)
-    slowdowns: str = ""
-    place: str = ""
-    ranks_fraction: float = 0.0
-    core_fraction: float = 0.0
-    own_ms: float = 0.0
-    own_error_ms: float = 0.0
-    exchange_ms: float = 0.0
-    all_ranks: tuple["Observation", ...] = ()
-
-    @property
-    def ranks(self) -> tuple["Observation", ...]:
-        """The observations that are known: of all ranks, or this one only."""
-        return self.all_ranks or (self,)
-
-    @property
-    def idle_fraction(self) -> float:
-        """Share of the time between steps in which the device did not compute."""
-        copying = 0.0 if self.setup.on_gpu else self.copy_fraction
-        return self.wait_fraction + self.late_fraction + copying
-
-    @property
-    def lost_fraction(self) -> float:
-        """Share of the time in which this rank's GPU waited for images, its host or other ranks.
-
-        It is less for a rank that begins its step before the others: then it waits in the step.
-        """
-        return self.idle_fraction + self.ranks_fraction
-
-    @property
-    def feeding(self) -> float:
-        """Share of the time in which this rank's workers, or its JPEG engines, are busy."""
-        loader = self.loader
-        engines = self.copy_fraction if self.setup.decoder in decode.ON_GPU else 0.0
-        workers = self.images_per_second / max(self.supply_rate, 1e-9) if loader.workers else 0.0
-        return min(1.0, max(engines, workers))
-
-    @property
-    def saturated(self) -> bool:
-        """Whether several GPUs wait for images because what feeds them is busy on all ranks.
-
-        It then delivers each batch in the last moment, to one rank later than to another: all ranks
-        wait, but each of them only sometimes for its own images. Not if hosts or a lack of cores
-        explain half of the time that is lost: they also make a feed look busy.
-        """
-        hosts = self.stalled + max(one.late_fraction for one in self.ranks)
-        without_core = max(one.core_fraction for one in self.ranks)
-        return (
-            self.setup.on_gpu
-            and len(self.ranks) > 1
-            and all(one.feeding >= SATURATED for one in self.ranks)
-            and max(hosts, without_core) < self.most_lost / 2
-        )
-
-    @property
-    def most_lost(self) -> float:
-        """The share of the rank that loses most: the others wait in their steps instead."""
-        return max(one.lost_fraction for one in self.ranks)
-
-    @property
-    def waited(self) -> float:
-        """Share of the time in which the device waited for images, of this rank or of another."""
-        return self.most_lost if self.saturated else self.wait_fraction
-
-    @property
-    def wait(self) -> str:
-        """How long the device waited, for a sentence."""
-        others = " or for other ranks" if self.saturated else ""
-        return f"the {self.device} waited {self.waited:.1%} of the time for images{others}"
-
-    @property
-    def ceiling(self) -> float:
-        """Images/s if every batch were ready, copied and launched in time."""
-        return self.without(max(self.idle_fraction, self.waited))
-
-    @property
-    def step_rate(self) -> float:
-        """Images/s of the step while the loader runs, without the time it waits for images."""
-        return self.without(self.waited)
-
-    @property
-    def slower(self) -> bool:
-        """Whether the step is slower than it was alone."""
-        return self.step_share < SLOWER
-
-    @property
-    def step_share(self) -> float:
-        """Rate of the step relative to its rate alone; 1 when that is not known."""
-        return min(1.0, self.step_rate / self.step_alone) if self.step_alone else 1.0
-
-    def any_rank(self, share: str) -> float:
-        """Sum of a share over the ranks, because the delay of one rank delays all."""
-        return sum(float(getattr(one, share)) for one in self.ranks)
-
-    @property
-    def any_late(self) -> float:
-        """Upper bound of the share of the time in which some rank's device waited for its host."""
-        return min(1.0, self.any_rank("late_fraction"))
-
-    @property
-    def stalled(self) -> float:
-        """Least share of the time in which all ranks had their images and waited for each other.
-
-        Before each step, the processes agree whether to continue; one that lacks a CPU core delays
-        all of them. Where a rank waits for images or launches late, only the others wait for it. 0
-        on a CPU, where `core_fraction` tells more.
-        """
-        if not self.setup.on_gpu:
-            return 0.0
-        least_lost = min(one.lost_fraction for one in self.ranks)
-        return max(0.0, least_lost - self.any_rank("idle_fraction"))
-
-    @property
-    def unlaunched(self) -> float:
-        """Share of the time in which the device waited for the training processes."""
-        return self.late_fraction + self.stalled
-
-    @property
-    def any_drained(self) -> float:
-        """Upper bound of the share of the steps before which some rank's device was idle."""
-        return min(1.0, self.any_rank("drained_fraction"))
-
-    @property
-    def period_ms(self) -> float:
-        """Milliseconds from the start of a step to the start of the next one."""
-        return 1e3 * self.setup.batch_size / self.images_per_second
-
-    @property
-    def straggler(self) -> "Observation":
-        """The rank that takes longest to compute its gradients."""
-        return max(self.ranks, key=lambda one: one.own_ms)
-
-    @property
-    def others(self) -> list["Observation"]:
-        """The ranks other than the straggler."""
-        worst = self.straggler
-        return [one for one in self.ranks if one is not worst]
-
-    @property
-    def others_ms(self) -> float:
-        """Median of the time in which the ranks other than the straggler compute gradients."""
-        return median(one.own_ms for one in self.others)
-
-    @property
-    def straggling(self) -> float:
-        """Share of the time in which the ranks wait for the straggler's gradients.
-
-        0 if it is not known for every rank, or if the difference may be chance: it is less than
-        three standard errors.
-        """
-        if not self.others or not all(one.own_ms for one in self.ranks):
-            return 0.0
-        later = self.straggler.own_ms - self.others_ms
-        error = math.hypot(
-            self.straggler.own_error_ms, median(one.own_error_ms for one in self.others)
-        )
-        return min(1.0, later / self.period_ms) if later > 3 * error else 0.0
-
-    @property
-    def least_exchange_ms(self) -> float:
-        """Milliseconds to average the gradients, without waiting for a rank to compute them."""
-        return min(one.exchange_ms for one in self.ranks)
-
-    @property
-    def exchanging(self) -> float:
-        """Share of the time in which the ranks average their gradients."""
-        return self.least_exchange_ms / self.period_ms
-
-    @property
-    def rate_without_exchange(self) -> float:
-        return self.without(self.exchanging)
-
-    @property
-    def lacking_cores(self) -> float:
-        """Smallest share of the time that a rank waits for a CPU core."""
-        return min(one.core_fraction for one in self.ranks)
-
-    @property
-    def core_waiter(self) -> "Observation":
-        """The rank whose lack of a CPU core delays the launches: this one, or that of a stall."""
-        if self.late_fraction >= self.stalled:
-            return self
-        return max(self.ranks, key=lambda one: one.core_fraction)
-
-    @property
-    def launches_wait_for_core(self) -> bool:
-        """Whether waiting for a CPU core explains why a GPU waits for launches."""
-        late = self.unlaunched if self.setup.on_gpu and not self.setup.graph_refused else 0.0
-        return late >= WAITS and (
-            self.core_waiter.core_fraction >= late / 2
-            # Other threads of the processes exchange the messages of the ranks.
-            or (self.stalled > self.late_fraction and self.loader.supply.lacks_cores)
-        )
-
-    @property
-    def core_loss(self) -> str:
-        """What a lack of cores costs: the wait for a core, or on a GPU, the slower step."""
-        if self.launches_wait_for_core:
-            place = f" of {self.core_waiter.place}" if self.setup.ranks > 1 else ""
-            return (
-                f"the training process{place} waited {self.core_waiter.core_fraction:.0%} of the "
-                f"time for a CPU core, and the GPU {self.unlaunched:.0%} of the time for launches"
-            )
-        if self.setup.on_gpu:
-            return f"{SLOWED}; {IDLE}".format(seen=self)
-        process = "each rank" if self.setup.ranks > 1 else "the training process"
-        rate = self.without(self.lacking_cores)
-        return (
-            f"{process} was ready to compute but waited at least {self.lacking_cores:.0%} of the "
-            f"time for a CPU core; without this wait, about {rate:,.0f} img/s instead of "
-            f"{self.images_per_second:,.0f}"
-        )
-
-    def without(self, share: float) -> float:
-        """Images/s if this share of the time were not lost."""
-        return self.images_per_second / max(1e-3, 1 - share)
-
-    @property
-    def flow(self) -> Flow:
-        """The figures from which the effect of a change is predicted."""
-        supply, step = self.loader.supply, self.step_rate
-        busy = supply.cpu_ms + supply.core_ms
-        return Flow(
-            rate=self.images_per_second,
-            step=step,
-            alone=self.step_alone or step,
-            waits=self.waited >= WAITS,
-            cpu_share=busy / max(busy + supply.wait_ms, 1e-9),
-            decoded=supply.decoded if self.setup.decoder == "hybrid" else 1.0,
-        )
-
-    @property
-    def supply_rate(self) -> float:
-        """Images/s that the workers of all ranks can supply."""
-        return self.setup.ranks * max(1, self.loader.workers) * self.loader.worker_rate
-
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds of a step without idle time."""
-        return 1e3 * self.setup.batch_size / self.ceiling
-
-    @property
-    def device(self) -> str:
-        return "GPU" if self.setup.on_gpu else "CPU"
-
-    @property
-    def decoding_process(self) -> str:
-        """Subject of a sentence about one of the processes that decode."""
-        if not self.loader.workers:
-            return "the training process (loader.workers=0)"
-        ranks = " of a rank" if self.setup.ranks > 1 else ""
-        return (
-            f"each of the {self.loader.workers} workers{ranks}"
-            if self.loader.workers > 1
-            else "the one worker"
-        )
-
-
-@dataclass(frozen=True)
-class Diagnosis:
-    """What limits a run, and what to change.
-
-    Attributes:
-        cause: a key of CAUSES.
-        label: its name for a reader.
-        remedy: changes that help, the most effective first; empty when none is known.
-        sentences: one or two, with the figures and the remedy.
-    """
-
-    cause: str
-    label: str
-    remedy: str
-    sentences: list[str]
-
-
-def diagnose(seen: Observation) -> Diagnosis:
-    """Name the stage that limits, with its figures and what to change."""
-    between, lost = _loss_between_ranks(seen)
-    if lost >= max(WAITS, seen.waited, seen.unlaunched):
-        name = between
-    else:
-        waits = seen.waited >= max(WAITS, seen.stalled)
-        name = _input_cause(seen) if waits else _step_cause(seen)
-    cause = CAUSES[name]
-    remedy = cause.remedy if isinstance(cause.remedy, str) else cause.remedy(seen)
-    sentences = [f"{cause.label}: {cause.finding.format(seen=seen)}."]
-    if remedy:
-        text = cause.detail.format(seen=seen) + remedy
-        sentences.append(f"{text[0].upper()}{text[1:]}.")
-    return Diagnosis(name, cause.label, remedy, sentences)
-
-
-def slowest(seen: Sequence[Observation | None]) -> Observation | None:
-    """Return the rank whose input or host the others wait for; None if a rank has no observation.
-
-    The others wait where gradients are averaged, which looks like computing.
-    """
-    known = [one for one in seen if one is not None]
-    if len(known) < len(seen):
-        return None
-    worst = max(known, key=lambda one: one.idle_fraction)
-    if worst.idle_fraction < WAITS:
-        worst = max(known, key=lambda one: one.drained_fraction)
-    return replace(worst, all_ranks=tuple(known))
-
-
-def _loss_between_ranks(seen: Observation) -> tuple[str, float]:
-    """The cause of the largest loss outside of the input, and the share of the time it takes."""
-    if seen.setup.on_gpu:
-        if seen.setup.graph_refused:  # the parts include waiting for the host to launch kernels
-            return "", 0.0
-        losses = {"straggler": seen.straggling}
-    else:
-        both = {"straggler": seen.straggling, "cores": seen.lacking_cores}
-        losses = {name: share for name, share in both.items() if share >= VARIES_ON_CPU}
-    losses["exchange"] = seen.exchanging
-    return max(losses.items(), key=lambda one: one[1])
-
-
-def _input_cause(seen: Observation) -> str:
-    loader = seen.loader
-    busy_copying = COPIES if loader.pinned else UNPINNED_COPIES
-    if seen.saturated:  # by copies or by workers
-        busy_copying = SATURATED
-    if seen.setup.on_gpu and seen.copy_fraction >= busy_copying:
-        # With the engines, decoding takes the place of the copy.
-        return "engines" if seen.setup.decoder in decode.ON_GPU else "copy"
-    if loader.slow_share > SLOW_FILES:
-        return "files"
-    if loader.workers and seen.supply_rate > SPARE * seen.images_per_second:
-        return "engines" if seen.setup.decoder == "gpu" else "hand-off"
-    if seen.setup.on_gpu and loader.workers and loader.supply.lacks_cores:
-        return "starved"
-    return "storage" if loader.supply.waits else "decode"
-
-
-def _step_cause(seen: Observation) -> str:
-    if seen.launches_wait_for_core:
-        return "cores"
-    if seen.slower and seen.setup.decoder != "gpu":
-        if seen.any_late >= WAITS or seen.any_drained >= DRAINED_BY_WORKERS:
-            return "cores"
-    late = seen.unlaunched >= WAITS
-    if seen.setup.on_gpu and (late or seen.drained_fraction >= DRAINED):
-        return "launch"
-    return "slowed" if seen.slower else "compute"
-
-
-# Remedies, the most effective first
+SHORT = {"epoch": 20.0, "run": 3.0}  # seconds of steps; a shorter period gets no verdict
+MEANS = (
+    *("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "ranks_fraction"),
+    *("core_fraction", "copy_ms"),
+)
+FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown
 
 MORE_CORES = "use a machine with more CPU cores"
 OTHERS = "end other processes that use these CPUs"
-SHRINK = "re-encode the images once with scripts/prepare.py --side 352"
+ENGINES = "set loader.decoder=auto and loader.workers=auto in a new run to measure {}"
+
+Period = Literal["epoch", "run"]
+Remedies = Callable[[], Sequence[Remedy]]
 
 
-def _with_prices(seen: Observation, changes: Sequence[Change]) -> str:
-    """List the changes that are worth it, each with its predicted images/s, the highest first.
+class Verdict:
+    """Collects the timing of a run's log intervals, and judges its epochs and the run.
 
-    If the best one is not enough, the second also states the rate of both together.
+    Args:
+        step_alone: images/s of this rank's step, as measured before the first step; 0 if not.
     """
-    flow, least = seen.flow, PAYS * seen.images_per_second
-    priced = [(flow.after(change), change) for change in changes]
-    pays = sorted((p for p in priced if p[0] >= least), key=lambda p: p[0], reverse=True)
-    prices = [f"about {rate:,.0f} img/s" for rate, _ in pays]
-    if len(pays) > 1 and PAYS * pays[0][0] < (both := flow.after(pays[0][1] + pays[1][1])):
-        prices[1] += f", {both:,.0f} together with the change before it"
-    return _join(*(f"{way.text} ({price})" for (_, way), price in zip(pays, prices, strict=True)))
+
+    def __init__(
+        self,
+        plan: Plan,
+        feed: Feed,
+        step: StepGraph,
+        state: TrainState,
+        world: World,
+        stop: StopSignal,
+        *,
+        step_alone: float = 0.0,
+    ) -> None:
+        self.plan, self.feed, self.step, self.state = plan, feed, step, state
+        self.world, self.stop = world, stop
+        self.step_alone = step_alone
+        self._size = plan.size(state.step)
+        self._timings: dict[Period, list[Timing]] = {"epoch": [], "run": []}
+        self._warm = False  # the first interval includes compilation and is not judged
+
+    def add(self, timing: Timing) -> None:
+        """Add a log interval."""
+        if self._warm:
+            for timings in self._timings.values():
+                timings.append(timing)
+        self._warm = True
+
+    def sentences(self, period: Period, *, slowdowns: str = "") -> list[str]:
+        """Judge the intervals of a period; an epoch below its SHORT seconds gets no sentence.
+
+        Collective.
+
+        Args:
+            period: `epoch`: the intervals since the last call for one; `run`: all of this start.
+            slowdowns: why this rank's GPU ran below its maximum clock.
+        """
+        timings = self._timings[period]
+        own = None
+        if sum(timing.seconds for timing in timings) >= SHORT[period]:
+            own = self.measured(timings, slowdowns)
+        if period == "epoch":
+            self._timings["epoch"] = []
+        ranks = [one for one in self.world.all_gather(own) if one is not None]
+        if len(ranks) == self.world.size:
+            return judge(ranks, lambda: remedies(self.feed, self.plan, self.stop))
+        few = f"none: less than {SHORT['run']:g} s of steps after the warm-up, too few to judge"
+        return [few] if period == "run" else []
+
+    def measured(self, timings: Sequence[Timing], slowdowns: str) -> Measured:
+        """Means weighted by the seconds of each interval, parts of the measured steps, settings."""
+        seconds = sum(timing.seconds for timing in timings)
+        batches = sum(timing.batches for timing in timings)
+        means = {
+            name: sum(t.seconds * getattr(t, name) for t in timings) / seconds for name in MEANS
+        }
+        if self.plan.size(self.state.step - 1) != self._size:
+            self.step_alone = 0.0  # it was measured with images of another size
+        return Measured(
+            rate=batches * self.plan.batch_size / self.world.size / seconds,
+            step_alone=self.step_alone,
+            period_ms=1e3 * seconds / batches,
+            graph_refused=self.step.refused,
+            slowdowns=slowdowns,
+            place=f"rank {self.world.rank} on {socket.gethostname()}",
+            **means,
+            **parts_of_steps([part for timing in timings for part in timing.parts]),
+            **loader_state(self.feed, self.plan),
+        )
+
+
+def loader_state(feed: Feed, plan: Plan) -> dict[str, Any]:
+    """The fields of `Measured` about the training loader and the machine."""
+    loader = feed.train.loader
+    share, names = loader.pool.slow_samples(loader.source)
+    return {
+        "decoder": feed.decoder,
+        "workers": loader.pool.active,
+        "pinned": feed.page_locked,
+        "slow_files": ", ".join(names) if share > SLOW_FILES else "",
+        "on_gpu": plan.device_type == "cuda",
+        "cores": plan.loader.cores,
+        "compile": plan.config.model.compile,
+        **worker_times(loader.pool.recent[loader.source]),
+    }
+
+
+def parts_of_steps(parts: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Average the two parts of the measured steps: computing gradients, and exchanging them.
+
+    A single step may capture a CUDA graph, so the slowest tenth does not count. The exchange takes
+    longer if another rank computes its gradients later, so it is the 10th percentile.
+    """
+    if len(parts) < FEWEST_PARTS:
+        return {}
+    tenth = len(parts) // 10
+    own, exchange = (sorted(part) for part in zip(*parts, strict=True))
+    usual = own[: len(own) - tenth]
+    error = stdev(usual) / math.sqrt(len(usual))
+    return {"own_ms": mean(usual), "own_error_ms": error, "exchange_ms": exchange[tenth]}
+
+
+def remedies(feed: Feed, plan: Plan, stop: StopSignal) -> Sequence[Remedy]:
+    """What could make images faster: other decoders, and what `measure_remedies` finds in files."""
+    loader = feed.train.loader
+    source = loader.pool.sources[loader.source]
+    draw_only = source.operations is not None
+    measure = partial(measure_remedies, source.dataset, draw_only=draw_only)  # reads files
+    found: list[Remedy] = list(stop.wait_for(measure) or ())
+    fixed = plan.config.loader.decoder != "auto"
+    if plan.device_type == "cuda" and feed.decoder != "none" and len(plan.loader.decoders) == 1:
+        if fixed or plan.loader.engines_unused.endswith("is measured"):
+            all_of_them = feed.decoder in ON_GPU
+            engines = "all decoders" if all_of_them else "the GPU's JPEG engines, if it has them"
+            found.insert(0, (ENGINES.format(engines), {}))
+    return found
+
+
+def judge(ranks: Ranks, measure: Remedies = lambda: ()) -> list[str]:
+    """Name the cause that costs most, with its figures and what to change, in 1 or 2 sentences."""
+    text = cause_of(ranks)(ranks, measure)
+    return [
+        f"{part[0].upper() if i else part[0]}{part[1:]}." for i, part in enumerate(text) if part
+    ]
+
+
+def cause_of(ranks: Ranks) -> Callable[[Ranks, Remedies], tuple[str, str]]:
+    """Return the function of the cause that costs most."""
+    seen, waited, stalled = slowest(ranks), waited_fraction(ranks), stalled_fraction(ranks)
+    unlaunched = unlaunched_fraction(ranks)
+    between = {slowed_by_straggler: straggling_fraction(ranks)}
+    if not seen.on_gpu:
+        between[core_bound] = min(one.core_fraction for one in ranks)
+        between = {cause: lost for cause, lost in between.items() if lost >= VARIES_ON_CPU}
+    between[communication_bound] = exchange_fraction(ranks)
+    if seen.on_gpu and seen.graph_refused:  # the parts include waiting for the host to launch
+        between = {communication_bound: 0.0}
+    cause = max(between, key=lambda one: between[one])
+    if between[cause] >= max(WAITS, waited, unlaunched):
+        return cause
+    if waited >= max(WAITS, stalled):
+        copies = COPIES if seen.pinned else UNPINNED_COPIES
+        busy = seen.on_gpu and seen.copy_fraction >= (SATURATED if saturated(ranks) else copies)
+        return copy_bound if busy and seen.decoder not in ON_GPU else input_bound
+    if _launches_wait_for_core(ranks) or _workers_take_cores(ranks):
+        return core_bound
+    if seen.on_gpu and (unlaunched >= WAITS or seen.drained_fraction >= DRAINED):
+        return launch_bound
+    return compute_bound
+
+
+# Causes within a rank
+
+
+def input_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """The device waits for images, and neither copies nor launches explain it."""
+    seen, stage = slowest(ranks), _input_stage(ranks)
+    finding = f"input-bound by {stage}: {_waited(ranks)}; {_step_could(ranks)}"
+    if stage == "single files":
+        advice = (
+            f"{seen.slow_files} took most of the workers' time, seconds each: copy them again, or "
+            "remove them from the dataset"
+        )
+    elif stage == "the hand-off":
+        supply = len(ranks) * seen.workers * seen.each
+        finding += f", although the workers can supply {supply:,.0f}"
+        advice = "raise loader.prefetch_batches, and leave a core to the training process"
+    elif stage == "storage":
+        faster: Remedy = ("move the images to faster storage", {"storage": 0.0})
+        ways = _priced(ranks, [faster, *measure(), *_more_workers(ranks)])
+        advice = _join(*ways) or faster[0]
+    elif stage == "CPU cores" and seen.workers <= seen.cores:
+        advice = _join(OTHERS, *_less_decoding(ranks, measure))
+    else:
+        ways = _less_decoding(ranks, measure, _more_workers(ranks))
+        advice = _join(*ways, _more_cores(ranks)) or MORE_CORES
+    if stage in ("storage", "decode", "CPU cores"):
+        advice = f"{_worker_times(ranks)}: {advice}"
+    return finding, advice
+
+
+def copy_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """Copies to the GPU take so long that the step no longer hides them."""
+    seen = slowest(ranks)
+    return f"copy-bound: copying a batch takes {seen.copy_ms:.1f} ms; {_step_could(ranks)}", (
+        "the buffers are page-locked already: use more PCIe lanes"
+        if seen.pinned
+        else "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
+    )
+
+
+def core_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """The training processes lack CPU cores, to compute or to launch kernels."""
+    seen = slowest(ranks)
+    if not seen.on_gpu:
+        lacking = min(one.core_fraction for one in ranks)
+        process = "each rank" if len(ranks) > 1 else "the training process"
+        finding = (
+            f"{process} was ready to compute but waited at least {lacking:.0%} of the time for a "
+            f"CPU core; without this wait, about {rate_without(ranks, lacking):,.0f} img/s instead "
+            f"of {total_rate(ranks):,.0f}"
+        )
+        fewer = f"{OTHERS}, or lower loader.workers or OMP_NUM_THREADS"
+    elif _launches_wait_for_core(ranks):
+        waiter = _waits_for_core(ranks)
+        place = f" of {waiter.place}" if len(ranks) > 1 else ""
+        finding = (
+            f"the training process{place} waited {waiter.core_fraction:.0%} of the time for a CPU "
+            f"core, and the GPU {unlaunched_fraction(ranks):.0%} of the time for launches"
+        )
+        fewer = f"set loader.workers={seen.cores}" if seen.workers > seen.cores else OTHERS
+    else:
+        finding, fewer = _slower_than_alone(ranks), ""
+    ways = _less_decoding(ranks, measure) or [MORE_CORES]
+    return f"core-bound: {finding}; {_waited(ranks)}", _join(fewer, *ways)
+
+
+def launch_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """The GPU is idle although its images are ready: the host launches kernels too late."""
+    seen = slowest(ranks)
+    refused = seen.graph_refused
+    graph = f"the step is not one CUDA graph ({refused}): fix that, or " if refused else ""
+    return (
+        f"launch-bound: the GPU was idle {unlaunched_fraction(ranks):.0%} of the time, and before "
+        f"{seen.drained_fraction:.0%} of the steps, although the images were ready; it processed "
+        f"{total_rate(ranks):,.0f} img/s"
+    ), f"{graph}raise loader.batch_size"
+
+
+def compute_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """The step itself limits; it may be slower than it was before the workers ran."""
+    seen = slowest(ranks)
+    if not _is_slower(ranks):
+        faster = {
+            "off": "set model.compile=default",
+            "default": "for a long run, set model.compile=tuned",
+        }
+        finding = f"{_step_could(ranks)}; {_waited(ranks)}, so faster data loading would not help"
+        return f"compute-bound: {finding}", faster.get(seen.compile, "") if seen.on_gpu else ""
+    slow = next((one for one in ranks if one.slowdowns), None)
+    if slow is not None:
+        advice = f"the GPU of {slow.place} ran below its maximum clock ({slow.slowdowns}): check "
+        advice += "its cooling and power"
+    elif seen.decoder in ON_GPU:
+        advice = "decoding uses part of the GPU"
+    else:
+        advice = "check the GPUs' clocks, the links between them and which other processes use them"
+    return f"compute-bound: {_slower_than_alone(ranks)}; {_waited(ranks)}", advice
+
+
+# Causes between ranks
+
+
+def slowed_by_straggler(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """All ranks wait until one of them has computed its gradients."""
+    slow, lost = straggler(ranks), straggling_fraction(ranks)
+    device = "GPU" if slow.on_gpu else "CPU"
+    if slow.slowdowns and not any(one.slowdowns for one in ranks if one is not slow):
+        reason = f"its GPU ran below its maximum clock ({slow.slowdowns}): check cooling and power"
+    else:
+        reason = (
+            f"check the clock of its {device} and whether other processes use it; if that does not "
+            f"help, train without this {device}"
+        )
+    return (
+        f"slowed by a straggler: {slow.place} needs {slow.own_ms:.1f} ms to compute its gradients, "
+        f"the other ranks {others_ms(ranks):.1f} ms, and they wait for it {lost:.0%} of the time; "
+        f"all ranks together processed {total_rate(ranks):,.0f} img/s"
+    ), f"{reason} (about {rate_without(ranks, lost):,.0f} img/s)"
+
+
+def communication_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
+    """Averaging the gradients takes a large share of a step."""
+    share, period = exchange_fraction(ranks), ranks[0].period_ms
+    return (
+        "communication-bound: averaging the gradients over the ranks takes "
+        f"{share * period:.1f} of the {period:.1f} ms of a step ({share:.0%}), during which no "
+        f"rank computes; without it, about {rate_without(ranks, share):,.0f} img/s instead of "
+        f"{total_rate(ranks):,.0f}"
+    ), (
+        "use a faster link between the ranks, or raise loader.batch_size: the exchange takes the "
+        "same time for a larger batch; if the batch does not fit into memory, also raise "
+        "train.accumulate"
+    )
+
+
+# Parts of the sentences
 
 
 def _join(*ways: str) -> str:
     return "; ".join(filter(None, ways))
 
 
-def _faster_storage(seen: Observation) -> str:
-    """Without waits for storage, only as many workers as there are cores make progress."""
-    workers, most = max(1, seen.loader.workers), seen.setup.most_workers
-    times = seen.loader.supply
-    enough = min(1.0, most / workers)
-    faster = "move the images to faster storage"
-    changes = [Change(faster, wait=0.0, workers=enough)]
-    if seen.gains:
-        changes.append(Change(SHRINK, cpu=seen.gains.shrink, wait=seen.gains.file_bytes))
-    # Workers that wait leave their core to others. loader.workers=auto has tried more of them.
-    room = min(2 * most + 8, math.floor(most * (1 + times.wait_ms / max(times.cpu_ms, 1e-3))))
-    lack = seen.ceiling / max(seen.images_per_second, 1e-9)
-    more = min(room, math.ceil(1.15 * workers * lack))
-    if more > workers and not seen.step_alone and times.core_ms < 0.1 * times.wait_ms:
-        text = f"try loader.workers={more}, since reading is mostly waiting"
-        changes.append(Change(text, workers=more / workers))
-    return _join(_with_prices(seen, changes) or faster, _shrinking_unpriced(seen))
+def _waited(ranks: Ranks) -> str:
+    device = "GPU" if ranks[0].on_gpu else "CPU"
+    others = " or for other ranks" if saturated(ranks) else ""
+    return f"the {device} waited {waited_fraction(ranks):.1%} of the time for images{others}"
 
 
-def _faster_decoding(seen: Observation) -> str:
-    workers, most = seen.loader.workers, seen.setup.most_workers
-    if not workers:
-        auto = "set loader.workers=auto to decode while the step runs"
+def _worker_times(ranks: Ranks) -> str:
+    seen = slowest(ranks)
+    process = "the training process (loader.workers=0)"
+    if seen.workers:
+        of_rank = " of a rank" if len(ranks) > 1 else ""
+        several = seen.workers > 1
+        process = f"each of the {seen.workers} workers{of_rank}" if several else "the one worker"
+    return (
+        f"{process} spends {seen.cpu_ms:.1f} ms of CPU time per image, and waits "
+        f"{seen.storage_ms:.1f} ms for storage and {seen.core_ms:.1f} ms for a core"
+    )
+
+
+def _step_could(ranks: Ranks) -> str:
+    ceiling = rate_without(ranks, max(slowest(ranks).idle_fraction, waited_fraction(ranks)))
+    return f"the step can process {ceiling:,.0f} img/s and got {total_rate(ranks):,.0f}"
+
+
+def _slower_than_alone(ranks: Ranks) -> str:
+    alone = len(ranks) * slowest(ranks).step_alone
+    return (
+        f"the step processed {alone:,.0f} img/s alone and {step_rate(ranks):,.0f} while the "
+        f"workers run, {step_share(ranks):.0%} of it"
+    )
+
+
+def _input_stage(ranks: Ranks) -> str:
+    """The stage of the input that limits, as the name after "input-bound by"."""
+    seen = slowest(ranks)
+    copies = SATURATED if saturated(ranks) else COPIES if seen.pinned else UNPINNED_COPIES
+    engines = "the GPU's JPEG engines"
+    if seen.on_gpu and seen.decoder in ON_GPU and seen.copy_fraction >= copies:
+        return engines  # decoding takes the place of the copy
+    if seen.slow_files:
+        return "single files"
+    if seen.workers and seen.workers * seen.each > SPARE * seen.rate:
+        return engines if seen.decoder == "gpu" else "the hand-off"
+    if seen.storage_ms > seen.cpu_ms:
+        return "storage"
+    lacks_cores = seen.on_gpu and seen.workers and seen.core_ms > seen.cpu_ms
+    return "CPU cores" if lacks_cores else "decode"
+
+
+def _is_slower(ranks: Ranks) -> bool:
+    return step_share(ranks) < SLOWER
+
+
+def _workers_take_cores(ranks: Ranks) -> bool:
+    """Whether the step is slower than alone because the GPU waits for its host."""
+    late, drained = any_rank(ranks, "late_fraction"), any_rank(ranks, "drained_fraction")
+    late_host = late >= WAITS or drained >= DRAINED_BY_WORKERS
+    return _is_slower(ranks) and slowest(ranks).decoder != "gpu" and late_host
+
+
+def _waits_for_core(ranks: Ranks) -> Measured:
+    """The rank whose lack of a CPU core delays the launches."""
+    seen = slowest(ranks)
+    if seen.late_fraction >= stalled_fraction(ranks):
+        return seen
+    return max(ranks, key=lambda one: one.core_fraction)
+
+
+def _launches_wait_for_core(ranks: Ranks) -> bool:
+    """Whether waiting for a CPU core explains why a GPU waits for launches."""
+    seen, late = slowest(ranks), unlaunched_fraction(ranks)
+    if not seen.on_gpu or seen.graph_refused or late < WAITS:
+        return False
+    if _waits_for_core(ranks).core_fraction >= late / 2:
+        return True
+    # Other threads of the processes exchange the messages of the ranks.
+    workers_wait = seen.core_ms > seen.cpu_ms >= seen.storage_ms
+    return stalled_fraction(ranks) > seen.late_fraction and workers_wait
+
+
+# Remedies, the most effective first
+
+
+def _priced(ranks: Ranks, found: Sequence[Remedy]) -> list[str]:
+    """Say what to do, the highest predicted rate first; leave out what is not worth it.
+
+    If the best change is not enough, the second also states the rate of both together.
+    """
+    unknown = [text for text, effect in found if not effect]
+    rates = [(predicted_rate(ranks, **effect), text, effect) for text, effect in found if effect]
+    pays = [one for one in rates if one[0] >= PAYS * total_rate(ranks)]
+    pays.sort(key=lambda one: one[0], reverse=True)
+    prices = [f"about {rate:,.0f} img/s" for rate, _, _ in pays]
+    if len(pays) > 1:
+        first, second = pays[0][2], pays[1][2]
+        names = first.keys() | second.keys()
+        both = predicted_rate(ranks, **{n: first.get(n, 1) * second.get(n, 1) for n in names})
+        if both > PAYS * pays[0][0]:
+            prices[1] += f", {both:,.0f} together with the change before it"
+    priced = [f"{text} ({price})" for (_, text, _), price in zip(pays, prices, strict=True)]
+    return unknown + priced
+
+
+def _less_decoding(ranks: Ranks, measure: Remedies, more: Sequence[Remedy] = ()) -> list[str]:
+    found = list(measure())
+    if slowest(ranks).decoder == "gpu":  # what shrinking gives to JPEG engines is not measured
+        found = [(text, {}) for text, effect in found if not effect or _much_smaller(text, effect)]
+    return _priced(ranks, [*found, *more])
+
+
+def _much_smaller(text: str, effect: dict[str, float]) -> bool:
+    return text == SHRINK and effect["storage"] < 0.7
+
+
+def _more_workers(ranks: Ranks) -> list[Remedy]:
+    """More workers, if there are cores for them and loader.workers=auto has not tried them."""
+    seen = slowest(ranks)
+    if not seen.workers:
         # Without the step, the training process alone supplies this many times the images.
-        alone = 1 / max(seen.wait_fraction, WAITS)
-        return _with_prices(seen, [Change(auto, workers=alone * most)]) or auto
-    more = []
-    times = seen.loader.supply
-    if seen.step_alone or times.core_ms > 0.1 * times.cpu_ms:
-        pass  # loader.workers=auto has tried more workers, or they would have no core
-    elif workers < most:
-        text = f"raise loader.workers, there are cores for {most}"
-        more.append(Change(text, workers=most / workers))
-    elif workers == most and not seen.setup.on_gpu and seen.wait_fraction > 0.5:
-        # Workers and step then share all cores; their CPU time per image is the same.
-        text = f"set loader.workers={workers + 1} to use the core of the step, which waits"
-        more.append(Change(text, workers=(workers + 1) / (workers + 1 - seen.wait_fraction)))
-    return _less_decoding_or_more_cores(seen, more) or MORE_CORES
+        more = seen.cores / max(seen.wait_fraction, WAITS)
+        return [("set loader.workers=auto to decode while the step runs", {"workers": more})]
+    # Workers that wait for storage leave their core to others.
+    waiting = seen.storage_ms / max(seen.cpu_ms, 1e-3) if seen.storage_ms > seen.cpu_ms else 0.0
+    most = min(2 * seen.cores + 8, math.floor(seen.cores * (1 + waiting)))
+    needed = math.ceil(1.15 * seen.workers * step_rate(ranks) / total_rate(ranks))
+    workers = min(most, max(needed, seen.cores))
+    lacks_cores = seen.core_ms > 0.1 * max(seen.cpu_ms, seen.storage_ms)
+    if seen.step_alone or lacks_cores or workers <= seen.workers:
+        return []
+    return [(f"set loader.workers={workers}", {"workers": workers / seen.workers})]
 
 
-def _less_decoding_or_more_cores(seen: Observation, more: Sequence[Change] = ()) -> str:
-    return _join(_less_decoding(seen, more), _more_cores(seen))
-
-
-def _less_decoding(seen: Observation, more: Sequence[Change] = ()) -> str:
-    gains, changes = seen.gains, [*more]
-    if gains is not None and seen.setup.decoder != "gpu":
-        changes.append(Change(SHRINK, cpu=gains.shrink))
-        if gains.decoder:
-            source = "a C compiler for loader.decoder=region" if gains.decoder == "region" else ""
-            text = (
-                f"set loader.decoder=auto, which is {gains.decoder} here"
-                if gains.installed
-                else f"install {source or gains.decoder}, x{gains.decode:.2f} in docs/benchmarks.md"
-            )
-            changes.append(Change(text, cpu=gains.decode))
-    return _join(_try_engines(seen), _with_prices(seen, changes), _shrinking_unpriced(seen))
-
-
-def _try_engines(seen: Observation) -> str:
-    """Nothing if loader.decoder=auto has measured the decoders, because it took the best one."""
-    setup, tried = seen.setup, seen.alternatives
-    measured = len(tried) > 1 or (tried and not setup.decoder_fixed)
-    if not setup.on_gpu or setup.decoder == "none" or measured or seen.has_engines is False:
-        return ""
-    known = "" if seen.has_engines else ", if it has them"
-    engines = f"the GPU's JPEG engines{known}"
-    what = "all decoders" if setup.decoder in decode.ON_GPU else engines
-    return f"set loader.decoder=auto and loader.workers=auto in a new run to measure {what}"
-
-
-def _shrinking_unpriced(seen: Observation) -> str:
-    """What shrinking gives to JPEG engines is not measured."""
-    unknown = seen.gains is None or seen.setup.decoder == "gpu"
-    return SHRINK if unknown and seen.setup.large_files else ""
-
-
-def _more_cores(seen: Observation) -> str:
+def _more_cores(ranks: Ranks) -> str:
     """The cores per rank so that the step does not wait, including those of the training process.
 
     With hybrid, another thread of it waits for the engines.
     """
-    setup, flow = seen.setup, seen.flow
-    workers = math.ceil(min(seen.loader.workers, setup.most_workers) * flow.workers_to_reach)
-    if setup.decoder == "gpu" or workers <= setup.most_workers:
+    seen = slowest(ranks)
+    workers = math.ceil(min(seen.workers, seen.cores) * workers_to_reach(ranks))
+    if seen.decoder == "gpu" or workers <= seen.cores:
         return ""
-    cores = workers + 1 + (setup.decoder == "hybrid")
-    each = " for each rank" if setup.ranks > 1 else ""
-    return f"use a machine with about {cores} CPU cores{each} (about {flow.reach:,.0f} img/s)"
-
-
-def _cores_for_workers(seen: Observation) -> str:
-    if seen.loader.workers <= seen.setup.most_workers:
-        return _join(OTHERS, _less_decoding(seen))
-    return _less_decoding_or_more_cores(seen) or MORE_CORES
-
-
-def _fewer_cores_taken(seen: Observation) -> str:
-    setup, fewer = seen.setup, ""
-    if not setup.on_gpu:
-        fewer = f"{OTHERS}, or lower loader.workers or OMP_NUM_THREADS"
-    elif seen.launches_wait_for_core:
-        lower = f"set loader.workers={setup.most_workers}"
-        fewer = lower if seen.loader.workers > setup.most_workers else OTHERS
-    return _join(fewer, _less_decoding(seen) or MORE_CORES)
-
-
-def _faster_rank(seen: Observation) -> str:
-    slow = seen.straggler
-    if slow.slowdowns and not any(one.slowdowns for one in seen.others):
-        reason = f"its GPU ran below its maximum clock ({slow.slowdowns}): check cooling and power"
-    elif not seen.setup.on_gpu and slow.core_fraction - seen.lacking_cores >= seen.straggling / 2:
-        reason = (
-            f"its process waited {slow.core_fraction:.0%} of the time for a CPU core: end other "
-            "processes on these CPUs"
-        )
-    else:
-        reason = (
-            f"check the clock of its {seen.device} and whether other processes use it; if that "
-            f"does not help, train without this {seen.device}"
-        )
-    return f"{reason} (about {seen.without(seen.straggling):,.0f} img/s)"
-
-
-def _faster_copies(seen: Observation) -> str:
-    return (
-        "the buffers are page-locked already: use more PCIe lanes"
-        if seen.loader.pinned
-        else "the buffers are not page-locked: set loader.pin_memory=true, and check ulimit -l"
-    )
-
-
-def _fewer_launches(seen: Observation) -> str:
-    refused = seen.setup.graph_refused
-    graph = f"the step is not one CUDA graph ({refused}): fix that, or " if refused else ""
-    return f"{graph}raise loader.batch_size"
-
-
-def _restored_step(seen: Observation) -> str:
-    """The likely reasons why the step is slower than alone, each with the figure that says so."""
-    ways, lost = [], 1 - seen.step_share
-    waits = seen.any_rank("wait_fraction")
-    if seen.setup.ranks > 1 and waits >= lost / 2:
-        ways.append(
-            f"the ranks wait for each other's images, up to {waits:.0%} of the time together: "
-            "raise loader.prefetch_batches"
-        )
-    if seen.setup.decoder in decode.ON_GPU:
-        ways.append("decoding uses part of the GPU")
-    slow = next((one for one in seen.ranks if one.slowdowns), None)
-    if slow is not None:
-        whose = f"the GPU of {slow.place}" if seen.setup.ranks > 1 else "the GPU"
-        ways.append(
-            f"{whose} ran below its maximum clock ({slow.slowdowns}): check its cooling and power"
-        )
-    check = (
-        "check the GPUs' clocks, the links between them and which other processes use them"
-        if seen.setup.ranks > 1
-        else "check the GPU's clocks and which other processes use it"
-    )
-    return "; ".join(ways) or f"images and launches were on time, so the kernels were slow: {check}"
-
-
-def _faster_step(seen: Observation) -> str:
-    faster = {
-        "off": "set model.compile=default",
-        "default": "for a long run, set model.compile=tuned",
-    }
-    return faster.get(seen.setup.compile, "") if seen.setup.on_gpu else ""
-
-
-@dataclass(frozen=True)
-class Cause:
-    """A stage that can limit a run.
-
-    Attributes:
-        label: its name for a reader.
-        finding, detail: text with fields of `seen`, an Observation.
-        remedy: what to change; a function if that depends on the observation.
-    """
-
-    label: str
-    finding: str
-    remedy: str | Callable[[Observation], str]
-    detail: str = ""
-
-
-RATES = "the step can process {seen.ceiling:,.0f} img/s and got {seen.images_per_second:,.0f}"
-WAITED = "{seen.wait}"
-WORKER_TIMES = (
-    "{seen.decoding_process} spends {seen.loader.supply.cpu_ms:.1f} ms of CPU time per image, and "
-    "waits {seen.loader.supply.wait_ms:.1f} ms for storage and {seen.loader.supply.core_ms:.1f} ms "
-    "for a core: "
-)
-SLOWED = (
-    "the step processed {seen.step_alone:,.0f} img/s alone and {seen.step_rate:,.0f} while the "
-    "workers run"
-)
-IDLE = (
-    "a GPU waited {seen.any_late:.0%} of the time for launches and was idle before "
-    "{seen.any_drained:.0%} of the steps"
-)
-CAUSES = {
-    "storage": Cause("input-bound by storage", f"{WAITED}; {RATES}", _faster_storage, WORKER_TIMES),
-    "files": Cause(
-        "input-bound by single files",
-        f"{WAITED}; {RATES}",
-        "copy them again, or remove them from the dataset",
-        "single files took {seen.loader.slow_share:.0%} of the workers' time, seconds each "
-        "({seen.loader.slow_files}): ",
-    ),
-    "decode": Cause("input-bound by decode", f"{WAITED}; {RATES}", _faster_decoding, WORKER_TIMES),
-    "starved": Cause(
-        "input-bound by CPU cores", f"{WAITED}; {RATES}", _cores_for_workers, WORKER_TIMES
-    ),
-    "engines": Cause(
-        "input-bound by the GPU's JPEG engines", f"{WAITED}; {RATES}", _less_decoding_or_more_cores
-    ),
-    "hand-off": Cause(
-        "input-bound by the hand-off",
-        f"{WAITED}; {RATES}, although the workers can supply {{seen.supply_rate:,.0f}}",
-        "raise loader.prefetch_batches, and leave a core to the training process",
-        WORKER_TIMES,
-    ),
-    "copy": Cause(
-        "copy-bound",
-        f"copying a batch takes {{seen.copy_ms:.1f}} ms, the step {{seen.step_ms:.1f}} ms; {RATES}",
-        _faster_copies,
-    ),
-    "cores": Cause("core-bound", f"{{seen.core_loss}}; {WAITED}", _fewer_cores_taken),
-    "straggler": Cause(
-        "slowed by a straggler",
-        "{seen.straggler.place} needs {seen.straggler.own_ms:.1f} ms to compute its gradients, the "
-        "other ranks {seen.others_ms:.1f} ms, and they wait for it {seen.straggling:.0%} of the "
-        "time; all ranks together processed {seen.images_per_second:,.0f} img/s",
-        _faster_rank,
-    ),
-    "exchange": Cause(
-        "communication-bound",
-        "averaging the gradients over the ranks takes {seen.least_exchange_ms:.1f} of the "
-        "{seen.period_ms:.1f} ms of a step ({seen.exchanging:.0%}), during which no rank "
-        "computes; without it, about {seen.rate_without_exchange:,.0f} img/s instead of "
-        "{seen.images_per_second:,.0f}",
-        "use a faster link between the ranks, or raise loader.batch_size: the exchange takes the "
-        "same time for a larger batch; if the batch does not fit into memory, also raise "
-        "train.accumulate",
-    ),
-    "slowed": Cause(
-        "slower than alone",
-        f"{SLOWED}, {{seen.step_share:.0%}} of it; {IDLE}; {WAITED}",
-        _restored_step,
-    ),
-    "launch": Cause(
-        "launch-bound",
-        "the GPU was idle {seen.unlaunched:.0%} of the time, and before "
-        "{seen.drained_fraction:.0%} of the steps, although the images were ready; it processed "
-        "{seen.images_per_second:,.0f} img/s",
-        _fewer_launches,
-    ),
-    "compute": Cause(
-        "compute-bound",
-        f"{{seen.images_per_second:,.0f}} of {{seen.ceiling:,.0f}} img/s; {WAITED}, so faster data "
-        "loading would not help",
-        _faster_step,
-    ),
-}
-# Causes that smaller files or a faster decoder remedy
-DECODING = ("storage", "decode", "starved", "engines", "cores")
+    cores = workers + 1 + (seen.decoder == "hybrid")
+    each = " for each rank" if len(ranks) > 1 else ""
+    rate = reachable_rate(ranks)
+    return f"use a machine with about {cores} CPU cores{each} (about {rate:,.0f} img/s)"

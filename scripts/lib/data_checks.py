@@ -204,8 +204,7 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
 def ends(index: Index, row: int) -> bytes:
     """Return the ends of a file; b"" if it cannot be read."""
     with suppress(OSError):
-        data = index.read(row)
-        return data[:END_BYTES] + data[-END_BYTES:]
+        return index.ends(row, END_BYTES)
     return b""
 
 

@@ -9,62 +9,80 @@ from PIL import Image
 
 from conf import cli
 from engine.tune import prices
-from engine.tune.autotune import measure_supply
-from engine.tune.prices import DOCUMENTED, Change, Flow, Gains, measure_gains
-from engine.tune.verdict import WAITS, Supply
+from engine.tune.autotune import measure_worker
+from engine.tune.measured import WAITS, Measured
+from engine.tune.prices import (
+    DOCUMENTED,
+    SHRINK,
+    Remedy,
+    measure_remedies,
+    predicted_rate,
+    reachable_rate,
+    workers_to_reach,
+)
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
 from pipeline.decode import DECODERS, installed
 from pipeline.feed import open_feed
-from tests.engine.tune.test_autotune import SWEEPS
+from tests.engine.tune.test_search import SWEEPS
 from tests.loader_plans import loader_plan, world_of
 
-STARVED = Flow(rate=4000, step=8000, alone=7500, waits=True)
+
+def waits(rate: float, step: float, alone: float, **values: float) -> list[Measured]:
+    """A run whose step could process `step` images/s if it did not wait."""
+    times = {"cpu_ms": 1.0, **values}
+    decoder = "hybrid" if "decoded" in values else "region"
+    wait = 1 - rate / step
+    return [Measured(rate=rate, step_alone=alone, wait_fraction=wait, decoder=decoder, **times)]
+
+
+STARVED = waits(4000, 8000, 7500)
 
 
 @pytest.mark.parametrize(
-    ("flow", "change", "rate"),
+    ("ranks", "change", "rate"),
     [
-        (STARVED, Change(""), 4000),
-        (STARVED, Change("", cpu=1.5), 6000),
-        (STARVED, Change("", cpu=1.2) + Change("", cpu=1.25), 6000),
-        (STARVED, Change("", cpu=3), 0.98 * 7500),
-        (STARVED, Change("", cpu=0.5), 4000),
-        (STARVED, Change("", workers=1.5), 4000 * 1.5**prices.SCALING),
-        (Flow(4000, 8000, 7500, True, cpu_share=0.5), Change("", cpu=2), 4000 / 0.75),
-        (Flow(4000, 8000, 7500, True, cpu_share=0.6), Change("", wait=0), 4000 / 0.6),
-        (Flow(4000, 8000, 7500, True, decoded=0.5), Change("", cpu=1.5), 5000),
-        (Flow(7490, 7500, 7500, True), Change("", cpu=3), 7490),  # never below now
-        (Flow(6300, 6400, 8000, False), Change("", cpu=2), 6300 * 7200 / 6400),
-        (Flow(6300, 6400, 8000, False), Change("", workers=2, wait=0), 6300),
+        (STARVED, {}, 4000),
+        (STARVED, {"cpu": 1.5}, 6000),
+        (STARVED, {"cpu": 3}, 0.98 * 7500),
+        (STARVED, {"cpu": 0.5}, 4000),
+        (STARVED, {"workers": 1.5}, 4000 * 1.5**prices.SCALING),
+        (STARVED * 2, {"cpu": 1.5}, 12000),
+        (waits(4000, 8000, 7500, storage_ms=1.0), {"cpu": 2}, 4000 / 0.75),
+        (waits(4000, 8000, 7500, core_ms=0.5, storage_ms=1.0), {"storage": 0}, 4000 / 0.6),
+        (waits(4000, 8000, 7500, decoded=0.5), {"cpu": 1.5}, 5000),
+        (waits(7000, 7100, 6000), {"cpu": 3}, 7000),  # never below now
+        (waits(6300, 6400, 8000), {"cpu": 2}, 6300 * 7200 / 6400),
+        (waits(6300, 6400, 8000), {"workers": 2, "storage": 0}, 6300),
     ],
 )
-def test_change(flow: Flow, change: Change, rate: float) -> None:
-    assert flow.after(change) == pytest.approx(rate)
+def test_change(ranks: list[Measured], change: dict[str, float], rate: float) -> None:
+    assert predicted_rate(ranks, **change) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("flow", [STARVED, Flow(4000, 8000, 7500, True, decoded=0.4)])
-def test_workers_to_reach(flow: Flow) -> None:
-    assert flow.reach == 0.98 * 7500
-    assert flow.after(Change("", workers=flow.workers_to_reach)) == pytest.approx(flow.reach)
-    assert flow.after(Change("", workers=0.97 * flow.workers_to_reach)) < flow.reach
+@pytest.mark.parametrize("ranks", [STARVED, waits(4000, 8000, 7500, decoded=0.4)])
+def test_workers_to_reach(ranks: list[Measured]) -> None:
+    reach, workers = reachable_rate(ranks), workers_to_reach(ranks)
+    assert reach == 0.98 * 7500
+    assert predicted_rate(ranks, workers=workers) == pytest.approx(reach)
+    assert predicted_rate(ranks, workers=0.97 * workers) < reach
 
 
-def recorded(name: str, workers: int) -> Flow:
+def recorded(name: str, workers: int) -> list[Measured]:
     """A cell of a sweep on an H200, as a run sees it."""
     alone, _, cells = SWEEPS[name]
     rate, waited, _ = cells[workers]
-    return Flow(rate, step=rate / (1 - waited), alone=alone, waits=waited >= WAITS)
+    return waits(rate, rate / (1 - waited), alone)
 
 
 def test_more_workers_in_recorded_sweeps() -> None:
     """Seven in eight within 10 %; the speed of some machines changed during the sweep."""
     errors = [
-        recorded(name, few).after(Change("", workers=more / few)) / cells[more][0] - 1
+        predicted_rate(recorded(name, few), workers=more / few) / cells[more][0] - 1
         for name, (_, _, cells) in SWEEPS.items()
         for few in cells
         for more in cells
-        if few < more and recorded(name, few).waits
+        if few < more and cells[few][1] >= WAITS
     ]
     assert len(errors) > 150
     assert np.mean(np.abs(errors) < 0.1) > 0.875
@@ -80,18 +98,17 @@ def test_more_workers_where_cores_share_more(
     few: int, rate: float, more: int, found: float
 ) -> None:
     """Two hosts on which 15 workers supply twice as much as 6 (ResNet-18 on an H200)."""
-    flow = Flow(rate, step=23_000, alone=23_000, waits=True)
-    assert flow.after(Change("", workers=more / few)) == pytest.approx(found, rel=0.125)
+    predicted = predicted_rate(waits(rate, 23_000, 23_000), workers=more / few)
+    assert predicted == pytest.approx(found, rel=0.125)
 
 
 @pytest.mark.parametrize("model", ["resnet18", "resnet50", "vit_s16"])
 def test_shrinking_in_recorded_sweeps(model: str) -> None:
     """To 256 px, after which a core decodes 2.6 times as many images (prepare.py --side 256)."""
-    shrunk = SWEEPS[f"{model} shrunk"][2]
-    for workers in SWEEPS[f"{model} plain"][2].keys() & shrunk.keys():
-        flow = recorded(f"{model} plain", workers)
-        if flow.waits:
-            found = flow.after(Change("", cpu=2.6))
+    plain, shrunk = SWEEPS[f"{model} plain"][2], SWEEPS[f"{model} shrunk"][2]
+    for workers in plain.keys() & shrunk.keys():
+        if plain[workers][1] >= WAITS:
+            found = predicted_rate(recorded(f"{model} plain", workers), cpu=2.6)
             assert found == pytest.approx(shrunk[workers][0], rel=0.11)
 
 
@@ -115,30 +132,29 @@ def dataset_of(root: Path, decoder: str) -> Dataset:
     return build_datasets(cli.load([f"data.root={root}", f"loader.decoder={decoder}"])).train
 
 
-def gains_of(root: Path, decoder: str) -> Gains:
-    found = measure_gains(dataset_of(root, decoder))
-    assert found is not None
-    return found
+def remedies_of(root: Path, decoder: str) -> tuple[Remedy, ...]:
+    return measure_remedies(dataset_of(root, decoder), 8)
 
 
-@pytest.mark.slow
-def test_shrinking_helps_large_files_and_not_small_ones(image_root: Path, tmp_path: Path) -> None:
-    large, small = gains_of(photos(tmp_path, 1000), "pillow"), gains_of(image_root, "pillow")
-    assert large.shrink > 2 > small.shrink > 0
-    assert large.file_bytes < 0.5 and small.file_bytes == 1
+def test_smaller_files_gain_where_files_are_large(tmp_path: Path) -> None:
+    (text, large), *_ = remedies_of(photos(tmp_path / "large", 700), "pillow")
+    (_, small), *_ = remedies_of(photos(tmp_path / "small", 300), "pillow")
+    assert text == SHRINK
+    assert large["cpu"] > 1.2 and large["storage"] < 0.5
+    assert small["storage"] == 1
 
 
 def test_faster_decoder_is_named(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     best, fastest = installed()[0], next(iter(DECODERS))
-    found = gains_of(image_root, best)
-    assert (found.decoder, found.installed) == ("" if best == fastest else fastest, False)
+    assert len(remedies_of(image_root, best)) == (1 if best == fastest else 2)
     monkeypatch.setattr("engine.tune.prices.installed", lambda: ["simplejpeg", "pillow"])
-    measured = gains_of(image_root, "pillow")
-    assert (measured.decoder, measured.installed) == ("simplejpeg", True)
+    assert remedies_of(image_root, "pillow")[1][0] == (
+        "set loader.decoder=auto, which is simplejpeg here"
+    )
     monkeypatch.setattr("engine.tune.prices.installed", lambda: ["pillow"])
-    documented = gains_of(image_root, "pillow")
-    assert (documented.decoder, documented.installed) == (fastest, False)
-    assert documented.decode == DOCUMENTED[fastest] / DOCUMENTED["pillow"] > 1
+    text, effect = remedies_of(image_root, "pillow")[1]
+    gain = DOCUMENTED[fastest] / DOCUMENTED["pillow"]
+    assert effect == {"cpu": gain} and f", x{gain:.2f} in docs/benchmarks.md" in text
 
 
 def test_every_decoder_has_a_documented_speed() -> None:
@@ -150,24 +166,17 @@ def test_unreadable_file_and_no_files(tmp_path: Path) -> None:
     for split, name in (("train", "a"), ("train", "b"), ("val", "a"), ("val", "b")):
         (tmp_path / split / name).mkdir(parents=True)
         (tmp_path / split / name / "x.jpg").write_bytes(b"")
-    assert gains_of(tmp_path, "pillow") == Gains()
-    assert measure_gains(build_datasets(cli.load(["data=fake"])).train) is None
+    assert remedies_of(tmp_path, "pillow") == ()
+    assert measure_remedies(build_datasets(cli.load(["data=fake"])).train) == ()
 
 
-def supply_of(root: Path, decoder: str) -> Supply:
-    config = cli.load(
-        [
-            f"data.root={root}",
-            f"loader.decoder={decoder}",
-            "loader.batch_size=8",
-            "train.device=cpu",
-        ]
-    )
+def cpu_ms_of(root: Path, decoder: str) -> float:
+    options = [f"loader.decoder={decoder}", "loader.batch_size=8", "train.device=cpu"]
+    config = cli.load([f"data.root={root}", *options])
     datasets, world = build_datasets(config), world_of(torch.device("cpu"))
-    with open_feed(
-        config, datasets, loader_plan(config, datasets, world, workers=1), world
-    ) as feed:
-        return measure_supply(feed.train.loader)
+    plan = loader_plan(config, datasets, world, workers=1)
+    with open_feed(config, datasets, plan, world) as feed:
+        return measure_worker(feed.train.loader).cpu_ms
 
 
 @pytest.mark.slow
@@ -181,14 +190,12 @@ def test_predicted_speed_of_a_worker(tmp_path: Path) -> None:
         target = small / path.relative_to(large)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(prepare.reencoded(path.read_bytes(), path.name, side=352))
-    gains = gains_of(large, "pillow")
-    assert gains.installed, "the test needs a faster decoder than Pillow"
-    before = 1e3 / supply_of(large, "pillow").cpu_ms
-    flow = Flow(before, step=1e9, alone=1e9, waits=True)
-    smaller, decoder = Change("", cpu=gains.shrink), Change("", cpu=gains.decode)
-    for change, after in (
-        (smaller, supply_of(small, "pillow")),
-        (decoder, supply_of(large, gains.decoder)),
-        (smaller + decoder, supply_of(small, gains.decoder)),
+    (_, smaller), (_, faster) = remedies_of(large, "pillow")
+    best = installed()[0]
+    now = waits(1e3 / cpu_ms_of(large, "pillow"), 1e9, 1e9)
+    for cpu, after in (
+        (smaller["cpu"], cpu_ms_of(small, "pillow")),
+        (faster["cpu"], cpu_ms_of(large, best)),
+        (smaller["cpu"] * faster["cpu"], cpu_ms_of(small, best)),
     ):
-        assert flow.after(change) == pytest.approx(1e3 / after.cpu_ms, rel=0.3)
+        assert predicted_rate(now, cpu=cpu) == pytest.approx(1e3 / after, rel=0.3)

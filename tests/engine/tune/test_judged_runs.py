@@ -1,0 +1,312 @@
+"""Verdicts of real feeds, with storage, decoding and steps made slow."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from conf import cli
+from engine.distributed import StopSignal, World, join_world
+from engine.plan import make_plan
+from engine.tune.measured import Measured
+from engine.tune.prices import SHRINK
+from engine.tune.verdict import SHORT, Verdict
+from pipeline.build import build_datasets
+from pipeline.clock import Timing
+from pipeline.dataset import FolderDataset
+from pipeline.feed import Feed, open_feed
+from pipeline.prefetcher import Batch
+from tests.engine.log.test_times import WAITED
+
+
+class FakeClock:
+    """Replaces the module `time`: it advances only when a test says so, also on a busy machine."""
+
+    def __init__(self) -> None:
+        self.wall = self.cpu = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    monotonic = perf_counter
+
+    def thread_time(self) -> float:
+        return self.cpu
+
+    def passes(self, *, waiting: float = 0.0, computing: float = 0.0) -> None:
+        self.wall += waiting + computing
+        self.cpu += computing
+
+
+WORKER_CLOCK = FakeClock()  # of the workers; forked ones inherit it
+
+
+@pytest.fixture
+def _worker_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.worker.time", WORKER_CLOCK)
+    monkeypatch.setattr("pipeline.worker.waited_for_core", lambda: 0.0)
+
+
+class SlowDisk(FolderDataset):
+    def read(self, index: int) -> bytes:
+        WORKER_CLOCK.passes(waiting=0.005, computing=0.001)
+        return super().read(index)
+
+
+class SlowDecoder(FolderDataset):
+    def read(self, index: int) -> bytes:
+        WORKER_CLOCK.passes(waiting=0.001, computing=0.005)
+        return super().read(index)
+
+
+class OneSlowFile(FolderDataset):
+    slow = frozenset({5})
+
+    def read(self, index: int) -> bytes:
+        WORKER_CLOCK.passes(waiting=3.0 if index in self.slow else 0.001, computing=0.002)
+        return super().read(index)
+
+
+class Hiccup(OneSlowFile):
+    """Storage that stalls several times, each time at another file."""
+
+    slow = frozenset(range(5, 36, 6))
+
+
+@contextmanager
+def open_run(
+    image_root: Path,
+    *overrides: str,
+    kind: type[FolderDataset] | None = FolderDataset,
+    world: World | None = None,
+    step_alone: float = 0.0,
+) -> Iterator[tuple[Feed, Verdict]]:
+    """A feed of the images as `kind` reads them, or of synthetic ones; the verdict of its run."""
+    images = ["loader.batch_size=16", "data.image_size=32", "model=resnet_tiny"]
+    config = cli.load([f"data.root={image_root}", *images, *overrides])
+    with join_world(config.train.device) as own:
+        datasets = build_datasets(config)
+        plan = make_plan(config, datasets, own)
+        if kind is not None:
+            plain = datasets.train
+            assert isinstance(plain, FolderDataset)
+            slow = kind(plain.index, plain.transform, decoder=plain.decoder, seed=plain.seed)
+            datasets = replace(datasets, train=slow)
+        with open_feed(config, datasets, plan.loader, own) as feed:
+            step: Any = SimpleNamespace(refused=None)
+            state: Any = SimpleNamespace(step=1)
+            stop = StopSignal(own)
+            yield feed, Verdict(plan, feed, step, state, world or own, stop, step_alone=step_alone)
+
+
+CPU = ("train.device=cpu", "loader.workers=0")
+
+
+@pytest.fixture
+def _short_runs_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(SHORT, "run", 0.0)
+
+
+made_on_purpose = pytest.mark.usefixtures("_short_runs_are_judged")
+
+
+@made_on_purpose
+@pytest.mark.usefixtures("_worker_clock")
+@pytest.mark.parametrize(
+    ("kind", "workers", "cause", "says"),
+    [
+        (SlowDisk, 0, "storage", "1.0 ms of CPU time per image, and waits 5.0 ms for storage"),
+        (SlowDisk, 1, "storage", "1.0 ms of CPU time per image, and waits 5.0 ms for storage"),
+        (SlowDecoder, 0, "decode", "5.0 ms of CPU time per image, and waits 1.0 ms for storage"),
+        (SlowDecoder, 0, "decode", "set loader.workers=auto to decode while the step runs"),
+        (SlowDecoder, 1, "decode", "The one worker spends 5.0 ms of CPU time per image, and waits"),
+        (OneSlowFile, 1, "single files", " took most of the workers' time, seconds each"),
+        (Hiccup, 2, "storage", "move the images to faster storage"),
+    ],
+)
+def test_slow_input(
+    image_root: Path, kind: type[FolderDataset], workers: int, cause: str, says: str
+) -> None:
+    """The step waits for images as long as the workers measured."""
+    options = ["train.device=cpu", f"loader.workers={workers}", "loader.start_method=fork"]
+    with open_run(image_root, *options, kind=kind) as (feed, verdict):
+        loader = feed.train.loader
+        for first, last in ((0, 4), (4, 12)):
+            images = sum(len(batch.labels) for batch in feed.train.batches(first, last))
+            replies = loader.pool.recent[0]
+            seconds = sum(r.seconds for r in replies) / sum(r.rows for r in replies)
+            seconds *= images / max(1, workers)
+            verdict.add(replace(WAITED, batches=last - first, seconds=seconds))
+        found = verdict.sentences("run")
+        name = loader.pool.sources[0].dataset.name(5)
+    assert found[0].startswith(f"input-bound by {cause}: ")
+    assert says in found[1]
+    assert (name in found[1]) == (kind is OneSlowFile)
+
+
+def verdict_of_steps(
+    feed: Feed, verdict: Verdict, step: Callable[[Batch], object], *, steps: int = 8
+) -> list[str]:
+    """Run some steps as train.py does and return the verdict."""
+    for first, last in ((0, 4), (4, 4 + steps)):
+        for batch in feed.train.batches(first, last):
+            step(batch)
+        timing = feed.train.clock.timing(last - first)
+        assert timing is not None
+        verdict.add(replace(timing, core_fraction=0.0))
+    return verdict.sentences("run")
+
+
+@made_on_purpose
+def test_heavy_step_is_compute_bound(image_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only the step advances: on a busy machine workers may be slower."""
+    clock = FakeClock()
+    monkeypatch.setattr("pipeline.clock.time", clock)
+    with open_run(image_root, "train.device=cpu", "loader.workers=1") as (feed, verdict):
+        found = verdict_of_steps(feed, verdict, lambda batch: clock.passes(computing=0.1))
+    assert found[0].startswith("compute-bound")
+
+
+SYNTHETIC = ("data=fake", "data.image_size=224", "loader.batch_size=256", "loader.workers=4")
+
+
+@pytest.mark.gpu
+@made_on_purpose
+def test_pageable_memory_is_copy_bound(image_root: Path) -> None:
+    """13 ms of copies on an H200; the images are large, so the host's work hardly counts."""
+    options = [*SYNTHETIC, "data.image_size=512", "loader.pin_memory=false"]
+    with open_run(image_root, *options, kind=None) as (feed, verdict):
+        found = verdict_of_steps(feed, verdict, lambda batch: batch.images.sum(), steps=100)
+    assert found[0].startswith("copy-bound")
+    assert "loader.pin_memory=true" in found[1]
+
+
+@pytest.mark.gpu
+@made_on_purpose
+def test_tiny_batch_is_launch_bound(image_root: Path) -> None:
+    """More kernels than the host can launch in the time they run."""
+
+    def step(batch: Batch) -> None:
+        value = batch.images.sum()
+        for _ in range(500):
+            value = value + 1
+        time.sleep(0.002)  # as a Python program between its launches
+
+    with open_run(image_root, *SYNTHETIC, "loader.batch_size=4", kind=None) as (feed, verdict):
+        found = verdict_of_steps(feed, verdict, step, steps=100)
+    assert found[0].startswith("launch-bound")
+
+
+@pytest.mark.gpu
+@made_on_purpose
+def test_heavy_model_is_compute_bound_on_a_gpu(image_root: Path) -> None:
+    weight = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    with open_run(image_root, *SYNTHETIC, kind=None) as (feed, verdict):
+        heavy = lambda batch: [weight @ weight for _ in range(40)]  # noqa: E731
+        found = verdict_of_steps(feed, verdict, heavy, steps=50)
+    assert found[0].startswith("compute-bound")
+
+
+# What is judged.
+
+
+@pytest.fixture
+def judged(monkeypatch: pytest.MonkeyPatch) -> list[Measured]:
+    """The figures that are judged."""
+    found: list[Measured] = []
+
+    def judge(ranks: list[Measured], measure: object) -> list[str]:
+        found.extend(ranks)
+        return ["a sentence."]
+
+    monkeypatch.setattr("engine.tune.verdict.judge", judge)
+    return found
+
+
+def lasting(seconds: float, **values: Any) -> Timing:
+    return replace(WAITED, seconds=seconds, **values)
+
+
+def test_short_epochs_and_runs_have_no_verdict(image_root: Path, judged: list[Measured]) -> None:
+    """An epoch of seconds, and a run with little more than its first interval, which compiles."""
+    none = ["none: less than 3 s of steps after the warm-up, too few to judge"]
+    with open_run(image_root, *CPU) as (_, verdict):
+        assert verdict.sentences("epoch") == [] and verdict.sentences("run") == none
+        for seconds, epoch, run in (
+            (60.0, 0, 0),
+            (1.0, 0, 0),
+            (19.0, 1, 1),
+            (19.0, 0, 1),
+            (1.0, 0, 1),
+        ):
+            verdict.add(lasting(seconds))
+            assert verdict.sentences("run") == (["a sentence."] if run else none)
+            if seconds != 1.0:
+                verdict.add(lasting(1.0)) if epoch else None
+                assert verdict.sentences("epoch") == ["a sentence."] * epoch
+    assert judged[0].rate == 2 * 4 * 16 / 20
+
+
+def test_means_are_over_time(image_root: Path, judged: list[Measured]) -> None:
+    """An interval of 30 s counts three times one of 10 s; the one that compiles does not count."""
+    with open_run(image_root, *CPU, step_alone=50.0) as (_, verdict):
+        for seconds, share in ((50.0, 0.9), (30.0, 0.1), (10.0, 0.5)):
+            shares = {"late_fraction": share / 2, "copy_fraction": share / 4, "copy_ms": 10 * share}
+            parts = tuple((seconds, 4.0) for _ in range(3))
+            verdict.add(lasting(seconds, wait_fraction=share, parts=parts, **shares))
+        verdict.sentences("run", slowdowns="board limit")
+        verdict._size = 16  # as if the first images had been smaller
+        verdict.sentences("run")
+    found, with_other_images = judged
+    figures = [found.wait_fraction, found.late_fraction, found.copy_fraction, found.copy_ms]
+    assert figures == pytest.approx([0.2 * part for part in (1, 1 / 2, 1 / 4, 10)])
+    assert (found.rate, found.period_ms, found.own_ms) == (128 / 40, 5000, 20)
+    assert (found.slowdowns, found.step_alone, found.workers) == ("board limit", 50.0, 0)
+    assert with_other_images.step_alone == 0  # larger images are no slowdown
+
+
+class TwoRanks(World):
+    """The other rank waits longer, or has too few steps."""
+
+    def all_gather(self, value: Any) -> list[Any]:
+        return [value, replace(value, wait_fraction=0.4) if value.rate > 2 else None]
+
+
+def test_all_ranks_have_the_same_verdict(image_root: Path) -> None:
+    world = TwoRanks(rank=0, size=2, local_rank=0, local_size=2, device=torch.device("cpu"))
+    with open_run(image_root, *CPU, world=world) as (feed, verdict):
+        list(feed.train.batches(0, 4))
+        for _ in range(3):
+            verdict.add(lasting(11.0, wait_fraction=0.1))
+        found = verdict.sentences("epoch")
+        assert found[0].startswith("input-bound by decode: the CPU waited 40.0% of the time")
+        assert found == verdict.sentences("run")
+        verdict.add(lasting(900.0))
+        assert verdict.sentences("run")[0].startswith("none: less than 3 s")
+
+
+def test_remedies_have_prices_if_the_images_limit(
+    image_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files are decoded for them only then."""
+    measured = []
+
+    def measure(*_: Any, **__: Any) -> Any:
+        measured.append(1)
+        return ((SHRINK, {"cpu": 2.0}),)
+
+    monkeypatch.setattr("engine.tune.verdict.measure_remedies", measure)
+    with open_run(image_root, *CPU) as (feed, verdict):
+        list(feed.train.batches(0, 4))
+        for waits, count in ((0.01, 0), (0.6, 1)):
+            for _ in range(2):  # 128 images in 32 s, 4 per second
+                verdict.add(lasting(32.0, batches=8, wait_fraction=waits))
+            found = verdict.sentences("epoch")
+            assert len(measured) == count
+    assert f"{SHRINK} (about 8 img/s)" in found[1]
