@@ -327,8 +327,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
         self._content["plan"] = plan.record
         self.world.broadcast(begin)
-        self._compiled = CompileCache(self.path, plan, self.world)
-        self._compiled.load()
+        if plan.compile != "off":
+            self._compiled = CompileCache(self.path, self.world)
+            self._compiled.load()
 
     def has(self, state: TrainState) -> bool:
         """Whether this start has no steps to save: the last checkpoint has them, or there are none.
