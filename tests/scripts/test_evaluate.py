@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -206,27 +205,6 @@ def test_flip_is_the_mean_of_both_logits(folder: Path, found: Evaluated) -> None
     assert both.metrics.loss != found.metrics.loss
 
 
-def test_other_size_keeps_the_crop_ratio(folder: Path) -> None:
-    found = measured(folder, "data.val_size=40")
-    assert found.trained.config.augment.val == [
-        {"resize": {"size": 40}},
-        {"center_crop": {"size": 40}},
-    ]
-    assert found.datasets.val_size == 40
-
-
-@pytest.mark.parametrize("interpolation", ["bilinear", "bicubic"])
-def test_squashed_images_are_pillows(folder: Path, interpolation: str) -> None:
-    """Pillow rounds differently: by 2 levels at most."""
-    squash = f"[{{resize: {{size: [40, 40], interpolation: {interpolation}}}}}]"
-    found = measured(folder, f"augment.val={squash}", flip=True)
-    val, filter = found.datasets.val, Image.Resampling[interpolation.upper()]
-    for index in (0, 7, 14):
-        pillows = Image.open(val.name(index)).resize((40, 40), filter)
-        difference = abs(val.load(0, index)[0].astype(int) - np.asarray(pillows))
-        assert difference.max() <= 2 and difference.mean() < 0.05
-
-
 def test_other_classes(folder: Path, image_root: Path, tmp_path: Path) -> None:
     """The images get their labels by the names of the classes; no training split is needed."""
     for name in ("dots", "stripes"):
@@ -266,20 +244,6 @@ def test_file_of_another_project(
         label_by_name(replace(other.trained, num_classes=5), found.datasets)
     with pytest.raises(UserError, match=r"^data\.root is missing: pass data\.root="):
         opened(tmp_path / "weights.pth", *foreign)
-
-
-def test_torchvision_v1_resnet50_on_imagenet() -> None:
-    """Set IMAGENET and RESNET50_V1 to the folder with val/ and to resnet50-0676ba61.pth."""
-    images, weights = os.environ.get("IMAGENET"), os.environ.get("RESNET50_V1")
-    if not (images and weights):
-        pytest.skip("IMAGENET and RESNET50_V1 do not name the files")
-    overrides = ["model.name=resnet50", f"data.root={images}", "loader.decoder=pillow"]
-    overrides.append("train.precision=fp32")
-    trained = open_trained(Path(weights), overrides)
-    with join_world("auto") as world:
-        found = evaluate.run(with_config(trained, overrides, world), world, flip=False)
-    assert found.metrics.images == 50_000
-    assert found.metrics.top1 == pytest.approx(76.13, abs=0.03)
 
 
 @pytest.mark.slow

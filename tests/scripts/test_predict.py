@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 
 from conf.schema import UserError
 from pipeline.build import build_val
@@ -102,14 +101,6 @@ def test_files_that_cannot_be_read_stay_in_order(damaged: Path, predictor: Predi
     assert "cannot identify image file" in reasons["text.png"]
     assert [bool(result.classes) for result in found] == [not result.reason for result in found]
     assert list(reasons.values()).count("") == 3
-
-
-@pytest.mark.parametrize("mode", ["L", "RGBA", "P", "CMYK", "I;16"])
-def test_other_formats(predictor: Predictor, tmp_path: Path, mode: str) -> None:
-    image = Image.new(mode, (50, 40)) if mode != "P" else Image.new("RGB", (50, 40)).convert("P")
-    path = tmp_path / ("image.tiff" if mode == "CMYK" else "image.png")
-    image.save(path)
-    assert [result.reason for result in results(predictor, path)] == [""]
 
 
 def test_output_that_is_not_a_number(predictor: Predictor, image_root: Path) -> None:
@@ -253,11 +244,6 @@ def test_mistakes(words: str, message: str) -> None:
     with pytest.raises(UserError) as raised:
         predict.arguments(words.split())
     assert str(raised.value).startswith(message)
-
-
-def test_link_to_nowhere_is_not_a_mistake(damaged: Path) -> None:
-    link = str(damaged / "link.jpg")
-    assert predict.arguments([".", link, "optim.lr=1"]).paths == [link]
 
 
 def test_output_that_nobody_reads(folder: Path, image_root: Path) -> None:
