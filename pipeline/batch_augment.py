@@ -1,14 +1,12 @@
 """Transforms of a whole training batch on the device, written as an ordered list in the config.
 
 Journey of a batch, 5: on the prefetcher's side stream, after normalisation. A transform is a
-function of (images, targets, part): float32 [B, 3, S, S] and float32 [B, classes], for every
-decoder and training dtype, and which part of the global batch they are. The prefetcher rounds to
-the training dtype once, after the last transform.
+function of (images, targets, part): float32 [B, 3, S, S], float32 [B, classes], and which part of
+the global batch they are. The prefetcher rounds to the training dtype once, after the last one.
 
 Parameters are drawn on the host, one set per image, from a generator that is a pure function of
-(seed, step), so GPU and CPU see the same draws. Every rank draws for the global batch and takes its
-own, so the draws of an image, and the image it is mixed with, do not depend on the number of ranks.
-For random numbers per pixel, use
+(seed, step). Every rank draws for the global batch and takes its own, so the draws of an image, and
+the image it is mixed with, do not depend on the number of ranks. For random numbers per pixel, use
 `torch.Generator(images.device).manual_seed(int(part.rng.integers(2**63)))`: torch's global
 generator would give different numbers after a restart.
 """

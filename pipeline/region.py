@@ -75,8 +75,7 @@ def load() -> Decode | str:
     library = _Library((ctypes.c_void_p * len(FUNCTIONS))(*addresses[:-1]))
     if code.region_open(ctypes.byref(library)):
         return "install Pillow from pip or conda: its libjpeg-turbo has an unknown interface"
-    call = code.region_decode
-    void = ctypes.c_void_p
+    call, void = code.region_decode, ctypes.c_void_p
     call.argtypes = [void, ctypes.c_char_p, ctypes.c_ulong, void, void]
 
     def decode(data: bytes, box: tuple[int, int, int, int], scale: int, result: int) -> bool:

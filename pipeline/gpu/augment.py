@@ -86,15 +86,11 @@ def kernel_rows(operations: np.ndarray, size: int) -> np.ndarray:
 
 @cache
 def _row(drawn: bytes, size: int) -> bytes:
-    """The numbers of one operation: float64 [COLUMNS].
+    """The numbers of one operation, float64 [COLUMNS], from (position in NAMES, signed strength).
 
     The first is MOVED, followed by a matrix, or the position of another operation in NAMES,
     followed by its number: the weight of the image in a blend (float32, as in Blend.c), the mask of
     posterize, or the first level that solarize inverts.
-
-    Args:
-        drawn: float64 [2], position in NAMES and signed strength.
-        size: side of the image in pixels.
     """
     position, strength = struct.unpack("2d", drawn)
     name = NAMES[int(position)]

@@ -10,12 +10,11 @@ pixels go through the same kernel.
 """
 
 import ctypes
-import importlib.util
 import logging
 import math
 import time
+from contextlib import suppress
 from functools import cache
-from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -29,19 +28,12 @@ logger = logging.getLogger(__name__)
 
 FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
 MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
-# nvjpegStatus_t.
-STATUSES = {
-    1: "not initialized",
-    2: "invalid parameter",
-    3: "bad JPEG",
-    4: "JPEG not supported",
-    5: "allocator failure",
-    6: "execution failed",
-    7: "architecture mismatch: this GPU has no JPEG engines",
-    8: "internal error",
-    9: "implementation not supported",
-    10: "incomplete bitstream",
-}
+STATUSES = (  # nvjpegStatus_t
+    *("success", "not initialized", "invalid parameter", "bad JPEG", "JPEG not supported"),
+    *("allocator failure", "execution failed"),
+    "architecture mismatch: this GPU has no JPEG engines",
+    *("internal error", "implementation not supported", "incomplete bitstream"),
+)
 OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
 
 
@@ -74,20 +66,11 @@ class Engines:
         if self._property(0) < OLDEST:
             raise EngineError(f"nvJPEG {self.version} is too old; install version {OLDEST}")
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        self._check(
-            library.nvjpegCreateEx(
-                self.HARDWARE_BACKEND,
-                None,
-                None,
-                ctypes.c_uint(self.NO_PIPELINE),
-                ctypes.byref(self._handle),
-            ),
-            "nvjpegCreateEx",
-        )
-        self._check(
-            library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state)),
-            "nvjpegJpegStateCreate",
-        )
+        flags, handle = ctypes.c_uint(self.NO_PIPELINE), ctypes.byref(self._handle)
+        status = library.nvjpegCreateEx(self.HARDWARE_BACKEND, None, None, flags, handle)
+        self._check(status, "nvjpegCreateEx")
+        status = library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state))
+        self._check(status, "nvjpegJpegStateCreate")
         self._count = 0
 
     def decode(
@@ -103,21 +86,16 @@ class Engines:
         Raises:
             EngineError: a file is damaged or the engines do not support it.
         """
-        n = len(files)
+        n, library = len(files), self.library
         if n != self._count:
-            initialize = self.library.nvjpegDecodeBatchedInitialize
-            self._check(
-                initialize(self._handle, self._state, n, 1, self.RGB_INTERLEAVED),
-                "nvjpegDecodeBatchedInitialize",
+            status = library.nvjpegDecodeBatchedInitialize(
+                self._handle, self._state, n, 1, self.RGB_INTERLEAVED
             )
+            self._check(status, "nvjpegDecodeBatchedInitialize")
             self._count = n
-        status = self.library.nvjpegDecodeBatched(
-            self._handle,
-            self._state,
-            _pointer(files),
-            _pointer(lengths),
-            _pointer(targets),
-            ctypes.c_void_p(stream.cuda_stream),
+        arrays = (ctypes.c_void_p(array.ctypes.data) for array in (files, lengths, targets))
+        status = library.nvjpegDecodeBatched(
+            self._handle, self._state, *arrays, ctypes.c_void_p(stream.cuda_stream)
         )
         if status:
             self._count = 0
@@ -138,51 +116,25 @@ class Engines:
 
     def _check(self, status: int, call: str) -> None:
         if status:
-            meaning = STATUSES.get(status, "unknown")
+            meaning = STATUSES[status] if status < len(STATUSES) else "unknown"
             raise EngineError(
                 f"{call} of nvJPEG {self.version} returned status {status} ({meaning})"
             )
 
 
-def _pointer(array: np.ndarray) -> ctypes.c_void_p:
-    return ctypes.c_void_p(array.ctypes.data)
-
-
 @cache
 def find_library() -> ctypes.CDLL | None:
     """nvJPEG from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit; None if missing."""
-    for name in [
-        *_in_nvidia_wheels(),
-        *_in_torchvision(),
-        "libnvjpeg.so.13",
-        "libnvjpeg.so.12",
-        "/usr/local/cuda/lib64/libnvjpeg.so",
-    ]:
-        try:
+    packages = Path(torch.__file__).parents[1]
+    wheels = [
+        *sorted(packages.glob("nvidia/*/lib/libnvjpeg.so*")),
+        *sorted(packages.glob("torchvision.libs/libnvjpeg*.so*")),
+    ]
+    toolkit = ["libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]
+    for name in [*map(str, wheels), *toolkit]:
+        with suppress(OSError):
             return ctypes.CDLL(name)
-        except OSError:
-            continue
     return None
-
-
-def _in_nvidia_wheels() -> list[str]:
-    """Files of the packages nvidia-nvjpeg (CUDA 13) and nvidia-nvjpeg-cu12."""
-    found = []
-    for package in ("nvidia-nvjpeg", "nvidia-nvjpeg-cu12"):
-        try:
-            files = metadata.files(package) or []
-        except metadata.PackageNotFoundError:
-            continue
-        found += [str(file.locate()) for file in files if file.name.startswith("libnvjpeg.so")]
-    return found
-
-
-def _in_torchvision() -> list[str]:
-    vision = importlib.util.find_spec("torchvision")
-    if vision is None or vision.origin is None:
-        return []
-    folder = Path(vision.origin).parent.parent / "torchvision.libs"
-    return [str(path) for path in sorted(folder.glob("libnvjpeg*.so*"))]
 
 
 _unused: list[Engines] = []  # opened by `why_no_engines`; a GpuDecoder takes them: it saves 0.8 s
@@ -237,9 +189,8 @@ class GpuDecoder:
     def __init__(self, device: torch.device, batch_size: int) -> None:
         self.engines = _open_engines()
         self.device = device
-        self._targets = np.zeros(
-            (batch_size, 8), np.uint64
-        )  # nvjpegImage_t: four device pointers, four pitches
+        # nvjpegImage_t: four device pointers, four pitches.
+        self._targets = np.zeros((batch_size, 8), np.uint64)
         self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
         self._settled = torch.cuda.Event()
         self.seconds_per_image = 0.0
@@ -285,9 +236,7 @@ class GpuDecoder:
             table[files_here, ADDRESS] = address
             targets = self._targets[: len(address)]
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
-            source = (files.ctypes.data + table[files_here, OFFSET].astype(np.int64)).astype(
-                np.uint64
-            )
+            source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
             self._settled.synchronize()  # the engines decode one batch at a time
             began = time.perf_counter()

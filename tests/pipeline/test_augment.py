@@ -28,7 +28,6 @@ from pipeline.augment import (
 from pipeline.decode import INTERPOLATIONS, Box, Picture
 from tests.distributions import same_distribution
 from tests.drawings import draw_image
-from tests.libraries import timm_module
 
 PHOTO = draw_image("dots", np.random.default_rng(3)).resize((300, 260))
 
@@ -333,19 +332,13 @@ def test_rand_augment_leaves_operations_out_with_probability() -> None:
     assert strengths_of(p=0) == []
 
 
-@pytest.mark.parametrize(("magnitude", "spread"), [(7, 0.5), (9.8, 0.5), (0.2, 1.0)])
-def test_magnitudes_have_timms_distribution(magnitude: float, spread: float) -> None:
-    """Also where it is clipped to 0 or to the maximum; timm's scale ends at 10."""
-    timm = timm_module("data.auto_augment")
-    operation = timm.AugmentOp("Rotate", 1.0, magnitude, {"magnitude_std": spread})
-    drawn: list[float] = []
-    operation.level_fn = lambda level, _: drawn.append(level) or (0.0,)
-    random.seed(0)
-    for _ in range(2000):
-        operation(Image.new("RGB", (8, 8)))
-    theirs = np.array([round(3 * level) for level in drawn])
-    found = strengths_of(magnitude=3 * magnitude, magnitude_std=3 * spread)
-    assert same_distribution(np.array(found), theirs) and len(set(found)) > 3
+def test_strengths_are_drawn_from_a_rounded_normal_distribution() -> None:
+    """Clipped to the scale, as in timm."""
+    found = np.array(strengths_of(magnitude=27.4, magnitude_std=3))
+    assert found.max() == STRENGTHS and (found == STRENGTHS).mean() > 0.15
+    theirs = np.random.default_rng(0).normal(27.4, 3, len(found)).round().clip(0, STRENGTHS)
+    assert same_distribution(found, theirs)
+    assert min(strengths_of(magnitude=0.5, magnitude_std=3)) == 0
 
 
 # Bad configs.

@@ -15,7 +15,6 @@ from conf.schema import UserError
 from pipeline.augment import build
 from pipeline.batch_augment import BATCH_TRANSFORMS, BLOCK, Part, batch_part
 from tests.distributions import same_distribution
-from tests.libraries import timm_module
 
 COUNT, SIDE = 64, 32
 
@@ -127,24 +126,6 @@ def test_erased_boxes_are_distributed_as_torchvisions(
     assert not same_distribution(x, left + 0.08 * side)  # the test has the power to tell
 
 
-def test_cutmix_weights_are_distributed_as_torchvisions() -> None:
-    """The weight of a box is its area within the image."""
-    assert import_torchvision()
-    from torchvision.transforms.v2 import CutMix
-
-    theirs, image, cutmix = CutMix(num_classes=2), torch.empty(3, 224, 224), one("cutmix")
-    torch.manual_seed(0)
-    weights = np.array([theirs.make_params([image])["lam_adjusted"] for _ in range(2000)])
-    images, targets = torch.zeros(200, 1, 224, 224), torch.eye(200)
-    ours = torch.cat(
-        [cutmix(images, targets, part(0, step, total=200))[1].diagonal() for step in range(10)]
-    ).numpy()
-    assert same_distribution(ours, weights)
-    assert not same_distribution(
-        ours, np.random.default_rng(0).random(2000)
-    )  # not Beta(1, 1), from which the box follows
-
-
 Draws = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
@@ -181,36 +162,6 @@ def test_mixup_or_cutmix_is_torchvisions_for_the_same_draws(
     assert 20 < sum(kinds) < 44
 
 
-@pytest.mark.parametrize(("per", "mode"), [("batch", "batch"), ("image", "elem")])
-def test_mixup_or_cutmix_is_timms_for_the_same_draws(
-    per: str, mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two images: the next one is the last but i. Boxes of an even size, which timm halves."""
-    theirs = timm_module("data.mixup").Mixup(
-        mixup_alpha=0.2, cutmix_alpha=1.0, label_smoothing=0.0, num_classes=2, mode=mode
-    )
-    transform, images = one("mixup_or_cutmix", per=per), torch.randn(2, 3, 64, 64)
-    count = 2 if per == "image" else 1
-    compared = set()
-    for step in range(100):
-        cut, weights, centres = drawn(step, count, 64)
-        sides = [int(64 * math.sqrt(1 - w)) for c, w in zip(cut, weights, strict=True) if c]
-        if any(side % 2 for side in sides):
-            continue
-        # timm draws whether to mix, then the kind, or the other way round; centres as y, x.
-        uniform = iter([0.0, float(not cut[0])] if count == 1 else [(~cut) * 1.0, np.zeros(2)])
-        places = iter(centres[::-1].T[cut].ravel())
-        with monkeypatch.context() as patch:
-            patch.setattr(np.random, "rand", lambda *_, uniform=uniform: next(uniform))
-            patch.setattr(np.random, "beta", lambda *_, w=weights, **__: w[0] if len(w) == 1 else w)
-            patch.setattr(np.random, "randint", lambda *_, places=places, **__: next(places))
-            expected = theirs(images.clone(), torch.arange(2))
-        found = transform(images, torch.eye(2), part(0, step, total=2))
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-        compared.add(tuple(cut))
-    assert len(compared) == 2**count
-
-
 def weights_of(per: str, **parameters: Any) -> np.ndarray:
     """1,500 drawn weights of the images themselves, of 224 px."""
     transform = one("mixup_or_cutmix", per=per, **parameters)
@@ -237,27 +188,6 @@ def test_mixup_or_cutmix_is_distributed_as_torchvisions_choice(per: str) -> None
     assert same_distribution(ours, np.array(theirs))
     assert not same_distribution(ours, np.array(theirs[:1000]))
     assert not same_distribution(ours, np.array(theirs[1000:]))
-
-
-def test_mixup_or_cutmix_is_distributed_as_timms() -> None:
-    """With the probabilities of either and of cutmix."""
-    mixup = timm_module("data.mixup").Mixup(
-        mixup_alpha=0.1,
-        cutmix_alpha=1.0,
-        prob=0.7,
-        switch_prob=0.2,
-        mode="elem",
-        label_smoothing=0.0,
-        num_classes=2,
-    )
-    np.random.seed(0)
-    # The images have different classes than their partners.
-    labels = torch.tensor([0] * 750 + [1] * 750)
-    _, targets = mixup(torch.zeros(1500, 1, 224, 224), labels)
-    theirs = targets[range(1500), labels].numpy()
-    given = {"mixup_alpha": 0.1, "p": 0.7, "switch_p": 0.2}
-    assert same_distribution(weights_of("image", **given), theirs)
-    assert not same_distribution(weights_of("image", **{**given, "switch_p": 0.5}), theirs)
 
 
 @pytest.mark.parametrize("name", BATCH_TRANSFORMS)

@@ -132,33 +132,24 @@ CONTENTS: dict[str, Make] = {
     **{f"no {name}": drop(name) for name in ("format", "step", "state", "identity", "config")},
     **{
         f"step {value!r}": put("step", value)
-        for value in ("5", -1, 10**9, 2**80, True, 5.0, float("nan"), None, [5], 6)
+        for value in ("5", -1, 2**80, True, 5.0, float("nan"), [5], 6)
     },
-    **{
-        f"step {value!r} in the state": put("state", "step", value)
-        for value in ("5", -1, 10**9, True, 5.0, float("nan"), 6)
-    },
+    **{f"step {value!r} in the state": put("state", "step", value) for value in ("5", -1, 5.0, 6)},
     "format true": put("format", True),
-    "format as text": put("format", "2"),
-    "config as YAML": put("config", "!!python/object/apply:os.system ['true']"),
     "identity with a line end": put("identity", "model.name", "a\nError: b\x1b[2J"),
-    "identity with a key that is a number": put("identity", 5, 5),
     "identity with a tensor": put("identity", "model.name", torch.zeros(3)),
     "state is a list": put("state", [1]),
     **{
         f"no {name} in the state": drop("state", name)
         for name in ("model", "ema", "ema_steps", "optimizer", "best", "last", "spent", "history")
     },
-    "weights as a list": put("state", "model", [1]),
     "no first layer": drop(*WEIGHT),
+    "weights as a list": put("state", "model", [1]),
     "layer unknown": put("state", "model", "conv9.weight", torch.zeros(1)),
     "layer as text": put(*WEIGHT, "weights"),
     "layer of another shape": put(*WEIGHT, torch.zeros(3)),
-    "average is a tensor": put("state", "ema", torch.zeros(3)),
     "average without a layer": drop("state", "ema", "conv1.weight"),
     "updates of the average": put("state", "ema_steps", torch.zeros(3)),
-    "updates as text": put("state", "ema_steps", "many"),
-    "optimizer as text": put("state", "optimizer", "sgd"),
     "optimizer without groups": put("state", "optimizer", "param_groups", []),
     "optimizer with wrong groups": put(
         "state", "optimizer", "param_groups", lambda groups: [*groups, groups[0]]
@@ -168,7 +159,6 @@ CONTENTS: dict[str, Make] = {
     ),
     "table of losses too short": put("state", "losses", "sums", lambda v: v[:3].clone()),
     "table of losses too long": put("state", "losses", "latest", lambda v: torch.cat([v, v])),
-    "losses as a list": put("state", "losses", [1, 2]),
     "ordered": lambda content, path: torch.save(OrderedDict(content, step="x"), path),
 }
 

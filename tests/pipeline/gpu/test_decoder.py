@@ -2,7 +2,6 @@
 
 import io
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -379,31 +378,27 @@ def test_engines_free_what_they_create() -> None:
     ]
 
 
-def test_nvidias_own_package_is_the_first_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nvidias_own_package_is_the_first_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As installed by pip, then torchvision's, then that of the CUDA toolkit."""
-    wheel = metadata.PackagePath("nvidia/cu13/lib/libnvjpeg.so.13")
-    wheel.dist = metadata.Distribution.at("/venv/nvidia_nvjpeg-13.0.dist-info")
-    other = metadata.PackagePath("nvidia/cu13/include/nvjpeg.h")
-    monkeypatch.setattr(
-        metadata, "files", lambda name: [other, wheel] if name == "nvidia-nvjpeg" else None
-    )
-    monkeypatch.setattr(decoder, "_in_torchvision", lambda: ["/venv/torchvision.libs/libnvjpeg.so"])
+    files = ["nvidia/cu13/lib/libnvjpeg.so.13", "torchvision.libs/libnvjpeg.1a2b.so.13"]
+    for name in [*files, "nvidia/cu13/include/nvjpeg.h", "torch/__init__.py"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
     asked: list[str] = []
 
     def load(name: str) -> Any:
         asked.append(name)
-        if name.endswith(".so.12"):
+        if name.endswith("libnvjpeg.so.12"):
             return "the toolkit's"
         raise OSError(name)
 
+    monkeypatch.setattr(decoder.torch, "__file__", str(tmp_path / "torch" / "__init__.py"))
     monkeypatch.setattr(decoder.ctypes, "CDLL", load)
     assert find_library.__wrapped__() == "the toolkit's"
-    assert asked == [
-        "/venv/nvidia/cu13/lib/libnvjpeg.so.13",
-        "/venv/torchvision.libs/libnvjpeg.so",
-        "libnvjpeg.so.13",
-        "libnvjpeg.so.12",
-    ]
+    wheels = [str(tmp_path / name) for name in files]
+    assert asked == [*wheels, "libnvjpeg.so.13", "libnvjpeg.so.12"]
 
 
 # On a GPU.
