@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn
 
@@ -28,8 +29,6 @@ from conf.overrides import (
 from conf.rooms import require_room
 from conf.schema import RESULT, Config, RunError, UserError, group_names, sentences, show, walk
 
-MULTIRUN = {"-m", "--multirun"}
-HYDRA_FILES = {"-cp", "--config-path", "-cn", "--config-name"}
 OPTIONS = """\
 options:
   -m, --multirun    train once for each combination of values: optim.lr=0.1,0.2 model=glob(resnet*)
@@ -47,24 +46,35 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
         SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
     """
     try:
-        words = with_config_dir(arguments)
-        if {"-h", "--help"} & set(words):
+        options, words = _read_options(with_config_dir(arguments))
+        if options.help:
             _show(help_text(script, purpose, split_config_dir(words)[0]) + "\n")
-        show_only, section, words = _take_cfg(words)
-        for word in words:
-            if word.partition("=")[0] in MULTIRUN - {word}:
-                raise UserError(f"{word}: takes no value; write {word.partition('=')[0]}")
-        if MULTIRUN & set(words):
-            words = [word for word in words if word not in MULTIRUN]
-            _check_spelling(words)
-            _sweep(words, script, show_only=show_only, section=section)
         _check_spelling(words)
-        config = load(words, runnable=not show_only)
+        if options.multirun:
+            _run_sweep(words, script, options)
+        config = load(words, runnable=options.cfg is None)
     except UserError as error:
         fail(str(error), script)
-    if show_only:
-        _show(to_yaml(config, section))
+    if options.cfg is not None:
+        _show(to_yaml(config, options.package))
     return config
+
+
+def _read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options of train.py, which are Hydra's, and the other words."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
+    parser.add_argument("--resolve", action="store_true")  # the printed config always is
+    try:
+        options, rest = parser.parse_known_args(words)
+    except argparse.ArgumentError as error:
+        raise UserError(str(error)) from None
+    if options.cfg is None and (options.package or options.resolve):
+        raise UserError("-p and --resolve need --cfg; write --cfg job")
+    return options, rest
 
 
 def _show(text: str) -> NoReturn:
@@ -72,7 +82,7 @@ def _show(text: str) -> NoReturn:
     sys.exit(0)
 
 
-def _sweep(words: list[str], script: str, *, show_only: bool, section: str | None) -> NoReturn:
+def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> NoReturn:
     """Run the jobs of a sweep, or print their configs as YAML documents, and exit.
 
     Raises:
@@ -88,9 +98,9 @@ def _sweep(words: list[str], script: str, *, show_only: bool, section: str | Non
     require_room("conf.multirun", "-m")
     from conf.multirun import Sweep
 
-    sweep = Sweep(words, runnable=not show_only)
-    if show_only:
-        _show("".join(f"---\n{to_yaml(config, section)}" for config in sweep.jobs.values()))
+    sweep = Sweep(words, runnable=options.cfg is None)
+    if options.cfg is not None:
+        _show("".join(f"---\n{to_yaml(job, options.package)}" for job in sweep.jobs.values()))
     sys.exit(sweep.run())
 
 
@@ -98,12 +108,8 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
     """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path.
 
     Raises:
-        UserError: DIR is missing, or no path can be absolute.
+        UserError: DIR is missing.
     """
-    try:
-        os.getcwd()
-    except OSError:
-        raise UserError("the current folder no longer exists; cd to another one") from None
     words = list(arguments)
     for i in reversed(range(len(words))):
         flag, equals, folder = words[i].partition("=")
@@ -114,47 +120,6 @@ def with_config_dir(arguments: Sequence[str]) -> list[str]:
                 raise UserError(f"{flag}: has no value; write --config-dir DIR")
             words[i] = CONFIG_DIR + os.path.abspath(os.path.expanduser(folder))
     return words
-
-
-def _take_cfg(words: Sequence[str]) -> tuple[bool, str | None, list[str]]:
-    """Return whether --cfg is given, the section that -p names, and the other words.
-
-    Raises:
-        UserError: another config than that of the job, or there is no such section.
-    """
-    kinds, rest = _take(words, "-c", "--cfg")
-    if not kinds:
-        sections = [name for name in _take(words, "-p", "--package")[0] if name in SECTIONS]
-        if sections:
-            raise UserError(f"-p {sections[-1]}: needs --cfg; write --cfg job -p {sections[-1]}")
-        return False, None, rest
-    if kinds[-1] not in ("", "job"):
-        raise UserError(f"--cfg={kinds[-1]}: Hydra's own settings are not used; write --cfg job")
-    sections, rest = _take(rest, "-p", "--package")
-    section = sections[-1] if sections else None
-    if section == "":
-        raise UserError("-p: has no value; write a section, such as -p optim")
-    if section is not None and section.partition(".")[0] in SECTIONS - {section}:
-        raise UserError(f"-p {section}: is no section; write -p {section.partition('.')[0]}")
-    if section is not None and section not in SECTIONS:
-        raise UserError(f"-p {section}: no such section; give one of {', '.join(sorted(SECTIONS))}")
-    # The printed config is always resolved.
-    return True, section, [word for word in rest if word != "--resolve"]
-
-
-def _take(words: Sequence[str], *flags: str) -> tuple[list[str], list[str]]:
-    """Return the values of an option, empty where one is missing, and the other words."""
-    values, rest, left = [], [], list(words)
-    while left:
-        word = left.pop(0)
-        flag, equals, value = word.partition("=")
-        if flag not in flags:
-            rest.append(word)
-            continue
-        if not equals and left and "=" not in left[0] and left[0][:1] not in ("-", "~"):
-            value = left.pop(0)
-        values.append(value)
-    return values, rest
 
 
 def option_parser(
@@ -183,7 +148,7 @@ def add_classes(parser: argparse.ArgumentParser) -> None:
 def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str]]:
     """Split the arguments of a script into paths and overrides, and check the spelling of both.
 
-    --config-dir belongs to the overrides, which `load` and `load_stored` take. An existing path is
+    --config-dir belongs to the overrides, which `load` takes. An existing path is
     a path even if it contains `=`, as the default names of runs do.
 
     Args:
@@ -307,34 +272,9 @@ def _check_spelling(words: Sequence[str]) -> None:
     """
     words = [word for word in words if not word.startswith(CONFIG_DIR)]
     _refuse_flags(words)
-    for i, word in enumerate(words):
-        _refuse_spaces(" ".join(words[i:]))
-        _refuse_open_bracket(words[i:])
+    for before, word in pairwise(["", *words]):
         if "=" not in word and not word.startswith("~"):
-            _refuse_bare_word(word, words[i - 1] if i else "")
-
-
-def _refuse_spaces(line: str) -> None:
-    """Refuse `optim.lr 0.3`, `optim.lr = 0.3`, `optim.lr= 0.3`, `optim.lr: 0.3`, `optim.lr:0.3`."""
-    apart = re.match(r"([\w./]+)(?:\s*[:=]?\s+=?\s*|:)([^\s=]+)(?=\s|$)", line)
-    if apart and apart[1] in NAMES:
-        override = shlex.quote(f"{apart[1]}={apart[2]}")
-        raise UserError(f"{apart[0]}: a key and its value are one word; write {override}")
-
-
-def _refuse_open_bracket(words: Sequence[str]) -> None:
-    """Refuse a list that the shell has split at its spaces: `optim.betas=[0.9, 0.95]`."""
-    word = words[0]
-    if word.partition("=")[0].lstrip("+") in WORDS or not _has_open_bracket(word):
-        return  # a path may contain any bracket
-    lines = (" ".join(words[:n]) for n in range(2, len(words) + 1))
-    whole = next((line for line in lines if not _has_open_bracket(line)), None)
-    advice = f"; write {shlex.quote(whole)}, in quotes" if whole else ""
-    raise UserError(f"{word}: a bracket is not closed{advice}")
-
-
-def _has_open_bracket(text: str) -> bool:
-    return sum(text.count(c) for c in "[{(") > sum(text.count(c) for c in "]})")
+            _refuse_bare_word(word, before)
 
 
 def _refuse_bare_word(word: str, before: str) -> NoReturn:
@@ -364,54 +304,29 @@ def _refuse_flags(words: Sequence[str]) -> None:
     """
     flags: list[str] = []
     overrides: list[str] = []
-    sentences: list[str] = []
+    notes: list[str] = []
     rest = list(words)
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            # The DIR of pytorch/examples.
-            if flags and "=" not in word and "://" not in word and _is_path(word):
+            if flags and not re.search("=|://", word) and _is_path(word):  # of pytorch/examples
                 overrides.append(f"data.root={word}")
             continue
-        flag, value = _split_flag(word)
+        flag, _, value = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word).partition("=")  # -b256
         advice = remedy(flag)
         flags.append(flag if advice else word)
         if advice is None:
-            sentences.append("--help lists all keys")
+            notes.append("--help lists all keys")
             continue
-        if "{}" in advice:
-            value = value or _next_value(rest)
-        advice = _with_value(advice, flag, value)
+        if "{}" in advice and not value:
+            has_value = rest and not rest[0].startswith("-") and "=" not in rest[0]
+            value = rest.pop(0) if has_value else "VALUE"
         key = advice.partition("=")[0]
-        (overrides if key in NAMES else sentences).append(advice)
+        (overrides if key in NAMES else notes).append(advice.replace("{}", value))
         if key in hints.MEANINGS:
-            sentences.append(hints.MEANINGS[key])
+            notes.append(hints.MEANINGS[key])
     if flags:
         if overrides:
-            sentences.insert(0, f"write {' '.join(map(shlex.quote, overrides))}")
+            notes.insert(0, f"write {' '.join(map(shlex.quote, overrides))}")
         kind = "not options" if len(flags) > 1 else "not an option"
-        raise UserError(f"{', '.join(flags)}: {kind}; {'; '.join(dict.fromkeys(sentences))}")
-
-
-def _next_value(rest: list[str]) -> str:
-    """Remove the value of a flag, which is a word of its own, and return it; else a placeholder."""
-    has_value = rest and not rest[0].startswith("-") and "=" not in rest[0]
-    return rest.pop(0) if has_value else "VALUE"
-
-
-def _with_value(advice: str, flag: str, value: str) -> str:
-    """Put the value of a flag into its advice."""
-    if flag in HYDRA_FILES:
-        value = value.removesuffix(".yaml")
-        if Path(value).name in ("conf", "config", "configs"):  # the names in most programs
-            return f"leave {flag} out"
-    return advice.replace("{}", value)
-
-
-def _split_flag(word: str) -> tuple[str, str]:
-    """Flag and value of --lr=0.1 or -b256; the value is empty if it is not in the same word."""
-    attached = re.fullmatch(r"(-[A-Za-z])(\d.*)", word)
-    if attached:
-        return attached[1], attached[2]
-    flag, _, value = word.partition("=")
-    return flag, value
+        raise UserError(f"{', '.join(flags)}: {kind}; {'; '.join(dict.fromkeys(notes))}")

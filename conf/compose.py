@@ -137,7 +137,7 @@ def _read(path: Path) -> DictConfig:
         content = OmegaConf.load(path)
     except UnicodeDecodeError:
         raise UserError(f"{path}: is not UTF-8; correct or remove it") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         raise UserError(_not_yaml(error, str(path))) from None
     except OSError as error:
         if error.strerror is not None:  # OmegaConf raises one without for a single number
@@ -153,7 +153,7 @@ def _count_aliases(text: str) -> int:
     return sum(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
 
 
-def _not_yaml(error: yaml.YAMLError, file: str) -> str:
+def _not_yaml(error: Exception, file: str) -> str:
     mark = getattr(error, "problem_mark", None)
     line = f"line {mark.line + 1}: " if mark else ""
     return f"{file}: {line}is not YAML ({getattr(error, 'problem', error)}); correct it"

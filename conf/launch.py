@@ -32,8 +32,6 @@ class Launch:
 
     Attributes:
         host, port: where rank 0 or torchrun listens, if there are several ranks.
-        by_torchrun: torchrun listens, and has done so before it started this process.
-        by_srun: the ranks are the tasks of a job step of Slurm.
     """
 
     rank: int = 0
@@ -42,8 +40,6 @@ class Launch:
     local_size: int = 1
     host: str = ""
     port: int = 0
-    by_torchrun: bool = False
-    by_srun: bool = False
 
 
 def read_launch() -> Launch:
@@ -53,47 +49,28 @@ def read_launch() -> Launch:
         UserError: one is missing, or does not fit the others: most likely, they are left over in
             the shell.
     """
-    size = _number("WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"), least=1)
-    rank = _number("RANK", os.environ.get("RANK", "0"))
-    local_size = _number("LOCAL_WORLD_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"), least=1)
-    local_rank = _number("LOCAL_RANK", os.environ.get("LOCAL_RANK", "0"))
-    for name, value, most in (
-        ("RANK", rank, size - 1),
-        ("LOCAL_RANK", local_rank, size - 1),
-        ("LOCAL_WORLD_SIZE", local_size, size),
-    ):
-        if value > most:
-            raise UserError(f"{name}={value}: inconsistent with WORLD_SIZE={size}; {REMEDY}")
+    texts = {
+        "RANK": os.environ.get("RANK", "0"),
+        "WORLD_SIZE": os.environ.get("WORLD_SIZE", "1"),
+        "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0"),
+        "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
+        "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
+    }
+    for name, text in texts.items():
+        if not text.isdecimal():
+            raise UserError(f"{name}={text}: is not a whole number; {REMEDY}")
+    rank, size, local_rank, local_size, port = map(int, texts.values())
+    if not (rank < size and local_rank < size and 1 <= local_size <= size):
+        given = " ".join(f"{name}={text}" for name, text in texts.items())
+        raise UserError(f"{given}: do not fit each other; {REMEDY}")
     if size == 1:
         return Launch()
-    needed = {
-        "RANK": os.environ.get("RANK"),
-        "MASTER_ADDR": os.environ.get("MASTER_ADDR"),
-        "MASTER_PORT": os.environ.get("MASTER_PORT"),
-    }
-    for name, text in needed.items():
-        if not text:
-            raise UserError(f"WORLD_SIZE={size}: {name} is not set; {REMEDY}")
-    port = _number("MASTER_PORT", str(needed["MASTER_PORT"]), least=1)
-    if port > 65535:
-        raise UserError(f"MASTER_PORT={port}: give a number below 65536")
-    return Launch(
-        rank=rank,
-        size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        host=str(needed["MASTER_ADDR"]),
-        port=port,
-        by_torchrun=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        by_srun="TORCHELASTIC_RUN_ID" not in os.environ
-        and os.environ.get("SLURM_STEP_NUM_TASKS") == str(size),
-    )
-
-
-def _number(name: str, text: str, *, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise UserError(f"{name}={text}: is not a whole number >= {least}; {REMEDY}")
-    return int(text)
+    host = os.environ.get("MASTER_ADDR", "")
+    if "RANK" not in os.environ or not host or not 0 < port < 65536:
+        raise UserError(
+            f"WORLD_SIZE={size}: needs RANK, MASTER_ADDR and MASTER_PORT (1 to 65535); {REMEDY}"
+        )
+    return Launch(rank, size, local_rank, local_size, host, port)
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:

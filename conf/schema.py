@@ -156,7 +156,9 @@ def last_name(path: Any) -> Any:
     """Of a path, or of each path of a list, the last part: it stands for it in a run's name."""
     if isinstance(path, list):
         return [last_name(str(each)) for each in path]
-    return os.path.basename(os.path.abspath(os.path.expanduser(path))) if path else path
+    if not path or not isinstance(path, str):
+        return path  # also a value that its check refuses later
+    return os.path.basename(os.path.abspath(os.path.expanduser(path)))
 
 
 # Pillow's own limit, above which it warns. A PNG of 500 kB can have so many, and takes 1.3 GB.

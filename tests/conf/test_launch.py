@@ -1,16 +1,22 @@
-"""The variables that torchrun sets, and what a shell may have left of them."""
+"""The variables that torchrun and srun set, and what a shell may have left of them."""
 
+import os
+import pty
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 
-from conf.launch import REMEDY, Launch, end_with_torchrun, read_launch
+from conf import launch
+from conf.launch import REMEDY, Launch, end_with_torchrun, first_host, ranks_of_srun, read_launch
 from conf.schema import UserError
 
+ROOT = Path(__file__).parents[2]
 VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-    "SLURM_STEP_NUM_TASKS",
-    *(f"TORCHELASTIC_{name}" for name in ("RUN_ID", "USE_AGENT_STORE")),
+    "TORCHELASTIC_RUN_ID",
 )
 
 
@@ -28,37 +34,31 @@ def test_launches(monkeypatch: pytest.MonkeyPatch) -> None:
     meeting = "WORLD_SIZE=8 RANK=5 MASTER_ADDR=node1 MASTER_PORT=29500"
     set_variables(monkeypatch, f"{meeting} LOCAL_RANK=1 LOCAL_WORLD_SIZE=4")
     assert read_launch() == Launch(5, 8, 1, 4, "node1", 29500)
-    set_variables(monkeypatch, f"{meeting} TORCHELASTIC_USE_AGENT_STORE=True")
-    assert read_launch() == Launch(5, 8, 0, 1, "node1", 29500, by_torchrun=True)
-    set_variables(monkeypatch, f"{meeting} SLURM_STEP_NUM_TASKS=8")
-    assert read_launch() == Launch(5, 8, 0, 1, "node1", 29500, by_srun=True)
+    set_variables(monkeypatch, meeting)
+    assert read_launch() == Launch(5, 8, 0, 1, "node1", 29500)
 
 
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("WORLD_SIZE=abc", "WORLD_SIZE=abc: is not a whole number >= 1"),
-        ("WORLD_SIZE=0", "WORLD_SIZE=0: is not a whole number >= 1"),
-        ("WORLD_SIZE=", "WORLD_SIZE=: is not a whole number >= 1"),
-        ("WORLD_SIZE=2", "WORLD_SIZE=2: RANK is not set"),
-        ("WORLD_SIZE=2 RANK=0", "WORLD_SIZE=2: MASTER_ADDR is not set"),
-        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=node1", "WORLD_SIZE=2: MASTER_PORT is not set"),
-        ("RANK=1", "RANK=1: inconsistent with WORLD_SIZE=1"),
-        ("RANK=-1", "RANK=-1: is not a whole number >= 0"),
-        ("LOCAL_RANK=3", "LOCAL_RANK=3: inconsistent with WORLD_SIZE=1"),
-        ("LOCAL_WORLD_SIZE=8", "LOCAL_WORLD_SIZE=8: inconsistent with WORLD_SIZE=1"),
-        ("WORLD_SIZE=2 RANK=2", "RANK=2: inconsistent with WORLD_SIZE=2"),
-        (
-            "WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=x",
-            "MASTER_PORT=x: is not a whole number >= 1",
-        ),
+        ("WORLD_SIZE=abc", "WORLD_SIZE=abc: is not a whole number"),
+        ("WORLD_SIZE=0", "RANK="),
+        ("WORLD_SIZE=2 MASTER_ADDR=a MASTER_PORT=1", "WORLD_SIZE=2: needs RANK, MASTER_ADDR "),
+        ("WORLD_SIZE=2 RANK=0 MASTER_PORT=1", "WORLD_SIZE=2: needs RANK, MASTER_ADDR and "),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a", "WORLD_SIZE=2: needs RANK, MASTER_ADDR and "),
+        ("WORLD_SIZE=2 RANK=0 MASTER_ADDR=a MASTER_PORT=65536", "WORLD_SIZE=2: needs "),
+        ("RANK=1", "RANK=1 WORLD_SIZE=1 LOCAL_RANK=0 LOCAL_WORLD_SIZE=1 MASTER_PORT=0: do not fit"),
+        ("RANK=-1", "RANK=-1: is not a whole number"),
+        ("LOCAL_RANK=3", "RANK="),
+        ("LOCAL_WORLD_SIZE=8", "RANK="),
+        ("WORLD_SIZE=2 RANK=2", "RANK="),
     ],
 )
 def test_left_over_variables(text: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     set_variables(monkeypatch, text)
     with pytest.raises(UserError) as error:
         read_launch()
-    assert str(error.value) == f"{says}; {REMEDY}"
+    assert str(error.value).startswith(says) and str(error.value).endswith(f"; {REMEDY}")
 
 
 def test_without_torchrun_a_run_does_not_depend_on_its_parent(
@@ -68,3 +68,123 @@ def test_without_torchrun_a_run_does_not_depend_on_its_parent(
     set_variables(monkeypatch, "WORLD_SIZE=2")
     end_with_torchrun()
     assert "torchrun" not in {thread.name for thread in threading.enumerate()}
+
+
+# Task 5 of 7, on the second of two nodes.
+STEP = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "4,3",
+    "SLURM_STEP_NODELIST": "gpu[03-04]",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a task of srun; the tests may run in a terminal."""
+    monkeypatch.setattr(launch, "_has_terminal", lambda: False)
+
+
+def test_a_task_of_a_step_is_a_rank() -> None:
+    found = ranks_of_srun(STEP)
+    port = int(found.pop("MASTER_PORT"))
+    assert 20_000 <= port < 30_000
+    assert found == {
+        "RANK": "5",
+        "WORLD_SIZE": "7",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "3",
+        "MASTER_ADDR": "gpu03",
+    }
+    first = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0"}
+    assert ranks_of_srun(first)["LOCAL_WORLD_SIZE"] == "4"
+    assert ranks_of_srun(first)["MASTER_PORT"] == str(port)
+    assert ranks_of_srun(STEP | {"SLURM_JOB_ID": "4712"})["MASTER_PORT"] != str(port)
+
+
+def test_the_meeting_point_can_be_given() -> None:
+    found = ranks_of_srun(STEP | {"MASTER_ADDR": "gpu03-ib", "MASTER_PORT": "12345"})
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("gpu03-ib", "12345")
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {},
+        STEP | {"RANK": "0"},  # torchrun, started by srun
+        STEP | {"SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"},  # a batch script
+    ],
+)
+def test_not_a_task_of_several(environment: dict[str, str]) -> None:
+    assert ranks_of_srun(environment) == {}
+
+
+def test_in_the_terminal_of_an_interactive_shell_a_process_is_alone() -> None:
+    """srun --ntasks-per-node=8 --pty bash"""
+    program = """if True:
+        import fcntl, os, sys, termios
+        from conf.launch import ranks_of_srun
+        assert ranks_of_srun(os.environ)["RANK"] == "5"
+        fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+        assert ranks_of_srun(os.environ) == {}
+    """
+    outer, inner = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"} | STEP
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=inner,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        text=True,
+    )
+    os.close(outer)
+    os.close(inner)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("task", "mistake", "printed"),
+    [
+        ("0", "-m", "train.py: -m: a sweep does not run under torchrun or srun; "),
+        ("0", "optim.lrr=1", "train.py: optim.lrr=1: "),
+        ("1", "optim.lrr=1", ""),
+    ],
+)
+def test_a_mistake_under_srun_is_printed_once_per_node(
+    task: str, mistake: str, printed: str
+) -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(
+        [sys.executable, "train.py", mistake, "data.root=/nowhere"],
+        cwd=ROOT,
+        env=environment | STEP | {"SLURM_LOCALID": task},
+        capture_output=True,
+        start_new_session=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(printed) and done.stderr.count("\n") == len(printed[:1])
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("node[1-4]", "node1"),
+        ("node[007,009-011],login", "node007"),
+        ("gpu[03-05,9]-ib,login1", "gpu03-ib"),
+        ("rack[2-3]node[10-12]", "rack2node10"),
+        ("a-b,c[1-2]", "a-b"),
+    ],
+)
+def test_first_host(hosts: str, first: str) -> None:
+    assert first_host(hosts) == first
