@@ -210,12 +210,11 @@ def test_environment_variables() -> None:
                 and isinstance(node.ctx, ast.Load)
             ):
                 read.add(ast.literal_eval(node.slice))
-    by_torchrun = {"RUN_ID", "USE_AGENT_STORE"}
     assert read == {
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        *(f"TORCHELASTIC_{name}" for name in by_torchrun),
-        "SLURM_STEP_NUM_TASKS",
+        "TORCHELASTIC_RUN_ID",
         "XDG_CACHE_HOME",
+        "PYTHONPATH",  # of the jobs of a sweep
     }
 
 
