@@ -14,10 +14,11 @@ from pipeline import augment, gpu_room
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.build import Datasets
 from pipeline.decode import ON_GPU
-from pipeline.loader import Loader, Pinned, WorkerPool, start_source
+from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.loader_plan import PREFETCH_FACTOR, LoaderPlan, Ranks
 from pipeline.prefetcher import ImageFormat, Mixing, Prefetcher, upload_pixels
 from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
+from pipeline.shared import Pinned
 
 
 @dataclass(frozen=True)

@@ -12,27 +12,35 @@ import atexit
 import contextlib
 import logging
 import math
-import multiprocessing
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import connection, forkserver, resource_tracker
+from multiprocessing import connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
 
-from conf.schema import RunError
-from pipeline import gpu_room, machine
+from pipeline import gpu_room
 from pipeline.dataset import Dataset
-from pipeline.shared import SharedArray, page_lock, page_unlock
-from pipeline.worker import EMPTY_ROW, IGNORED_SIGNALS, Reply, Source, Task, run_task, worker_main
+from pipeline.shared import SharedArray
+from pipeline.worker import (
+    EMPTY_ROW,
+    STOP_SECONDS,
+    Reply,
+    Source,
+    Task,
+    cause_of_death,
+    run_task,
+    start_worker,
+)
+from pipeline.worker import LoaderError as LoaderError  # part of what this module offers
+from pipeline.worker import start_forkserver as start_forkserver
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +48,10 @@ logger = logging.getLogger(__name__)
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
 DEATHS_PER_TASK = 2  # a task that killed two workers would kill a third
-# Modules that the forkserver imports once for all workers. It ignores those that are missing.
-PRELOAD = ["pipeline.worker", "pipeline.gpu"]
-STOP_SECONDS = 1.0
 SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is reported
 SLOW_PAUSE_SECONDS = 10.0  # between two such reports
 MOST_NAMED = 10  # unreadable images on the console
 FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
-
-
-class LoaderError(RunError):
-    """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
 
 
 @dataclass(frozen=True)
@@ -143,66 +144,13 @@ def slots_needed(
     return max(1, in_progress) + 1 + prefetch_batches + 1
 
 
-class Pinned(contextlib.AbstractContextManager["Pinned"]):
-    """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
-
-    Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
-    See `page_lock`.
-
-    Attributes:
-        locked: addresses of the arrays, which are page-locked; empty if they are not.
-    """
-
-    def __init__(self, arrays: Sequence[SharedArray]) -> None:
-        self.locked = page_lock(
-            [shared.array for shared in arrays],
-            purpose="loader.pin_memory",
-            effect="the batch buffers are ordinary memory and copies to the GPU are slower",
-        )
-
-    def __exit__(self, *_: object) -> None:
-        self.release()
-
-    def release(self) -> None:
-        """Unlock the arrays. No copy from them may be in progress."""
-        page_unlock(self.locked)
-        self.locked = []
-
-
-@dataclass
-class RunningMean:
-    """The mean of the first `window` values; later values move it exponentially.
-
-    Attributes:
-        value: the mean; 0 before the first value.
-        count: number of values so far.
-    """
-
-    window: int
-    value: float = 0.0
-    count: int = 0
-
-    def add(self, value: float) -> None:
-        # The value first: a thread that reads the two never sees a count without a value.
-        self.value += (value - self.value) / min(self.window, self.count + 1)
-        self.count += 1
-
-
 @dataclass
 class _Worker:
-    """A worker process.
-
-    Attributes:
-        tasks: number -> task, for the tasks it has received and not replied to.
-        seconds: wall time per image.
-        reported: whether it was logged as slower than the others.
-    """
+    """A worker process, and the tasks that it has received and not replied to: number -> task."""
 
     process: BaseProcess
     pipe: connection.Connection
     tasks: dict[int, Task] = field(default_factory=dict)
-    seconds: RunningMean = field(default_factory=lambda: RunningMean(window=20))
-    reported: bool = False
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
@@ -222,7 +170,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     Attributes:
         active: number of workers that receive tasks, the first ones of `workers`.
         recent: the newest replies of each source.
-        decode_seconds: for each source, the wall time per image that a worker decoded.
         unreadable: the training samples that were replaced because they cannot be read: index ->
             message.
     """
@@ -239,20 +186,17 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.sources = list(sources)
         self.prefetch_factor = prefetch_factor
         self.timeout_seconds = timeout_seconds
+        self.start_method = start_method
         self.waiting: deque[Task] = deque()
         self.open: set[int] = set()
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
-        self.decode_seconds = [RunningMean(window=50) for _ in self.sources]
         self.unreadable: dict[int, str] = {}
         self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
         self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
+        self._slow_reported = -math.inf
         self._deaths: dict[int, int] = {}  # task number -> workers that died at it
         self._next_number = 0
-        self._slow_reported = -math.inf
         self._last_reply = time.monotonic()
-        self._context: Any = multiprocessing.get_context(start_method)
-        if start_method == "forkserver":
-            self._context.set_forkserver_preload(PRELOAD)
         self.workers: list[_Worker] = []
         self.active = 0
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
@@ -295,7 +239,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             if self.workers:
                 self._receive(timeout=min(self.timeout_seconds, 5.0))
                 if time.monotonic() - self._last_reply > self.timeout_seconds:
-                    raise LoaderError(self._stuck())
+                    raise LoaderError(_stuck(self))
             else:
                 self._finish(run_task(self.waiting.popleft(), self.sources))
 
@@ -306,7 +250,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         """
         self.active = max(1, workers)
         while len(self.workers) < self.active:
-            self.workers.append(self._start())
+            self.workers.append(_Worker(*start_worker(self.start_method, self.sources)))
         self._dispatch()
 
     def abandon(self) -> None:
@@ -315,8 +259,10 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.open.clear()
         for place, worker in enumerate(self.workers):
             if worker.tasks:
-                self._end(worker)
-                self.workers[place] = self._start()
+                worker.pipe.close()
+                worker.process.kill()
+                worker.process.join(STOP_SECONDS)
+                self.workers[place] = _Worker(*start_worker(self.start_method, self.sources))
 
     def accept(self, reply: Reply) -> None:
         """Note the unreadable samples that a task replaced.
@@ -334,18 +280,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 logger.error("%s", reply.trace.rstrip())
             raise LoaderError(reply.error)
 
-    def _note_slow(self, reply: Reply) -> None:
-        """Record a very slow sample. Logs at most one per SLOW_PAUSE_SECONDS."""
-        seconds, index = reply.slowest
-        if seconds <= SLOW_SAMPLE_SECONDS:
-            return
-        slow, now = self._slow[reply.source], time.monotonic()
-        slow[index] = slow.get(index, 0.0) + seconds
-        if now - self._slow_reported > SLOW_PAUSE_SECONDS:
-            self._slow_reported = now
-            name = self.sources[reply.source].dataset.name(index)
-            logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
-
     def slow_samples(self, source: int) -> tuple[float, list[str]]:
         """Up to FEW_SAMPLES very slow samples: their share of the workers' time, and their names.
 
@@ -359,36 +293,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         name = self.sources[source].dataset.name
         share = sum(slow[index] for index in slowest) / self._seconds[source]
         return share, [name(index) for index in slowest]
-
-    def warn_about_slow_workers(self, factor: float = 3.0) -> None:
-        """Log each worker, once, that is `factor` times slower than the median."""
-        timed = [w for w in self.workers if w.seconds.count >= 20]
-        if len(timed) < 3:  # of two, either may be the slow one
-            return
-        median = sorted(w.seconds.value for w in timed)[len(timed) // 2]
-        for worker in timed:
-            if worker.seconds.value > factor * median and not worker.reported:
-                worker.reported = True
-                logger.warning(
-                    "loader worker %d is %.1f times slower than the others",
-                    worker.process.pid,
-                    worker.seconds.value / median,
-                )
-
-    def _start(self) -> _Worker:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(
-            target=worker_main, args=(theirs, self.sources), daemon=True, name="loader"
-        )
-        forks = self._context.get_start_method() == "fork"
-        with _signals_blocked(tracker=not forks), _main_module_hidden(), _explained():
-            try:
-                process.start()
-            except (ConnectionError, EOFError):  # the forkserver was killed a moment ago
-                time.sleep(0.5)
-                process.start()
-        theirs.close()
-        return _Worker(process, ours)
 
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
@@ -410,7 +314,13 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         ready = connection.wait(ends, timeout)
         for worker in workers:
             if worker.pipe in ready:
-                self._receive_from(worker)
+                try:
+                    while worker.pipe.poll():  # all replies: the next call may be a step away
+                        reply = worker.pipe.recv()
+                        del worker.tasks[reply.number]
+                        self._finish(reply)
+                except (EOFError, OSError):
+                    self._replace(worker)
         lost = [w for w in workers if w.process.sentinel in ready and w in self.workers]
         # A killed forkserver takes all its workers with it, one by one: send tasks to none of them.
         while lost:
@@ -420,26 +330,22 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             lost = [w for w in self.workers if w.process.sentinel in ready]
         self._dispatch()
 
-    def _receive_from(self, worker: _Worker) -> None:
-        try:
-            while worker.pipe.poll():  # all replies: the next call may be a step away
-                reply = worker.pipe.recv()
-                del worker.tasks[reply.number]
-                worker.seconds.add(reply.seconds / max(1, reply.rows))
-                self._finish(reply)
-        except (EOFError, OSError):
-            self._replace(worker)
-
     def _finish(self, reply: Reply) -> None:
-        self._last_reply = time.monotonic()
+        """Record a reply, and report a very slow sample, one per SLOW_PAUSE_SECONDS at most."""
+        self._last_reply = now = time.monotonic()
         self.accept(reply)
         self.recent[reply.source].append(reply)
         self._seconds[reply.source] += reply.seconds
-        self._note_slow(reply)
         self.open.discard(reply.number)
-        if reply.decoded:
-            self.decode_seconds[reply.source].add(reply.seconds / reply.decoded)
         self._deaths.pop(reply.number, None)
+        seconds, index = reply.slowest
+        if seconds > SLOW_SAMPLE_SECONDS:
+            slow = self._slow[reply.source]
+            slow[index] = slow.get(index, 0.0) + seconds
+            if now - self._slow_reported > SLOW_PAUSE_SECONDS:
+                self._slow_reported = now
+                name = self.sources[reply.source].dataset.name(index)
+                logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
 
     def _replace(self, dead: _Worker) -> None:
         """Start a worker in place of a dead one and queue its tasks again.
@@ -451,13 +357,12 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             assert dead.process.pid, "started; 0 would be this whole process group"
             os.kill(dead.process.pid, signal.SIGKILL)
         dead.process.join(STOP_SECONDS)
-        cause = _cause_of_death(dead.process.exitcode)
+        cause = cause_of_death(dead.process.exitcode)
         for task in list(dead.tasks.values())[:1]:  # it had not started the tasks behind the first
             self._deaths[task.number] = self._deaths.get(task.number, 0) + 1
             if self._deaths[task.number] >= DEATHS_PER_TASK:
-                raise LoaderError(
-                    f"loader workers died twice ({cause}) on the samples near {self._current(task)}"
-                )
+                near = _current(self, task)
+                raise LoaderError(f"loader workers died twice ({cause}) on the samples near {near}")
         logger.warning(
             "loader worker %d died (%s); a new worker takes over its %d tasks",
             dead.process.pid,
@@ -465,38 +370,15 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             len(dead.tasks),
         )
         dead.pipe.close()
-        self.workers[self.workers.index(dead)] = self._start()
+        place = self.workers.index(dead)
+        self.workers[place] = _Worker(*start_worker(self.start_method, self.sources))
         self.waiting.extendleft(reversed(dead.tasks.values()))
-
-    def _stuck(self) -> str:
-        """Name the first unfinished sample of each worker that has a task.
-
-        The one that holds up the batch may be stuck in a task of another batch, which it got first.
-        """
-        late = [
-            f"{self._current(next(iter(worker.tasks.values())))} (worker {worker.process.pid})"
-            for worker in self.workers
-            if worker.tasks
-        ]
-        more = f" and {len(late) - 4} more workers" if len(late) > 4 else ""
-        return (
-            f"loader.timeout_seconds={self.timeout_seconds:g}: no image for that long; "
-            f"still reading {', '.join(late[:4]) or 'nothing'}{more}; check the storage"
-        )
-
-    def _current(self, task: Task) -> str:
-        """Name of the sample that the worker of a task is reading."""
-        source = self.sources[task.source]
-        rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
-        position = int(np.argmax(rows == EMPTY_ROW))
-        return source.dataset.name(int(task.samples[position, 1]))
 
     def close(self) -> None:
         """Kill all workers."""
         atexit.unregister(self.close)
         for worker in self.workers:
             worker.pipe.close()
-        for worker in self.workers:
             worker.process.kill()
         # One pause for all: a worker that reads from a stuck mount does not end.
         deadline = time.monotonic() + STOP_SECONDS
@@ -506,14 +388,33 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.waiting.clear()
         self.open.clear()
 
-    @staticmethod
-    def _end(worker: _Worker) -> None:
-        worker.pipe.close()
-        worker.process.kill()
-        worker.process.join(STOP_SECONDS)
-
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _stuck(pool: WorkerPool) -> str:
+    """Name the first unfinished sample of each worker that has a task.
+
+    The one that holds up the batch may be stuck in a task of another batch, which it got first.
+    """
+    late = [
+        f"{_current(pool, next(iter(worker.tasks.values())))} (worker {worker.process.pid})"
+        for worker in pool.workers
+        if worker.tasks
+    ]
+    more = f" and {len(late) - 4} more workers" if len(late) > 4 else ""
+    return (
+        f"loader.timeout_seconds={pool.timeout_seconds:g}: no image for that long; "
+        f"still reading {', '.join(late[:4]) or 'nothing'}{more}; check the storage"
+    )
+
+
+def _current(pool: WorkerPool, task: Task) -> str:
+    """Name of the sample that the worker of a task is reading."""
+    source = pool.sources[task.source]
+    rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
+    position = int(np.argmax(rows == EMPTY_ROW))
+    return source.dataset.name(int(task.samples[position, 1]))
 
 
 class Loader:
@@ -627,63 +528,3 @@ class Loader:
         self._held.discard(slot)
         if event is not None:
             self._copied[slot] = event
-
-
-def _cause_of_death(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit status {code}"
-    if code == -signal.SIGKILL:
-        return "SIGKILL; the usual cause is that the host is out of memory"
-    return signal.Signals(-code).name
-
-
-def start_forkserver() -> None:
-    """Start the process that forks the workers, without waiting for it.
-
-    Its imports take a second; otherwise the first worker would have to wait for them.
-    """
-    multiprocessing.set_forkserver_preload(PRELOAD)
-    with _explained(), _signals_blocked(tracker=True), _main_module_hidden():
-        forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Raise a LoaderError if the system does not let this process start another one."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
-        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
-
-
-@contextlib.contextmanager
-def _signals_blocked(*, tracker: bool) -> Iterator[None]:
-    """Start children with the signals blocked that workers ignore.
-
-    The forkserver and the resource tracker keep them blocked.
-
-    Args:
-        tracker: start the resource tracker as well. Its start unblocks the signals, so it must not
-            happen later in the block.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-    try:
-        if tracker:
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep spawned children from importing the main script, and with it torchvision and Hydra."""
-    main: Any = vars(sys.modules["__main__"])
-    saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
-    main["__spec__"] = None
-    try:
-        yield
-    finally:
-        main.update(saved)

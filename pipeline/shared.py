@@ -12,6 +12,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from multiprocessing import reduction
 from typing import Any
 
@@ -137,3 +138,29 @@ def page_locked_bytes() -> int:
     # torch rounds each block up to a power of two, and keeps it for the next tensor.
     torch_bytes = torch.cuda.host_memory_stats().get("allocated_bytes.current", 0)
     return sum(_page_locked.values()) + torch_bytes
+
+
+class Pinned(AbstractContextManager["Pinned"]):
+    """Page-locks arrays until the end of a `with` block, so that copies to a GPU are asynchronous.
+
+    Page-locking the shared buffers saves the copy into pinned memory that torch's DataLoader makes.
+    See `page_lock`.
+
+    Attributes:
+        locked: addresses of the arrays, which are page-locked; empty if they are not.
+    """
+
+    def __init__(self, arrays: Sequence[SharedArray]) -> None:
+        self.locked = page_lock(
+            [shared.array for shared in arrays],
+            purpose="loader.pin_memory",
+            effect="the batch buffers are ordinary memory and copies to the GPU are slower",
+        )
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def release(self) -> None:
+        """Unlock the arrays. No copy from them may be in progress."""
+        page_unlock(self.locked)
+        self.locked = []

@@ -3,23 +3,29 @@
 Journey of a batch, 2-4 happen here. Of torch only the resize is used, in one thread.
 """
 
+import contextlib
 import math
+import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
-from multiprocessing import connection, parent_process
+from multiprocessing import connection, forkserver, parent_process, resource_tracker
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
 import torch
 
+from conf.schema import RunError
+from pipeline import machine
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
 from pipeline.dataset import BadImageError, Dataset, DrawingDataset
@@ -29,6 +35,9 @@ from pipeline.shared import SharedArray
 EMPTY_ROW = -1  # label of a row without a sample; the loss and the metrics ignore it
 CHECK = "run scripts/doctor.py --all to check every file"
 REMEDY = f"{CHECK}; data.on_error=skip skips unreadable training images, not validation images"
+STOP_SECONDS = 1.0
+# Modules that the forkserver imports once for all workers. It ignores those that are missing.
+PRELOAD = ["pipeline.worker", "pipeline.gpu"]
 MOST_TRIED = 100  # samples in place of an unreadable one
 # Ctrl-C and a scheduler's signals reach the whole process group; the training process handles them.
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -136,6 +145,10 @@ class Reply:
     skipped: list[tuple[int, str]] = field(default_factory=list)
     error: str | None = None
     trace: str = ""
+
+
+class LoaderError(RunError):
+    """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
 
 
 class SampleError(RuntimeError):
@@ -262,3 +275,86 @@ def _exit_with_parent() -> None:
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
+
+
+def start_worker(
+    start_method: str, sources: Sequence[Source]
+) -> tuple[BaseProcess, connection.Connection]:
+    """Start a worker process; return it and this end of the pipe to it.
+
+    Raises:
+        LoaderError: the system does not let this process start another one.
+    """
+    context: Any = multiprocessing.get_context(start_method)
+    if start_method == "forkserver":
+        context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe()
+    process = context.Process(target=worker_main, args=(theirs, sources), daemon=True)
+    with _signals_blocked(tracker=start_method != "fork"), _main_module_hidden(), _explained():
+        try:
+            process.start()
+        except (ConnectionError, EOFError):  # the forkserver was killed a moment ago
+            time.sleep(0.5)
+            process.start()
+    theirs.close()
+    return process, ours
+
+
+def cause_of_death(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit status {code}"
+    if code == -signal.SIGKILL:
+        return "SIGKILL; the usual cause is that the host is out of memory"
+    return signal.Signals(-code).name
+
+
+def start_forkserver() -> None:
+    """Start the process that forks the workers, without waiting for it.
+
+    Its imports take a second; otherwise the first worker would have to wait for them.
+    """
+    multiprocessing.set_forkserver_preload(PRELOAD)
+    with _explained(), _signals_blocked(tracker=True), _main_module_hidden():
+        forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raise a LoaderError if the system does not let this process start another one."""
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+
+
+@contextlib.contextmanager
+def _signals_blocked(*, tracker: bool) -> Iterator[None]:
+    """Start children with the signals blocked that workers ignore.
+
+    The forkserver and the resource tracker keep them blocked.
+
+    Args:
+        tracker: start the resource tracker as well. Its start unblocks the signals, so it must not
+            happen later in the block.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+    try:
+        if tracker:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _main_module_hidden() -> Iterator[None]:
+    """Keep spawned children from importing the main script, and with it torchvision and Hydra."""
+    main: Any = vars(sys.modules["__main__"])
+    saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(saved)

@@ -337,7 +337,6 @@ class RunLog:
                 figures["data/unreadable_images"] = self.bad_files.write()
             self.tracker.row(row, figures)
             self.console.train_row(row, interval.values)
-            train.loader.pool.warn_about_slow_workers()
         if found is not None:
             path = self.run.path / "diverged.json"
             raise report_divergence(*found, plan, self.feed, self.world, self.tracker, path=path)

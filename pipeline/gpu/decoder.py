@@ -353,10 +353,12 @@ class EngineUpload:
     def _balance(self) -> None:
         """Set the share from the measured rates of workers and engines."""
         pool = self.loader.pool
-        worker_seconds = pool.decode_seconds[self.loader.source]
-        if worker_seconds.count and self.decoder.seconds_per_image:
+        replies = list(pool.recent[self.loader.source])[-50:]
+        decoded = sum(reply.decoded for reply in replies)
+        if decoded and self.decoder.seconds_per_image:
             engines = 1 / self.decoder.seconds_per_image
-            workers = max(1, pool.active) / max(worker_seconds.value, 1e-9)
+            seconds = sum(reply.seconds for reply in replies if reply.decoded) / decoded
+            workers = max(1, pool.active) / max(seconds, 1e-9)
             together = engines / (engines + workers)
             needed = max(0.0, 1 - workers / self._enough)
             self.loader.encoded_share = min(together, needed, MOST_SHARE)

@@ -103,8 +103,8 @@ def test_validation_does_not_use_the_engines(
         assert isinstance(engines.train.upload, EngineUpload)
         assert_equal(validation(engines), validation(plain))
         # hybrid balances by the rate of the workers on training images only
-        train, val = engines.train.loader.pool.decode_seconds
-        assert train.count == 0 and val.count > 0
+        train, val = engines.train.loader.pool.recent
+        assert not train and val
 
 
 @pytest.mark.parametrize("decoder", ["gpu", "pillow"])

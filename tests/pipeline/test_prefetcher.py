@@ -23,9 +23,10 @@ from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
 from pipeline.gpu.decoder import EngineUpload, GpuDecoder
 from pipeline.index import load_index
-from pipeline.loader import HostBatch, Loader, Pinned, WorkerPool, slots_needed, start_source
+from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
 from pipeline.sampler import TrainSampler, ValSampler
+from pipeline.shared import Pinned
 from pipeline.worker import EMPTY_ROW
 from tests.conftest import Clock
 

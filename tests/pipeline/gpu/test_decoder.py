@@ -25,8 +25,9 @@ from pipeline.gpu.decoder import (
 from pipeline.gpu.encoded import first_on_pixels, load_encoded
 from pipeline.gpu.geometry import engines_support, write_geometry
 from pipeline.index import load_index
-from pipeline.loader import Loader, Pinned, WorkerPool, start_source
+from pipeline.loader import Loader, WorkerPool, start_source
 from pipeline.prefetcher import ImageFormat, Prefetcher
+from pipeline.shared import Pinned
 from tests.drawings import draw_image
 
 TRAIN: list[Any] = [{"random_resized_crop": {"size": 48}}, "horizontal_flip"]
@@ -512,7 +513,7 @@ def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
     image_root: Path, tmp_path: Path
 ) -> None:
     """A valid header before damaged data: the batch is complete, or an error names the file."""
-    from pipeline.loader import LoaderError
+    from pipeline.worker import LoaderError
 
     root = tmp_path / "train"
     (root / "a").mkdir(parents=True)
