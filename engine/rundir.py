@@ -170,21 +170,16 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     ) -> list[str]:
         """Claim the folder and load the checkpoint to resume, if there is one. Collective.
 
-        Nothing is created if this raises.
-
         Args:
-            state: gets the content of the checkpoint.
             identity: everything that affects the result, by the name to use in messages.
-            stop_step: where training ends. Changes are not accepted for a checkpoint that has
-                reached it.
+            stop_step: where training ends; changes would have no effect from there on.
 
         Returns:
-            The keys that differ from the config with which the checkpoint was written, each as a
-            sentence.
+            A sentence for each key that differs from the config in the checkpoint.
 
         Raises:
-            UserError: the ranks' identities differ, the folder holds something else or is in use,
-                or the checkpoint is missing or of another training.
+            UserError: the folder holds something else or is in use, or the checkpoint is missing or
+                of another training. Nothing has been created.
             CheckpointError: there are checkpoints, and each of them is damaged.
         """
         same_on_all_ranks(self.world.all_gather(identity))
@@ -197,7 +192,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if self.resumed is None:
             return []
         if not self.world.is_main:
-            _load(state, checkpoint.load(self.resumed)["state"], self.accepted)
+            _load(state, self.resumed, checkpoint.load(self.resumed), self.accepted)
         self.saved_step = self._begun_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
@@ -216,11 +211,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def _open(
         self, state: TrainState, identity: dict[str, Any], stop_step: int | None
     ) -> tuple[Path | None, dict[str, str], dict[str, Any]]:
-        """Do the part of `open` on rank 0.
-
-        Returns:
-            The checkpoint, the accepted changes, and the config with which it was written.
-        """
+        """Open on rank 0; return the checkpoint, the accepted changes and the stored config."""
         resume = self.config.checkpoint.resume
         path: Path | None = None
         content: dict[str, Any] = {"config": {}}
@@ -231,7 +222,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 self._lock = _claim(self.path)
             if found := self._find():
                 path, content = found
-                changes = self._restore(state, identity, path, content, stop_step)
+                changes = self._accept(identity, path, content, stop_step)
+                _load(state, path, content, changes)
                 self._found = None
             if self._lock is None and self.path.exists():
                 self._lock = _claim(self.path)
@@ -240,25 +232,17 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 checkpoint.remove_leftovers(self.checkpoints, keep=keep)
                 if resume == "never":
                     _move_aside(self.path)
-                    self.close()
+                    os.close(self._lock)
+                    self._lock = None
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             if self._lock is None:
                 self._lock = _claim(self.path)
         return path, changes, content["config"]
 
-    def _restore(
-        self,
-        state: TrainState,
-        identity: dict[str, Any],
-        path: Path,
-        content: dict[str, Any],
-        stop_step: int | None,
+    def _accept(
+        self, identity: dict[str, Any], path: Path, content: dict[str, Any], stop_step: int | None
     ) -> dict[str, str]:
-        """Load a checkpoint into the state; return the accepted changes since it was written.
-
-        Raises:
-            UserError: a change is not accepted, or would have no effect; or the state does not fit.
-        """
+        """Return the accepted changes since a checkpoint was written, or refuse them."""
         stored, now = dict(content["identity"]), dict(identity)
         if not stored.keys() & now.keys() & {"model.compile"}:
             # It affects the result with train.deterministic=true only, which may be switched; and
@@ -275,14 +259,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
                 "or start over with checkpoint.resume=never"
             )
-        try:
-            _load(state, content["state"], changes)
-        except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-            raise UserError(
-                f"cannot resume {path}: its state does not fit this training: "
-                f"{type(error).__name__}: {' '.join(str(error).split())}; give the path of another "
-                "step-*.pt, or start over with checkpoint.resume=never"
-            ) from None
         return changes
 
     def _find(self) -> tuple[Path, dict[str, Any]] | None:
@@ -299,19 +275,16 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         return self.resumed is None or self.resumed.parent.resolve() != self.checkpoints.resolve()
 
     def set_pixels(self, pixels: str) -> None:
-        """Store in the identity which kind of decoder loader.decoder=auto has chosen.
-
-        Only a start without a checkpoint chooses; later starts keep the stored kind.
-        """
+        """Store which kind of decoder loader.decoder=auto has chosen; later starts keep it."""
         self._content["identity"]["pixels"] = pixels
 
     def begin(self, plan: Plan, files: dict[str, str]) -> None:
         """Write files such as config.yaml, and remove an earlier start's summary. Collective.
 
-        Also loads the kernels that an earlier start compiled for the same plan, whose record the
-        checkpoints store.
+        Also loads the kernels that an earlier start has compiled.
 
         Args:
+            plan: checkpoints store its record.
             files: content by name.
 
         Raises:
@@ -341,16 +314,14 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread. Collective.
 
-        First waits for the previous checkpoint and raises its error, if any. Also stores the
-        kernels that were compiled since then.
+        Also stores the kernels that were compiled since the previous one.
 
         Args:
             flush: called in the thread, before it writes.
 
         Raises:
-            TrainingError: the weights were not finite: no later start could continue from them.
-            CheckpointError: the checkpoint could not be written, or there is no memory to copy
-                the state.
+            TrainingError: the weights in the previous checkpoint were not finite.
+            CheckpointError: the previous checkpoint could not be written.
         """
         self.world.broadcast_buffers(state.model)
         if state.losses is not None:
@@ -408,13 +379,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         finished = (summary.get("status"), summary.get("step")) == ("finished", step)
         return summary if finished else None
 
-    def close(self) -> None:
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Wait until the last checkpoint is on disk."""
+        """Wait until the last checkpoint is on disk, and release the lock."""
         try:
             self._writer.close()
         except Exception as error:
@@ -424,12 +390,26 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 logger.error("%s", error)  # another error ends the run
             # Otherwise the divergence was already reported by the loss of a later step.
         finally:
-            self.close()
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
 
 
-def _load(state: TrainState, stored: dict[str, Any], changes: dict[str, str]) -> None:
-    """Load what counts of a stored state after the accepted changes."""
-    state.load_state_dict({**stored, "losses": None} if "data.train" in changes else stored)
+def _load(state: TrainState, path: Path, content: dict[str, Any], changes: dict[str, str]) -> None:
+    """Load what counts of a checkpoint after the accepted changes.
+
+    Raises:
+        UserError: it does not fit the model or the optimiser.
+    """
+    stored = content["state"]
+    try:
+        state.load_state_dict({**stored, "losses": None} if "data.train" in changes else stored)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UserError(
+            f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}; give the path of another step-*.pt, or start over "
+            "with checkpoint.resume=never"
+        ) from None
 
 
 def _look_for(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:

@@ -305,7 +305,7 @@ def test_lock_is_not_inherited(run: Path) -> None:
         waits = "import sys; print('ready', flush=True); sys.stdin.read()"
         with start(waits, close_fds=False) as child:
             assert child.stdout is not None and child.stdout.readline() == "ready\n"
-            first.close()
+            first.__exit__(None)
             assert open_run(run) is not None
 
 
