@@ -148,6 +148,8 @@ def plan_loader(
     Raises:
         UserError: the decoder is not available, or files or memory are too few for the workers.
     """
+    if config.autotune.refresh:
+        require_room("engine.tune", "autotune.refresh=true")
     train, auto = datasets.train, config.loader.workers == "auto"
     cores, _ = worker_budget(world.local_size)
     not_measured = why_not_measured(config, train, world.device, cores) if auto else ""

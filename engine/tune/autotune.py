@@ -35,7 +35,6 @@ import torch
 from conf.files import default_cache_dir
 from conf.schema import CHOOSE_SAMPLES, SPEED, affecting
 from engine.distributed import StopSignal, World
-from engine.log.pictures import bars
 from engine.log.runlog import RunLog
 from engine.plan import Plan
 from engine.rundir import RunDirectory
@@ -156,22 +155,8 @@ def tune_loader(
     if tuned is not None:
         log.tracker.record("autotune.json", asdict(tuned))
         log.tracker.text("autotune", "\n".join(lines))
-        log.tracker.picture("autotune/supply and demand", supply_and_demand(plan, tuned))
     alone = tuned.demand if tuned is not None else 0.0
     return Verdict(plan, feed, step, state, run.world, stop, step_alone=alone)
-
-
-def supply_and_demand(plan: Plan, tuned: Tuned) -> Any:
-    """A chart of the images/s of step, workers and both, with the one that limits marked."""
-    workers, supply = f"workers={tuned.workers}", tuned.workers * tuned.each
-    rows = [
-        ("the step alone", tuned.demand, f"{tuned.demand:,.0f}"),
-        (workers, supply, f"{supply:,.0f} ({tuned.workers} x {tuned.each:,.0f})"),
-        ("both together", tuned.rate, f"{tuned.rate:,.0f}, {tuned.wait_fraction:.1%} waiting"),
-    ]
-    limit = "the step alone" if tuned.demand <= supply else workers
-    marked = ["both together" if tuned.slowed else limit]
-    return bars(f"{plan.config.model.name}, images/s", rows, marked=marked)
 
 
 @dataclass(frozen=True)

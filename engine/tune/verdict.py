@@ -48,6 +48,7 @@ from engine.tune.prices import (
 from pipeline.clock import Timing
 from pipeline.decode import ON_GPU
 from pipeline.feed import Feed
+from pipeline.loader_plan import why_no_engines
 
 COPIES = 0.8  # share of the time in which copies run: the step no longer hides them
 UNPINNED_COPIES = 0.5  # the same for copies from pageable memory, which also block the host
@@ -190,12 +191,12 @@ def remedies(feed: Feed, plan: Plan, stop: StopSignal) -> Sequence[Remedy]:
     draw_only = source.operations is not None
     measure = partial(measure_remedies, source.dataset, draw_only=draw_only)  # reads files
     found: list[Remedy] = list(stop.wait_for(measure) or ())
-    fixed = plan.config.loader.decoder != "auto"
-    if plan.device_type == "cuda" and feed.decoder != "none" and len(plan.loader.decoders) == 1:
-        if fixed or plan.loader.engines_unused.endswith("is measured"):
-            all_of_them = feed.decoder in ON_GPU
-            engines = "all decoders" if all_of_them else "the GPU's JPEG engines, if it has them"
-            found.insert(0, (ENGINES.format(engines), {}))
+    # loader.decoder=auto with loader.workers=auto has measured them, and took the best one.
+    not_measured = plan.config.loader.decoder != "auto" or not plan.loader.measured
+    excluded = plan.config.train.deterministic or feed.decoder == "none"
+    if not_measured and not excluded and why_no_engines(feed.train.format.device) is None:
+        engines = "all decoders" if feed.decoder in ON_GPU else "the GPU's JPEG engines"
+        found.insert(0, (ENGINES.format(engines), {}))
     return found
 
 
@@ -249,8 +250,11 @@ def input_bound(ranks: Ranks, measure: Remedies) -> tuple[str, str]:
         finding += f", although the workers can supply {supply:,.0f}"
         advice = "raise loader.prefetch_batches, and leave a core to the training process"
     elif stage == "storage":
-        faster: Remedy = ("move the images to faster storage", {"storage": 0.0})
-        ways = _priced(ranks, [faster, *measure(), *_more_workers(ranks)])
+        # Without waits for storage, only as many workers as there are cores make progress.
+        working = min(1.0, seen.cores / max(1, seen.workers))
+        faster = "move the images to faster storage", {"storage": 0.0, "workers": working}
+        smaller = [one for one in measure() if "storage" in one[1]]
+        ways = _priced(ranks, [faster, *smaller, *_more_workers(ranks)])
         advice = _join(*ways) or faster[0]
     elif stage == "CPU cores" and seen.workers <= seen.cores:
         advice = _join(OTHERS, *_less_decoding(ranks, measure))

@@ -35,7 +35,7 @@ NOT_ALONE = {"step_alone": 0}
 LACKS_CORE = {"core_fraction": 0.4, "late_fraction": 0.2, **NOT_ALONE}
 CPU = {"on_gpu": False, **NOT_ALONE}
 FEW = {**CPU, "wait_fraction": 0.6, "rate": 46, "cpu_ms": 20.0, "workers": 1, "cores": 1}
-AUTO: Remedy = (ENGINES.format("the GPU's JPEG engines, if it has them"), {})
+AUTO: Remedy = (ENGINES.format("the GPU's JPEG engines"), {})
 
 
 def shrink(cpu: float, storage: float = 0.5) -> Remedy:
@@ -71,7 +71,7 @@ def text_of(ranks: list[Measured], *remedies: Remedy) -> str:
                 "process 6,704 img/s and got 4,150. Each of the 15 workers spends 3.6 ms of CPU "
                 "time per image, and waits 0.0 ms for storage and 0.1 ms for a core: set "
                 "loader.decoder=auto and loader.workers=auto in a new run to measure the GPU's "
-                "JPEG engines, if it has them; re-encode the images once with scripts/prepare.py "
+                "JPEG engines; re-encode the images once with scripts/prepare.py "
                 "--side 352 (about 6,225 img/s); use a machine with about 27 CPU cores (about "
                 "6,560 img/s).",
             ],
@@ -136,8 +136,13 @@ def text_of(ranks: list[Measured], *remedies: Remedy) -> str:
             ],
         ),
         (
+            {"wait_fraction": 0.5, "rate": 3000, "storage_ms": 4.0, "workers": 20, "cores": 2},
+            [AUTO],
+            ["for a core: move the images to faster storage."],  # two workers would have a core
+        ),
+        (
             DISK,
-            [shrink(1.0, 0.3)],
+            [AUTO, shrink(1.0, 0.3)],
             [
                 "input-bound by storage: the GPU waited 60.0%",
                 "waits 5.7 ms for storage and 0.1 ms for a core: move the images to faster storage "
