@@ -3,19 +3,18 @@
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from conf.rooms import require_room
 from conf.schema import Config, Data, UserError, did_you_mean, show, with_size
 from pipeline import augment
 from pipeline.augment import Compose
 from pipeline.batch_augment import BATCH_TRANSFORMS
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import ON_GPU, Picture, describe
-from pipeline.demo.images import CLASSES, SPLITS, UndrawnDataset, is_drawn
-from pipeline.splits import load_splits, roots_of
+from pipeline.splits import load_splits
 
 TRIALS = 8  # images to which each list of transforms is applied before the training starts
 
@@ -53,19 +52,11 @@ def build_datasets(config: Config) -> Datasets:
     Raises:
         UserError: a transform, a folder or its content is wrong.
     """
-    source, decoder = config.data.source, config.loader.decoder
     train, train_size = train_transform(config)
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
     smaller = _smaller_transforms(config)
     val, val_size = val_transform(config)
-    if source not in DATASETS:
-        raise UserError(
-            f"data.source={source}: there is no such dataset; choose from {', '.join(DATASETS)}"
-            f"{did_you_mean(source, DATASETS)}"
-        )
-    # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
-    decoder = "auto" if decoder in ON_GPU else decoder
-    splits = DATASETS[source](config.data, train, val, decoder, config.train.seed)
+    splits = _splits(config, config.data, train, val)
     if len(splits[2]) < 2:
         key = "root" if config.data.classes is None else "classes"
         raise UserError(
@@ -74,24 +65,6 @@ def build_datasets(config: Config) -> Datasets:
         )
     others = {size: splits[0].with_transform(transform) for size, transform in smaller.items()}
     return Datasets(*splits, train_size, val_size, others)
-
-
-def _smaller_transforms(config: Config) -> dict[int, Compose]:
-    """Build augment.train for each of data.sizes but the last, which is data.image_size.
-
-    Raises:
-        UserError: a transform fails, or ignores data.image_size.
-    """
-    smaller = {}
-    for size in list(config.data.sizes.values())[:-1]:
-        entries = with_size(config.augment.train, config.data.image_size, size)
-        smaller[size], made = _transform(entries, "augment.train")
-        if made != size:
-            raise UserError(
-                f"data.sizes: augment.train makes images of {made} px, not {size} px; write "
-                "size: ${data.image_size} in it"
-            )
-    return smaller
 
 
 def build_val(config: Config) -> Datasets:
@@ -103,12 +76,10 @@ def build_val(config: Config) -> Datasets:
         UserError: a transform, a folder or its content is wrong.
     """
     transform, size = val_transform(config)
-    decoder = config.loader.decoder
-    decoder = "auto" if decoder in ON_GPU else decoder
     data = config.data
     if not data.val_fraction:
         data = replace(data, train=data.val)
-    _, val, classes = DATASETS[data.source](data, transform, transform, decoder, config.train.seed)
+    _, val, classes = _splits(config, data, transform, transform)
     nothing = FakeDataset(config.loader.batch_size, len(classes), 1)
     return Datasets(nothing, val, classes, 1, size)
 
@@ -132,14 +103,60 @@ def val_transform(config: Config) -> tuple[Compose, int]:
 
 
 def _transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
+    """Build a list, and apply it to a few images: some transforms fail, or change the size."""
     transform = Compose(augment.build(entries, augment.TRANSFORMS, key=key))
-    size = _image_size(transform, key)
-    _try_on_images(transform, size, key)
+    size = transform.image_size
+    if size is None:
+        raise UserError(
+            f"{key}: the list does not end in images of one size; "
+            "add random_resized_crop or center_crop: {size: 224}"
+        )
+    picture = Picture(np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8))
+    for seed in range(TRIALS):
+        try:
+            width, height = transform(picture, random.Random(seed)).size
+        except Exception as error:  # torchvision raises many kinds
+            raise UserError(f"{key}: fails on an image: {describe(error)}") from None
+        if (width, height) != (size, size):
+            raise UserError(
+                f"{key}: makes images of {width}x{height} px, not {size}x{size}; end the list with "
+                f"center_crop: {{size: {size}}}"
+            )
     return transform, size
+
+
+def _smaller_transforms(config: Config) -> dict[int, Compose]:
+    """Build augment.train for each of data.sizes but the last, which is data.image_size.
+
+    Raises:
+        UserError: a transform fails, or ignores data.image_size.
+    """
+    smaller = {}
+    for size in list(config.data.sizes.values())[:-1]:
+        entries = with_size(config.augment.train, config.data.image_size, size)
+        smaller[size], made = _transform(entries, "augment.train")
+        if made != size:
+            raise UserError(
+                f"data.sizes: augment.train makes images of {made} px, not {size} px; write "
+                "size: ${data.image_size} in it"
+            )
+    return smaller
 
 
 # Training split, validation split, names of the classes.
 Splits = tuple[Dataset, Dataset, tuple[str, ...]]
+
+
+def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
+    """Build both splits with a function of DATASETS."""
+    if data.source not in DATASETS:
+        raise UserError(
+            f"data.source={data.source}: there is no such dataset; choose from "
+            f"{', '.join(DATASETS)}{did_you_mean(data.source, DATASETS)}"
+        )
+    # With gpu and hybrid, a CPU decoder takes the validation images and what the engines refuse.
+    decoder = "auto" if config.loader.decoder in ON_GPU else config.loader.decoder
+    return DATASETS[data.source](data, train, val, decoder, config.train.seed)
 
 
 def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
@@ -153,24 +170,19 @@ def folder(data: Data, train: Compose, val: Compose, decoder: str, seed: int) ->
 
 
 def demo(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
-    if isinstance(data.root, list):
-        raise UserError(f"data.root={show(data.root)}: data=demo draws one folder; give one")
-    root = Path(roots_of(data)[0])
-    if is_drawn(root) or not {data.train, data.val} <= set(SPLITS):
-        return folder(data, train, val, decoder, seed)
+    require_room("pipeline.demo", "data.source=demo")
+    from pipeline.demo.images import undrawn_splits
+
     options: Any = {"decoder": decoder, "seed": seed, "max_pixels": data.max_pixels}
-    return (
-        UndrawnDataset(root, data.train, train, **options),
-        UndrawnDataset(root, data.val, val, **options),
-        tuple(sorted(CLASSES)),
-    )
+    return undrawn_splits(data, train, val, **options) or folder(data, train, val, decoder, seed)
 
 
 def fake(data: Data, train: Compose, val: Compose, decoder: str, seed: int) -> Splits:
     images, classes = data.fake_images, data.fake_classes
+    assert train.image_size and val.image_size, "checked by _transform"
     return (
-        FakeDataset(images, classes, _image_size(train, "augment.train")),
-        FakeDataset(images // 10, classes, _image_size(val, "augment.val")),
+        FakeDataset(images, classes, train.image_size),
+        FakeDataset(images // 10, classes, val.image_size),
         tuple(f"fake{i:04d}" for i in range(classes)),
     )
 
@@ -181,31 +193,3 @@ DATASETS: dict[str, Callable[[Data, Compose, Compose, str, int], Splits]] = {
     "demo": demo,
     "fake": fake,
 }
-
-
-def _image_size(transform: Compose, key: str) -> int:
-    if transform.image_size is None:
-        raise UserError(
-            f"{key}: the list does not end in images of one size; "
-            "add random_resized_crop or center_crop: {size: 224}"
-        )
-    return transform.image_size
-
-
-def _try_on_images(transform: Compose, size: int, key: str) -> None:
-    """Apply a list to a few images: some transforms fail on small images, or change the size.
-
-    Raises:
-        UserError: it fails, or makes images of another size.
-    """
-    picture = Picture(np.random.default_rng(0).integers(0, 256, (300, 400, 3), np.uint8))
-    for seed in range(TRIALS):
-        try:
-            width, height = transform(picture, random.Random(seed)).size
-        except Exception as error:  # torchvision raises many kinds
-            raise UserError(f"{key}: fails on an image: {describe(error)}") from None
-        if (width, height) != (size, size):
-            raise UserError(
-                f"{key}: makes images of {width}x{height} px, not {size}x{size}; end the list with "
-                f"center_crop: {{size: {size}}}"
-            )

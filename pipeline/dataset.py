@@ -9,13 +9,14 @@ pipeline/build.py, and conf/data/NAME.yaml.
 import copy
 import errno
 import hashlib
+import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -26,13 +27,39 @@ from pipeline.decode import Picture, UnreadableError, describe
 from pipeline.index import Index
 from pipeline.shared import SharedArray
 
+# Short side in pixels of smaller copies for training at 224 px (scripts/prepare.py --side).
+SHRUNK_SIDE = 352
+# Mean bytes per file. ImageNet's own files have 111,000, copies of SHRUNK_SIDE 62,000.
+LARGE_FILE = 80e3
+SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
+CONTENT = ", content "  # before their hash
+# Errors of a network file system or a disk that may be over a moment later. Python itself repeats
+# a read that a signal interrupted (EINTR).
+TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
+# Seconds before another attempt. For all images of a task, less than loader.timeout_seconds.
+PAUSES = (0.1, 0.5, 2.0)
+# Errors that a file keeps until somebody changes it. Other errors, such as too many open files, say
+# nothing about the file, so the identity of a run must not depend on them.
+LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
+T = TypeVar("T")
+
+
+class BadImageError(RuntimeError):
+    """A file that cannot be read or decoded: names the path and the reason."""
+
 
 class Dataset(ABC):
     """One split; also a map-style dataset for torch's own DataLoader.
 
     A subclass calls `super().__init__()`, defines `__len__`, `load`, `name` and `fingerprint`, and
     overrides the other methods if they apply to it.
+
+    Attributes:
+        operations: operations of RandAugment that `load_and_draw` leaves to the GPU, for each
+            sample; 0 if it cannot.
     """
+
+    operations = 0
 
     def __init__(self) -> None:
         # Shared: the persistent workers of a DataLoader have copies of this object.
@@ -49,6 +76,14 @@ class Dataset(ABC):
     def name(self, index: int) -> str:
         """Return the name of a sample for messages, such as its path."""
 
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
+
+    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
+        """Return pixels and label as `load`, but only draw the `operations`."""
+        return *self.load(epoch, index), []
+
     def label(self, index: int) -> int:
         """Return the label of a sample. Override it if that is possible without decoding."""
         return self.load(0, index)[1]
@@ -60,10 +95,6 @@ class Dataset(ABC):
         must not depend on the number of workers.
         """
         return ((index + step) % len(self) for step in range(1, len(self)))
-
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
     def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
         """Create the files if they are missing; called once the rest of the config is checked."""
@@ -101,77 +132,7 @@ class Dataset(ABC):
         self._epoch.array[0] = epoch
 
 
-@runtime_checkable
-class DrawingDataset(Protocol):
-    """A dataset that can leave the operations of RandAugment to the GPU.
-
-    Attributes:
-        operations: number for each sample; 0 if the training list does not end in operations.
-    """
-
-    @property
-    def operations(self) -> int: ...
-
-    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
-        """Return pixels and label as `load`, but only draw the operations."""
-
-
-class FileDataset(Dataset):
-    """A dataset that decodes image files.
-
-    Attributes:
-        decoder: a name in `decode.DECODERS`.
-    """
-
-    decoder: str
-
-    @abstractmethod
-    def read(self, index: int) -> bytes:
-        """Return the content of a file."""
-
-    @abstractmethod
-    def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
-        """Measure the CPU seconds of sample `index` in epoch 0.
-
-        Args:
-            data: decoded instead of the content of the file.
-            decoder: used instead of the dataset's decoder.
-            draw_only: leave out the operations, as `DrawingDataset.load_and_draw`.
-        """
-
-
-# Short side in pixels of the files that `prepare.py --side` writes, for training at 224 px.
-SHRUNK_SIDE = 352
-# Mean bytes per file. ImageNet's own files have 111,000, those of `prepare.py --side` 62,000.
-LARGE_FILE = 80e3
-
-
-SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
-CONTENT = ", content "  # before their hash
-# Errors of a network file system or a disk that may be over a moment later. Python itself repeats
-# a read that a signal interrupted (EINTR).
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
-PAUSES = (0.1, 1.0, 3.0)  # seconds before another attempt; together far below loader.timeout
-# Errors that a file keeps until somebody changes it. Other errors, such as too many open files, say
-# nothing about the file, so the identity of a run must not depend on them.
-LASTING = {
-    errno.ENOENT,
-    errno.ENOTDIR,
-    errno.EISDIR,
-    errno.EACCES,
-    errno.EPERM,
-    errno.ELOOP,
-    errno.ENAMETOOLONG,
-    errno.ENXIO,  # a socket
-}
-Answer = TypeVar("Answer")
-
-
-class BadImageError(RuntimeError):
-    """A file that cannot be read or decoded: names the path and the reason."""
-
-
-class FolderDataset(FileDataset):
+class FolderDataset(Dataset):
     """JPEG and other image files in class folders, containers or lists.
 
     Args:
@@ -197,21 +158,31 @@ class FolderDataset(FileDataset):
         super().__init__()
         self.index = index
         self.transform = transform
+        self.operations = transform.operations
         self.decoder = decode.resolve(decoder)
         self.seed = seed
-        self._retries = True
         self.max_pixels = max_pixels
 
     def __len__(self) -> int:
         return len(self.index)
+
+    def name(self, index: int) -> str:
+        return self.index.path(index)
+
+    def label(self, index: int) -> int:
+        return int(self.index.labels.array[index])
 
     def class_counts(self, num_classes: int) -> list[int]:
         return np.bincount(self.index.labels.array, minlength=num_classes).tolist()
 
     def with_transform(self, transform: Compose) -> Dataset:
         other = copy.copy(self)  # shares the sample table
-        other.transform = transform
+        other.transform, other.operations = transform, transform.operations
         return other
+
+    def read(self, index: int) -> bytes:
+        """Return the content of a file; try again after a transient error of the storage."""
+        return with_retries(lambda: self.index.read(index))
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """Read, decode and augment a sample.
@@ -224,112 +195,11 @@ class FolderDataset(FileDataset):
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, self.label(index)
 
-    @property
-    def operations(self) -> int:
-        return self.transform.operations
-
     def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
-        """Read, decode and augment a sample, but only draw the operations of RandAugment.
-
-        Raises:
-            BadImageError: as `load`.
-        """
         with self._opened(index) as picture:
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
         return pixels, self.label(index), drawn
-
-    def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
-        began = time.thread_time()
-        picture = decode.open_picture(data, decoder, self.max_pixels)
-        rng = sample_rng(self.seed, 0, index)
-        made = self.transform.draw(picture, rng)[0] if draw_only else self.transform(picture, rng)
-        made.pixels()
-        return time.thread_time() - began
-
-    def mean_bytes(self) -> float:
-        """Estimate the mean file size in bytes from a sample of the files."""
-        sizes = [size for size in self._sizes if size]
-        return float(np.mean(sizes)) if sizes else 0.0
-
-    def fingerprint(self) -> str:
-        """Hash the names and labels of all files, and sizes and content of a sample of them.
-
-        The sizes distinguish copies with the same names, such as those of `prepare.py --side`; the
-        content, files that were replaced in place. Earlier versions did not hash the content, so
-        it stands apart (see `in_form_of`).
-
-        Raises:
-            UserError: the storage fails now, so the same files could have another hash later.
-        """
-        digest = hashlib.sha256(f"{self.index.fingerprint()} {self._sizes}".encode())
-        names = f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}"
-        return f"{names}{CONTENT}{self._content}"
-
-    @property
-    def _sample(self) -> list[int]:
-        """Up to 256 files spread over the split."""
-        places = np.linspace(0, len(self) - 1, min(len(self), SAMPLED))
-        return [int(place) for place in places]
-
-    @cached_property
-    def _sizes(self) -> list[int]:
-        """Sizes in bytes of the sample; 0 for a missing file."""
-        return [self._lasting(place, self.index.size, 0) for place in self._sample]
-
-    @cached_property
-    def _content(self) -> str:
-        """Hash of both ends of the files of the sample: two short reads of each."""
-
-        def ends(place: int) -> bytes:
-            # Training says more about a file that cannot be read.
-            return self._lasting(place, lambda i: self.index.ends(i, END_BYTES), b"")
-
-        digest = hashlib.sha256()
-        with ThreadPoolExecutor(16) as pool:  # network storage takes milliseconds for each
-            for data in pool.map(ends, self._sample):
-                digest.update(hashlib.sha256(data).digest())
-        return digest.hexdigest()[:12]
-
-    def _lasting(self, place: int, ask: Callable[[int], Answer], otherwise: Answer) -> Answer:
-        """Ask about a file; return `otherwise` if an error answers that a later start gets too.
-
-        Raises:
-            UserError: a later start may get another answer; names the file.
-        """
-        try:
-            return self._persistently(lambda: ask(place))
-        except OSError as error:
-            if error.errno in LASTING:
-                return otherwise
-            raise UserError(
-                f"{self.name(place)}: cannot be read ({error.strerror or error}), so the images "
-                "cannot be identified; repair the storage or restore the file, then start again"
-            ) from error
-
-    def read(self, index: int) -> bytes:
-        return self._persistently(lambda: self.index.read(index))
-
-    def _persistently(self, read: Callable[[], Answer]) -> Answer:
-        """Call `read`; after a transient error, pause and call it again, up to three times.
-
-        If that was in vain, the next error counts at once, until a call succeeds: the pauses of
-        many files would outlast loader.timeout if the storage is gone.
-
-        Raises:
-            OSError: the file cannot be read.
-        """
-        for pause in PAUSES if self._retries else ():
-            try:
-                return read()
-            except OSError as error:
-                if error.errno not in TRANSIENT:
-                    raise
-                time.sleep(pause)
-        self._retries = False
-        data = read()
-        self._retries = True
-        return data
 
     @contextmanager
     def _opened(self, index: int) -> Iterator[Picture]:
@@ -350,14 +220,13 @@ class FolderDataset(FileDataset):
         """Turn an error of reading or decoding into one that names the file."""
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError) as error:
-            raise BadImageError(
-                f"{self.name(index)}: {describe(error)}: the data changed since the scan; restore "
-                f"the file, or start again{self.index.advice}"
-            ) from error
         # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
         except Exception as error:
-            raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
+            gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
+            advice = ": the data changed since the scan; restore the file, or start again"
+            raise BadImageError(
+                f"{self.name(index)}: {describe(error)}{advice if gone else ''}"
+            ) from error
 
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the other images of the same class: those behind it, then those from the first."""
@@ -366,11 +235,56 @@ class FolderDataset(FileDataset):
         place = int(np.searchsorted(same, index))
         yield from [*same[place + 1 :].tolist(), *same[:place].tolist()]
 
-    def name(self, index: int) -> str:
-        return self.index.path(index)
+    def mean_bytes(self) -> float:
+        """Estimate the mean file size in bytes from a sample of the files."""
+        sizes = [size for size in self._sampled[0] if size]
+        return float(np.mean(sizes)) if sizes else 0.0
 
-    def label(self, index: int) -> int:
-        return int(self.index.labels.array[index])
+    def fingerprint(self) -> str:
+        """Hash the names and labels of all files, and sizes and content of a sample of them.
+
+        The sizes distinguish copies with the same names, such as smaller ones; the content, files
+        that were replaced in place. Earlier versions did not hash the content, so it stands apart
+        (see `in_form_of`).
+
+        Raises:
+            UserError: the storage fails now, so the same files could have another hash later.
+        """
+        sizes, content = self._sampled
+        digest = hashlib.sha256(f"{self.index.fingerprint()} {sizes}".encode())
+        return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}{CONTENT}{content}"
+
+    @cached_property
+    def _sampled(self) -> tuple[list[int], str]:
+        """Sizes in bytes of up to 256 files spread over the split, and a hash of their ends."""
+        places = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
+        with ThreadPoolExecutor(16) as pool:  # network storage takes milliseconds for each
+            found = list(pool.map(lambda place: _size_and_ends(self.index, place), places))
+        digest = hashlib.sha256()
+        for _, ends in found:
+            digest.update(hashlib.sha256(ends).digest())
+        return [size for size, _ in found], digest.hexdigest()[:12]
+
+
+def _size_and_ends(index: Index, place: int) -> tuple[int, bytes]:
+    """Return the size of a file, and its first and last bytes; 0 and none of a missing file.
+
+    Raises:
+        UserError: a later start may get another answer; names the file.
+    """
+    path = index.path(place)
+    if os.path.exists(path) and not os.path.isfile(path):
+        return 0, b""  # reading a FIFO would wait
+    try:
+        data = with_retries(lambda: index.read(place))
+    except LASTING:
+        return index.size(place), b""
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror or error}), so the images "
+            "cannot be identified; repair the storage or restore the file, then start again"
+        ) from error
+    return len(data), data if len(data) <= 2 * END_BYTES else data[:END_BYTES] + data[-END_BYTES:]
 
 
 class FakeDataset(Dataset):
@@ -396,14 +310,6 @@ class FakeDataset(Dataset):
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         return self._pixels[index % len(self._pixels)], self.label(index)
 
-    def class_counts(self, num_classes: int) -> list[int]:
-        return np.bincount(np.arange(len(self)) % num_classes, minlength=num_classes).tolist()
-
-    def with_transform(self, transform: Compose) -> Dataset:
-        size = transform.image_size
-        assert size is not None, "checked when the transforms were built"
-        return FakeDataset(self.num_samples, self.num_classes, size)
-
     def name(self, index: int) -> str:
         return f"fake sample {index}"
 
@@ -412,6 +318,47 @@ class FakeDataset(Dataset):
 
     def fingerprint(self) -> str:
         return f"{len(self)} fake images"
+
+    def class_counts(self, num_classes: int) -> list[int]:
+        return np.bincount(np.arange(len(self)) % num_classes, minlength=num_classes).tolist()
+
+    def with_transform(self, transform: Compose) -> Dataset:
+        assert transform.image_size is not None, "checked when the transforms were built"
+        return FakeDataset(self.num_samples, self.num_classes, transform.image_size)
+
+
+def time_decoding(
+    dataset: FolderDataset, index: int, data: bytes, decoder: str, *, draw_only: bool
+) -> float:
+    """Measure the CPU seconds of sample `index` in epoch 0.
+
+    Args:
+        data: decoded instead of the content of the file.
+        decoder: used instead of the dataset's decoder.
+        draw_only: leave out the operations, as `load_and_draw`.
+    """
+    began = time.thread_time()
+    picture = decode.open_picture(data, decoder, dataset.max_pixels)
+    rng = sample_rng(dataset.seed, 0, index)
+    made = dataset.transform.draw(picture, rng)[0] if draw_only else dataset.transform(picture, rng)
+    made.pixels()
+    return time.thread_time() - began
+
+
+def with_retries(read: Callable[[], T]) -> T:
+    """Call `read`; after a transient error of the storage, pause and call it again.
+
+    Raises:
+        OSError: it failed each time, or for another reason.
+    """
+    for pause in PAUSES:
+        try:
+            return read()
+        except OSError as error:
+            if error.errno not in TRANSIENT:
+                raise
+        time.sleep(pause)
+    return read()
 
 
 def in_form_of(stored: Any, fingerprint: str) -> str:

@@ -7,7 +7,6 @@ reading a Python object writes its reference count (pytorch#13246). Here all pat
 array and one offsets array in shared memory.
 """
 
-import errno
 import hashlib
 import logging
 import os
@@ -15,21 +14,20 @@ import re
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from conf.files import default_cache_dir
 from conf.schema import UserError
-from pipeline.containers import Container, list_members
-from pipeline.lists import read_list
+from pipeline import machine
+from pipeline.containers import Container, list_members, read_list
 from pipeline.shared import SharedArray
 
 logger = logging.getLogger(__name__)
@@ -37,20 +35,13 @@ logger = logging.getLogger(__name__)
 EXTENSIONS = tuple(b".jpg .jpeg .png .webp .bmp .ppm .pgm .tif .tiff .gif".split())
 KINDS = (".tar", ".zip", ".csv")
 SHARD = re.compile(r"(.*?)-(\d+)(-of-(\d+))?(\.tar|\.zip)")
-# 1 counted images below links to a parent folder, 2 did not know containers, 3 did not know what is
-# not a file.
-CACHE_FORMAT = 4
+CACHE_FORMAT = 5  # a scan of another format is not read
 MOST_IGNORED = 0.01  # of the entries of a split that are named as images but are not files
-SPECIAL = {
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 # A folder that changed this shortly before the scan could change again with the same mtime, so the
 # scan is not cached.
 SETTLED_SECONDS = 2.0
 SLOW_BYTES = 5e9  # of containers: listing ImageNet's 1.28 million images takes about a minute
+THREADS = 16  # hide the latency of a network file system: 1,000 folders in sequence take minutes
 
 
 @dataclass(frozen=True)
@@ -68,7 +59,6 @@ class Index:
         sources: folders and containers that hold the images; none stands for the folder `root`.
         places: int64 [samples, 3]: number of the source, and offset and length in bytes in a
             container. None if the only source is a folder.
-        caches: files from which later starts read the scan.
     """
 
     root: str
@@ -78,7 +68,6 @@ class Index:
     labels: SharedArray
     sources: tuple[str | Container, ...] = ()
     places: SharedArray | None = None
-    caches: tuple[Path, ...] = ()
 
     @classmethod
     def of_files(cls, root: str, files: Mapping[str, Sequence[bytes]]) -> "Index":
@@ -121,28 +110,6 @@ class Index:
         with open(self.path(i), "rb") as file:
             return file.read()
 
-    def ends(self, i: int, length: int) -> bytes:
-        """Return the first and the last `length` bytes of a file, or all of a shorter one."""
-        source, start, size = self.place(i)
-        if isinstance(source, Container):
-            if size <= 2 * length:
-                return source.read(start, size)
-            return source.read(start, length) + source.read(start + size - length, length)
-        with open(self.path(i), "rb", buffering=0, opener=_open_at_once) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size <= 2 * length:
-                return file.readall()
-            first = os.pread(file.fileno(), length, 0)
-            return first + os.pread(file.fileno(), length, size - length)
-
-    @property
-    def advice(self) -> str:
-        """What to do if files are missing: a scan that is cached may be out of date."""
-        if not self.caches:
-            return ""
-        # Folders changed twice within one tick of the clock, or an old time was restored.
-        return f" (delete the cached list first: {' and '.join(map(str, self.caches))})"
-
     def size(self, i: int) -> int:
         """Return the size of a file in bytes; 0 if there is no such file."""
         source, _, length = self.place(i)
@@ -154,7 +121,7 @@ class Index:
             return 0
 
     def take(self, rows: np.ndarray, classes: tuple[str, ...], labels: np.ndarray) -> "Index":
-        """Make the table of some samples.
+        """Make the table of some samples, of the same class, which may override `read`.
 
         Args:
             rows: int64 [n]: numbers of the samples, in the order of the new table.
@@ -162,7 +129,6 @@ class Index:
             labels: int64 [n]: its labels.
         """
         new = joined(self.root, [self], classes, rows, labels)
-        # Of the same class, which may override `read`.
         return replace(self, **{f.name: getattr(new, f.name) for f in fields(new)})
 
     def fingerprint(self) -> str:
@@ -175,10 +141,6 @@ class Index:
         for shared in (self.paths, self.offsets, self.labels):
             digest.update(shared.array.tobytes())
         return digest.hexdigest()
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # if a FIFO has taken the place of the file
 
 
 def joined(
@@ -206,8 +168,7 @@ def joined(
     paths, offsets, _ = map(SharedArray.copy_of, _packed([[names[row] for row in rows]]))
     whole = SharedArray.copy_of(np.concatenate(places)[rows])
     new = SharedArray.copy_of(labels.astype(np.int64))
-    caches = tuple(dict.fromkeys(cache for index in indexes for cache in index.caches))
-    return Index(root, classes, paths, offsets, new, tuple(sources), whole, caches)
+    return Index(root, classes, paths, offsets, new, tuple(sources), whole)
 
 
 def stored_as(place: str) -> dict[str, list[str]]:
@@ -231,51 +192,6 @@ def stored_as(place: str) -> dict[str, list[str]]:
     return found
 
 
-def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
-    """Scan a split, or read its cached scan if nothing in it has changed since.
-
-    Links to folders are followed, except to a parent folder; a class counts each folder once. A
-    link to a file is a separate sample, like a copy: the same file may have two labels.
-
-    Args:
-        folder: holds one folder per class; or what `stored_as` finds under this name. A path that
-            ends in a slash is only a folder.
-        key: the config key of the folder, for messages.
-        cache_dir: folder of the cached scans; None is the user's cache directory.
-
-    Raises:
-        UserError: the folder is missing, cannot be read or holds no class folders, a class holds no
-            images, or two classes share a folder; more than MOST_IGNORED of the entries named as
-            images are not files; a container is damaged.
-    """
-    root = os.path.abspath(os.fspath(folder))
-    name, files = _storage(os.fspath(folder), key)
-    if name.endswith(".csv"):
-        return Index.of_files(*read_list(files[0], key))
-    is_folder = name.endswith("/")
-    root = root if is_folder else os.path.join(os.path.dirname(files[0]), name)
-    cache = _cache_of(files, cache_dir)
-    scan = _read_cache(cache, root)
-    if scan is not None:
-        _report_ignored(root, key, _names(scan["ignored"]), len(scan["labels"]))
-    else:
-        started = time.time()
-        try:
-            scan = _scan(root, key) if is_folder else _scan_containers(root, files, key)
-        except OSError as error:
-            raise UserError(
-                f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
-            ) from None
-        if scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
-            _write_cache(cache, scan)
-    return replace(_of_scan(root, scan), caches=(cache,) if cache.exists() else ())
-
-
-def _cache_of(files: Sequence[str], cache_dir: Path | None) -> Path:
-    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
-    return (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
-
-
 def _storage(place: str, key: str) -> tuple[str, list[str]]:
     """Return the only entry of `stored_as`.
 
@@ -296,9 +212,9 @@ def _storage(place: str, key: str) -> tuple[str, list[str]]:
     if not name.endswith(("/", *KINDS)):
         raise UserError(f"{key}={place}: no such folder; it must hold one folder per class")
     if "*" in name:
-        found = [SHARD.fullmatch(file) for file in files]
-        numbers = sorted(int(match[2]) for match in found if match)
-        count = max((int(match[4]) for match in found if match and match[4]), default=len(files))
+        shards = [match for match in map(SHARD.fullmatch, files) if match]
+        numbers = sorted(int(match[2]) for match in shards)
+        count = max(int(match[4] or len(files)) for match in shards)
         if numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + count)):
             raise UserError(
                 f"{key}={place}: some of the shards {name} are missing: there are {len(files)}, "
@@ -307,60 +223,80 @@ def _storage(place: str, key: str) -> tuple[str, list[str]]:
     return name, files
 
 
-def _of_scan(root: str, scan: Mapping[str, np.ndarray]) -> Index:
+Scan = dict[str, np.ndarray]  # the arrays of a cache file
+
+
+def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | None = None) -> Index:
+    """Scan a split, or read its cached scan if nothing in it has changed since.
+
+    Links to folders are followed, except to a parent folder of the split; a class counts each
+    folder once. A link to a file is a separate sample, like a copy: the same file may have two
+    labels.
+
+    Args:
+        folder: holds one folder per class; or what `stored_as` finds under this name. A path that
+            ends in a slash is only a folder.
+        key: the config key of the folder, for messages.
+        cache_dir: folder of the cached scans; None is the user's cache directory.
+
+    Raises:
+        UserError: the folder is missing, cannot be read or holds no class folders, a class holds no
+            images, or two classes share a folder; more than MOST_IGNORED of the entries named as
+            images are not files; a container is damaged.
+    """
+    name, files = _storage(os.fspath(folder), key)
+    if name.endswith(".csv"):
+        return Index.of_files(*read_list(files[0], key))
+    root = files[0] if name.endswith("/") else os.path.join(os.path.dirname(files[0]), name)
+    digest = hashlib.sha256(b"\0".join(map(os.fsencode, files))).hexdigest()
+    cache = (cache_dir or default_cache_dir()) / f"{digest[:24]}.npz"
+    scan = _read_cache(cache, root)
+    if scan is None:
+        started = time.time()
+        try:
+            if name.endswith("/"):
+                scan, is_complete = _scan_folder(root, key)
+            else:
+                scan, is_complete = _scan_containers(root, files, key), True
+        except OSError as error:
+            raise UserError(
+                f"{key}={root}: cannot be read ({error}); check its permissions and the file system"
+            ) from None
+        if is_complete and scan["stamps"][:, 0].max() < (started - SETTLED_SECONDS) * 1e9:
+            _write_cache(cache, scan)
     classes = tuple(map(os.fsdecode, _names(scan["classes"])))
     paths, offsets, labels = (
         SharedArray.copy_of(scan[name]) for name in ("paths", "offsets", "labels")
     )
+    index = Index(root, classes, paths, offsets, labels)
     if "places" not in scan:
-        return Index(root, classes, paths, offsets, labels)
-    files, stamps = map(os.fsdecode, _names(scan["folders"])), scan["stamps"].tolist()
-    folder = os.path.dirname(root)
-    containers = tuple(
-        Container(os.path.join(folder, file), (mtime, size))
-        for file, (mtime, size) in zip(files, stamps, strict=True)
-    )
-    places = SharedArray.copy_of(scan["places"])
-    return Index(root, classes, paths, offsets, labels, containers, places)
+        return index
+    machine.spare_files()  # raises the limit: each worker keeps all shards open
+    stamps = map(tuple, scan["stamps"].tolist())
+    containers = tuple(Container(file, stamp) for file, stamp in zip(files, stamps, strict=True))
+    return replace(index, sources=containers, places=SharedArray.copy_of(scan["places"]))
 
 
-def check_splits(train: Index, val: Index) -> None:
-    """Refuse splits with different classes: their labels would not mean the same.
-
-    Raises:
-        UserError: names up to five classes that only one split has.
-    """
-    for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
-        extra = sorted(set(here.classes) - set(there.classes))
-        if extra:
-            names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
-            raise UserError(
-                f"data.{other}={there.root}: has no class {names}, which {name} has; "
-                "both splits need the same classes"
-            )
-
-
-def _scan(root: str, key: str) -> dict[str, np.ndarray]:
-    """Scan a split. Returns the arrays of its cache file.
-
-    Among them are paths, offsets and labels as in Index, and the scanned folders relative to the
-    root with their stamps. Names are uint8 bytes, separated by NUL.
-    """
+def _scan_folder(root: str, key: str) -> tuple[Scan, bool]:
+    """Scan class folders; return the scan, and whether no entry was left out."""
     base = os.fsencode(root)
     with os.scandir(base) as entries:
-        names = sorted(e.name for e in entries if _is_visible_folder(e))
+        names = sorted(e.name for e in entries if e.is_dir() and not e.name.startswith(b"."))
     if not names:
         raise UserError(
             f"{key}={root}: no class folders in it; it must hold one folder per class: "
             "python scripts/prepare.py SOURCE --to DIR makes them"
         )
-    parents = _parents(base)
-    # Threads hide the latency of a network file system: 1,000 folders in sequence take minutes.
-    with ThreadPoolExecutor(16) as pool:
+    parents = frozenset(
+        _identity(folder)
+        for path in (Path(root), Path(os.path.realpath(root)))
+        for folder in (path, *path.parents)
+    )
+    with ThreadPoolExecutor(THREADS) as pool:
         found = list(pool.map(lambda name: _scan_class(base, name, parents), names))
     _refuse_two_labels(root, key, [folders for _, _, folders in found])
-    ignored = list(chain.from_iterable(names for _, names, _ in found))
-    _report_ignored(root, key, ignored, sum(len(files) for files, _, _ in found))
+    ignored = [name for _, others, _ in found for name in others]
+    _report_ignored(root, key, ignored, sum(len(images) for images, _, _ in found))
     empty = [os.fsdecode(name) for name, (files, *_) in zip(names, found, strict=True) if not files]
     if empty:
         more = f" and {len(empty) - 1} more" if len(empty) > 1 else ""
@@ -368,18 +304,73 @@ def _scan(root: str, key: str) -> dict[str, np.ndarray]:
             f"{key}={root}: class folder {empty[0]}{more} holds no images "
             f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
         )
-    folders = [b"."] + [folder for *_, looked in found for folder in looked.values()]
-    images = (files for files, *_ in found)
-    arrays = _arrays(base, key, folders, dict(zip(names, images, strict=True)))
-    return {**arrays, "ignored": np.frombuffer(b"\0".join(ignored), np.uint8)}
+    folders = [b".", *chain.from_iterable(inner.values() for _, _, inner in found)]
+    classes = {name: images for name, (images, _, _) in zip(names, found, strict=True)}
+    return _scan(base, classes, folders, _stamps(base, folders)), not ignored
+
+
+_Identity = tuple[int, int]  # device and inode: the same for every path to a folder
+
+
+def _identity(path: str | bytes | Path) -> _Identity:
+    info = os.stat(path)
+    return info.st_dev, info.st_ino
+
+
+def _scan_class(
+    base: bytes, name: bytes, parents: frozenset[_Identity]
+) -> tuple[list[bytes], list[bytes], dict[_Identity, bytes]]:
+    """Scan a class folder and the folders below it, each once. All results are relative to `base`.
+
+    `parents` are skipped: a link to one would add the images of other classes and splits.
+
+    Returns:
+        The sorted images; the entries that are named as images but are not files; the folders.
+    """
+    images: list[bytes] = []
+    others: list[bytes] = []
+    folders: dict[_Identity, bytes] = {}
+    waiting = [name]
+    while waiting:
+        folder = waiting.pop()
+        identity = _identity(os.path.join(base, folder))
+        if identity in folders or identity in parents:
+            continue
+        folders[identity] = folder
+        inner = []
+        with os.scandir(os.path.join(base, folder)) as entries:
+            for entry in entries:
+                path = os.path.join(folder, entry.name)
+                if entry.is_dir():
+                    inner.append(path)
+                elif entry.name.lower().endswith(EXTENSIONS):
+                    # is_file follows links: a dangling link, a FIFO or a socket is not an image.
+                    (images if entry.is_file() else others).append(path)
+        inner = [path for path in inner if not os.path.basename(path).startswith(b".")]
+        waiting += sorted(inner, reverse=True)
+    return sorted(images), sorted(others), folders
+
+
+def _refuse_two_labels(root: str, key: str, classes: Sequence[dict[_Identity, bytes]]) -> None:
+    """Refuse a folder that belongs to two classes.
+
+    Raises:
+        UserError: names the path to it in each of the first two classes.
+    """
+    first: dict[_Identity, bytes] = {}
+    for folders in classes:
+        for identity, folder in folders.items():
+            if identity in first:
+                one, other = os.fsdecode(first[identity]), os.fsdecode(folder)
+                raise UserError(
+                    f"{key}={root}: {one} and {other} are the same folder, so its images would "
+                    "have two labels; remove the link that is wrong"
+                )
+        first |= folders
 
 
 def _report_ignored(root: str, key: str, ignored: Sequence[bytes], images: int) -> None:
     """Warn of entries that are named as images but are not files, which training leaves out.
-
-    Args:
-        ignored: their paths below the root.
-        images: number of the others.
 
     Raises:
         UserError: they are more than MOST_IGNORED, such as links to a disk that is not mounted.
@@ -387,37 +378,25 @@ def _report_ignored(root: str, key: str, ignored: Sequence[bytes], images: int) 
     if not ignored:
         return
     total = len(ignored) + images
-    named = ", ".join(f"{os.fsdecode(name)} ({_kind(root, name)})" for name in ignored[:3])
-    more = ", ..." if len(ignored) > 3 else ""
+    named = ", ".join(map(os.fsdecode, ignored[:3])) + (", ..." if len(ignored) > 3 else "")
     text = (
-        f"{key}={root}: {len(ignored):,} of {total:,} images are not regular files: {named}{more}"
+        f"{key}={root}: {len(ignored):,} of {total:,} images are not regular files but dangling "
+        f"links, FIFOs or the like: {named}"
     )
     if len(ignored) > MOST_IGNORED * total:
         raise UserError(f"{text}; restore or remove them")
     logger.warning("%s; they are left out", text)
 
 
-def _kind(root: str, name: bytes) -> str:
-    """Say what an entry is that is not a file."""
-    path = os.path.join(os.fsencode(root), name)
-    try:
-        return SPECIAL.get(stat.S_IFMT(os.stat(path).st_mode), "not a file")
-    except OSError as error:
-        return "a link to itself" if error.errno == errno.ELOOP else "a dangling link"
-
-
-def _scan_containers(root: str, files: Sequence[str], key: str) -> dict[str, np.ndarray]:
-    """List the images in tar or zip files. Returns the arrays of their cache file.
-
-    In addition to those of `_scan`, there are the places, as in Index.
-    """
+def _scan_containers(root: str, files: Sequence[str], key: str) -> Scan:
+    """List the images in tar or zip files."""
     size = sum(map(os.path.getsize, files))
     if size > SLOW_BYTES:
         logger.info("listing the images in %s (%.0f GB); the list is cached", root, size / 1e9)
     base = os.fsencode(os.path.dirname(root))
     names = [os.fsencode(os.path.basename(file)) for file in files]
-    before = _stamps(base, names)
-    with ThreadPoolExecutor(16) as pool:
+    stamps = _stamps(base, names)  # before the lists: `Container` refuses a file that changes later
+    with ThreadPoolExecutor(THREADS) as pool:
         tables = list(pool.map(partial(list_members, key=key, wanted=_is_image), files))
     found: dict[bytes, tuple[int, int, int]] = {}
     for number, members in enumerate(tables):
@@ -437,16 +416,9 @@ def _scan_containers(root: str, files: Sequence[str], key: str) -> dict[str, np.
             f"{key}={root}: holds no images in class folders{loose}; each image must be "
             "<class>/<name>"
         )
-    arrays = _arrays(base, key, names, {c: sorted(paths) for c, paths in classes.items()})
-    if before is None or not np.array_equal(before, arrays["stamps"]):
-        raise UserError(f"{key}={root}: changed during the scan; start again when it is complete")
     rows = [found[paths[path]] for paths in classes.values() for path in sorted(paths)]
-    return {
-        **arrays,
-        "root": np.frombuffer(os.fsencode(root), np.uint8),
-        "places": np.array(rows),
-        "ignored": np.zeros(0, np.uint8),
-    }
+    images = {name: sorted(paths) for name, paths in classes.items()}
+    return {**_scan(os.fsencode(root), images, names, stamps), "places": np.array(rows)}
 
 
 def _parts(member: bytes) -> list[bytes]:
@@ -485,32 +457,6 @@ def _by_class(members: Iterable[bytes]) -> dict[bytes, dict[bytes, bytes]]:
     return classes
 
 
-def _arrays(
-    base: bytes, key: str, folders: Sequence[bytes], classes: Mapping[bytes, Sequence[bytes]]
-) -> dict[str, np.ndarray]:
-    """Return the arrays of a cache file: `classes` has the paths below the split's folder."""
-    stamps = _stamps(base, folders)
-    if stamps is None:
-        raise UserError(
-            f"{key}={os.fsdecode(base)}: changed during the scan; start again when it is complete"
-        )
-    paths, offsets, labels = _packed(list(classes.values()))
-    return {
-        "format": np.array(CACHE_FORMAT),
-        "root": np.frombuffer(base, np.uint8),
-        "classes": np.frombuffer(b"\0".join(classes), np.uint8),
-        "folders": np.frombuffer(b"\0".join(folders), np.uint8),
-        "stamps": stamps,
-        "paths": paths,
-        "offsets": offsets,
-        "labels": labels,
-    }
-
-
-def _names(joined: np.ndarray) -> list[bytes]:
-    return joined.tobytes().split(b"\0") if len(joined) else []
-
-
 def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Pack the paths of each class into the paths, offsets and labels of an Index."""
     files = list(chain.from_iterable(classes))
@@ -522,132 +468,55 @@ def _packed(classes: Sequence[Sequence[bytes]]) -> tuple[np.ndarray, np.ndarray,
     )
 
 
-_Identity = tuple[int, int]  # device and inode: the same for every path to a folder
+def _scan(
+    root: bytes,
+    classes: Mapping[bytes, Sequence[bytes]],
+    files: Sequence[bytes],
+    stamps: np.ndarray,
+) -> Scan:
+    """Make the arrays of a cache file. Names are uint8 bytes, separated by NUL.
 
-
-def _scan_class(
-    base: bytes, name: bytes, parents: frozenset[_Identity]
-) -> tuple[list[bytes], list[bytes], dict[_Identity, bytes]]:
-    """Scan a class folder. All results are relative to `base`.
-
-    Returns:
-        The sorted images; the entries that are named as images but are not files; the folders.
+    Args:
+        classes: class name -> sorted paths below the split's folder.
+        files: the folders or containers that were scanned, and their stamps.
     """
-    files: list[bytes] = []
-    ignored: list[bytes] = []
-    folders: dict[_Identity, bytes] = {}
-    for folder in _walk(base, name, parents, folders):
-        with os.scandir(os.path.join(base, folder)) as entries:
-            for entry in entries:
-                if not entry.name.lower().endswith(EXTENSIONS):
-                    continue
-                # is_file follows links: a dangling link, a FIFO or a socket is not an image.
-                if _leads_to(entry.is_file):
-                    files.append(os.path.join(folder, entry.name))
-                elif not _leads_to(entry.is_dir):
-                    ignored.append(os.path.join(folder, entry.name))
-    return sorted(files), sorted(ignored), folders
+    paths, offsets, labels = _packed(list(classes.values()))
+    return {
+        "format": np.array(CACHE_FORMAT),
+        "root": np.frombuffer(root, np.uint8),
+        "classes": np.frombuffer(b"\0".join(classes), np.uint8),
+        "files": np.frombuffer(b"\0".join(files), np.uint8),
+        "stamps": stamps,
+        "paths": paths,
+        "offsets": offsets,
+        "labels": labels,
+    }
 
 
-def _walk(
-    base: bytes, folder: bytes, parents: frozenset[_Identity], seen: dict[_Identity, bytes]
-) -> Iterator[bytes]:
-    """Yield `folder` and the folders below it, depth first, each once, and add them to `seen`.
-
-    `parents` are skipped: a link to one would add the images of other classes and splits.
-    """
-    path = os.path.join(base, folder)
-    identity = _identity(path)
-    if identity in seen or identity in parents:
-        return
-    seen[identity] = folder
-    yield folder
-    if os.path.islink(path):
-        parents |= _parents(path)
-    with os.scandir(path) as entries:
-        inner = sorted(e.name for e in entries if _is_visible_folder(e))
-    for name in inner:
-        yield from _walk(base, os.path.join(folder, name), parents, seen)
+def _names(joined: np.ndarray) -> list[bytes]:
+    return joined.tobytes().split(b"\0")
 
 
-def _identity(path: bytes) -> _Identity:
-    info = os.stat(path)
-    return info.st_dev, info.st_ino
-
-
-def _parents(path: bytes) -> frozenset[_Identity]:
-    """Return a folder and all folders above it, by the given path and by the path without links."""
-    places = {path, os.path.realpath(path)}
-    for place in list(places):
-        while (place := os.path.dirname(place)) not in places:
-            places.add(place)
-    return frozenset(map(_identity, places))
-
-
-def _refuse_two_labels(root: str, key: str, classes: Sequence[dict[_Identity, bytes]]) -> None:
-    """Refuse a folder that belongs to two classes.
-
-    Raises:
-        UserError: names the path to it in each of the first two classes.
-    """
-    first: dict[_Identity, bytes] = {}
-    for folders in classes:
-        for identity, folder in folders.items():
-            if identity in first:
-                one, other = os.fsdecode(first[identity]), os.fsdecode(folder)
-                raise UserError(
-                    f"{key}={root}: {one} and {other} are the same folder, so its images would "
-                    "have two labels; remove the link that is wrong"
-                )
-        first |= folders
-
-
-def _is_visible_folder(entry: os.DirEntry[bytes]) -> bool:
-    return not entry.name.startswith(b".") and _leads_to(entry.is_dir)
-
-
-def _leads_to(kind: Callable[[], bool]) -> bool:
-    """Call DirEntry.is_file or is_dir; a link to itself, for which they raise, is neither."""
-    try:
-        return kind()
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        return False
-
-
-def _stamps(base: bytes, names: Sequence[bytes]) -> np.ndarray | None:
-    """Return what changes with a folder or a file, int64 [n, 2]: mtime in ns, size of a file.
-
-    None if one of them is missing.
-    """
-    try:
-        with ThreadPoolExecutor(16) as pool:
-            infos = list(pool.map(lambda name: os.stat(os.path.join(base, name)), names))
-    except OSError:
-        return None
+def _stamps(base: bytes, names: Sequence[bytes]) -> np.ndarray:
+    """Return what changes with a folder or a file, int64 [n, 2]: mtime in ns, size of a file."""
+    with ThreadPoolExecutor(THREADS) as pool:
+        infos = list(pool.map(lambda name: os.stat(os.path.join(base, name)), names))
     sizes = (0 if stat.S_ISDIR(info.st_mode) else info.st_size for info in infos)
     times = (info.st_mtime_ns for info in infos)
     return np.array(list(zip(times, sizes, strict=True)), np.int64)
 
 
-def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
+def _read_cache(cache: Path, root: str) -> Scan | None:
+    """Return the cached scan; None if there is none, or something in the split has changed."""
     try:
         with np.load(cache, allow_pickle=False) as stored:
             if stored["format"] != CACHE_FORMAT or stored["root"].tobytes() != os.fsencode(root):
                 return None
             scan = dict(stored)
-        if missing := {"classes", "paths", "offsets", "labels"} - scan.keys():
-            raise ValueError(f"it lacks {', '.join(sorted(missing))}")  # a damaged zip directory
         base = os.fsencode(os.path.dirname(root) if "places" in scan else root)
-        stamps = _stamps(base, _names(scan["folders"]))
-        if stamps is None or not np.array_equal(stamps, scan["stamps"]):
-            return None
-        # A link leads to a file again once a disk is mounted, which changes no folder here.
-        ignored = [os.path.join(base, name) for name in _names(scan["ignored"])]
-        with ThreadPoolExecutor(16) as pool:  # as in `_scan`
-            restored = any(pool.map(os.path.isfile, ignored))
-        return None if restored else scan
+        return (
+            scan if np.array_equal(_stamps(base, _names(scan["files"])), scan["stamps"]) else None
+        )
     except FileNotFoundError:
         return None
     except Exception as error:  # zipfile and numpy raise almost anything on a damaged file
@@ -655,14 +524,14 @@ def _read_cache(cache: Path, root: str) -> dict[str, np.ndarray] | None:
         return None
 
 
-def _write_cache(cache: Path, scan: Mapping[str, Any]) -> None:
+def _write_cache(cache: Path, scan: Scan) -> None:
     """Try to cache a scan; without the cache, the next start scans again."""
     temporary = None
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=cache.parent, suffix=".tmp", delete=False) as file:
             temporary = file.name
-            np.savez(file, **scan)
+            np.savez(file, **scan)  # type: ignore[arg-type]
         os.replace(temporary, cache)
     except OSError as error:
         logger.warning(

@@ -15,7 +15,7 @@ from conf.rooms import has_room, require_room
 from conf.schema import Config, UserError
 from pipeline import decode, gpu_room, machine
 from pipeline.build import Datasets
-from pipeline.dataset import Dataset, DrawingDataset, FileDataset, FolderDataset
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.loader import buffer_layout, slots_needed
 
 PROBE_WORKERS = 2  # loader.workers=auto starts with these, and measures them
@@ -191,7 +191,7 @@ def why_not_measured(config: Config, dataset: Dataset, device: torch.device, wor
         return "none can be started"
     if device.type != "cuda":
         return "training runs on the CPU and shares it with the workers"
-    if not isinstance(dataset, FileDataset):
+    if not isinstance(dataset, FolderDataset):
         return "the dataset decodes no files"
     if batches < FEWEST_BATCHES:
         return f"an epoch of {batches:.1f} batches is over before it matters"
@@ -223,7 +223,7 @@ def choose_decoders(
         UserError: the decoder is not installed, or gpu and hybrid find no JPEG engines.
     """
     name = config.loader.decoder
-    if not isinstance(dataset, FileDataset):
+    if not isinstance(dataset, FolderDataset):
         return ("none",), ""
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
     if name == "auto" and stored_pixels in decode.ON_GPU and why_no_engines(device) is None:
@@ -377,7 +377,7 @@ def plan_buffers(
     file_bytes = operations = 0
     if decoder in decode.ON_GPU:
         file_bytes = gpu_room().file_bytes_per_row(train.mean_bytes())
-    if isinstance(train, DrawingDataset) and has_kernels(world.device):
+    if train.operations and has_kernels(world.device):
         operations = train.operations  # that the workers draw and the GPU applies
     extra = {"file_bytes": file_bytes, "operations": operations}
     layouts = (

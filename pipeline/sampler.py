@@ -45,16 +45,14 @@ class TrainSampler:
         self.num_samples = num_samples
         self.batch_size = batch_size
         self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
+        self.share = slice(rank * batch_size // world_size, (rank + 1) * batch_size // world_size)
         self.repeats = repeats
         # Two orders are needed at a time: a batch may contain the end of an epoch.
         self._order = lru_cache(maxsize=2)(self._shuffle)
 
     def _shuffle(self, epoch: int) -> np.ndarray:
-        return np.random.Generator(np.random.PCG64([self.seed, epoch])).permutation(
-            self.num_samples
-        )
+        generator = np.random.Generator(np.random.PCG64([self.seed, epoch]))
+        return generator.permutation(self.num_samples)
 
     def samples(self, step: int) -> np.ndarray:
         """This rank's samples of a step: (epoch, index), int64 [batch_size / world_size, 2].
@@ -62,17 +60,37 @@ class TrainSampler:
         With `repeats`, each repetition counts as an epoch of its own, because the augmentation
         depends on (seed, epoch, index): repetition r of epoch e is epoch e * repeats + r.
         """
-        share = self.batch_size // self.world_size
         stream = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         by_repetition = np.argsort(stream % self.num_samples % self.repeats, kind="stable")
-        own = stream[by_repetition[self.rank * share : (self.rank + 1) * share]]
-        epochs, places = np.divmod(own, self.num_samples)
+        epochs, places = np.divmod(stream[by_repetition[self.share]], self.num_samples)
         positions, repetitions = np.divmod(places, self.repeats)
         indices = np.empty_like(places)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
             indices[chosen] = self._order(int(epoch))[positions[chosen]]
         return np.stack([epochs * self.repeats + repetitions, indices], axis=1)
+
+
+class ValSampler:
+    """Every sample once, in order: rank r takes samples r, r + world_size, ...
+
+    The last batch may be short.
+    """
+
+    def __init__(
+        self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1
+    ) -> None:
+        self._mine = np.arange(rank, num_samples, world_size)
+        self._share = batch_size // world_size
+
+    def __len__(self) -> int:
+        """Number of batches of this rank."""
+        return -(-len(self._mine) // self._share)
+
+    def samples(self, step: int) -> np.ndarray:
+        """int64 [n, 2] rows of (0, index), n <= batch_size / world_size."""
+        indices = self._mine[step * self._share : (step + 1) * self._share]
+        return np.stack([np.zeros_like(indices), indices], axis=1)
 
 
 class SizeSchedule:
@@ -105,28 +123,6 @@ class SizeSchedule:
             size: max(0, min(end, stop) - first)
             for (first, size), end in zip(self.starts, ends, strict=False)
         }
-
-
-class ValSampler:
-    """Every sample once, in order: rank r takes samples r, r + world_size, ...
-
-    The last batch may be short.
-    """
-
-    def __init__(
-        self, *, num_samples: int, batch_size: int, rank: int = 0, world_size: int = 1
-    ) -> None:
-        self._mine = np.arange(rank, num_samples, world_size)
-        self._share = batch_size // world_size
-
-    def __len__(self) -> int:
-        """Number of batches of this rank."""
-        return -(-len(self._mine) // self._share)
-
-    def samples(self, step: int) -> np.ndarray:
-        """int64 [n, 2] rows of (0, index), n <= batch_size / world_size."""
-        indices = self._mine[step * self._share : (step + 1) * self._share]
-        return np.stack([np.zeros_like(indices), indices], axis=1)
 
 
 def scattered(count: int) -> Iterator[int]:

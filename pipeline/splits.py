@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import Data, UserError, did_you_mean, show
-from pipeline.index import KINDS, Index, check_splits, joined, load_index, stored_as
+from pipeline.index import Index, joined, load_index, stored_as
 
 # A folder with one of these words in its name may be a split.
 SPLIT_WORDS = {"train", "training", "val", "valid", "validation", "test"}
@@ -26,7 +26,11 @@ def roots_of(data: Data) -> list[str]:
 
 def has_split(data: Data, split: str) -> bool:
     """Return whether a folder of data.root holds a split, as a folder or in any other form."""
-    return any(stored_as(os.path.abspath(os.path.join(root, split))) for root in roots_of(data))
+    return any(_holds(root, split) for root in roots_of(data))
+
+
+def _holds(root: str | Path, *splits: str) -> bool:
+    return all(stored_as(os.path.abspath(os.path.join(root, split))) for split in splits)
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -63,19 +67,39 @@ def load_splits(data: Data) -> tuple[Index, Index]:
         UserError: a folder or its content is wrong.
     """
     roots = roots_of(data)
-    for root in roots:
-        if not os.path.isdir(root) and not (data.val_fraction and root.endswith(KINDS)):
-            raise UserError(_missing_root(root))
     if data.val_fraction:
         whole = _united([_whole(root, data) for root in roots], "data.root")
         _refuse_splits_as_classes(whole, f"data.val_fraction={data.val_fraction:g}")
         return hold_out(_chosen(whole, data.classes), data.val_fraction)
-    _check_layout(roots, data)
+    splits = tuple(dict.fromkeys((data.train, data.val)))
+    for root in roots:
+        if not any(_holds(root, split) for split in splits):
+            raise UserError(_missing(root, splits[0], data))
+    for split in splits:
+        if not has_split(data, split):
+            several = f"data.root={show(roots)}: no folder holds {split}; add one"
+            raise UserError(several if len(roots) > 1 else _missing(roots[0], split, data))
     key = "data.val" if data.train == data.val else "data.train"
     train = _chosen(_united([os.path.join(root, data.train) for root in roots], key), data.classes)
     val = _chosen(_united([os.path.join(r, data.val) for r in roots], "data.val"), data.classes)
     check_splits(train, val)
     return train, val
+
+
+def check_splits(train: Index, val: Index) -> None:
+    """Refuse splits with different classes: their labels would not mean the same.
+
+    Raises:
+        UserError: names up to five classes that only one split has.
+    """
+    for here, there, name, other in ((train, val, "train", "val"), (val, train, "val", "train")):
+        extra = sorted(set(here.classes) - set(there.classes))
+        if extra:
+            names = ", ".join(extra[:5]) + (f" and {len(extra) - 5} more" if len(extra) > 5 else "")
+            raise UserError(
+                f"data.{other}={there.root}: has no class {names}, which {name} has; "
+                "both splits need the same classes"
+            )
 
 
 def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
@@ -127,6 +151,23 @@ def chosen(names: Sequence[str], fraction: float, seed: int = 0) -> list[int]:
     return sorted(range(len(names)), key=digest)[:count]
 
 
+def _whole(root: str, data: Data) -> str:
+    """Return the place of all images below a root, to hold out some of them.
+
+    Raises:
+        UserError: there is a validation split.
+    """
+    if _holds(root, data.val):
+        raise UserError(
+            f"data.val_fraction={data.val_fraction:g}: there is a validation split, "
+            f"{os.path.join(root, data.val)}; write data.val_fraction=0 to use it, or move it away"
+        )
+    if _holds(root, data.train):
+        return os.path.join(root, data.train)
+    # With a slash, a folder, even if there is a tar of the same name.
+    return root if os.path.isfile(root) else os.path.join(root, "")
+
+
 def _refuse_splits_as_classes(index: Index, given: str) -> None:
     """Refuse a class like `train_images` whose images are all in folders inside it.
 
@@ -134,7 +175,7 @@ def _refuse_splits_as_classes(index: Index, given: str) -> None:
         UserError: names it.
     """
     for label, name in enumerate(index.classes):
-        if _is_split_name(name):
+        if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())):
             rows = np.flatnonzero(index.labels.array == label)
             if all(index.name(row).count("/") > 1 for row in rows.tolist()):
                 raise UserError(
@@ -142,10 +183,6 @@ def _refuse_splits_as_classes(index: Index, given: str) -> None:
                     "its images are in folders inside it; write data.train=FOLDER and, if there "
                     "is a validation split, data.val=FOLDER"
                 )
-
-
-def _is_split_name(name: str) -> bool:
-    return bool(SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())))
 
 
 def _united(places: Iterable[str], key: str) -> Index:
@@ -158,11 +195,9 @@ def _united(places: Iterable[str], key: str) -> Index:
         return indexes[0]
     names = sorted({name for index in indexes for name in index.classes}, key=os.fsencode)
     position = {name: label for label, name in enumerate(names)}
+    own = [np.array([position[name] for name in index.classes]) for index in indexes]
     labels = np.concatenate(
-        [
-            np.array([position[name] for name in index.classes])[index.labels.array]
-            for index in indexes
-        ]
+        [new[index.labels.array] for new, index in zip(own, indexes, strict=True)]
     )
     rows = np.argsort(labels, kind="stable")
     root = ", ".join(index.root for index in indexes)
@@ -185,13 +220,17 @@ def _chosen(index: Index, classes: Any) -> Index:
 
 
 def _names_in(classes: Any, index: Index) -> list[str]:
-    """Return the classes that data.classes means, sorted as in the table."""
+    """Return the classes that data.classes means, sorted as in the table.
+
+    A file has one class per line; after its name may be anything, such as a description.
+    """
     given = f"data.classes={show(classes)}"
     path = os.path.expanduser(classes) if isinstance(classes, str) else ""
+    words = [classes] if isinstance(classes, str) else classes
     if os.path.isfile(path):
-        words = _words_of(path, given, set(index.classes))
-    else:
-        words = [classes] if isinstance(classes, str) else classes
+        text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
+        lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
+        words = [line if line in index.classes else line.split()[0] for line in lines]
     kept = set()
     for word in words:
         found = {word} & set(index.classes) or set(fnmatch.filter(index.classes, word))
@@ -203,129 +242,31 @@ def _names_in(classes: Any, index: Index) -> list[str]:
                 f"{did_you_mean(word, index.classes) or '; give names of classes, or a pattern'}"
             )
         kept |= found
+    if not kept:
+        raise UserError(f"{given}: is empty; write one class per line")
     return [name for name in index.classes if name in kept]
 
 
-def _words_of(path: str, given: str, known: set[str]) -> list[str]:
-    """Read a file with one class per line; after its name may be anything, such as a description.
-
-    Raises:
-        UserError: it cannot be read, or is empty.
-    """
-    try:
-        text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
-    except OSError as error:
-        raise UserError(f"{given}: cannot be read ({error}); check its permissions") from None
-    lines = [line.strip() for line in text.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("#")]
-    if not lines:
-        raise UserError(f"{given}: is empty; write one class per line")
-    return [line if line in known else line.split()[0] for line in lines]
-
-
-def _whole(root: str, data: Data) -> str:
-    """Return the place of all images below a root, to hold out some of them.
-
-    Raises:
-        UserError: there is a validation split.
-    """
-    given = f"data.val_fraction={data.val_fraction:g}"
-    if stored := stored_as(os.path.abspath(os.path.join(root, data.val))):
-        there = os.path.join(root, next(iter(stored)))
-        raise UserError(
-            f"{given}: there is a validation split, {there}; write data.val_fraction=0 to use it, "
-            "or move it away"
-        )
-    train = os.path.join(root, data.train)
-    if stored_as(os.path.abspath(train)):
-        return train
+def _missing(root: str, split: str, data: Data) -> str:
+    """Say that a root does not hold a split, and suggest a folder nearby that does."""
+    given = f"data.root={root}"
     if os.path.isfile(root):
-        return root
-    return os.path.join(root, "")  # a folder, even if there is a tar of the same name
-
-
-def _missing_root(root: str) -> str:
-    if os.path.isfile(root) and root.endswith(KINDS):
         return (
-            f"data.root={root}: is one file; write data.val_fraction=0.1 to hold out a tenth of "
-            "its images, or give the folder that holds the files of both splits"
+            f"{given}: is one file; write data.val_fraction=0.1 to hold out a tenth of its images, "
+            "or give the folder that holds the files of both splits"
         )
-    return f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*"
-
-
-def _check_layout(roots: Sequence[str], data: Data) -> None:
-    """Refuse roots that do not hold both splits; suggest a folder nearby that does.
-
-    Raises:
-        UserError: names the content of the folder.
-    """
-    splits = tuple(dict.fromkeys((data.train, data.val)))  # equal if only one split is needed
-    if len(roots) == 1:
-        _check_root(roots[0], data, splits)
-        return
-    for root in roots:
-        if not any(_holds(root, (split,)) for split in splits):
-            _check_root(root, data, splits)
-    for split in splits:
-        if not any(_holds(root, (split,)) for root in roots):
-            raise UserError(f"data.root={show(list(roots))}: no folder holds {split}; add one")
-
-
-def _holds(root: str | Path, splits: Iterable[str]) -> bool:
-    return all(stored_as(os.path.abspath(os.path.join(root, split))) for split in splits)
-
-
-def _check_root(root: str, data: Data, splits: Sequence[str]) -> None:
-    here = f"data.root={root}"
-    parent = Path(os.path.abspath(root)).parent
-    if _holds(root, splits):
-        return
-    if _holds(parent, splits) and any(
-        os.path.isdir(parent / split) and (parent / split).samefile(root) for split in splits
-    ):
-        raise UserError(
-            f"{here}: is one split; write data.root={parent}, "
-            f"the folder that holds {' and '.join(splits)}"
-        )
-    folders = _folders(root, here)
-    if any(_holds(root, (split,)) for split in splits):
-        raise UserError(_missing_split(root, data, folders))
-    if not folders:
-        raise UserError(
-            f"{here}: holds no folders; it must hold train/<class>/* and val/<class>/*, or train "
-            "and val as .tar, .zip or .csv"
-        )
-    for pattern in ("*", "*/*", "*/*/*"):  # Kaggle's archive has them in ILSVRC/Data/CLS-LOC
-        near = islice(Path(root).glob(pattern), 1000)
-        if inner := next((place for place in near if _holds(place, splits)), None):
-            raise UserError(f"{here}: holds no {' and no '.join(splits)}; write data.root={inner}")
-    advice = ", or write data.val_fraction=0.1 to hold out a tenth of the images"
-    if named := [name for name in folders if _is_split_name(name)]:
-        advice = f"; if {named[0]} is a split, write data.train={named[0]} or data.val={named[0]}"
-    raise UserError(
-        f"{here}: holds no {' and no '.join(splits)}, but folders such as {folders[0]}; "
-        f"put the class folders into {' and '.join(splits)} inside it{advice}"
+    if not os.path.isdir(root):
+        return f"{given}: no such folder; it must hold train/<class>/* and val/<class>/*"
+    # Kaggle's archive has the splits in ILSVRC/Data/CLS-LOC.
+    near = (place for pattern in ("*", "*/*", "*/*/*") for place in Path(root).glob(pattern))
+    for place in (Path(root).absolute().parent, *islice(near, 1000)):
+        if _holds(place, data.train, data.val):
+            return f"{given}: holds no {split}; write data.root={place}"
+    key = "data.train" if split == data.train else "data.val"
+    names = sorted(path.name for path in Path(root).iterdir() if path.name != data.train)
+    return (
+        f"{key}={os.path.join(root, split)}: no such folder; {root} holds "
+        f"{', '.join(names[:5]) or 'nothing'}: put the class folders into {split}, or write "
+        f"{key}=FOLDER if it has another name, or data.val_fraction=0.1 to hold out a tenth of the "
+        "images"
     )
-
-
-def _folders(root: str, here: str) -> list[str]:
-    try:
-        return sorted(
-            p.name for p in Path(root).iterdir() if p.is_dir() and not p.name.startswith(".")
-        )
-    except OSError as error:
-        raise UserError(
-            f"{here}: cannot be read ({error}); check its permissions and the file system"
-        ) from None
-
-
-def _missing_split(root: str, data: Data, folders: list[str]) -> str:
-    others = [name for name in folders if name not in (data.train, data.val)]
-    has_train = _holds(root, (data.train,))
-    key, split = ("data.val", data.val) if has_train else ("data.train", data.train)
-    hint = f"give {key}=FOLDER with one folder per class"
-    if len(others) == 1:
-        hint = f"did you mean {key}={others[0]}?"
-    elif has_train:
-        hint += ", or data.val_fraction=0.1 to hold out a tenth of the training images"
-    return f"{key}={os.path.join(root, split)}: no such folder; {hint}"

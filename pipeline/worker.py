@@ -28,7 +28,7 @@ from conf.schema import RunError
 from pipeline import machine
 from pipeline.augment import as_rows
 from pipeline.clock import waited_for_core
-from pipeline.dataset import BadImageError, Dataset, DrawingDataset
+from pipeline.dataset import BadImageError, Dataset
 from pipeline.decode import describe
 from pipeline.shared import SharedArray
 
@@ -207,7 +207,6 @@ def _fill_row(source: Source, task: Task, files: Any, row: int, epoch: int, inde
     if source.operations is None:
         image, label = source.dataset.load(epoch, index)
     else:
-        assert isinstance(source.dataset, DrawingDataset)
         image, label, drawn = source.dataset.load_and_draw(epoch, index)
         source.operations.array[task.slot, row] = as_rows(drawn)
     batch = source.images(task.slot)

@@ -69,7 +69,7 @@ from engine.log.meters import Meter
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
 from pipeline.build import Datasets, build_datasets
-from pipeline.dataset import DrawingDataset, FileDataset
+from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.machine import cores
 from pipeline.prefetcher import Batch
@@ -113,7 +113,7 @@ def run(config: Config, *, only: Sequence[str] = STAGES, seconds: float = 10.0) 
     with join_world(config.train.device) as world:
         config, datasets, plan = prepare(config, world)
         found: list[Stage] = []
-        if isinstance(datasets.train, FileDataset):
+        if isinstance(datasets.train, FolderDataset):
             if "read" in only:
                 found.append(measure_read(datasets.train, seconds))
             if "decode" in only:
@@ -218,7 +218,7 @@ def windows(
     return rates
 
 
-def measure_read(dataset: FileDataset, seconds: float) -> Stage:
+def measure_read(dataset: FolderDataset, seconds: float) -> Stage:
     """Read whole files one after another, spread over the dataset, from page cache or disk."""
     sizes: list[int] = []
     places = scattered(len(dataset))
@@ -233,11 +233,11 @@ def measure_read(dataset: FileDataset, seconds: float) -> Stage:
     return Stage("read", rates, f"one process, {speed}")
 
 
-def measure_decode(dataset: FileDataset, seconds: float, plan: Plan) -> Stage:
+def measure_decode(dataset: FolderDataset, seconds: float, plan: Plan) -> Stage:
     """Decode, crop, resize and flip in one process: the throughput of one worker."""
     places = scattered(len(dataset))
     load: Callable[[int, int], object] = dataset.load
-    if plan.loader.operations and isinstance(dataset, DrawingDataset):
+    if plan.loader.operations:
         load = dataset.load_and_draw  # the GPU applies the operations of RandAugment
 
     def decode() -> int:

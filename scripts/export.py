@@ -113,7 +113,7 @@ from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
 from pipeline.build import build_val, val_transform
-from pipeline.dataset import FileDataset
+from pipeline.dataset import FolderDataset
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
 from pipeline.splits import has_split
@@ -335,7 +335,9 @@ def compare(job: Job, predict: Predict, model: nn.Module, images: Tensor) -> tup
 
 
 @torch.no_grad()
-def self_check(job: Job, predict: Predict, texts: dict[str, Any], files: FileDataset) -> list[str]:
+def self_check(
+    job: Job, predict: Predict, texts: dict[str, Any], files: FolderDataset
+) -> list[str]:
     """Compare the predictions for all validation files with the model in fp32.
 
     The exported file gets what a program makes of the JPEG with only what the file states; the
@@ -413,7 +415,7 @@ def validation_files(trained: Trained, overrides: Sequence[str], *, needed: bool
     return datasets.val
 
 
-def export(job: Job, out: Path, images: Tensor, files: FileDataset | None = None) -> list[str]:
+def export(job: Job, out: Path, images: Tensor, files: FolderDataset | None = None) -> list[str]:
     """Write, check and only then rename the file.
 
     Args:

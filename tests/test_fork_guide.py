@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from pipeline.demo.images import ensure_demo_dataset
 from tests.processes import wait_until
 from tests.results import rows, stored
 
@@ -140,7 +139,8 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert counts.format(2000, 500) in text
     source.write_text(text.replace(counts.format(2000, 500), counts.format(IMAGES, VAL_IMAGES)))
     (root / "data").mkdir()
-    ensure_demo_dataset(root / "data" / "demo", train_images=IMAGES, val_images=VAL_IMAGES)
+    draw = "from pathlib import Path; from pipeline.demo.images import draw_dataset as draw; "
+    subprocess.run([sys.executable, "-c", f"{draw}draw(Path('data/demo'))"], cwd=root, check=True)
     (root / "bin").mkdir()
     (root / "bin" / "python").write_text(PYTHON)
     (root / "bin" / "python").chmod(0o755)
@@ -166,35 +166,9 @@ def check_storage(fork: Fork, unchanged: Fork) -> None:
     assert rows(fork.runs[-1], "val") == rows(unchanged.runs[-1], "val")
 
 
-GAMMA = """
-import random
-import numpy as np
-from pipeline.augment import TRANSFORMS, build
-from pipeline.decode import Picture
-(transform,) = build([{"random_gamma": {"strength": 2}}], TRANSFORMS, key="augment.train")
-pixels = np.random.default_rng(0).integers(0, 256, (9, 7, 3), np.uint8)
-made = transform(Picture(pixels), random.Random(5)).pixels()
-gamma = 2 ** random.Random(5).uniform(-1, 1)
-print(abs(made - 255 * (pixels / 255) ** gamma).max() <= 0.5 + 1e-9, (made != pixels).any())
-"""
-
-
 def check_transform(fork: Fork, unchanged: Fork) -> None:
-    assert fork.evaluate(GAMMA) == "True True\n"
     assert "random_gamma" in (fork.runs[-1] / "config.yaml").read_text()
     assert fork.weights != unchanged.weights
-
-
-NOISE = """
-import random
-import numpy as np
-from pipeline.augment import TRANSFORMS, build
-from pipeline.decode import Picture
-(transform,) = build([{"v2.GaussianNoise": {"sigma": 0.05}}], TRANSFORMS, key="augment.train")
-pixels = np.random.default_rng(0).integers(0, 256, (16, 16, 3), np.uint8)
-made = transform(Picture(pixels), random.Random(0)).pixels()
-print(made.shape, made.dtype, (made != pixels).any())
-"""
 
 
 def check_torchvision_transform(fork: Fork, unchanged: Fork) -> None:
@@ -202,7 +176,6 @@ def check_torchvision_transform(fork: Fork, unchanged: Fork) -> None:
     assert "v2.RandAugment" in (first / "config.yaml").read_text()
     assert "v2.GaussianNoise" in (second / "config.yaml").read_text()
     assert len({weights(first), weights(second), unchanged.weights}) == 3
-    assert fork.evaluate(NOISE) == "(16, 16, 3) uint8 True\n"
 
 
 LOSS = """
@@ -292,20 +265,12 @@ def test_every_section_is_checked() -> None:
 
 
 @pytest.mark.parametrize("heading", GUIDE)
-def test_diff_is_short_and_applies(heading: str, tree: Path, tmp_path: Path) -> None:
+def test_diff_is_short_and_applies(heading: str) -> None:
     section = GUIDE[heading]
     assert len(section.diff.splitlines()) <= MOST_LINES
-    for name in re.findall(r"^--- a/(.*)$", section.diff, re.M):
-        assert (ROOT / name).is_file(), name
-    fork = Fork(tmp_path / "tree", tree)
-    fork.apply(section, "--check")
-    fork.apply(section)
-    for name in section.files:
-        assert (fork.root / name).read_text() != "", name
-        assert (
-            not (ROOT / name).exists()
-            or (ROOT / name).read_text() != (fork.root / name).read_text()
-        )
+    subprocess.run(
+        ["git", "apply", "--check", "-"], cwd=ROOT, input=section.diff, text=True, check=True
+    )
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from PIL import Image
 import train
 from conf import cli
 from conf.schema import Config, Expect
-from pipeline.demo.images import ensure_demo_dataset
+from pipeline.demo.images import draw_dataset
 from scripts import report
 from tests.drawings import draw_image
 from tests.results import rows
@@ -239,7 +239,7 @@ HIGH = "optim.lr=2"
 @pytest.fixture(scope="module")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("images") / "demo"
-    ensure_demo_dataset(root)
+    draw_dataset(root)
     return root
 
 

@@ -19,7 +19,7 @@ from engine.tune.measured import (
     total_rate,
     waited_fraction,
 )
-from pipeline.dataset import SHRUNK_SIDE, Dataset, FileDataset
+from pipeline.dataset import SHRUNK_SIDE, Dataset, FolderDataset, time_decoding
 from pipeline.decode import DECODERS, installed, open_image
 
 logger = logging.getLogger(__name__)
@@ -104,7 +104,7 @@ def measure_remedies(
     Returns:
         Smaller files and, if there is one, a faster decoder; nothing for a dataset without files.
     """
-    if not isinstance(dataset, FileDataset):
+    if not isinstance(dataset, FolderDataset):
         return ()
     best = installed()[0]
     seconds, sizes = np.zeros(3), np.zeros(2)  # CPU time to read and decode
@@ -119,8 +119,8 @@ def measure_remedies(
             sizes += len(data), len(small)
             ways = [(data, dataset.decoder), (small, dataset.decoder), (data, best)]
             for way in ways:
-                dataset.time_decoding(index, *way, draw_only=draw_only)  # warm-up
-            times = [dataset.time_decoding(index, *way, draw_only=draw_only) for way in ways]
+                time_decoding(dataset, index, *way, draw_only=draw_only)  # warm-up
+            times = [time_decoding(dataset, index, *way, draw_only=draw_only) for way in ways]
             seconds += np.add(times, [reading * len(way[0]) / len(data) for way in ways])
     except Exception as error:  # an unreadable file: training will report it by name
         logger.debug("measure_remedies: %s", error)

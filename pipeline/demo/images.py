@@ -5,33 +5,28 @@ Ten classes of procedural textures, as JPEG files of many sizes: `ROOT/train/<cl
 """
 
 import colorsys
-import fcntl
 import itertools
 import json
 import logging
 import math
-import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from functools import partial
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from conf.schema import UserError
+from conf.schema import Data, UserError, show
 from pipeline.augment import Compose
-from pipeline.dataset import FolderDataset
+from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
 
 Plane = NDArray[np.floating[Any]]  # float32 [H, W]
 
-VERSION = 1  # of the drawings: raise it with any change that alters a pixel
-SPLITS = ("train", "val")
 TRAIN_IMAGES, VAL_IMAGES = 2000, 500
 MARKER = "demo.json"
 # 2,500 images on two cores: 6.3 s with 2 threads, 9.3 s with 1, 10.2 s with 4 (they wait for the
@@ -185,194 +180,110 @@ def _palette(rng: np.random.Generator) -> Plane:
     return np.array(colours, np.float32)[:, :, None, None]
 
 
-class UndrawnDataset(FolderDataset):
-    """A split of the demo dataset whose sample table is known before `prepare` draws its files.
+def counts() -> dict[str, int]:
+    """Number of images of each split."""
+    return {"train": TRAIN_IMAGES, "val": VAL_IMAGES}
 
-    Args:
-        root: folder of the demo dataset.
-        split: a name in SPLITS.
-        transform, options: as for FolderDataset.
-    """
+
+class UndrawnDataset(FolderDataset):
+    """A split of the demo dataset whose sample table is known before `prepare` draws its files."""
 
     def __init__(self, root: Path, split: str, transform: Compose, **options: Any) -> None:
-        count = (TRAIN_IMAGES if split == "train" else VAL_IMAGES) // len(CLASSES)
+        numbers = range(counts()[split] // len(CLASSES))
         files = {
-            label: [f"{label}/{number:04d}.jpg".encode() for number in range(count)]
+            label: [f"{label}/{number:04d}.jpg".encode() for number in numbers]
             for label in sorted(CLASSES)
         }
-        index = Index.of_files(os.path.abspath(root / split), files)
-        super().__init__(index, transform, **options)
+        super().__init__(Index.of_files(str(root.absolute() / split), files), transform, **options)
 
     def prepare(self) -> None:
         root = Path(self.index.root).parent
         try:
-            ensure_demo_dataset(root)
+            draw_dataset(root)
         except OSError as error:
             raise UserError(f"data.root={root}: {error}") from None
-        for cached in ("_sizes", "_content"):  # of the missing files
-            self.__dict__.pop(cached, None)
+        self.__dict__.pop("_sampled", None)  # of the missing files
 
 
-def ensure_demo_dataset(
-    root: Path,
-    *,
-    train_images: int = TRAIN_IMAGES,
-    val_images: int = VAL_IMAGES,
-    seed: int = 0,
-    threads: int = THREADS,
-) -> bool:
-    """Draw the demo dataset into `root` unless it is there already.
-
-    `root` appears complete or not at all, by a rename. If several processes, such as the ranks, ask
-    for it at once, one draws and the others wait. The bytes depend on the counts and the seed only.
-
-    Args:
-        root: Folder to make, on a file system with flock.
-        train_images: Number of training images, dealt evenly to the ten classes.
-        val_images: Number of validation images, likewise.
-        seed: Not negative.
-        threads: Number of images to draw at a time.
-
-    Returns:
-        Whether this call drew it.
-
-    Raises:
-        UserError: `root` holds other files, or a demo dataset of other parameters.
-        OSError: a file cannot be written.
-    """
-    root = root.resolve()
-    marker = _marker(train_images, val_images, seed)
-    if is_drawn(root, marker):
-        return False
-    draft = root.with_name(f".{root.name}.demo-draft")
-    with _lock(draft) as lock:
-        try:
-            if is_drawn(root, marker):  # by the process that held the lock
-                return False
-            logger.info("drawing %d demo images into %s", train_images + val_images, root)
-            _clear(draft)  # a killed process may have left files
-            draw = partial(_draw_file, draft, seed, train_images)
-            _draw_all(draft, draw, train_images + val_images, threads)
-            (draft / MARKER).write_text(marker)
-            draft.rename(root)
-            return True
-        finally:
-            if _is_held(lock, draft):  # not renamed: interrupted, failed, or not needed
-                _clear(draft)
-                (draft / MARKER).unlink()
-                with suppress(OSError):  # a waiting process may have put its lock there again
-                    draft.rmdir()
-
-
-def _marker(train_images: int, val_images: int, seed: int) -> str:
-    return json.dumps(
-        {"version": VERSION, "seed": seed, "train_images": train_images, "val_images": val_images}
+def undrawn_splits(
+    data: Data, train: Compose, val: Compose, **options: Any
+) -> tuple[Dataset, Dataset, tuple[str, ...]] | None:
+    """Return both splits and the classes; None if the images are drawn, or given other splits."""
+    if isinstance(data.root, list):
+        raise UserError(f"data.root={show(data.root)}: data=demo draws one folder; give one")
+    root = Path(data.root or "").expanduser()
+    if is_drawn(root) or not {data.train, data.val} <= set(counts()):
+        return None
+    return (
+        UndrawnDataset(root, data.train, train, **options),
+        UndrawnDataset(root, data.val, val, **options),
+        tuple(sorted(CLASSES)),
     )
 
 
-def is_drawn(root: Path, marker: str = _marker(TRAIN_IMAGES, VAL_IMAGES, 0)) -> bool:
-    """Return whether `root` holds the dataset that `marker` describes.
+def _marker() -> str:
+    # version: of the drawings, raised with any change that alters a pixel
+    sizes = {"train_images": TRAIN_IMAGES, "val_images": VAL_IMAGES}
+    return json.dumps({"version": 1, "seed": 0, **sizes})
+
+
+def is_drawn(root: Path) -> bool:
+    """Return whether `root` holds the demo dataset.
 
     Raises:
         UserError: it holds anything else, or cannot be read.
     """
     try:
         names = [path.name for path in root.iterdir()]
+        if MARKER in names and (root / MARKER).read_text(errors="replace") == _marker():
+            return True
     except FileNotFoundError:
         return False
-    except NotADirectoryError:
-        raise UserError(f"data.root={root}: is a file; pass another data.root") from None
     except OSError as error:
         raise UserError(f"data.root={root}: {error}") from None
-    if MARKER in names:
-        found = (root / MARKER).read_text(errors="replace")
-        if found == marker:
-            return True
-        raise UserError(
-            f"data.root={root}: holds demo images drawn with {found}, not {marker}; "
-            "delete it or pass another data.root"
-        )
-    if set(SPLITS) <= set(names):
-        raise UserError(
-            f"data.root={root}: holds images that the demo did not draw; "
-            "to train on them write data=folder"
-        )
     if names:
         raise UserError(
-            f"data.root={root}: holds files that are not demo images; pass another data.root"
-        )
-    if root.is_mount():
-        raise UserError(
-            f"data.root={root}: is a mount point, which cannot be replaced; pass {root / 'demo'}"
+            f"data.root={root}: holds files that the demo did not draw; to train on your own "
+            "images write data=folder, or pass another data.root"
         )
     return False
 
 
-def _lock(draft: Path) -> BinaryIO:
-    """Create the folder `draft` and lock its marker file until the file is closed or we exit."""
-    while True:
-        draft.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):  # its owner removed the folder between these lines
-            lock = open(draft / MARKER, "ab")  # noqa: SIM115 - the caller closes it
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if _is_held(lock, draft):
-                return lock
-            lock.close()  # the file was renamed or removed meanwhile
+def draw_dataset(root: Path) -> None:
+    """Draw the demo dataset into `root` unless it is there already.
 
+    `root` appears complete or not at all, by a rename. Several processes, such as the ranks, may
+    draw it at once: the bytes are the same, and the first one is kept.
 
-def _is_held(lock: BinaryIO, draft: Path) -> bool:
+    Raises:
+        UserError: `root` holds other files.
+        OSError: a file cannot be written.
+    """
+    if is_drawn(root):
+        return
+    logger.info("drawing %d demo images into %s", sum(counts().values()), root)
+    root.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(dir=root.parent, prefix=f".{root.name}.demo-"))
+    pool = ThreadPoolExecutor(THREADS)
     try:
-        return os.path.samestat(os.fstat(lock.fileno()), (draft / MARKER).stat())
-    except FileNotFoundError:
-        return False
+        folders = itertools.product(enumerate(counts()), enumerate(CLASSES))
+        list(pool.map(lambda folder: _draw_class(draft, *folder), folders))
+        (draft / MARKER).write_text(_marker())
+        draft.chmod(0o755)  # mkdtemp keeps others out
+        try:
+            draft.rename(root)
+        except OSError:
+            if not is_drawn(root):  # by another process meanwhile
+                raise
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C or an error
+        shutil.rmtree(draft, ignore_errors=True)
 
 
-def _clear(draft: Path) -> None:
-    for split in SPLITS:
-        shutil.rmtree(draft / split, ignore_errors=True)
-
-
-def _draw_all(draft: Path, draw: Callable[[int], None], images: int, threads: int) -> None:
-    """Draw all images in threads. After Ctrl-C or an error, only started images finish."""
-    for split, label in itertools.product(SPLITS, CLASSES):
-        (draft / split / label).mkdir(parents=True)
-    numbers = iter(range(images))  # shared: each number is drawn once
-    failed: list[BaseException] = []
-
-    def work() -> None:
-        with _noting(failed):
-            for number in itertools.takewhile(lambda _: not failed, numbers):
-                draw(number)
-
-    # Not ThreadPoolExecutor: Ctrl-C while it takes 2,500 tasks may leave one of its locks held, and
-    # its threads would wait forever.
-    workers = [threading.Thread(target=work) for _ in range(threads)]
-    with _noting(failed):
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-    for worker in filter(threading.Thread.is_alive, workers):
-        worker.join()
-    if failed:
-        raise failed[0]
-
-
-@contextmanager
-def _noting(errors: list[BaseException]) -> Iterator[None]:
-    try:
-        yield
-    except BaseException as error:
-        errors.append(error)
-
-
-def _draw_file(draft: Path, seed: int, train_images: int, position: int) -> None:
-    """Draw the image at `position`, counted through the training and then the validation images."""
-    split = int(position >= train_images)  # a position in SPLITS
-    number, label = divmod(position - split * train_images, len(CLASSES))
-    rng = np.random.default_rng([seed, split, label, number])
-    image = draw_image(CLASSES[label], rng)
-    image.save(
-        draft / SPLITS[split] / CLASSES[label] / f"{number:04d}.jpg",
-        quality=int(rng.integers(75, 96)),
-    )
+def _draw_class(draft: Path, split: tuple[int, str], label: tuple[int, str]) -> None:
+    folder = draft / split[1] / label[1]
+    folder.mkdir(parents=True)
+    for number in range(counts()[split[1]] // len(CLASSES)):
+        rng = np.random.default_rng([0, split[0], label[0], number])
+        image = draw_image(label[1], rng)
+        image.save(folder / f"{number:04d}.jpg", quality=int(rng.integers(75, 96)))

@@ -3,30 +3,26 @@
 import contextlib
 import errno
 import io
+import itertools
 import os
 import re
 import shutil
 import struct
-import subprocess
-import sys
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import EpsImagePlugin, Image, UnidentifiedImageError
+from PIL import EpsImagePlugin, Image
 
 from conf.schema import UserError
-from engine.tune.prices import measure_remedies
 from pipeline import dataset as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_of
 from pipeline.decode import open_picture
 from pipeline.gpu.encoded import load_encoded
 from pipeline.index import Index, load_index
-from scripts import prepare
-from scripts.lib import data_checks
-from tests.processes import compiled_preload
 from tests.stored import as_shards, as_tar, as_zip
 
 
@@ -73,10 +69,8 @@ class InMemory(Index):
         return self.content[os.path.basename(self.path(i))]
 
 
-def test_index_may_read_its_files_from_elsewhere(
-    image_root: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Samples, the JPEG engines' input and the gain of shrinking come from Index.read."""
+def test_index_may_read_its_files_from_elsewhere(image_root: Path) -> None:
+    """Samples, the JPEG engines' input and the fingerprint come from Index.read."""
     folder = image_root / "train" / "checks"
     InMemory.content = {path.name: path.read_bytes() for path in folder.iterdir()}
     names = sorted(InMemory.content)
@@ -87,10 +81,7 @@ def test_index_may_read_its_files_from_elsewhere(
         np.testing.assert_array_equal(dataset.load(0, number)[0], files.load(0, number)[0])
         encoded = load_encoded(dataset, 0, number)
         assert encoded is not None and encoded.file.data == files.read(number)
-    assert dataset.mean_bytes() == 0
-    with caplog.at_level("DEBUG"):
-        measure_remedies(dataset, images=2)
-    assert not caplog.messages  # it logs a file that it cannot read
+    assert dataset.mean_bytes() == pytest.approx(np.mean([len(d) for d in index.content.values()]))
 
 
 def test_sample_is_the_transformed_file_and_its_label(image_root: Path) -> None:
@@ -167,7 +158,7 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
         ("empty", "cannot identify"),
         ("html", "cannot identify"),
         ("bomb", "pixels|[Dd]ecompression bomb"),
-        ("missing", "No such file"),
+        ("missing", "No such file.*the data changed since the scan; restore the file, or start"),
         ("folder", "Is a directory"),
         ("truncated PNG", "truncated"),
         ("noise", "cannot identify"),
@@ -219,25 +210,13 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
     dataset = open_dataset(changeable)
     path = Path(dataset.name(0))
     Image.open(path).convert("RGB").save(path, "EPS")
-    with (
-        Image.open(path) as image,
-        contextlib.suppress(Exception),
-    ):  # this gs gives Pillow nothing to read
+    with Image.open(path) as image, contextlib.suppress(Exception):  # this gs writes nothing
         image.load()
     assert started.exists()  # without a list of formats it is started
     started.unlink()
     assert load_encoded(dataset, 0, 0) is None
-    with pytest.raises(
-        BadImageError, match=f"^{path}: UnidentifiedImageError: cannot identify image file"
-    ):
+    with pytest.raises(BadImageError, match=f"^{path}: UnidentifiedImageError: cannot"):
         dataset.load(0, 0)
-    assert (
-        data_checks.examine(dataset.index, "pillow", 1 << 20, 0).problem
-        == "not an image, begins with b'%!PS-Adobe-3.0 E'"
-    )
-    with pytest.raises(UnidentifiedImageError):
-        prepare.reencoded(path.read_bytes(), path.name, side=256)
-    measure_remedies(dataset)
     assert not started.exists()
 
 
@@ -286,30 +265,6 @@ def test_a_narrow_image_is_an_error_of_the_file(changeable: Path) -> None:
             dataset.load(0, 0)
 
 
-def test_a_file_deleted_after_the_scan_is_named(changeable: Path, tmp_path: Path) -> None:
-    """And the cached scan, if a later start would use it."""
-    for folder in [changeable, *changeable.iterdir()]:
-        os.utime(folder, (0, 0))
-    dataset = open_dataset(changeable)
-    path = Path(dataset.name(7))
-    path.unlink()
-    (cache,) = dataset.index.caches
-    with pytest.raises(BadImageError) as error:
-        dataset.load(0, 7)
-    assert str(error.value) == (
-        f"{path}: FileNotFoundError: [Errno 2] No such file or directory: '{path}': the data "
-        "changed since the scan; restore the file, or start again (delete the cached list first: "
-        f"{cache})"
-    )
-    assert len(open_dataset(changeable)) == 35
-    os.utime(path.parent, (0, 0))  # as if both changes were within one tick of the clock
-    dataset = open_dataset(changeable)
-    with pytest.raises(BadImageError, match=rf"delete the cached list first: {cache}\)$"):
-        dataset.load(0, 7)
-    cache.unlink()
-    assert len(open_dataset(changeable)) == 35
-
-
 def test_fingerprint_depends_on_the_content(changeable: Path, tmp_path: Path) -> None:
     """A file of the same name and size, whose first or last bytes differ; not its times."""
     before = open_dataset(changeable).fingerprint()
@@ -334,120 +289,69 @@ def test_fingerprint_depends_on_the_content(changeable: Path, tmp_path: Path) ->
     assert dataset.fingerprint() != before  # reading it does not wait
 
 
-@pytest.mark.parametrize("call", ["ends", "size"])
 def test_fingerprint_does_not_depend_on_the_moment(
-    changeable: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    changeable: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An error that passes is named; one that the file keeps is part of the identity."""
     monkeypatch.setattr(module, "PAUSES", (0.001,))
-    number = 0
-
-    def fail(index: Index, i: int, *rest: int) -> bytes:
-        raise OSError(number, os.strerror(number), index.path(i))
-
     good = open_dataset(changeable).fingerprint()
-    with monkeypatch.context() as patch:
-        patch.setattr(Index, call, fail)
-        for number in (errno.EMFILE, errno.EIO):
-            dataset = open_dataset(changeable)
-            reason = rf"^{changeable}/.*\.jpg: cannot be read \({os.strerror(number)}\), so "
-            with pytest.raises(UserError, match=reason):
-                dataset.fingerprint()
-        number = errno.EACCES
+    for number in (errno.EMFILE, errno.EIO):
+        reason = rf"^{changeable}/.*\.jpg: cannot be read \({os.strerror(number)}\), so "
+        with failing_reads(number, 1000), pytest.raises(UserError, match=reason):
+            open_dataset(changeable).fingerprint()
+    with failing_reads(errno.EACCES, 1000):
         assert open_dataset(changeable).fingerprint() != good
-    assert dataset.fingerprint() == good  # once the storage answers
+    assert open_dataset(changeable).fingerprint() == good  # once the storage answers
 
 
-FAULTY = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <errno.h>
-#include <stdio.h>
-#include <string.h>
-#include <sys/types.h>
-#include <unistd.h>
+@contextlib.contextmanager
+def failing_reads(number: int, count: int) -> Iterator[None]:
+    """Let the first `count` reads of images fail with an error."""
+    left = itertools.count(count, -1)
+    read = Index.read
 
-static char place[4096];
-static int number, left, stale = -1;
+    def fails(index: Index, i: int) -> bytes:
+        if next(left) > 0:
+            raise OSError(number, os.strerror(number))
+        return read(index, i)
 
-void arm(const char *path, int error, int count) {
-    strncpy(place, path, sizeof place - 1);
-    number = error, left = count, stale = -1;
-}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Index, "read", fails)
+        yield
 
-static int fails(int fd) {
-    char link[64], path[4096] = "";
-    if (!left) return 0;
-    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-    if (readlink(link, path, sizeof path - 1) < 0 || strcmp(path, place)) return 0;
-    if (number == ESTALE) {
-        if (stale < 0) stale = fd;
-        if (stale != fd) return 0;  // a file that is opened anew while this one is open is good
-    }
-    left--;
-    errno = number;
-    return 1;
-}
 
-#define WRAP(name, declared, given) \
-    ssize_t name declared { \
-        static ssize_t (*real) declared; \
-        if (!real) real = dlsym(RTLD_NEXT, #name); \
-        return fails(fd) ? -1 : real given; \
-    }
-WRAP(read, (int fd, void *to, size_t n), (fd, to, n))
-WRAP(pread, (int fd, void *to, size_t n, off_t at), (fd, to, n, at))
-WRAP(pread64, (int fd, void *to, size_t n, off64_t at), (fd, to, n, at))
-"""
-READING = """
-import ctypes, errno, os, sys
-import pipeline.dataset
-from pipeline.augment import Compose
-from pipeline.dataset import BadImageError, FolderDataset
-from pipeline.index import load_index
-
-arm = ctypes.CDLL(None).arm
-pipeline.dataset.PAUSES = (0.001, 0.001, 0.001)
-for root, path in zip(sys.argv[1::2], sys.argv[2::2]):
-    dataset = FolderDataset(load_index(root, key="data.train"), Compose([]))
+def test_transient_read_errors_are_retried(
+    image_root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSES", (0.001, 0.001, 0.001))
+    dataset = open_dataset(image_root / "train")
     good = dataset.read(0)
-
-    def outcome(number, count):
-        arm(os.fsencode(path), number, count)
-        try:
-            return dataset.read(0) == good
-        except OSError as error:
-            return error.errno
-
-    for number in (errno.EIO, errno.ETIMEDOUT):
-        assert [outcome(number, count) for count in (1, 3)] == [True, True]
-        assert outcome(number, 4) == number
-        assert outcome(number, 1) == number, "it retries although that was in vain before"
-        assert outcome(number, 0) is True
-        assert outcome(number, 3) is True
-    assert outcome(errno.EINTR, 50) is True
-    assert outcome(errno.ESTALE, 1000 if path.endswith(".tar") else 3) is True
-    assert outcome(errno.EACCES, 1) == errno.EACCES
-    print("done", root)
-"""
+    for number in (errno.EIO, errno.ETIMEDOUT, errno.ESTALE):
+        with failing_reads(number, 3):
+            assert dataset.read(0) == good
+        with failing_reads(number, 4), pytest.raises(OSError, match=os.strerror(number)):
+            dataset.read(0)
+    with failing_reads(errno.EACCES, 1), pytest.raises(PermissionError):
+        dataset.read(0)
 
 
-def test_transient_read_errors_are_retried(changeable: Path, tmp_path: Path) -> None:
-    """Three times, in folders and containers; ESTALE needs the file to be opened anew."""
-    source = tmp_path / "faulty.c"
-    source.write_text(FAULTY)
-    library = compiled_preload(source, tmp_path)
-    as_tar(changeable, tmp_path / "packed.tar")
-    arguments = [changeable, open_dataset(changeable).name(0)]
-    arguments += [tmp_path / "packed", tmp_path / "packed.tar"]
-    done = subprocess.run(
-        [sys.executable, "-c", READING, *map(str, arguments)],
-        env=os.environ | {"LD_PRELOAD": str(library)},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-    )
-    assert (done.returncode, done.stdout.count("done")) == (0, 2), done.stderr
+def test_stale_container_is_opened_anew(
+    image_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PAUSES", (0.001,))
+    as_tar(image_root / "train", tmp_path / "packed.tar")
+    dataset, pread = open_dataset(tmp_path / "packed"), os.pread
+    good = dataset.read(0)
+    stale: list[int] = []
+
+    def fails(fd: int, length: int, start: int) -> bytes:
+        stale[:] = stale or [fd]
+        if fd in stale:
+            raise OSError(errno.ESTALE, "stale")
+        return pread(fd, length, start)
+
+    monkeypatch.setattr(os, "pread", fails)
+    assert dataset.read(0) == good and dataset.read(0) == good
 
 
 def test_undecodable_file_name_is_read_and_named(tmp_path: Path, image_root: Path) -> None:

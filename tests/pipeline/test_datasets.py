@@ -11,7 +11,7 @@ from conf.schema import Config, Data, UserError
 from pipeline import build
 from pipeline.augment import Compose
 from pipeline.build import DATASETS, Splits, build_datasets
-from pipeline.dataset import Dataset, FileDataset
+from pipeline.dataset import Dataset
 from pipeline.feed import open_feed
 from pipeline.loader_plan import choose_decoders
 from tests.loader_plans import loader_plan, world_of
@@ -59,7 +59,6 @@ def test_own_dataset_needs_only_the_required_methods(config: Config, workers: in
     datasets = build_datasets(config)
     datasets.prepare()
     assert (datasets.train_size, datasets.val.fingerprint()) == (16, "4 grey images")
-    assert not isinstance(datasets.train, FileDataset)
     (decoder,), _ = choose_decoders(config, datasets.train, CPU)
     world = world_of(CPU)
     plan = loader_plan(config, datasets, world, workers=workers, decoder=decoder)

@@ -19,7 +19,7 @@ from pipeline import loader_plan as plan
 from pipeline import machine
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
-from pipeline.dataset import FakeDataset, FileDataset, FolderDataset
+from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import resolve
 from pipeline.feed import open_feed
 from pipeline.index import Index
@@ -63,10 +63,12 @@ def small(*overrides: str) -> Config:
     return cli.load(["data=fake", *sizes, *overrides])
 
 
-class Files(FakeDataset, FileDataset):
-    """Stands in for a dataset of files as large as those of ImageNet."""
+class Files(FolderDataset):
+    """A training list without its files, which are as large as those of ImageNet."""
 
-    kilobytes = 110
+    def __init__(self, count: int, kilobytes: float = 110) -> None:
+        super().__init__(Index.of_files("/none", {"a": [b"a/1.jpg"] * count}), Compose([]))
+        self.kilobytes = kilobytes
 
     def mean_bytes(self) -> float:
         return 1e3 * self.kilobytes
@@ -74,22 +76,15 @@ class Files(FakeDataset, FileDataset):
     def read(self, index: int) -> bytes:
         raise AssertionError("planning reads nothing")
 
-    def time_decoding(self, index: int, data: bytes, decoder: str, *, draw_only: bool) -> float:
-        raise AssertionError("planning decodes nothing")
 
-
-class SmallFiles(Files):
-    kilobytes = 0.9
-
-
-MANY = Files(num_samples=100_000, num_classes=2, size=24)
+MANY = Files(100_000)
 
 
 def planned(
     *overrides: str,
     device: torch.device = CUDA,
     stored_pixels: str | None = None,
-    files: FakeDataset | FileDataset = MANY,
+    files: Dataset = MANY,
     ranks: int = 1,
 ) -> LoaderPlan:
     config = small(*overrides)
@@ -239,20 +234,15 @@ def test_workers(
     [
         (MANY, {"device": CPU}, {}, "training runs on the CPU and shares it with the workers"),
         (FakeDataset(num_samples=9, num_classes=2, size=24), {}, {}, "decodes no files"),
-        (
-            Files(num_samples=127, num_classes=2, size=24),
-            {},
-            {},
-            "an epoch of 15.9 batches is over",
-        ),
-        (Files(num_samples=128, num_classes=2, size=24), {}, {}, ""),
-        (SmallFiles(num_samples=999, num_classes=2, size=24), {}, {}, "small files (0.9 kB on"),
-        (SmallFiles(num_samples=999, num_classes=2, size=24), {}, {"cores": 4}, ""),
+        (Files(127), {}, {}, "an epoch of 15.9 batches is over"),
+        (Files(128), {}, {}, ""),
+        (Files(999, 0.9), {}, {}, "small files (0.9 kB on"),
+        (Files(999, 0.9), {}, {"cores": 4}, ""),
         (MANY, {}, {"spare_files": 0}, "none can be started"),
     ],
 )
 def test_when_it_is_not_measured(
-    host: Machine, files: FileDataset, options: dict, found: dict[str, float], reason: str
+    host: Machine, files: Dataset, options: dict, found: dict[str, float], reason: str
 ) -> None:
     host(**found)
     made = planned("loader.workers=auto", "loader.decoder=pillow", files=files, **options)

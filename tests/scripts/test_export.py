@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import models
 from conf.schema import UserError
 from models.vit import VisionTransformer
-from pipeline.dataset import FileDataset
+from pipeline.dataset import FolderDataset
 from scripts import export
 from scripts.export import CPU, IMAGES, ExportError, Job
 from scripts.lib.trained import Trained, open_trained
@@ -53,14 +53,14 @@ def trained(folder: Path) -> Trained:
 
 
 @pytest.fixture(scope="module")
-def files(trained: Trained) -> FileDataset:
+def files(trained: Trained) -> FolderDataset:
     found = export.validation_files(trained, HERE, needed=True)
-    assert isinstance(found, FileDataset)
+    assert isinstance(found, FolderDataset)
     return found
 
 
 @pytest.fixture(scope="module")
-def images(files: FileDataset) -> Tensor:
+def images(files: FolderDataset) -> Tensor:
     pixels = [files.load(0, i % FILES)[0] for i in range(IMAGES)]
     return torch.from_numpy(np.stack(pixels))
 
@@ -83,7 +83,7 @@ def texts_of(job: Job) -> dict[str, Any]:
     ],
 )
 def test_each_format(
-    trained: Trained, files: FileDataset, images: Tensor, tmp_path: Path, to: str, inside: bool
+    trained: Trained, files: FolderDataset, images: Tensor, tmp_path: Path, to: str, inside: bool
 ) -> None:
     job, out = job_for(trained, to, inside=inside), tmp_path / f"model.{to}"
     out.write_text("earlier")
@@ -103,7 +103,7 @@ def test_each_format(
 
 
 def test_another_program_needs_only_the_file(
-    trained: Trained, files: FileDataset, images: Tensor, tmp_path: Path
+    trained: Trained, files: FolderDataset, images: Tensor, tmp_path: Path
 ) -> None:
     """It uses torch and Pillow. Pillow's resize rounds differently, by up to one level."""
     out = tmp_path / "model.pt2"
@@ -193,7 +193,7 @@ def test_models(trained: Trained, tmp_path: Path, build: Any, to: str) -> None:
 
 @pytest.mark.gpu
 def test_self_check_on_a_gpu(
-    trained: Trained, files: FileDataset, images: Tensor, tmp_path: Path
+    trained: Trained, files: FolderDataset, images: Tensor, tmp_path: Path
 ) -> None:
     config = replace(trained.config, train=replace(trained.config.train, device="cuda"))
     job = job_for(replace(trained, config=config))
@@ -259,7 +259,7 @@ def test_nan_is_a_difference(trained: Trained, images: Tensor) -> None:
     assert not difference <= bound
 
 
-def test_self_check_finds_another_normalisation(trained: Trained, files: FileDataset) -> None:
+def test_self_check_finds_another_normalisation(trained: Trained, files: FolderDataset) -> None:
     job = job_for(trained)
     texts = texts_of(job)
     texts["preprocessing"]["mean"] = [-2.0, 3.0, -2.0]
@@ -267,7 +267,7 @@ def test_self_check_finds_another_normalisation(trained: Trained, files: FileDat
         export.self_check(job, trained.build(CPU), texts, files)
 
 
-def test_self_check_has_the_limit_of_the_run(trained: Trained, files: FileDataset) -> None:
+def test_self_check_has_the_limit_of_the_run(trained: Trained, files: FolderDataset) -> None:
     """For the largest image."""
     config = replace(trained.config, data=replace(trained.config.data, max_pixels=99))
     job = job_for(replace(trained, config=config))
@@ -275,7 +275,7 @@ def test_self_check_has_the_limit_of_the_run(trained: Trained, files: FileDatase
         export.self_check(job, trained.build(CPU), texts_of(job), files)
 
 
-def test_self_check_lists_files_with_a_small_margin(trained: Trained, files: FileDataset) -> None:
+def test_self_check_lists_files_with_a_small_margin(trained: Trained, files: FolderDataset) -> None:
     """Two logits are equal, and the exported model rounds in favour of the second."""
     weights = {name: value.clone() for name, value in trained.weights.items()}
     for name in ("fc.weight", "fc.bias"):
