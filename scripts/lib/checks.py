@@ -1,10 +1,12 @@
 """What the checks of scripts/doctor.py share: their input, and a row of the result."""
 
 import math
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from conf.schema import Config
 from engine.plan import Plan
@@ -12,6 +14,9 @@ from pipeline import machine
 from pipeline.build import Datasets
 from pipeline.dataset import FolderDataset
 from pipeline.index import Index
+
+T = TypeVar("T")
+CHUNK = 1000  # results that wait: a future for each of a million files would take gigabytes
 
 
 class NotChecked(Exception):  # noqa: N818 - not an error: an earlier row has the cause
@@ -96,6 +101,18 @@ class Case:
         if self.plan is None:
             raise NotChecked("needs the plan, see plan")
         return self.plan
+
+
+def in_threads(
+    workers: int, function: Callable[[int], T], rows: Sequence[int], what: str
+) -> Iterator[T]:
+    """Yield the results in order; a terminal shows the progress."""
+    with ThreadPoolExecutor(workers) as pool:
+        for start in range(0, len(rows), CHUNK):
+            if sys.stderr.isatty():
+                text = f"\r{what}: {start:,} of {len(rows):,}\x1b[K\r"
+                print(text, end="", file=sys.stderr, flush=True)
+            yield from pool.map(function, rows[start : start + CHUNK])
 
 
 def few(names: Iterable[Any], count: int = 5) -> str:
