@@ -17,7 +17,6 @@ from PIL import Image
 import train
 from conf import cli
 from conf.schema import Config, Expect
-from pipeline.demo.images import draw_dataset
 from scripts import report
 from tests.drawings import draw_image
 from tests.results import rows
@@ -189,14 +188,6 @@ def test_a_learning_rate_that_is_too_high(
     assert summary["expectation"] is None
 
 
-def test_other_data_are_not_compared(
-    expect: Expect, tinted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = go(replace(expect, train_images=73), capsys, tinted, tmp_path / "run", "train.epochs=1")
-    assert "recipe    " not in out and "warning " not in out
-    assert "reference_top1" not in rows(tmp_path / "run", "val")[0]
-
-
 @pytest.mark.parametrize(
     ("choose", "change", "text"),
     [
@@ -220,39 +211,3 @@ def test_a_run_that_has_not_finished_makes_no_curve(references: list[Path]) -> N
     del runs[2].rows["val"][-1]
     with pytest.raises(report.UserError, match="seed2 was not validated after each of its 4 epoch"):
         report.reference(runs)
-
-
-def test_the_command_line(references: list[Path], capsys: pytest.CaptureFixture[str]) -> None:
-    """Machine settings and the data folder may differ between the runs."""
-    assert report.main([*map(str, references), "--reference"]) == 0
-    assert capsys.readouterr().out.startswith("expect:  # add classes, train_images and hardware\n")
-    with pytest.raises(SystemExit):
-        report.main([str(references[0]), "--reference"])
-    assert capsys.readouterr().err == "report.py: --reference: 1 runs; give 5 or more\n"
-
-
-# The demo, against the curve in its recipe. docs/accuracy.md has the commands for more runs.
-
-HIGH = "optim.lr=2"
-
-
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("images") / "demo"
-    draw_dataset(root)
-    return root
-
-
-@pytest.mark.parametrize(
-    ("seed", "kind"),
-    [(21, "good"), (22, "good"), (23, "good"), (24, "shuffled"), (25, "shuffled"), (26, HIGH)],
-)
-def test_four_epochs_of_the_demo(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: int, kind: str
-) -> None:
-    root = shuffle_labels(demo, tmp_path, seed=seed) if kind == "shuffled" else demo
-    keys = ["recipe=demo", "data=folder", f"data.root={root}", f"run.dir={tmp_path / 'run'}"]
-    keys += ["train.device=cpu", "loader.workers=1", "train.max_steps=125", f"train.seed={seed}"]
-    keys += [HIGH] if kind == HIGH else []
-    train.train(cli.load(keys))
-    assert ("warning  top1" in capsys.readouterr().out) == (kind != "good")
