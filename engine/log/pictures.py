@@ -160,65 +160,36 @@ def confusion(title: str, table: Counts, classes: Sequence[str]) -> Image.Image:
 def reliability(
     title: str, images: Counts, accuracy: npt.NDArray[np.floating], error: float
 ) -> Image.Image:
-    """Draw a reliability diagram: the accuracy in bins of equal width of the confidence.
+    """Draw the accuracy in bins of equal width of the confidence: a calibrated one is as high.
 
     Args:
         images: int [bins], number of images by confidence, which counts from 0 to 1.
         accuracy: float [bins], share of correct predictions; ignored where there are no images.
         error: the expected calibration error, in [0, 1].
     """
-    bins, side, left, top = len(images), 450, 70, 60
-    image, draw = sheet(left + side + 250, top + side + 140, title)
-    draw.rectangle((left, top, left + side, top + side), outline=GREY)
-    for tick in range(6):
-        y, x = top + side - side * tick // 5, left + side * tick // 5
-        draw.text((left - 8, y), f"{20 * tick}", "black", font(SMALL), "rm")
-        draw.text((x, top + side + 12), f"{20 * tick}", "black", font(SMALL), "mm")
-    most = max(1, int(images.max(initial=0)))
-    for i, (count, share) in enumerate(zip(images.tolist(), accuracy.tolist(), strict=True)):
-        x0, x1 = left + side * i // bins + 1, left + side * (i + 1) // bins - 1
-        if count:
-            draw.rectangle((x0, top + side - int(side * share), x1, top + side), fill=BLUE)
-            base = top + side + 90
-            draw.rectangle((x0, base - max(1, 60 * count // most), x1, base), fill=GREY)
-    draw.line((left, top + side, left + side, top), RED, 2)
-    lines = (
-        "bars: accuracy, %",
-        "axis: confidence, %",
-        "red: calibrated",
-        "grey: number of images",
-        f"ECE {100 * error:.2f} %, {bins} bins",
-    )
-    for i, line in enumerate(lines):
-        draw.text((left + side + 20, top + 22 * i), line, "black", font(SMALL))
-    return image
+    edges = 100 * np.arange(len(images) + 1) / len(images)
+    rows = [
+        (f"confidence {low:.0f}-{high:.0f} %", 100 * share, f"{100 * share:.1f} % of {count:,}")
+        for low, high, count, share in zip(
+            edges, edges[1:], images.tolist(), accuracy.tolist(), strict=False
+        )
+        if count
+    ]
+    return bars(f"{title}: accuracy by confidence, ECE {100 * error:.2f} %", rows, most=100)
 
 
 def most_confused(table: Counts, most: int) -> list[int]:
-    """Choose up to `most` classes in pairs, the most often confused pair first.
-
-    A class that is in several pairs is next to the first of its partners.
-    """
+    """Choose up to `most` classes in pairs, the most often confused pair first."""
     wrong = np.triu(table + table.T, 1)
-    first, second = np.nonzero(wrong)
+    pairs = np.argwhere(wrong)
     # `most` classes have fewer than `most` * `most` pairs.
-    order = np.argsort(-wrong[first, second], kind="stable")[: most * most]
-    found: list[int] = []
-    for pair in zip(first[order].tolist(), second[order].tolist(), strict=True):
-        a, b = sorted(pair, key=lambda number: number not in found)  # a class already found first
-        if a not in found:
-            found += [a, b]
-        elif b not in found:
-            found.insert(found.index(a) + 1, b)
-        if len(found) >= most:
-            break
+    order = np.argsort(-wrong[tuple(pairs.T)], kind="stable")[: most * most]
+    found = list(dict.fromkeys(pairs[order].ravel().tolist()))
     return found[:most] or list(range(min(most, len(table))))
 
 
 def per_class(title: str, images: Counts, hits: Counts, classes: Sequence[str]) -> Image.Image:
-    """Draw the accuracy of every class, the worst first.
-
-    Up to 25 classes are bars; more classes are a profile with bars of the 20 worst and the 5 best.
+    """Draw the accuracy of the classes as bars, the worst first: of many, the worst and the best.
 
     Args:
         images, hits: int [classes], number of images and of correct predictions.
@@ -232,28 +203,10 @@ def per_class(title: str, images: Counts, hits: Counts, classes: Sequence[str]) 
     ]
     if len(rows) <= NAMED_WORST + NAMED_BEST:
         return bars(title, rows, most=100, height=26)
-    named = bars(
-        f"the {NAMED_WORST} worst and the {NAMED_BEST} best",
-        rows[:NAMED_WORST] + rows[-NAMED_BEST:],
-        marked=[name for name, _, _ in rows[:NAMED_WORST]],
-        most=100,
-        height=26,
-    )
-    left, top, width, height = 60, 52, 800, 180
-    image, draw = sheet(named.width, top + height + 40 + named.height, title)
-    image.paste(named, (0, top + height + 40))
-    heights = accuracy[order][np.arange(width) * len(order) // width] * height / 100
-    filled = np.arange(height, 0, -1)[:, None] <= heights.round()
-    profile = np.where(filled[..., None], [76, 114, 176], 255).astype(np.uint8)
-    image.paste(Image.fromarray(profile), (left, top))
-    for percent in (0, 25, 50, 75, 100):
-        y = top + height - height * percent // 100
-        draw.line((left, y, left + width, y), "#d0d0d0")
-        draw.text((left - 6, y), f"{percent}", "black", font(SMALL), "rm")
-    below = f"{(accuracy < 50).sum():,} below 50 %"
-    summary = f"{len(rows):,} classes, sorted; median {np.median(accuracy):.1f} %, {below}"
-    draw.text((left, top + height + 6), summary, GREY, font(SMALL))
-    return image
+    title += f": the {NAMED_WORST} worst and the {NAMED_BEST} best of {len(rows):,} classes"
+    title += f" (median {np.median(accuracy):.1f} %)"
+    shown, marked = rows[:NAMED_WORST] + rows[-NAMED_BEST:], [row[0] for row in rows[:NAMED_WORST]]
+    return bars(title, shown, marked=marked, most=100, height=26)
 
 
 def encoded(image: Image.Image, *, photos: bool = False) -> bytes:

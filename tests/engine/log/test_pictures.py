@@ -135,14 +135,14 @@ def test_names_that_are_not_text() -> None:
         assert image.width < 1000
 
 
-def test_most_confused_classes_are_adjacent() -> None:
+def test_most_confused_classes() -> None:
     table = np.zeros((100, 100), dtype=np.int32)
     np.fill_diagonal(table, 50)
     for count, (a, b) in {30: (70, 5), 20: (9, 70), 10: (40, 41), 3: (1, 2), 1: (3, 4)}.items():
         table[a, b] = count
     table[41, 40] = 15
     assert most_confused(table, 4) == [5, 70, 40, 41]  # sum of both directions: 30, and 15 + 10
-    assert most_confused(table, 50) == [5, 70, 9, 40, 41, 1, 2, 3, 4]
+    assert most_confused(table, 50) == [5, 70, 40, 41, 9, 1, 2, 3, 4]
     assert most_confused(np.eye(100, dtype=np.int32), 50) == list(range(50))  # nothing is confused
 
 

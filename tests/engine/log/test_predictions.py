@@ -169,12 +169,11 @@ def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tenso
 
 
 def test_reliability_diagram(logits: Tensor, labels: Tensor) -> None:
+    """A bar for each bin that has images."""
     found = recorded(logits, labels, 64).calibration()
     image = pictures.reliability("title", found.images, found.accuracy, found.error)
-    colours = {colour for _, colour in image.getcolors(1 << 20) or []}
-    assert (0x4C, 0x72, 0xB0) in colours and (0xC4, 0x4E, 0x52) in colours
     empty = pictures.reliability("title", 0 * found.images, found.accuracy, 0.0)
-    assert (0x4C, 0x72, 0xB0) not in {colour for _, colour in empty.getcolors(1 << 20) or []}
+    assert image.height - empty.height == 44 * np.count_nonzero(found.images)
 
 
 def test_pictures(logits: Tensor, labels: Tensor) -> None:
