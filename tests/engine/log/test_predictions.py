@@ -137,11 +137,8 @@ def test_nan_is_no_hit() -> None:
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
     assert found.per_class(CLASSES)[0]["top1"] == 0
     assert found.calibration().accuracy.sum() == 0 and found.confidences.tolist() == [0] * 4
-
-
-def test_nothing_recorded() -> None:
-    found = Predictions.gather([], ALONE)
-    assert len(found.labels) == 0 and found.calibration().error == 0
+    nothing = Predictions.gather([], ALONE)
+    assert len(nothing.labels) == 0 and nothing.calibration().error == 0
 
 
 class Shares(World):
