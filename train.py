@@ -102,7 +102,7 @@ def train(config: Config) -> dict[str, Any]:
         use(out_of_memory_explained(plan, state, world))
         verdict = tune_loader(feed, step, plan, state, run, stop, log)
         validate = partial(validation, state, feed=feed, plan=plan, world=world, log=log, stop=stop)
-        use(log.watch(feed, step, stop, verdict))
+        use(log.watch(feed, stop, verdict))
 
         if state.last.get("step") != state.step and plan.due(state.step).validate:
             # An earlier start was stopped before it could validate.

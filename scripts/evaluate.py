@@ -349,7 +349,7 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
         ["path", "class", "prediction", "confidence", "loss", "name", "prediction_name"],
         listed,
     )
-    drawn = p.draw(classes, lambda i: torch.from_numpy(val.load(0, i)[0]))
+    drawn = p.draw(classes, val)
     drawn["reliability"] = pictures.reliability(
         f"reliability of {found.trained.name}",
         calibration.images,

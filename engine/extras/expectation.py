@@ -1,6 +1,7 @@
 """Compare a run with what its recipe is expected to reach, at its end and after each validation."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict
 from statistics import NormalDist
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from conf.schema import Config
+from engine.plan import Plan
 
 SIGMAS = 3  # of a validation that is far too low
 # Of the validation before it, which confirms that it is not a single dip: with a high learning
@@ -45,6 +47,19 @@ class Expectation:
         self._reference = expect.reference if expect and tuned and not continues else None
         self._changed = [f"{key}={value}" for key, value in config.changed.items()]
         self._warned = False
+
+    def judge(
+        self, row: Mapping[str, Any], previous: Mapping[str, Any], plan: Plan
+    ) -> tuple[dict[str, float], str | None]:
+        """Return the columns to add to a validation's row, and a warning if there is one.
+
+        Args:
+            previous: the row of the validation before; empty if there was none.
+        """
+        steps = (int(one.get("step", 0)) for one in (row, previous))
+        epoch, before = (plan.epochs_ended(s) if plan.due(s).epoch else None for s in steps)
+        now = epoch, row["top1"]
+        return self.columns(epoch), self.warning(now, (before, previous.get("top1", 0.0)))
 
     def columns(self, epoch: int | None) -> dict[str, float]:
         """Return the columns of a validation's row: mean and limits of top-1 after this epoch.

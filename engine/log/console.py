@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from engine.bad_files import NAME as BAD_FILES
+
 # Waiting for images and for other ranks to be ready; the table shows the sum.
 WAITS = ("data_wait_fraction", "ranks_wait_fraction")
 IN_TABLE = {"loss", "top1", "top5"}  # the table shows no others; top5 is that of the validation
@@ -21,11 +23,11 @@ class Console:
     """Prints lines on rank 0.
 
     Args:
-        prints: False on the other ranks, and after a mistake of the user.
+        prints: False on the other ranks.
         total_steps, epochs: what is planned.
     """
 
-    def __init__(self, *, prints: bool, total_steps: int, epochs: float) -> None:
+    def __init__(self, prints: bool, total_steps: int, epochs: float) -> None:
         self.prints, self.total_steps, self.epochs = prints, total_steps, epochs
         self._live = prints and sys.stdout.isatty()
         self._last_live = 0.0
@@ -106,8 +108,25 @@ class Console:
         rows["best"] = f"{folder}/checkpoints/{best}" if best else "no checkpoint was validated"
         self.say("", *(f"{name:<9} {text}" for name, text in rows.items() if text))
 
-    def balance(self, summary: Mapping[str, Any]) -> None:
-        """Print where the time of a run went, and the verdict."""
+    def already_finished(self, step: int, *, early: bool) -> None:
+        """Print what continues or repeats a run that has ended, perhaps before its schedule."""
+        more = "a larger train.max_steps to continue, " if early else ""
+        self.say(
+            f"this run is finished after {step:,} steps: give {more}another run.name to train "
+            "again, or checkpoint.resume=never to start over in this directory"
+        )
+
+    def end(self, folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> None:
+        """Print how to resume, where the time of a run went, and the verdict.
+
+        Args:
+            folder: the run directory.
+            resumes: the same command resumes an interrupted run.
+        """
+        if unreadable := summary["unreadable_images"]:
+            self.say(f"skipped   {unreadable:,} unreadable images: {folder / BAD_FILES}")
+        if summary["signal"] and resumes:
+            self.say(f"resume    run the same command again to resume at step {summary['step']:,}")
         lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
         starts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
         self.say(

@@ -4,7 +4,7 @@ Per-class accuracy, confusions, calibration and the images with the largest loss
 run and for scripts/evaluate.py.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from engine.distributed import World
 from engine.log import pictures
 from pipeline.class_names import readable
+from pipeline.dataset import Dataset
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 COLUMNS = ("label", "prediction", "loss", "confidence", "top1", "top5")
@@ -130,13 +131,13 @@ class Predictions:
         return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
 
     def draw(
-        self, classes: Sequence[str], load: Callable[[int], Tensor], when: str = ""
+        self, classes: Sequence[str], dataset: Dataset, when: str = ""
     ) -> dict[str, Image.Image]:
         """Draw the images with the largest loss, the confusions and the accuracy of each class.
 
         Args:
             classes: names of the classes.
-            load: returns an image of the split by its position, uint8 [H, W, 3].
+            dataset: the split, from which the images with the largest loss are loaded.
             when: the end of each title.
 
         Returns:
@@ -153,8 +154,10 @@ class Predictions:
                 )
                 for i in places
             ]
-            images = torch.stack([load(i).permute(2, 0, 1) for i in places])
-            drawn["worst"] = pictures.worst(f"largest losses{when}", images, captions)
+            images = torch.stack([torch.from_numpy(dataset.load(0, i)[0]) for i in places])
+            drawn["worst"] = pictures.worst(
+                f"largest losses{when}", images.permute(0, 3, 1, 2), captions
+            )
         if len(names) <= MOST_CLASSES:
             table = self.table(len(names))
             drawn["confusion"] = pictures.confusion(f"confusions{when}", table, names)

@@ -5,33 +5,26 @@ It never trains, validates or saves: the loop in train.py does, and calls the me
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from conf import cli, strict_json
 from conf.rooms import has_room, require_room
 from conf.schema import RESULT, Config, in_effect, show, walk
-from engine.bad_files import NAME as BAD_FILES
 from engine.bad_files import BadFiles
-from engine.compute import peak_rate
 from engine.distributed import StopSignal, World
 from engine.log.console import Console
-from engine.log.memory import Leaks, allocator_figures, host_figures, memory_now
-from engine.log.meters import Meter
+from engine.log.measurements import Measurements
+from engine.log.meters import Interval, Meter
 from engine.log.predictions import Predictions
-from engine.log.telemetry import GpuMonitor, spread
-from engine.log.times import RunTimes
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
 from engine.rundir import RunDirectory
 from engine.state import TrainingError, TrainState, diverged, params_sha256, state_bytes
-from engine.step_graph import StepGraph
-from pipeline.clock import StepClock
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
 
@@ -61,8 +54,7 @@ class RunLog:
         started: time.monotonic() when the program began.
 
     Attributes:
-        finished: summary.json of an earlier start that finished this run; None while steps are
-            left to train.
+        finished: summary.json of an earlier start that finished this run, or None.
     """
 
     def __init__(
@@ -72,9 +64,7 @@ class RunLog:
         self._started, config = started, plan.config
         ended = state.step >= plan.stop_step
         self.finished = run.finished_summary(state.step) if ended else None
-        self.console = Console(
-            prints=world.is_main, total_steps=plan.stop_step, epochs=config.train.epochs
-        )
+        self.console = Console(world.is_main, plan.stop_step, config.train.epochs)
         self.say = self.console.say
         self.tracker = Tracker(
             run.path if world.is_main else None,
@@ -83,22 +73,12 @@ class RunLog:
             trackers=config.log.trackers,
             values=_values(config),
         )
-        self.meter, self.leaks = Meter(world), Leaks()
+        self.meter = Meter(world)
         self.bad_files: BadFiles | None = None
         self._first_step = self._last_step = state.step
         self._wants_images = run.is_first_start or plan.due(state.step).epoch
-        self.profiler: Any = None  # of the optional room engine/extras, as the next one
-        self.expectation: Any = None
-        if config.profile.steps and world.is_main:
-            from engine.extras.profiler import StepProfiler
-
-            folder = run.path / "profile"
-            self.profiler = StepProfiler(config.profile.steps, folder, world.device, self.say)
-        if config.expect is not None and has_room("engine.extras.expectation"):
-            from engine.extras.expectation import Expectation
-
-            data = plan.num_classes, plan.train_images, plan.val_images
-            self.expectation = Expectation(config, data, continues=bool(state.history))
+        self.profiler = _profiler(config, run, world, self.say)
+        self.expectation = _expectation(plan, state)
 
     def __enter__(self) -> "RunLog":
         self.tracker.__enter__()
@@ -108,21 +88,15 @@ class RunLog:
         self.console.clear()
         self.tracker.__exit__(*error)
 
-    # Before the first step
-
     def introduce(self, changes: Sequence[str]) -> None:
         """Say what the run will do.
 
         Args:
             changes: keys that differ from the resumed checkpoint's config, each as a sentence.
         """
-        resumed = ""
-        if self.run.resumed is not None:
-            name = self.run.resumed if self.run.is_first_start else self.run.resumed.name
-            resumed = f", resumed from {name}"
         self.say(
             *self.plan.lines(),
-            f"run      {self.run.path}{resumed}",
+            f"run      {self.run.path}{_resumed(self.run)}",
             *(f"history  {line}" for line in self.state.history),
             *(f"changed  {change}" for change in changes),
         )
@@ -132,78 +106,50 @@ class RunLog:
     def already_finished(self) -> dict[str, Any]:
         """Say that an earlier start finished this run; return its summary."""
         assert self.finished is not None
-        stopped_early = self.state.step < self.plan.schedule_steps
-        more = "a larger train.max_steps to continue, " if stopped_early else ""
-        self.say(
-            f"this run is finished after {self.state.step:,} steps: give {more}another run.name to "
-            "train again, or checkpoint.resume=never to start over in this directory"
-        )
+        step = self.state.step
+        self.console.already_finished(step, early=step < self.plan.schedule_steps)
         self.console.outcome(self.run.path, self.finished, compiles=self.plan.compile != "off")
         return self.finished
 
     @contextmanager
-    def watch(self, feed: Feed, step: StepGraph, stop: StopSignal, verdict: Any) -> Iterator[None]:
-        """Observe the training steps of the `with` block, which take their batches from `feed`.
-
-        Args:
-            verdict: judges the speed, see engine/tune/verdict.py; None without that room.
-        """
-        self.feed, self._stop, self.verdict = feed, stop, verdict
+    def watch(self, feed: Feed, stop: StopSignal, verdict: Any) -> Iterator[None]:
+        """Observe the training steps of the `with` block. For `verdict`, see `Measurements`."""
+        self.feed, self._stop = feed, stop
         plan, data = self.plan, self.plan.config.data
+        limit = data.max_bad_fraction if data.on_error == "skip" else None
         self.bad_files = BadFiles(
-            feed.train.loader,
-            self.world,
-            self.run.path,
-            self.tracker,
-            limit=data.max_bad_fraction if data.on_error == "skip" else None,
+            feed.train.loader, self.world, self.run.path, self.tracker, limit=limit
         )
-        self.times = RunTimes(
-            self.state.spent,
-            batch_size=plan.batch_size,
-            num_ranks=self.world.size,
-            train_images=plan.train_images,
-            step=self.state.step,
-            began=self._started,
+        self.measured = Measurements(
+            feed, verdict, plan, self.state, self.world, self.bad_files, began=self._started
         )
-        points = step_points(self.state, feed.train.clock) if self.world.size > 1 else nullcontext()
-        with points, GpuMonitor(self.world.device) as self.monitor:
+        with self.measured:
             try:
                 yield
             finally:
-                self.world.set_section(
-                    None
-                )  # after an error, others may end while rank 0 still writes
+                # After an error, others may end while rank 0 still writes.
+                self.world.set_section(None)
                 if self.profiler is not None:
                     self.profiler.close()
                 self.tracker.flush()  # before the feed is closed: after a crash, that may hang
-
-    # In the loop
 
     def begin_step(self, batch: Batch) -> None:
         """Start the profiler or write the images of the batch, if either is due."""
         self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
         if self.profiler is not None and self.profiler.starts(batch.step):
-            with self.times.lost("profile"):
+            with self.measured.times.lost("profile"):
                 self.profiler.start(batch.step)
             train.clock.restart_step()
         if self._wants_images:
             self._wants_images = False
-            format = train.format
-            self.tracker.images(
-                "train/images",
-                batch.images,
-                scale=format.scale,
-                shift=format.shift,
-                step=batch.step + 1,
-            )
+            self.tracker.images("train/images", batch.images, train.format, batch.step + 1)
         train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
-        """Add the values of a step. Nothing here waits for the GPU.
+        """Add the values of a step, float [] on the device. Nothing here waits for the GPU.
 
         Args:
-            values: named means of the step, float [] on the device.
             send: this step is the last one of a log row.
         """
         step = self.state.step
@@ -216,7 +162,7 @@ class RunLog:
             self.state.divergence.send(step)
         self.console.progress(step)
         if step == self._first_step + 1:
-            self.times.started()
+            self.measured.times.started()
         if self.profiler is not None and self.profiler.ends(step, last=self.plan.stop_step):
             with self.pause("profile"):
                 self.profiler.stop(step)
@@ -230,18 +176,12 @@ class RunLog:
         step = self.state.step
         self._wants_images = True
         with self.pause("training"):
-            workers = self.feed.train.loader.pool.pids
-            setting = (*workers, self.plan.size(step - 1))
-            self.leaks.note(memory_now(workers, self.world.device), setting)
-            slow = self.monitor.slowdowns("epoch")
-            lines = self._verdict("epoch", slow)
+            lines, slow, figures = self.measured.end_epoch()
             self.say(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
                 epoch = round(self.plan.epoch(step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
-            if self.world.size > 1:
-                figures = spread(self.world.all_gather(self.monitor.read("epoch")))
-                self.tracker.figures(figures, step)
+            self.tracker.figures(figures, step)
             if slow:
                 self.say(f"gpu      runs below its maximum clock: {slow}")
 
@@ -250,18 +190,17 @@ class RunLog:
         """Count the block neither in images/s nor in the time of a step, but in the seconds lost.
 
         Args:
-            kind: "validation", "checkpoint" or "profile"; "training" for a block that is part of
-                it.
+            kind: "validation", "checkpoint", "profile"; "training" for a block that counts as it.
         """
         self.world.set_section(kind)
         self.feed.train.end_step()
         self.state.divergence.send(self.state.step)
         # Waits for this step. A signal may have ended training between two rows.
         self._report(rest=bool(self._stop))
-        with self.feed.train.pause(), self.times.lost(kind):
+        with self.feed.train.pause(), self.measured.times.lost(kind):
             yield
-            if kind == "checkpoint" and self.bad_files is not None:
-                self.bad_files.share()  # later starts do not repeat the steps before it
+            if kind == "checkpoint":
+                self.measured.bad_files.share()  # later starts do not repeat the steps before it
 
     def validated(
         self,
@@ -275,7 +214,7 @@ class RunLog:
 
         Args:
             each: what `engine.validation.evaluate` has collected on this rank.
-            previous: the row of the validation before; empty if there was none.
+            previous: the row of the validation before.
         """
         found = Predictions.gather(each, self.world)
         if not self.world.is_main:
@@ -283,19 +222,12 @@ class RunLog:
         self.console.val_row(row, best=best)
         columns: dict[str, float] = {}
         if self.expectation is not None:
-            epochs = [_epoch_ended(self.plan, int(one.get("step", 0))) for one in (row, previous)]
-            columns = self.expectation.columns(epochs[0])
-            now, before = (epochs[0], row["top1"]), (epochs[1], previous.get("top1", 0.0))
-            if warning := self.expectation.warning(now, before):
+            columns, warning = self.expectation.judge(row, previous, self.plan)
+            if warning:
                 self.say(f"warning  {warning}")
         self.tracker.row(row | columns, {})
         dataset = self.feed.val.loader.dataset
-        self.tracker.predictions(
-            found,
-            self.plan.classes,
-            load=lambda index: torch.from_numpy(dataset.load(0, index)[0]),
-            step=self.state.step,
-        )
+        self.tracker.predictions(found, self.plan.classes, dataset, self.state.step)
 
     def _report(self, *, rest: bool = False) -> None:
         """Write a log row if an interval of steps was sent and not yet reported.
@@ -306,55 +238,26 @@ class RunLog:
         Raises:
             TrainingError: a gradient or the mean loss is not finite.
         """
-        plan, train = self.plan, self.feed.train
+        plan = self.plan
         interval, found = self.meter.read(), self.state.divergence.read()
         if interval is None and self.meter.steps and (rest or found is not None):
             self.meter.send(self._last_step, plan.curve.at(self._last_step - 1))
             interval = self.meter.read()
         if interval is not None:
-            step = interval.step
-            timing = train.clock.timing(interval.steps)
-            assert timing is not None, "every step of an interval has been ended"
-            times = self.times.add(timing, step, _peak_rate(plan, plan.flops(step - 1)))
-            if self.verdict is not None:
-                self.verdict.add(timing)
-            left = (plan.stop_step - step) * plan.batch_size / times["images_per_second"]
-            row = {
-                "step": step,
-                "epoch": plan.epoch(step),
-                "split": "train",
-                **interval.values,
-                "lr": interval.lr,
-                **times,
-                "seconds_left": left,
-            }
-            figures = {
-                **self.monitor.read(),
-                **allocator_figures(self.world.device),
-                **host_figures(train.loader.pool.pids),
-            }
-            if self.bad_files is not None and self.bad_files.limit is not None:
-                figures["data/unreadable_images"] = self.bad_files.write()
+            row, figures = self.measured.row(interval)
             self.tracker.row(row, figures)
             self.console.train_row(row, interval.values)
         if found is not None:
             path = self.run.path / "diverged.json"
             raise report_divergence(*found, plan, self.feed, self.world, self.tracker, path=path)
-        if interval is not None and not math.isfinite(interval.values["loss"]):
-            loss, lr = interval.values["loss"], interval.lr
-            raise diverged(f"the loss is {loss} at step {interval.step} (lr {lr:g})")
-
-    # At the end
+        if interval is not None:
+            check_loss(interval)
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
-        """Report the end of the run, once its last checkpoint is on disk.
+        """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
         Args:
-            stop: the signal that ends this start, if any, including one that arrives while the
-                last checkpoint is written.
-
-        Returns:
-            What summary.json holds.
+            stop: the signal that ends this start, if any, perhaps during the last checkpoint.
 
         Raises:
             TrainingError, CheckpointError: the last checkpoint could not be written; or too many
@@ -364,28 +267,21 @@ class RunLog:
         # Not what follows: wandb may take longer than the disk.
         with stop.saving(path, state_bytes(state)):
             self._report(rest=True)
-            with self.times.lost("checkpoint"):
+            with self.measured.times.lost("checkpoint"):
                 self.run.wait()
             stop.poll()
-            if stop.number == stop.FAILED and self.bad_files is not None:
-                self.bad_files.share()
+            if stop.number == stop.FAILED:
+                self.measured.bad_files.share()
             signal_number = stop.number
             if self.profiler is not None and self.profiler.running:
-                with self.times.lost("profile"):
+                with self.measured.times.lost("profile"):
                     self.profiler.stop(state.step)
-            speed = self.times.speed()
-            peak = _peak_rate(plan, plan.mean_flops(state.step))
             summary = {
                 "status": "interrupted" if signal_number else "finished",
                 "signal": signal_number,  # the exit status follows from it
                 **results(state, plan, self.expectation),
                 "seconds": time.monotonic() - self._started,
-                **speed,
-                **self.times.balance(),
-                "mfu": speed["images_per_second"] / peak if peak else None,
-                "unreadable_images": len(self.bad_files.listed) if self.bad_files else 0,
-                "workers": self.feed.train.loader.pool.active,
-                "verdict": self._verdict("run", self.monitor.slowdowns("run")),
+                **self.measured.summary(),
             }
             if self.world.is_main:
                 self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
@@ -394,28 +290,9 @@ class RunLog:
         self.console.outcome(path, summary, compiles=plan.compile != "off")
         if not signal_number and self.world.is_main and state.losses is not None:
             table = state.losses.csv(self.feed.train.loader.dataset, plan.classes)
-            if table:
-                self.run.write("suspects.csv", table)
-                self.say(
-                    f"suspects  {path / 'suspects.csv'}: the training images with the highest "
-                    "mean loss; the label of the first ones may be wrong"
-                )
-        if unreadable := summary["unreadable_images"]:
-            self.say(f"skipped   {unreadable:,} unreadable images: {path / BAD_FILES}")
-        if signal_number and plan.config.checkpoint.resume == "auto":
-            self.say(f"resume    run the same command again to resume at step {state.step:,}")
-        self.console.balance(summary)
+            self.say(*write_suspects(self.run, table))
+        self.console.end(path, summary, resumes=plan.config.checkpoint.resume == "auto")
         return summary
-
-    def _verdict(self, period: Literal["epoch", "run"], slowdowns: str) -> list[str]:
-        """Return the sentences of the verdict. Collective."""
-        limits: list[str] = []
-        if self.verdict is not None:
-            limits = self.verdict.sentences(period, slowdowns=slowdowns)
-        leaks = enumerate(self.world.all_gather(self.leaks.sentences()))
-        rank, found = next((one for one in leaks if one[1]), (0, []))
-        where = f"on rank {rank}, " if self.world.size > 1 else ""
-        return limits + [f"{where}{sentence}" for sentence in found]
 
 
 def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
@@ -441,6 +318,13 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
         "history": state.history,
         "params_sha256": params_sha256(state.model),
     }
+
+
+def check_loss(interval: Interval) -> None:
+    """Refuse a mean loss that is not finite: it may overflow with finite gradients."""
+    loss = interval.values["loss"]
+    if not math.isfinite(loss):
+        raise diverged(f"the loss is {loss} at step {interval.step} (lr {interval.lr:g})")
 
 
 def report_divergence(
@@ -479,51 +363,41 @@ def report_divergence(
     )
 
 
-def _epoch_ended(plan: Plan, step: int) -> int | None:
-    """Return the epoch that ended with this step, 1, 2, ..., or None."""
-    return plan.epochs_ended(step) if plan.due(step).epoch else None
+def _profiler(config: Config, run: RunDirectory, world: World, say: Callable[..., None]) -> Any:
+    """Return the profiler of the optional room, if it is wanted."""
+    if not config.profile.steps or not world.is_main:
+        return None
+    from engine.extras.profiler import StepProfiler
+
+    return StepProfiler(config.profile.steps, run.path / "profile", world.device, say)
 
 
-def _peak_rate(plan: Plan, flops_per_image: int) -> float | None:
-    return peak_rate(
-        plan.device,
-        precision=plan.precision,
-        flops_per_image=flops_per_image,
-        ranks=plan.world_size,
-    )
+def _expectation(plan: Plan, state: TrainState) -> Any:
+    """Return what the recipe is expected to reach, if it says so and the optional room is there."""
+    if plan.config.expect is None or not has_room("engine.extras.expectation"):
+        return None
+    from engine.extras.expectation import Expectation
+
+    data = plan.num_classes, plan.train_images, plan.val_images
+    return Expectation(plan.config, data, continues=bool(state.history))
 
 
-@contextmanager
-def step_points(state: TrainState, clock: StepClock) -> Iterator[None]:
-    """In each step of the `with` block, mark when gradients have been computed and averaged.
-
-    A backward pass ends with the last gradient; the update follows the averaging. Only the last
-    gradient is marked: a CUDA graph would record an event for each of hundreds. A step that leaves
-    out a parameter is not marked.
-    """
-    parameters = [each for each in state.model.parameters() if each.requires_grad]
-    done = 0
-
-    def computed(_: Tensor) -> None:
-        nonlocal done
-        done += 1
-        if done % len(parameters) == 0:  # once for each micro-batch
-            clock.mark("computed")
-
-    def averaged(*_: object) -> None:
-        nonlocal done
-        done = 0
-        clock.mark("averaged")
-
-    hooks = [
-        *(each.register_post_accumulate_grad_hook(computed) for each in parameters),
-        state.optimizer.register_step_pre_hook(averaged),
+def write_suspects(run: RunDirectory, table: str) -> list[str]:
+    """Write suspects.csv; return the lines to print. Nothing was counted in a short run."""
+    if not table:
+        return []
+    path = run.path / "suspects.csv"
+    run.write(path.name, table)
+    return [
+        f"suspects  {path}: the training images with the highest mean loss; the label of the first "
+        "ones may be wrong"
     ]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
+
+
+def _resumed(run: RunDirectory) -> str:
+    if run.resumed is None:
+        return ""
+    return f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
 
 
 def _values(config: Config) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from engine.log import pictures
 from engine.log.predictions import Predictions
 from engine.log.tensorboard import TensorBoard
 from pipeline.class_names import readable
+from pipeline.dataset import Dataset
+from pipeline.prefetcher import ImageFormat
 
 logger = logging.getLogger(__name__)
 
@@ -140,19 +142,19 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if self.folder is not None:
             self._guard(name, replace_file, self.folder / name, text)
 
-    def images(self, tag: str, images: Tensor, *, scale: Tensor, shift: Tensor, step: int) -> None:
+    def images(self, tag: str, images: Tensor, format: ImageFormat, step: int) -> None:
         """Write a grid of up to 64 images for TensorBoard, with a later row.
 
         Nothing here waits for the device: waiting would delay the step by tens of milliseconds.
 
         Args:
             images: float [B, 3, S, S], the input of the model: pixels * scale + shift.
-            scale, shift: float, to convert the images back to uint8 pixels.
+            format: has scale and shift, which convert the images back to uint8 pixels.
         """
         if self._board is None:
             return
         count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
-        pixels = images[:count].float().sub(shift).div(scale).round().clamp(0, 255)
+        pixels = images[:count].float().sub(format.shift).div(format.scale).round().clamp(0, 255)
         on_host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=pixels.is_cuda)
         on_host.copy_(pixels.to(torch.uint8), non_blocking=True)
         copied = torch.cuda.current_stream().record_event() if pixels.is_cuda else None
@@ -171,18 +173,9 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         self._to_board(lambda board: board.picture(tag, image, step, photos=photos))
 
     def predictions(
-        self,
-        found: Predictions,
-        classes: Sequence[str],
-        *,
-        load: Callable[[int], Tensor],
-        step: int,
+        self, found: Predictions, classes: Sequence[str], dataset: Dataset, step: int
     ) -> None:
-        """Write a validation's errors: per_class.json, and pictures for TensorBoard.
-
-        Args:
-            classes, load: see `Predictions.draw`.
-        """
+        """Write a validation's errors: per_class.json, and pictures for TensorBoard."""
         rows = [
             {
                 "class": name,
@@ -196,7 +189,7 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         if self._board is None:
             return
         when = f", validation after step {step:,}"
-        drawn = self._guard("pictures", found.draw, classes, load, when)
+        drawn = self._guard("pictures", found.draw, classes, dataset, when)
         for name, image in (drawn or {}).items():
             self.picture(f"val/{name}", image, step, photos=name == "worst")
 

@@ -16,6 +16,8 @@ VAL |= {"images": 500, "seconds": 2.0}
 EXPECTED = {"top1": 71.0, "spread": 0.5, "status": "published", "source": "a paper"}
 SUMMARY: dict[str, Any] = {
     "status": "finished",
+    "signal": 0,
+    "unreadable_images": 3,
     "step": 1500,
     "epoch": 10.0,
     "top1": 71.25,
@@ -32,10 +34,11 @@ SUMMARY: dict[str, Any] = {
     "total_seconds": 132.0,
     "verdict": ["compute-bound"],
 }
+INTERRUPTED = {"status": "interrupted", "signal": 15}
 
 
 def console(prints: bool = True) -> Console:
-    return Console(prints=prints, total_steps=200, epochs=10)
+    return Console(prints, 200, 10)
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,7 +67,7 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str], tmp_path:
     silent.val_row(VAL, best=True)
     silent.train_row(TRAIN, {})
     silent.outcome(tmp_path, SUMMARY, compiles=True)
-    silent.balance(SUMMARY)
+    silent.end(tmp_path, SUMMARY, resumes=True)
     assert capsys.readouterr() == ("", "")
 
 
@@ -97,7 +100,13 @@ def test_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
             ),
         ),
         (
-            {"status": "interrupted", "top1": None, "best_checkpoint": None, "starts": 1},
+            {
+                "status": "interrupted",
+                "signal": 15,
+                "top1": None,
+                "best_checkpoint": None,
+                "starts": 1,
+            },
             False,
             (
                 "status    interrupted after 1,500 steps, 10 epochs, in 1:05",
@@ -105,6 +114,7 @@ def test_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
                 "speed     2,950 images/s; 2,104 over all steps, including the first epoch",
                 "best      no checkpoint was validated",
                 "time      50 % of 2:12 was training; validation 1:01, start 0:05",
+                "resume    run the same command again to resume at step 1,500",
             ),
         ),
         (
@@ -146,9 +156,10 @@ def test_outcome(
 ) -> None:
     shown = console()
     shown.outcome(tmp_path, {**SUMMARY, **changes}, compiles=compiles)
-    shown.balance({**SUMMARY, **changes})
+    shown.end(tmp_path, {**SUMMARY, **changes}, resumes=True)
     text = capsys.readouterr().out
-    for line in (*lines, f"run       {tmp_path}"):
+    unreadable = "skipped   3 unreadable images: FOLDER/bad_files.txt"
+    for line in (*lines, unreadable, "run       FOLDER"):
         assert f"\n{line.replace('FOLDER', str(tmp_path))}\n" in text
     assert "curves" not in text, "there are no event files"
 

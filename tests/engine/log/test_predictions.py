@@ -11,6 +11,7 @@ from engine.distributed import World
 from engine.log import pictures
 from engine.log.predictions import COLUMNS, MOST_CLASSES, Predictions
 from engine.validation import evaluate
+from pipeline.dataset import FakeDataset
 from scripts.evaluate import MirrorAverage
 from train import validation_values
 
@@ -178,12 +179,14 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels, 64)
     loaded: list[int] = []
 
-    def load(index: int) -> Tensor:
-        loaded.append(index)
-        return torch.full((8, 8, 3), index % 256, dtype=torch.uint8)
+    class Images(FakeDataset):
+        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+            loaded.append(index)
+            return np.full((8, 8, 3), index % 256, np.uint8), 0
 
+    split = Images(IMAGES, CLASSES, 8)
     names = ["cat", "n01443537", *"abcde"]
-    drawn = found.draw(names, load, ", title")
+    drawn = found.draw(names, split, ", title")
     assert loaded == found.worst(16)
     shown = ["cat", "goldfish", *"abcde"]
     table = found.table(CLASSES)
@@ -202,5 +205,5 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
     images = torch.tensor(loaded).remainder(256).byte()[:, None, None, None].expand(16, 3, 8, 8)
     assert drawn["worst"] == pictures.worst("largest losses, title", images, captions)
     many = [str(i) for i in range(MOST_CLASSES + 1)]
-    assert found.draw(many, load).keys() == {"worst", "per_class"}
-    assert Predictions.gather([], ALONE).draw(names, load).keys() == {"confusion", "per_class"}
+    assert found.draw(many, split).keys() == {"worst", "per_class"}
+    assert Predictions.gather([], ALONE).draw(names, split).keys() == {"confusion", "per_class"}

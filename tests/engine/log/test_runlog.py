@@ -5,7 +5,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from engine.log.runlog import step_points
+from engine.log.measurements import step_points
 from engine.state import TrainState
 from pipeline.clock import StepClock
 
