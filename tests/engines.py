@@ -1,16 +1,21 @@
-"""Pillow stands in for the JPEG engines and for the kernels of RandAugment without a GPU."""
+"""Pillow stands in for the JPEG engines and for the kernels of RandAugment without a GPU.
+
+Tests that import this are skipped in a copy without pipeline/gpu.
+"""
 
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from pipeline import decode
 from pipeline.augment import NAMES, operated
 from pipeline.decode import Picture
-from pipeline.gpu import geometry
-from pipeline.gpu.decoder import EngineError
+
+geometry = pytest.importorskip("pipeline.gpu.geometry")
+EngineError = pytest.importorskip("pipeline.gpu.decoder").EngineError
 
 
 def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:

@@ -11,8 +11,7 @@ from torch import nn
 
 from conf.schema import Optim, Schedule, group_names
 from engine.optim import OPTIMIZERS, SCHEDULES, Curve, build_optimizer
-from models import build, freeze
-from models.kernels.layers import rewrite
+from models import build, freeze, rewrite_layers
 from models.resnet import resnet_tiny
 from models.vit import vit_s16
 from tests.libraries import timm_module
@@ -59,7 +58,7 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
             for key, sign in signs.items()
             if shapes[key].dim() >= 2
         )
-        rewrite(model, channels_last=True)  # replaces the classes of layers
+        rewrite_layers(model, channels_last=True)
 
 
 def test_attention_with_three_projection_weights_is_decayed() -> None:

@@ -1,6 +1,5 @@
 """Convolutions with blurred inputs, compared with the arithmetic of the source."""
 
-import copy
 from pathlib import Path
 
 import pytest
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import models
-from models.kernels import layers as gpu_layers
 from models.layers import BlurredConv
 from models.weights import load_weights
 
@@ -84,16 +82,6 @@ def test_weights_are_those_of_the_plain_model(tmp_path: Path) -> None:
     assert not torch.allclose(model.eval()(images), plain.eval()(images))
     without = models.build("resnet18", num_classes=5, image_size=64, args={"blur_pool": False})
     assert not any(isinstance(module, BlurredConv) for module in without.modules())
-
-
-def test_rewritten_layers_keep_the_blur() -> None:
-    model = blurred("resnet18", 64)
-    rewritten = copy.deepcopy(model)
-    gpu_layers.rewrite(rewritten, channels_last=True)
-    assert sum(isinstance(module, BlurredConv) for module in rewritten.modules()) == 6
-    assert any(isinstance(module, gpu_layers.BlockConv) for module in rewritten.modules())
-    images = torch.randn(4, 3, 64, 64)
-    torch.testing.assert_close(rewritten(images), model(images), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -1,6 +1,5 @@
 """Stochastic depth in our models and in torchvision's ResNets, against torchvision's function."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 import models
 from conf.packages import import_torchvision
-from models.kernels.layers import OnePassAddNorm, OnePassBatchNorm, rewrite
 
 # Model -> the number of its blocks, and the modules of a block whose outputs are dropped.
 BRANCHES: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -91,23 +89,6 @@ def test_probabilities_rise_linearly(name: str) -> None:
     rates = [module.p for module in model.modules() if isinstance(module, kind)]
     assert rates == pytest.approx([LAST * i / (count - 1) for i in range(count)])
     assert not any(isinstance(module, kind) for module in plain.modules())
-
-
-@pytest.mark.parametrize(
-    ("name", "faster"), [("resnet50", OnePassBatchNorm), ("vit_s16", OnePassAddNorm)]
-)
-def test_the_layers_for_gpus_still_apply(name: str, faster: type[nn.Module]) -> None:
-    plain = build(name, LAST).double()
-    fast = copy.deepcopy(plain)
-    rewrite(fast, channels_last=True)
-    count = sum(isinstance(module, faster) for module in fast.modules())
-    assert count == sum(isinstance(module, faster.__mro__[1]) for module in plain.modules()) > 0
-    images = torch.randn(6, 3, 32, 32, dtype=torch.float64)
-    logits = []
-    for model in (plain, fast):
-        torch.manual_seed(2)
-        logits.append(model(images))
-    torch.testing.assert_close(*logits)
 
 
 def test_sync_bn_keeps_it() -> None:

@@ -21,7 +21,6 @@ from pipeline import dataset as module
 from pipeline.augment import TRANSFORMS, Compose, build, sample_rng
 from pipeline.dataset import BadImageError, FakeDataset, FolderDataset, in_form_of
 from pipeline.decode import open_picture
-from pipeline.gpu.encoded import load_encoded
 from pipeline.index import Index, load_index
 from tests.stored import as_shards, as_tar, as_zip
 
@@ -79,8 +78,6 @@ def test_index_may_read_its_files_from_elsewhere(image_root: Path) -> None:
     dataset = FolderDataset(index, files.transform)
     for number in range(0, len(names), 5):
         np.testing.assert_array_equal(dataset.load(0, number)[0], files.load(0, number)[0])
-        encoded = load_encoded(dataset, 0, number)
-        assert encoded is not None and encoded.file.data == files.read(number)
     assert dataset.mean_bytes() == pytest.approx(np.mean([len(d) for d in index.content.values()]))
 
 
@@ -214,7 +211,6 @@ def test_eps_named_jpg_is_refused_and_starts_no_process(
         image.load()
     assert started.exists()  # without a list of formats it is started
     started.unlink()
-    assert load_encoded(dataset, 0, 0) is None
     with pytest.raises(BadImageError, match=f"^{path}: UnidentifiedImageError: cannot"):
         dataset.load(0, 0)
     assert not started.exists()

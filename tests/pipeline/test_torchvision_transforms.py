@@ -18,7 +18,6 @@ from conf.schema import UserError
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
 from pipeline.decode import Picture, open_picture
-from pipeline.gpu.encoded import load_encoded
 from pipeline.torchvision_transforms import NAMES
 
 AUGMENT = (
@@ -89,11 +88,6 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> No
     torch.rand(5)
     np.testing.assert_array_equal(transform(picture(), random.Random(1)).pixels(), first)
     assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
-
-
-def test_gpu_decoding_leaves_the_image_to_the_cpu(image_root: Path) -> None:
-    config = cli.load([f"data.root={image_root}", "data.image_size=32", AUGMENT])
-    assert load_encoded(build_datasets(config).train, 0, 0) is None
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 import models
 from models.kernels.layers import (
     BlockConv,
+    OnePassAddNorm,
     OnePassBatchNorm,
     PlacedMaxPool,
     _PlacedMaxPool,
@@ -93,6 +94,34 @@ def test_rewritten_resnet_computes_the_same(size: int) -> None:
         )
     assert int(rewritten.get_buffer("bn1.num_batches_tracked")) == 2
     torch.testing.assert_close(rewritten.eval()(images), plain.eval()(images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "count"),
+    [
+        ("resnet50", {"stochastic_depth_prob": 0.6}, 53),
+        ("vit_s16", {"stochastic_depth_prob": 0.6}, 24),
+        ("resnet18", {"blur_pool": True}, 20),
+    ],
+)
+def test_models_with_other_layers_compute_the_same(
+    name: str, args: dict[str, Any], count: int
+) -> None:
+    """Stochastic depth and blurred convolutions stay."""
+    torch.manual_seed(0)
+    plain = models.build(name, num_classes=5, image_size=32, args=args).double()
+    for parameter in plain.get_submodule("head" if name == "vit_s16" else "fc").parameters():
+        nn.init.normal_(parameter)
+    fast = copy.deepcopy(plain)
+    rewrite(fast, channels_last=True)
+    kinds = [type(module) for module in fast.modules()]
+    assert kinds.count(OnePassBatchNorm) + kinds.count(OnePassAddNorm) == count
+    images = torch.randn(6, 3, 32, 32, dtype=torch.float64)
+    logits = []
+    for model in (plain, fast):
+        torch.manual_seed(2)
+        logits.append(model(images))
+    torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow
