@@ -48,7 +48,7 @@ if __name__ == "__main__":
     set_up_process()
 
 from conf import cli
-from conf.schema import UserError, typed_keys
+from conf.schema import RunError, UserError, typed_keys
 
 SCRIPT = "export.py"
 CHECKPOINT = "a checkpoint, the folder of a run, or a file with weights"
@@ -135,7 +135,7 @@ Predict = Callable[[Tensor], Tensor]
 """float32 [B, 3, S, S], or uint8 [B, S, S, 3] with --preprocessing -> float32 [B, classes]."""
 
 
-class ExportError(RuntimeError):
+class ExportError(RunError):
     """The model cannot be exported, or the exported file differs from it."""
 
 
@@ -488,4 +488,4 @@ def run(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(exit_status(partial(run, OPTIONS), SCRIPT, ExportError))
+    sys.exit(exit_status(partial(run, OPTIONS), SCRIPT))

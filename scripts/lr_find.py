@@ -196,4 +196,4 @@ def find(config: Config, options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    exit_with(partial(exit_status, partial(find, CONFIG, OPTIONS), "lr_find.py", TrainingError))
+    exit_with(partial(exit_status, partial(find, CONFIG, OPTIONS), "lr_find.py"))

@@ -18,10 +18,7 @@ from conf import cli
 from conf.compose import load
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
-from engine.checkpoint import CheckpointError
 from engine.compute import choose_precision, count_flops
-from engine.distributed import RankError
-from pipeline.loader import LoaderError
 
 # Keys that belong to the machine or to the training, not to the model: their defaults are used.
 NOT_OF_THE_MODEL = (
@@ -40,7 +37,6 @@ NOT_OF_THE_MODEL = (
     "run.dir",
     "profile.steps",
 )
-EXPECTED: tuple[type[Exception], ...] = (CheckpointError, LoaderError, RankError, OSError)
 NAMES_A_MODEL = {"model", "model.name", "recipe"}
 
 
@@ -133,28 +129,17 @@ class Trained:
         )
 
 
-def exit_status(command: Callable[[], int], script: str, *failures: type[Exception]) -> int:
-    """Run a command; print an expected error in one line and return the exit status.
+def exit_status(command: Callable[[], int], script: str) -> int:
+    """Run a command and return the exit status; print an expected error in one line."""
 
-    Args:
-        failures: more types of expected errors.
-    """
+    def explain(error: BaseException) -> str | None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return "the GPU has no memory left; lower loader.batch_size"
+        expected = isinstance(error, OSError) and not isinstance(error, BrokenPipeError)
+        return str(error) if expected else None
+
     cli.log_to_stderr()
-    try:
-        return command()
-    except UserError as error:
-        cli.complain_of_mistake(str(error), script)
-        return 2
-    except torch.OutOfMemoryError:
-        cli.complain("the GPU has no memory left; lower loader.batch_size", script)
-        return 1
-    except BrokenPipeError:  # the reader has seen enough (`| head`)
-        return 1
-    except EXPECTED + failures as error:
-        cli.complain(str(error), script)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return cli.exit_status(command, script, limits=explain)
 
 
 def open_trained(

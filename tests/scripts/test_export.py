@@ -130,9 +130,7 @@ def test_another_program_needs_only_the_file(
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> int:
     monkeypatch.setattr("sys.argv", ["export.py", *words])
-    return export.exit_status(
-        lambda: export.run(export.read_options()), "export.py", export.ExportError
-    )
+    return export.exit_status(lambda: export.run(export.read_options()), "export.py")
 
 
 def test_command_line(
