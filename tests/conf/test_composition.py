@@ -12,7 +12,6 @@ from conf.schema import (
     NOTHING,
     RESULT,
     SPEED,
-    Affects,
     Config,
     UserError,
     affecting,
@@ -35,45 +34,42 @@ def name(*overrides: str) -> str:
 # Precedence: schema < groups < recipe < typed groups < typed keys.
 
 
-def test_a_typed_group_overrides_the_recipe() -> None:
-    adamw = cli.load([DATA, "recipe=imagenet_rn50_tuned", "optim=adamw"]).optim
-    assert (adamw.name, adamw.lr, adamw.weight_decay, adamw.decay_norms, adamw.clip_norm) == (
-        "adamw",
-        1e-3,
-        0.1,
-        False,
-        1.0,
-    )
-    sgd = cli.load([DATA, "recipe=imagenet_vit_s16", "optim=sgd"]).optim
-    assert (sgd.name, sgd.lr, sgd.momentum, sgd.weight_decay, sgd.clip_norm) == (
-        "sgd",
-        0.1,
-        0.9,
-        1e-4,
-        None,
-    )
-    step = cli.load([DATA, "recipe=imagenet_rn50_tuned", "schedule=step"]).schedule
-    assert (step.name, step.step_epochs, step.warmup_epochs) == (
-        "step",
-        30,
-        0,
-    )  # the recipe's 8 epochs are the cosine's
-    assert cli.load([DATA, "recipe=imagenet_rn18", "model=vit_s16"]).model.name == "vit_s16"
+LAYERS = [
+    # A typed group replaces the recipe's section, also the values that it does not set.
+    (
+        ["recipe=imagenet_rn50_tuned", "optim=adamw"],
+        {"optim.name": "adamw", "optim.lr": 1e-3, "optim.weight_decay": 0.1, "optim.clip_norm": 1},
+    ),
+    (
+        ["recipe=imagenet_vit_s16", "optim=sgd"],
+        {"optim.name": "sgd", "optim.lr": 0.1, "optim.momentum": 0.9, "optim.clip_norm": None},
+    ),
+    (
+        ["recipe=imagenet_rn50_tuned", "schedule=step"],
+        {"schedule.step_epochs": 30, "schedule.warmup_epochs": 0},
+    ),
+    (["recipe=imagenet_rn18", "model=vit_s16"], {"model.name": "vit_s16"}),
+    # A typed key overrides a typed group.
+    (
+        ["optim.lr=0.7", "optim=adamw", "recipe=imagenet_rn50_tuned"],
+        {"optim.name": "adamw", "optim.lr": 0.7, "optim.weight_decay": 0.1},
+    ),
+    # The recipe overrides groups that are not typed.
+    (["recipe=imagenet_vit_s16"], {"optim.name": "adamw", "data.mean": [0.5, 0.5, 0.5]}),
+    # Keys may refer to each other.
+    (
+        ["recipe=demo", "data.image_size=32"],
+        {"data.val_size": 32},
+    ),
+]
 
 
-def test_the_order_of_overrides_does_not_matter() -> None:
-    typed = ["recipe=imagenet_rn50_tuned", "optim=adamw", "optim.lr=2", "train.epochs=3"]
-    assert cli.load([DATA, *typed]) == cli.load([*reversed(typed), DATA])
-
-
-def test_a_typed_key_overrides_a_typed_group() -> None:
-    optim = cli.load([DATA, "optim.lr=0.7", "optim=adamw", "recipe=imagenet_rn50_tuned"]).optim
-    assert (optim.name, optim.lr, optim.weight_decay) == ("adamw", 0.7, 0.1)
-
-
-def test_the_recipe_overrides_groups_that_are_not_typed() -> None:
-    vit = cli.load([DATA, "recipe=imagenet_vit_s16"])
-    assert (vit.optim.name, vit.optim.clip_norm, vit.data.mean) == ("adamw", 1.0, [0.5, 0.5, 0.5])
+@pytest.mark.parametrize(("typed", "expected"), LAYERS)
+def test_layers(typed: list[str], expected: dict[str, object]) -> None:
+    config = cli.load([*typed, DATA])
+    found = {name: value for name, _, value in walk(config)}
+    assert {name: found[name] for name in expected} == expected
+    assert config == cli.load([*reversed(typed), DATA])  # their order does not matter
 
 
 def test_groups_keep_values_that_they_do_not_set() -> None:
@@ -147,32 +143,14 @@ def test_a_typed_key_without_effect_is_refused(override: str) -> None:
 SAME = [  # pairs of override lists that train the same thing
     ([], ["recipe=imagenet_rn50"]),
     ([], ["optim.lr=0.1"]),
-    (
-        [],
-        [
-            "optim.lr=1e-1",
-            "optim=sgd",
-            "schedule=step",
-            "model=resnet50",
-            "augment=imagenet",
-            "data=folder",
-        ],
-    ),
+    ([], ["optim.lr=1e-1", "optim=sgd", "schedule=step", "model=resnet50", "data=folder"]),
     ([], ["data.root=/imagenet/"]),
     ([], ["data.root=/imagenet/../imagenet"]),
     ([], ["data.val_size=224"]),
     ([], ["data.image_size=224"]),
     ([], ["augment.train=[{random_resized_crop: {size: 224}}, horizontal_flip]"]),
     ([], ["loader.workers=3"]),
-    (
-        [],
-        [
-            "loader.workers=auto",
-            "autotune.refresh=true",
-            "loader.pin_memory=false",
-            "loader.prefetch_factor=2",
-        ],
-    ),
+    ([], ["autotune.refresh=true", "loader.pin_memory=false", "loader.prefetch_factor=2"]),
     ([], ["loader.decoder=pillow"]),
     ([], ["loader.decoder=simplejpeg", "loader.timeout_seconds=5", "loader.start_method=spawn"]),
     ([], ["train.max_steps=100"]),
@@ -305,37 +283,22 @@ def test_a_key_may_refer_to_one_that_refers_to_it_in_the_recipe() -> None:
 
 
 def test_every_key_states_what_it_affects() -> None:
-    for name_, field, _ in walk(Config()):
-        assert isinstance(field.metadata["affects"], Affects), name_
+    """A new key: decide what it affects, and add it here if it does not affect the result."""
     found = {
         what: {n for n, f, _ in walk(Config()) if f.metadata["affects"] == what}
         for what in (NOTHING, SPEED)
     }
     sections = {"checkpoint", "run", "log", "profile", "autotune"}
-    # A new key: decide what it affects, and add it here if it does not affect the result.
     assert {n for n in found[NOTHING] if n.split(".")[0] not in sections} == {
-        "data.on_error",
-        "data.max_bad_fraction",
-        "data.max_pixels",
-        "loader.timeout_seconds",
-        "train.max_steps",
-        "train.validate_every_epochs",
+        *("data.on_error", "data.max_bad_fraction", "data.max_pixels"),
+        *("loader.timeout_seconds", "train.max_steps", "train.validate_every_epochs"),
     }
     assert sections <= {n.split(".")[0] for n in found[NOTHING]}
+    loader = ("workers", "pin_memory", "prefetch_factor", "prefetch_batches", "start_method")
     assert found[SPEED] == {
-        "loader.workers",
-        "loader.pin_memory",
-        "loader.prefetch_factor",
-        "loader.prefetch_batches",
-        "loader.start_method",
-        "model.channels_last",
-        "model.compile",
-        "train.deterministic",
-        "train.device",
+        *(f"loader.{name}" for name in loader),
+        *("model.channels_last", "model.compile", "train.deterministic", "train.device"),
     }
-
-
-def test_a_key_without_affects_is_an_error() -> None:
     with pytest.raises(TypeError):
         key(1)  # type: ignore[call-arg]
 
