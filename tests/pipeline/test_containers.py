@@ -173,19 +173,6 @@ def test_threads_and_copies_read_the_same(image_root: Path, tmp_path: Path) -> N
         assert wrong == []
 
 
-def test_a_forked_process_reads_what_its_parent_has_opened(
-    image_root: Path, tmp_path: Path
-) -> None:
-    as_zip(image_root / "train", tmp_path / "train.zip")
-    index = load_index(tmp_path / "train", key="data.train")
-    first = content(index)
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if content(index) == first else 1)
-    assert content(index) == first
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
 def test_more_shards_than_the_soft_limit_of_open_files(tmp_path: Path) -> None:
     for number in range(40):
         write_tar(tmp_path / f"train-{number:03d}.tar", f"a/{number:03d}.jpg")

@@ -124,12 +124,6 @@ def test_validation_uses_all_workers(
             assert pool.active == 1 and pool.pids == pids
 
 
-def test_validation_without_workers(image_root: Path) -> None:
-    with opened(image_root, "pillow", workers=0) as feed, feed.for_validation():
-        assert len(validation(feed)) == 3
-        assert not feed.train.loader.pool.workers
-
-
 def test_decoder_can_be_switched(monkeypatch: pytest.MonkeyPatch, image_root: Path) -> None:
     """Also in the middle of an iteration; every decoder makes the batches of the same samples."""
     monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
@@ -214,25 +208,6 @@ def test_all_decoders_validate_with_the_same_pixels(image_root: Path, dtype: tor
         assert_equal(batches, found["pillow"])
 
 
-@pytest.mark.gpu
-def test_decoder_can_be_switched_on_a_gpu(image_root: Path) -> None:
-    """Back and forth; the engines' pixels differ by a few levels, and a decoder repeats its own."""
-    device = torch.device("cuda", 0)
-    cpu = installed()[0]
-    with opened(image_root, cpu, others=("gpu", "hybrid"), device=device, workers=2) as feed:
-        made: dict[str, list[list[Tensor]]] = {cpu: [], "gpu": [], "hybrid": []}
-        for decoder in (cpu, "gpu", "hybrid", cpu, "gpu", "hybrid"):
-            feed.decode_with(decoder, enough=100.0 if made[decoder] else math.inf)
-            next(feed.train.batches(0, 9))  # an iteration that ends early
-            made[decoder].append([batch.images.cpu() for batch in feed.train.batches(0, 9)])
-        for decoder in (cpu, "gpu"):
-            assert all(map(torch.equal, *made[decoder])), decoder
-        level = 1 / 255 / 0.22
-        for images, *others in zip(made[cpu][0], *made["gpu"], *made["hybrid"], strict=True):
-            for other in others:
-                assert (images - other).abs().mean() < 4 * level
-
-
 # RandAugment, drawn by the workers and applied on the device; without a GPU, by Pillow.
 
 CROP = "{random_resized_crop: {size: 48}}"
@@ -302,19 +277,6 @@ def check_sizes(
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_sizes_by_epoch(image_root: Path, workers: int, first: int) -> None:
     check_sizes(image_root, "pillow", workers=workers, first=first)
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_sizes_with_batch_transforms(image_root: Path, workers: int) -> None:
-    batch = "augment.batch=[cutmix, random_erasing]"
-    check_sizes(image_root, "pillow", batch, "data.repeats=3", workers=workers)
-
-
-@pytest.mark.usefixtures("operations_without_gpu")
-def test_sizes_with_drawn_operations(image_root: Path) -> None:
-    """The strength of some operations depends on the size of the image."""
-    entries = RAND.replace("48", "${data.image_size}")
-    check_sizes(image_root, "pillow", entries, workers=2, operations=2)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.5])

@@ -351,24 +351,6 @@ def test_ring_has_room_for_the_workers_and_the_prefetcher(
     assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker is busy
 
 
-@pytest.mark.parametrize("start_method", START_METHODS)
-def test_shared_memory_mount_is_not_used(image_root: Path, start_method: str) -> None:
-    """Docker gives /dev/shm 64 MiB, and files of a killed run stay there."""
-    needs_linux()
-    dataset = open_dataset(image_root / "train")
-    with open_loader(dataset, workers=1, start_method=start_method) as loader:
-        check_all(loader, dataset, 0, 3)
-        for pid in (os.getpid(), *(w.process.pid for w in loader.pool.workers)):
-            mapped = Path(f"/proc/{pid}/maps").read_text()
-            assert "/memfd:batches" in mapped
-            assert "/dev/shm" not in mapped
-            assert not any(
-                "/dev/shm" in os.readlink(fd)
-                for fd in Path(f"/proc/{pid}/fd").iterdir()
-                if fd.is_symlink()
-            )
-
-
 # Workers that die.
 
 
@@ -617,26 +599,6 @@ def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
     assert trace.splitlines()[-1].startswith(kind)
 
 
-def test_a_transform_cannot_hide_that_a_file_is_unreadable(changeable: Path) -> None:
-    """Decoding happens inside the transform, which may turn its error into another."""
-
-    class Wrapping(Buggy):
-        def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-            try:
-                return picture.resized((SIZE, SIZE))
-            except OSError:
-                raise self.error from None
-
-    dataset = open_dataset(changeable)
-    dataset.transform = Compose([Wrapping(KeyError("x"), before=False)])
-    path = Path(dataset.name(20))
-    path.write_bytes(path.read_bytes()[:-500])
-    with open_loader(dataset, workers=0, skip=True) as loader:
-        drain(loader.batches(0, 5))
-        assert loader.pool.unreadable.keys() == {20}
-        assert loader.pool.unreadable[20].startswith(f"{path}: OSError: image file is truncated")
-
-
 def test_images_of_another_size_than_the_buffer_are_named(image_root: Path) -> None:
     dataset = open_dataset(image_root / "train", side=30)
     with open_loader(dataset) as loader:
@@ -663,22 +625,6 @@ def test_stuck_worker_is_named_with_its_file(changeable: Path, start_method: str
         assert f"{trap.path} (worker " in str(error.value)
         pids = [w.process.pid for w in loader.pool.workers]
     assert not any(is_running(pid) for pid in pids)
-
-
-def test_slow_consumer_does_not_time_out(changeable: Path) -> None:
-    """A validation may take longer than the timeout, and a worker may die meanwhile."""
-    dataset = open_dataset(changeable)
-    with open_loader(dataset, workers=1) as loader:
-        trap = Trap(dataset.name(int(loader.samples(1)[5, 1])))
-        batches = loader.batches(0, 8)
-        next(batches).release(None)
-        pid = trap.catch(loader.pool)
-        trap.remove()
-        trap.kill(pid)
-        loader.pool._last_reply -= 3600  # an hour passes
-        for batch in batches:
-            check(batch, dataset, loader.samples(batch.step))
-            batch.release(None)
 
 
 # A pool that grows and shrinks.
@@ -710,35 +656,6 @@ def test_pool_with_changing_numbers_makes_equal_batches_and_leaves_no_process(
 def submit_by_turns(pool: WorkerPool, slots: int) -> list[int]:
     """One task per slot, for the sample of that number: the first goes to the first worker, etc."""
     return [pool.submit(0, slot, 0, np.array([[0, slot]])) for slot in range(slots)]
-
-
-def check_first_rows(loader: Loader, dataset: FolderDataset) -> None:
-    for slot in range(loader.slots):
-        pixels, label = dataset.load(0, slot)
-        np.testing.assert_array_equal(loader.images[slot, 0].numpy(), pixels.transpose(2, 0, 1))
-        assert loader.labels[slot, 0] == label
-
-
-def test_worker_that_is_no_longer_active_finishes_its_tasks(changeable: Path) -> None:
-    """It is idle after them, and works again when it is active again."""
-    dataset = open_dataset(changeable)
-    with open_loader(dataset, workers=3, slots=9) as loader:
-        pool = loader.pool
-        trap = Trap(
-            dataset.name(1)
-        )  # the second worker has another task, and two tasks wait for any worker
-        numbers = submit_by_turns(pool, 9)
-        assert trap.catch(pool) == pool.pids[1]
-        trap.remove()
-        pool.activate(1)  # does not wait
-        trap.release()
-        pool.wait(numbers)
-        check_first_rows(loader, dataset)
-        more = [pool.submit(0, 0, 0, np.array([[0, 0]])) for _ in range(4)]
-        assert [len(worker.tasks) for worker in pool.workers] == [pool.prefetch_factor, 0, 0]
-        pool.activate(3)
-        assert [len(worker.tasks) for worker in pool.workers] == [2, 1, 1]
-        pool.wait(more)
 
 
 @contextmanager

@@ -135,16 +135,6 @@ def test_images_are_normalised(dataset: FolderDataset, workers: int, channels_la
             assert batch.images.is_contiguous(memory_format=layout)
 
 
-def test_bf16_is_the_rounded_float32(dataset: FolderDataset) -> None:
-    with (
-        open_prefetcher(dataset) as exact,
-        open_prefetcher(dataset, dtype=torch.bfloat16) as rounded,
-    ):
-        for one, other in zip(exact.batches(0, 3), rounded.batches(0, 3), strict=True):
-            assert other.images.dtype == torch.bfloat16
-            assert torch.equal(other.images, one.images.to(torch.bfloat16))
-
-
 @pytest.mark.parametrize("rank", [0, 1])
 def test_batch_transforms_run_in_order_with_their_random_numbers(
     dataset: FolderDataset, rank: int
@@ -274,23 +264,6 @@ def test_iteration_can_end_early_and_start_again(dataset: FolderDataset, workers
         assert torch.equal(batch.labels, labels)
 
 
-def test_timing_covers_what_has_finished_since_the_last_reading(dataset: FolderDataset) -> None:
-    with open_prefetcher(dataset) as prefetcher:
-        assert prefetcher.clock.timing() is None
-        batches = prefetcher.batches(0, 5)
-        next(batches)
-        assert prefetcher.clock.timing() is None  # the consumer is not done with it
-        next(batches)
-        first = prefetcher.clock.timing()
-        assert first is not None
-        assert 0 < first.wait_fraction < 1
-        assert first.copy_ms > 0
-        assert first.step_ms > 0
-        assert prefetcher.clock.timing() is None
-        assert len(list(batches)) == 3
-        assert prefetcher.clock.timing() is not None
-
-
 def test_timing_tells_waiting_from_stepping_and_from_pauses(clock: Clock) -> None:
     def figures(*, decoding: float, step: float, pause: float = 0.0) -> Timing:
         class Slow(FakeDataset):
@@ -335,17 +308,6 @@ def test_timing_of_the_oldest_batches(clock: Clock) -> None:
         (1, pytest.approx(5)),
         None,
     ]
-
-
-@pytest.mark.gpu
-def test_timing_of_given_batches_waits_for_the_device() -> None:
-    with open_prefetcher(FAKE, device=CUDA, workers=2) as prefetcher:
-        for _ in prefetcher.batches(0, 8):
-            torch.cuda._sleep(LAG_CYCLES)
-        timing = prefetcher.clock.timing(8)
-    assert timing is not None
-    assert timing.batches == 8
-    assert 1000 * timing.seconds >= timing.step_worst_ms > 0
 
 
 @pytest.mark.parametrize(
@@ -653,32 +615,6 @@ def test_10000_batches_and_an_unsafe_twin(figure: Callable[[str, int, int], None
     assert wrong == [] and caught and ahead >= 3
 
 
-@pytest.mark.gpu
-def test_slow_host_and_fast_device_read_the_right_batches() -> None:
-    """The other direction: copies run ahead of the consumer as far as allowed."""
-    with open_prefetcher(NOISE, device=CUDA, depth=3, workers=2, **UNCHANGED) as prefetcher:
-        found = {}
-        for batch in prefetcher.batches(0, 60):
-            torch.cuda.synchronize()
-            found[batch.step] = facts(batch)
-        assert len(found) == 60
-        assert wrong_steps(found, prefetcher) == []
-
-
-@pytest.mark.gpu
-def test_batches_of_an_iteration_that_ended_early_stay_intact_in_the_next() -> None:
-    found = {}
-    with open_prefetcher(NOISE, device=CUDA, workers=2, **UNCHANGED) as prefetcher:
-        for begin in (0, 20, 40):
-            for batch in prefetcher.batches(begin, begin + 100):
-                torch.cuda._sleep(10 * LAG_CYCLES)
-                found[batch.step] = facts(batch)
-                if batch.step == begin + 4:
-                    break
-        assert len(found) == 3 * 5
-        assert wrong_steps(found, prefetcher) == []
-
-
 class SlowThread(Prefetcher):
     """Is slow, and records when it enqueues a batch."""
 
@@ -712,25 +648,6 @@ def test_next_iteration_waits_for_the_thread() -> None:
         prefetcher.loader.batches = at_rest  # type: ignore[assignment, method-assign]
         found = {batch.step: facts(batch).cpu() for batch in prefetcher.batches(50, 56)}
         assert len(found) == 6 and not wrong_steps(found, prefetcher)
-
-
-@pytest.mark.gpu
-def test_page_locking_changes_nothing() -> None:
-    with open_prefetcher(NOISE, device=CUDA, workers=2) as locked:
-        with open_prefetcher(NOISE, device=CUDA, workers=2, pinned=False) as pageable:
-            for one, other in zip(locked.batches(0, 50), pageable.batches(0, 50), strict=True):
-                assert torch.equal(one.images, other.images)
-                assert torch.equal(one.labels, other.labels)
-
-
-@pytest.mark.gpu
-def test_bf16_on_the_gpu_is_that_of_the_cpu() -> None:
-    with open_prefetcher(FAKE, dtype=torch.bfloat16) as cpu:
-        expected = [batch.images for batch in cpu.batches(0, 5)]
-    with open_prefetcher(FAKE, device=CUDA, dtype=torch.bfloat16, channels_last=True) as prefetcher:
-        for batch, images in zip(prefetcher.batches(0, 5), expected, strict=True):
-            assert batch.images.is_contiguous(memory_format=torch.channels_last)
-            assert torch.equal(batch.images.cpu(), images)
 
 
 @pytest.mark.gpu

@@ -7,7 +7,6 @@ program, this module loads them, or mutated JPEGs, in a process of its own with 
     python -m tests.reliability.odd_images DECODER,DECODER,... mutated FIRST LAST PROGRESS_FILE
 """
 
-import base64
 import hashlib
 import io
 import json
@@ -140,12 +139,6 @@ def many_scans(count: int) -> bytes:
     return data[:-2] + count * (header + b"\0") + b"\xff\xd9"
 
 
-def jpeg_restarts(edit: Callable[[bytes, int], bytes]) -> bytes:
-    # Darker than what libjpeg makes of missing data: these files lose some of theirs.
-    data = encoded(drawn().point(lambda level: level // 2), restart_marker_blocks=2)
-    return edit(data, data.index(b"\xff\xd1", scan(data)))
-
-
 def lossless() -> bytes:
     """A lossless JPEG, SOF3, in grey: each sample is coded as its difference to the left one."""
     samples = np.asarray(drawn("L")).astype(int)
@@ -170,12 +163,6 @@ def lossless() -> bytes:
 
 
 # 24x16 pixels, as written by cjpeg -arithmetic: Pillow does not write this coding.
-ARITHMETIC = base64.b64decode(
-    "/9j/4AAQSkZJRgABAQAAAQABAAD/2wBDABALDA4MChAODQ4SERATGCgaGBYWGDEjJR0oOjM9PDkzODdASFxOQERXRT"
-    "c4UG1RV19iZ2hnPk1xeXBkeFxlZ2P/2wBDARESEhgVGC8aGi9jQjhCY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2NjY2Nj"
-    "Y2NjY2NjY2NjY2NjY2NjY2NjY2NjY2P/yQARCAAQABgDASIAAhEBAxEB/8wACgAQEAUBEBEF/9oADAMBAAIRAxEAPw"
-    "D9wWi7/wA3k6W7C/ilds5DsDYPg5p6NHJ+ziRHOzlUfDyMBGZQNtvuWrGR98VdLfshWCidvIfy8fL1d1uXHVd6/9k="
-)
 
 
 def chunk(name: bytes, content: bytes) -> bytes:
@@ -197,26 +184,9 @@ def png(
     return b"\x89PNG\r\n\x1a\n" + header + b"".join(chunks) + content + chunk(b"IEND", b"")
 
 
-def packed(name: bytes) -> bytes:
-    """A chunk of 10 kB that unpacks to 10 MB."""
-    return chunk(name, b"a\0\0" + zlib.compress(bytes(10**7)))
-
-
 def png_rows(height: int = HEIGHT) -> bytes:
     """The rows of a PNG, each with its filter."""
     return b"".join(b"\0" + row.tobytes() for row in np.asarray(drawn())[:height])
-
-
-@cache
-def png_bomb(side: int, kind: int = 0, bits: int = 1) -> bytes:
-    """A PNG of zeros. One with 18,900 px in colour takes 1 MB on a disk and 1.4 GB in Pillow."""
-    channels = {0: 1, 2: 3, 3: 1, 6: 4}[kind]
-    packer, row = zlib.compressobj(1), bytes(1 + side * channels * bits // 8)
-    content = b"".join(packer.compress(row) for _ in range(side)) + packer.flush()
-    header = struct.pack(">IIBBBBB", side, side, bits, kind, 0, 0, 0)
-    palette = chunk(b"PLTE", bytes(6)) if kind == 3 else b""
-    parts = (chunk(b"IHDR", header), palette, chunk(b"IDAT", content), chunk(b"IEND", b""))
-    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
 
 
 def interlaced(rows: int = HEIGHT) -> bytes:
@@ -227,16 +197,6 @@ def interlaced(rows: int = HEIGHT) -> bytes:
         data += b"".join(b"\0" + row.tobytes() for row in pixels[top::down, left::right])
     data += b"".join(b"\0" + row.tobytes() for row in pixels[1:rows:2])
     return png(WIDTH, HEIGHT, data, passes=1)
-
-
-def bad_checksum(data: bytes, name: bytes) -> bytes:
-    at = data.index(name)
-    end = at + 4 + int.from_bytes(data[at - 4 : at], "big")
-    return patched(data, end, bytes((data[end] ^ 1,)))
-
-
-def apng() -> bytes:
-    return encoded(drawn(), "PNG", save_all=True, append_images=[drawn().rotate(180)])
 
 
 def tiff(order: str = "<", **tags: Any) -> bytes:
@@ -256,12 +216,6 @@ def tiff(order: str = "<", **tags: Any) -> bytes:
         entries += struct.pack(order + "HHI", names[name], kind, 1) + content
     head = {"<": b"II*\0", ">": b"MM\0*"}[order] + struct.pack(order + "I", 8 + len(pixels))
     return head + pixels + struct.pack(order + "H", len(fields)) + entries + bytes(4)
-
-
-def tiff_tiled(side: int) -> bytes:
-    """A TIFF in one tile of side x side pixels."""
-    tags = {"tile_width": (4, side), "tile_height": (4, side), "tile_offset": (4, 8)}
-    return tiff(**tags, tile_length=(4, WIDTH * HEIGHT * 3), compression=(3, 5))
 
 
 def bmp(height: int) -> bytes:
@@ -303,17 +257,6 @@ def ppm(head: str) -> bytes:
     return head.encode() + np.asarray(drawn()).tobytes()
 
 
-def ascii_ppm() -> bytes:
-    return (
-        f"P3 {WIDTH} {HEIGHT} 255\n".encode()
-        + " ".join(map(str, np.asarray(drawn()).ravel().tolist())).encode()
-    )
-
-
-def mpo() -> bytes:
-    return encoded(drawn(), "MPO", save_all=True, append_images=[drawn().resize((30, 20))])
-
-
 def ended_before(marker: int) -> bytes:
     data = jpeg()
     return data[: place(data, marker)]
@@ -333,98 +276,40 @@ KINDS: dict[str, tuple[Make, Verdict]] = {
     "jpeg progressive": (lambda: jpeg(progressive=True), SIZE),
     "jpeg grey": (lambda: jpeg("L"), SIZE),
     "jpeg CMYK": (lambda: jpeg("CMYK"), SIZE),
-    "jpeg YCCK": (
-        lambda: patched(jpeg("CMYK"), jpeg("CMYK").index(b"Adobe") + 11, b"\2"),
-        SIZE,
-    ),
-    "jpeg RGB without transform": (lambda: jpeg(keep_rgb=True), SIZE),
-    "jpeg arithmetic coding": (lambda: ARITHMETIC, (24, 16)),
-    "jpeg lossless": (lossless, SIZE),
     "jpeg 12 bits": (
         lambda: patched(patched(jpeg(), frame(jpeg()) + 1, b"\xc1"), frame(jpeg()) + 4, b"\x0c"),
         "",
     ),
     "jpeg 1x1": (lambda: encoded(drawn().resize((1, 1))), (1, 1)),
-    "jpeg 1x200": (lambda: encoded(drawn().resize((1, 200))), (1, 200)),
     "jpeg 65500x1": (lambda: encoded(drawn().resize((65500, 1))), (65500, 1)),
     "jpeg EXIF rotation": (lambda: with_exif(6), SIZE),
     "jpeg corrupt EXIF": (
         lambda: inserted(jpeg(), 2, segment(0xE1, b"Exif\0\0II*\0\xff\xff\xff\xff")),
         SIZE,
     ),
-    "jpeg EXIF with itself as preview": (
-        lambda: inserted(jpeg(), 2, segment(0xE1, b"Exif\0\0" + jpeg())),
-        SIZE,
-    ),
     "jpeg corrupt ICC": (lambda: jpeg(icc_profile=b"no profile" * 100), SIZE),
-    "jpeg ICC in wrong parts": (
-        lambda: inserted(jpeg(), 2, segment(0xE2, b"ICC_PROFILE\0\7\2" + bytes(99))),
-        SIZE,
-    ),
-    "jpeg comment of 65,533 bytes": (
-        lambda: inserted(jpeg(), 2, segment(0xFE, bytes(65533))),
-        SIZE,
-    ),
-    "jpeg MPO": (mpo, SIZE),
     "jpeg trailing garbage": (lambda: jpeg() + random.Random(0).randbytes(5000), SIZE),
-    "jpeg trailing second image": (lambda: jpeg() + jpeg("L"), SIZE),
-    "jpeg Adobe transform of an unknown kind": (
-        lambda: inserted(jpeg(), 2, segment(0xEE, b"Adobe\0\x64\0\0\0\0\7")),
-        SIZE,
-    ),
     # JPEG: damaged.
     "jpeg without bytes": (lambda: b"", NO_IMAGE),
-    "jpeg of zeros": (lambda: bytes(4096), NO_IMAGE),
     "jpeg start marker alone": (lambda: b"\xff\xd8\xff", ""),
-    "jpeg ends before its tables": (lambda: ended_before(0xDB), ""),
     "jpeg ends before its frame": (lambda: ended_before(0xC0), ""),
-    "jpeg ends before its Huffman tables": (lambda: ended_before(0xC4), ""),
     "jpeg ends before its scan": (lambda: ended_before(0xDA), ""),
     "jpeg ends in its scan": (lambda: jpeg()[:-300], TRUNCATED),
     "jpeg lacks its end marker": (lambda: jpeg()[:-2], TRUNCATED),
     "jpeg has half of its data and an end marker": (lambda: half_scan(jpeg()), SHORT),
     "jpeg grey with half of its data": (lambda: half_scan(jpeg("L")), SHORT),
-    "jpeg CMYK with half of its data": (lambda: half_scan(jpeg("CMYK")), SHORT),
     "jpeg claims twice its height": (lambda: resized(jpeg(), WIDTH, 2 * HEIGHT), SHORT),
     "jpeg claims twice its width": (lambda: resized(jpeg(), 2 * WIDTH, HEIGHT), SHORT),
-    "jpeg claims 1,900 x 1,900 pixels": (lambda: resized(jpeg(), 1900, 1900), SHORT),
     "jpeg claims 65,500 x 65,500 pixels": (lambda: resized(jpeg(), 65500, 65500), PIXELS),
     "jpeg grey claims 65,500 x 65,500 pixels": (lambda: resized(jpeg("L"), 65500, 65500), PIXELS),
-    "jpeg of height 0 (DNL)": (
-        lambda: (
-            resized(jpeg(), WIDTH, 0)[:-2] + segment(0xDC, struct.pack(">H", HEIGHT)) + b"\xff\xd9"
-        ),
-        "",
-    ),
     "jpeg without data": (lambda: jpeg()[: scan(jpeg())] + b"\xff\xd9", SHORT),
-    "jpeg without tables": (
-        lambda: jpeg()[: place(jpeg(), 0xC4)] + jpeg()[place(jpeg(), 0xDA) :],
-        SIZE,  # of motion JPEG: the tables are those of the standard
-    ),
     "jpeg without quantisation": (
         lambda: jpeg()[: place(jpeg(), 0xDB)] + jpeg()[frame(jpeg()) :],
         "",
     ),
-    "jpeg with two start markers": (lambda: b"\xff\xd8" + jpeg(), ""),
-    "jpeg with two frames": (
-        lambda: inserted(jpeg(), frame(jpeg()), jpeg()[frame(jpeg()) : place(jpeg(), 0xC4)]),
-        "",
-    ),
     "jpeg garbage between segments": (lambda: inserted(jpeg(), frame(jpeg()), b"garbage"), SIZE),
-    "jpeg fill bytes before a marker": (lambda: inserted(jpeg(), frame(jpeg()), b"\xff" * 9), SIZE),
-    "jpeg segment of length 0": (lambda: inserted(jpeg(), 2, b"\xff\xe5\0\0"), SIZE),
-    "jpeg sampling factors of 0": (lambda: patched(jpeg(), frame(jpeg()) + 11, b"\0"), ""),
-    "jpeg restart marker of a wrong number": (
-        lambda: jpeg_restarts(lambda data, at: patched(data, at, b"\xff\xd5")),
-        SIZE,
-    ),
-    "jpeg restart marker removed": (
-        lambda: jpeg_restarts(lambda data, at: data[:at] + data[at + 2 :]),
-        SIZE,
-    ),
     "jpeg progressive, cut in its first scan": (lambda: cut_scan(0), SHORT),
     "jpeg progressive, cut in a later scan": (lambda: cut_scan(5), SIZE),
-    "jpeg progressive without its later scans": (lambda: without_scans(2), SIZE),
     "jpeg progressive without scans": (lambda: without_scans(0), ""),
     "jpeg progressive with 100,000 scans": (lambda: many_scans(100_000), "scans"),
     # PNG.
@@ -433,82 +318,31 @@ KINDS: dict[str, tuple[Make, Verdict]] = {
         lambda: encoded(drawn("P"), "PNG", transparency=bytes(range(256))),
         SIZE,
     ),
-    "png grey with alpha": (lambda: encoded(with_alpha().convert("LA"), "PNG"), SIZE),
     "png 16 bits grey": (lambda: encoded(wide_grey(), "PNG"), SIZE),
-    "png 16 bits colour": (
-        lambda: png(
-            WIDTH,
-            HEIGHT,
-            b"".join(b"\0" + np.repeat(row, 2, axis=-1).tobytes() for row in np.asarray(drawn())),
-            bits=16,
-        ),
-        SIZE,
-    ),
-    "png bilevel": (lambda: encoded(drawn("1"), "PNG"), SIZE),
     "png 1x1": (lambda: encoded(drawn().resize((1, 1)), "PNG"), (1, 1)),
     "png interlaced": (interlaced, SIZE),
-    "png interlaced, cut in its last pass": (lambda: interlaced(HEIGHT // 2), SHORT),
-    "png animated": (apng, SIZE),
     "png named jpg": (lambda: encoded(drawn(), "PNG"), SIZE),
-    "png bad checksum of its header": (lambda: bad_checksum(encoded(drawn(), "PNG"), b"IHDR"), ""),
     "png ends in its data": (lambda: encoded(drawn(), "PNG")[:-2000], TRUNCATED),
     "png claims twice its height": (lambda: png(WIDTH, 2 * HEIGHT, png_rows()), SHORT),
     "png claims 65,500 x 65,500 pixels": (lambda: png(65500, 65500, png_rows()), PIXELS),
-    "png of width 0": (lambda: png(0, HEIGHT, png_rows()), ""),
-    "png of 18,900 x 18,900 zeros": (lambda: png_bomb(18_900), PIXELS),
-    "png palette of 18,900 x 18,900 zeros": (lambda: png_bomb(18_900, 3), PIXELS),
-    "png text that unpacks to 10 MB": (
-        lambda: png(
-            WIDTH, HEIGHT, png_rows(), chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(10**7)))
-        ),
-        "Decompressed data too large",
-    ),
-    "png profile that unpacks to 10 MB": (
-        lambda: png(
-            WIDTH, HEIGHT, png_rows(), chunk(b"iCCP", b"a\0\0" + zlib.compress(bytes(10**7)))
-        ),
-        "Decompressed data too large",
-    ),
-    "png without its data": (lambda: encoded(drawn(), "PNG")[:33] + chunk(b"IEND", b""), ""),
-    "png of a wrong kind of compression": (lambda: patched(png(WIDTH, HEIGHT, b""), 26, b"\7"), ""),
     # GIF, BMP, PPM.
     "gif": (jpeg_free_gif, SIZE),
     "gif animated": (
         lambda: encoded(drawn("P"), "GIF", save_all=True, append_images=[drawn("L").convert("P")]),
         SIZE,
     ),
-    "gif without a frame": (lambda: jpeg_free_gif()[:781] + b";", ""),
-    "gif claims twice its height": (lambda: gif(WIDTH, 2 * HEIGHT), TRUNCATED),
     "gif claims 65,000 x 65,000 pixels": (lambda: gif(65000, 65000), PIXELS),
     "bmp": (lambda: encoded(drawn(), "BMP"), SIZE),
-    "bmp of negative height": (lambda: bmp(-HEIGHT), SIZE),
-    "bmp claims twice its height": (lambda: bmp(2 * HEIGHT), TRUNCATED),
     "bmp claims 2,147,483,647 rows": (lambda: bmp(2**31 - 1), PIXELS),
     "ppm": (lambda: ppm(f"P6 {WIDTH} {HEIGHT} 255\n"), SIZE),
-    "ppm ascii": (ascii_ppm, SIZE),
-    "ppm 16 bits": (
-        lambda: f"P5 {WIDTH} {HEIGHT} 65535\n".encode() + np.asarray(wide_grey(">u2")).tobytes(),
-        SIZE,
-    ),
     "ppm claims twice its height": (lambda: ppm(f"P6 {WIDTH} {2 * HEIGHT} 255\n"), TRUNCATED),
     "ppm claims 10^9 columns": (lambda: ppm(f"P6 1000000000 {HEIGHT} 255\n"), PIXELS),
-    "ppm of a size with a thousand digits": (lambda: ppm(f"P6 {'9' * 1000} {HEIGHT} 255\n"), ""),
     # TIFF.
     "tiff": (tiff, SIZE),
     "tiff big-endian": (lambda: tiff(">"), SIZE),
-    "tiff of several pages": (
-        lambda: encoded(drawn(), "TIFF", save_all=True, append_images=[drawn().rotate(180)]),
-        SIZE,
-    ),
-    "tiff LZW": (lambda: encoded(drawn(), "TIFF", compression="tiff_lzw"), SIZE),
     "tiff JPEG": (lambda: encoded(drawn(), "TIFF", compression="jpeg"), SIZE),
-    "tiff CMYK": (lambda: encoded(drawn("CMYK"), "TIFF"), SIZE),
     "tiff 16 bits grey": (lambda: encoded(wide_grey(), "TIFF"), SIZE),
     "tiff orientation": (lambda: encoded(drawn(), "TIFF", tiffinfo={274: 6}), (HEIGHT, WIDTH)),
-    "tiff 32-bit levels": (
-        lambda: encoded(Image.fromarray(np.asarray(drawn("L")).astype(np.int32) * 1000), "TIFF"),
-        "32-bit levels",
-    ),
     "tiff floats in [0, 1]": (
         lambda: encoded(Image.fromarray(np.asarray(drawn("L")).astype("f4") / 255), "TIFF"),
         "32-bit levels",
@@ -518,17 +352,9 @@ KINDS: dict[str, tuple[Make, Verdict]] = {
         lambda: tiff(width=(4, 65500), height=(4, 65500)),
         PIXELS,
     ),
-    "tiff with a tile of 40,000 x 40,000 pixels": (lambda: tiff_tiled(40_000), PIXELS),
-    "tiff with 10^9 rows per strip": (lambda: tiff(rows=(4, 10**9)), SIZE),
-    "tiff with its data beyond the end": (lambda: tiff(offset=(4, 10**9)), ""),
-    "tiff with a strip of 4 GB": (lambda: tiff(length=(4, 2**32 - 1)), SIZE),
     # WebP.
     "webp": (lambda: encoded(drawn(), "WEBP"), SIZE),
     "webp lossless with alpha": (lambda: encoded(with_alpha(), "WEBP", lossless=True), SIZE),
-    "webp animated": (
-        lambda: encoded(drawn(), "WEBP", save_all=True, append_images=[drawn().rotate(180)]),
-        SIZE,
-    ),
     "webp ends in its data": (lambda: encoded(drawn(), "WEBP")[:-200], ""),
     "webp of 3,000 x 3,000 pixels": (
         lambda: encoded(Image.new("RGB", (3000, 3000)), "WEBP", method=0),
@@ -536,15 +362,11 @@ KINDS: dict[str, tuple[Make, Verdict]] = {
     ),
     # No images.
     "html": (lambda: b"<!DOCTYPE html><html><body>404 Not Found</body></html>", NO_IMAGE),
-    "svg": (lambda: b'<svg xmlns="http://www.w3.org/2000/svg" width="9" height="9"/>', NO_IMAGE),
     "eps": (lambda: encoded(drawn(), "EPS"), NO_IMAGE),
     "git-lfs pointer": (
         lambda: b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 12345\n",
         NO_IMAGE,
     ),
-    "ico": (lambda: encoded(drawn(), "ICO"), NO_IMAGE),
-    "pdf": (lambda: encoded(drawn(), "PDF"), NO_IMAGE),
-    "zip": (lambda: b"PK\3\4" + bytes(100), NO_IMAGE),
     "gzip of a jpeg": (lambda: b"\x1f\x8b" + zlib.compress(jpeg()), NO_IMAGE),
 }
 
