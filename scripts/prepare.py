@@ -113,7 +113,7 @@ import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -165,6 +165,11 @@ def check_image(data: bytes, max_pixels: int = MAX_PIXELS) -> None:
         image.load()
 
 
+@cache
+def decoder() -> str:
+    return decode.resolve("auto")  # 0.6 ms
+
+
 def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -> bytes:
     """Return a file whose image has a short side of at most `side` pixels: see --side.
 
@@ -174,7 +179,7 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
     image = decode.open_image(data, max_pixels)
     # MPO is a camera's JPEG followed by a preview.
     plain = image.format in ("JPEG", "MPO") and image.mode in ("RGB", "L")
-    picture = decode.open_picture(data, decode.resolve("auto"), max_pixels)
+    picture = decode.open_picture(data, decoder(), max_pixels)
     width, height = picture.size
     short = min(width, height)
     if not name.lower().endswith((".jpg", ".jpeg")) or (plain and short <= side):
