@@ -21,6 +21,7 @@ from engine.distributed import World, resolve_device
 from engine.log.telemetry import SLOWDOWNS, find_gpu
 from engine.plan import Plan, make_plan
 from pipeline import decode, machine
+from pipeline.build import build_datasets
 from pipeline.containers import Container
 from pipeline.decode import ON_GPU, describe
 from pipeline.index import Index
@@ -122,6 +123,8 @@ def plan(case: Case) -> Iterator[Row]:
     config = case.config = train.resolve_config(case.config, World(0, 1, 0, 1, device))
     if case.datasets is None:
         raise NotChecked("needs the data, see data")
+    if config.adapt:  # the size of the images may follow from the weights
+        case.datasets = build_datasets(config)
     made = make_plan(config, case.datasets, World(0, case.ranks, 0, case.ranks, device))
     case.plan = made
     for note in made.notes:
@@ -214,7 +217,7 @@ def storage(case: Case) -> Iterator[Row]:
         return
     batch = max(1, case.config.loader.batch_size // case.ranks)
     one = replace(case.config, loader=replace(case.config.loader, batch_size=batch))
-    fake = replace(one, data=replace(one.data, source="fake"))
+    fake = replace(one, adapt=False, data=replace(one.data, source="fake"))
     (step,) = bench.run(fake, only=("step",), seconds=STEP_SECONDS)
     yield compare_storage(made, step.rate * case.ranks, rate, each, len(index), reads)
 
