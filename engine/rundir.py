@@ -222,7 +222,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 self._lock = _claim(self.path)
             if found := self._find():
                 path, content = found
-                changes = self._accept(identity, path, content, stop_step)
+                changes = _accepted(
+                    identity,
+                    path,
+                    content,
+                    accept_changes=self.config.checkpoint.accept_changes,
+                    stop_step=stop_step,
+                )
                 _load(state, path, content, changes)
                 self._found = None
             if self._lock is None and self.path.exists():
@@ -238,28 +244,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             if self._lock is None:
                 self._lock = _claim(self.path)
         return path, changes, content["config"]
-
-    def _accept(
-        self, identity: dict[str, Any], path: Path, content: dict[str, Any], stop_step: int | None
-    ) -> dict[str, str]:
-        """Return the accepted changes since a checkpoint was written, or refuse them."""
-        stored, now = dict(content["identity"]), dict(identity)
-        if not stored.keys() & now.keys() & {"model.compile"}:
-            # It affects the result with train.deterministic=true only, which may be switched; and
-            # earlier versions did not store it.
-            stored.pop("model.compile", None)
-            now.pop("model.compile", None)
-        for name in now.keys() & {"data.train", "data.val"}:
-            now[name] = in_form_of(stored.get(name), now[name])
-        accept = self.config.checkpoint.accept_changes
-        changes = compare(stored, now, path, accept_changes=accept)
-        if changes and stop_step is not None and content["step"] >= stop_step:
-            raise UserError(
-                f"cannot resume {path}: training has ended at step {content['step']:,}, so these "
-                f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
-                "or start over with checkpoint.resume=never"
-            )
-        return changes
 
     def _find(self) -> tuple[Path, dict[str, Any]] | None:
         """Return the checkpoint to resume. The file may be large, so it is read only once."""
@@ -368,17 +352,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
                 "are intact: run the same command again"
             ) from error
 
-    def finished_summary(self, step: int) -> dict[str, Any] | None:
-        """Return the summary of an earlier start that finished at `step`, or None."""
-        try:
-            summary = json.loads((self.path / "summary.json").read_bytes())
-        except (OSError, ValueError):
-            return None
-        if not isinstance(summary, dict):
-            return None
-        finished = (summary.get("status"), summary.get("step")) == ("finished", step)
-        return summary if finished else None
-
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Wait until the last checkpoint is on disk, and release the lock."""
         try:
@@ -393,6 +366,44 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             if self._lock is not None:
                 os.close(self._lock)
                 self._lock = None
+
+
+def finished_summary(run: Path, step: int) -> dict[str, Any] | None:
+    """Return the summary of an earlier start that finished at `step`, or None."""
+    try:
+        summary = json.loads((run / "summary.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    if not isinstance(summary, dict):
+        return None
+    return summary if (summary.get("status"), summary.get("step")) == ("finished", step) else None
+
+
+def _accepted(
+    identity: dict[str, Any],
+    path: Path,
+    content: dict[str, Any],
+    *,
+    accept_changes: bool,
+    stop_step: int | None,
+) -> dict[str, str]:
+    """Return the accepted changes since a checkpoint was written, or refuse them."""
+    stored, now = dict(content["identity"]), dict(identity)
+    if not stored.keys() & now.keys() & {"model.compile"}:
+        # It affects the result with train.deterministic=true only, which may be switched; and
+        # earlier versions did not store it.
+        stored.pop("model.compile", None)
+        now.pop("model.compile", None)
+    for name in now.keys() & {"data.train", "data.val"}:
+        now[name] = in_form_of(stored.get(name), now[name])
+    changes = compare(stored, now, path, accept_changes=accept_changes)
+    if changes and stop_step is not None and content["step"] >= stop_step:
+        raise UserError(
+            f"cannot resume {path}: training has ended at step {content['step']:,}, so these "
+            f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
+            "or start over with checkpoint.resume=never"
+        )
+    return changes
 
 
 def _load(state: TrainState, path: Path, content: dict[str, Any], changes: dict[str, str]) -> None:

@@ -23,7 +23,7 @@ from engine.log.meters import Interval, Meter
 from engine.log.predictions import Predictions
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
-from engine.rundir import RunDirectory
+from engine.rundir import RunDirectory, finished_summary
 from engine.state import TrainingError, TrainState, diverged, params_sha256, state_bytes
 from pipeline.feed import Feed
 from pipeline.prefetcher import Batch
@@ -63,7 +63,7 @@ class RunLog:
         self.plan, self.run, self.state, self.world = plan, run, state, world
         self._started, config = started, plan.config
         ended = state.step >= plan.stop_step
-        self.finished = run.finished_summary(state.step) if ended else None
+        self.finished = finished_summary(run.path, state.step) if ended else None
         self.console = Console(world.is_main, plan.stop_step, config.train.epochs)
         self.say = self.console.say
         self.tracker = Tracker(

@@ -17,7 +17,7 @@ from conf.schema import Checkpoint, Config, Data, Run, UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.distributed import World
-from engine.rundir import FIXED, RunDirectory, compare
+from engine.rundir import FIXED, RunDirectory, compare, finished_summary
 from engine.state import TrainState
 
 ROOT = Path(__file__).parents[2]
@@ -327,7 +327,7 @@ def test_finished_summary(run: Path, text: str | None, found: dict[str, Any] | N
     if text is not None:
         directory(run).write("summary.json", text)
         assert (run / "summary.json").read_text() == text
-    assert directory(run).finished_summary(20) == found
+    assert finished_summary(run, 20) == found
 
 
 @pytest.mark.parametrize(
