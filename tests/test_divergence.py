@@ -12,9 +12,8 @@ import train
 from engine.log import runlog
 from engine.state import TrainState
 from pipeline.prefetcher import Batch
-from tests.ranks import Ranks
 from tests.results import strictly_parsed
-from tests.small_run import command, compose, run
+from tests.small_run import compose, run
 
 pytestmark = pytest.mark.usefixtures("whole_runs", "own_logging")
 
@@ -72,18 +71,3 @@ def test_divergence_between_log_rows(
     if not finite_loss:
         assert run(image_root, folder, *options)["status"] == "finished"
         assert not (folder / "diverged.json").exists()
-
-
-@pytest.mark.slow
-def test_two_ranks_end_at_the_same_step(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
-    """One line and one row, by rank 0; the checkpoint before is intact."""
-    options = ["schedule.name=constant", "train.epochs=4", "train.validate_every_epochs=4"]
-    options += ["optim.lr=1e30", "log.every_steps=1000", "checkpoint.every_steps=1"]
-    done = ranks.run(command(image_root, tmp_path / "run", *options), 2)
-    assert done.returncode == 1
-    lines = [line for line in done.stderr.splitlines() if line.startswith("train.py: ")]
-    assert lines and all(" at step " in line and "diverged.json" in line for line in lines)
-    content = strictly_parsed((tmp_path / "run" / "diverged.json").read_text())
-    assert all(len(rank["samples"]) == 4 for rank in content["ranks"])
-    newest = strictly_parsed((tmp_path / "run" / "checkpoints" / "last.json").read_text())
-    assert newest["step"] < content["step"]

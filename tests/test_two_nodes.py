@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import TCPStore
 
 from tests.processes import HANGS_SECONDS, descendants, processes, wait_until
 from tests.ranks import Ranks
@@ -24,29 +23,6 @@ from tests.small_run import command, run
 
 pytestmark = pytest.mark.usefixtures("own_logging")
 ADDRESSES = "10.0.0.1", "10.0.0.2"
-
-
-MEETS = """
-from engine.distributed import join_world
-with join_world("cpu", 4) as world:
-    print(world.all_gather(world.rank))
-"""
-
-
-def test_ranks_meet_again_at_the_same_store(tmp_path: Path, ranks: Ranks) -> None:
-    """The store of torchrun outlives the ranks, and holds what earlier ones have written.
-
-    It does not count the restarts: the torchrun of each node counts its own.
-    """
-    script = tmp_path / "meets.py"
-    script.write_text(MEETS)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    of_torchrun = {"MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    for number in (3, 2):
-        with ranks.running([sys.executable, str(script)], number, **of_torchrun) as job:
-            done = job.wait()
-        assert (done.returncode, done.stderr) == (0, "")
-        assert done.stdout == number * f"{[*range(number)]}\n"
 
 
 @pytest.fixture

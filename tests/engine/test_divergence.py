@@ -3,7 +3,6 @@
 import copy
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import train
 from conf.schema import Optim
 from engine.divergence import Divergence
 from engine.extras.suspects import SampleLosses
-from engine.lamb import Lamb
 from engine.optim import build_optimizer
 from engine.state import MovingAverage, TrainState, untouched
 from engine.step_graph import Values
@@ -146,13 +144,6 @@ def test_every_gradient_is_checked(place: int, value: float) -> None:
     assert not divergence.check(weights, torch.tensor(2.0))
 
 
-def test_large_gradients_are_finite() -> None:
-    """Their norm is not."""
-    weight = nn.Parameter(torch.ones(3))
-    weight.grad = torch.full((3,), 3e38)
-    assert Divergence(torch.optim.SGD([weight])).check([weight], torch.tensor(1.0))
-
-
 def test_a_copy_that_was_not_sent_is_not_read() -> None:
     state = new_state("sgd", fused=False)
     assert state.divergence.read() is None
@@ -175,15 +166,3 @@ def test_steps_that_are_undone_leave_no_flag(fused: bool) -> None:
     assert not any(map(torch.equal, state.model.parameters(), before))
     state.divergence.send(1)
     assert state.divergence.read() is None
-
-
-def test_lamb_gives_the_same_weights_without_a_flag() -> None:
-    found: list[Any] = []
-    for flag in (None, torch.zeros(())):
-        state = new_state("lamb", fused=False)
-        assert isinstance(state.optimizer, Lamb)
-        state.optimizer.found_inf = flag
-        for step in range(3):
-            train.train_step(state, state.model, train.training_loss, batch_of(step), lr=0.1)
-        found.append(contents(state))
-    assert all(map(torch.equal, *found))

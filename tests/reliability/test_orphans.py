@@ -11,7 +11,6 @@ import pty
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,7 @@ import torch
 
 from conf.signals import STOPS
 from tests.processes import HANGS_SECONDS, is_running, needs_linux, processes, wait_until
-from tests.ranks import Ranks, free_port
+from tests.ranks import Ranks
 from tests.results import logged_steps, rows
 from tests.small_run import command, torchrun
 
@@ -45,25 +44,6 @@ def test_ranks_save_when_torchrun_is_killed(image_root: Path, tmp_path: Path, ra
     assert (summary["status"], summary["signal"]) == ("interrupted", signal.SIGTERM)
     last = json.loads((tmp_path / "run" / "checkpoints" / "last.json").read_text())
     assert last["step"] == summary["step"] == logged_steps(tmp_path / "run")
-
-
-def test_a_rank_that_waits_for_others_ends_with_torchrun(
-    image_root: Path, tmp_path: Path, ranks: Ranks
-) -> None:
-    """Rank 0 of two: the other one never starts."""
-    start, port = command(image_root, tmp_path / "run"), free_port()
-    two = {"WORLD_SIZE": "2", "MASTER_PORT": str(port)}
-    with ranks.running(start, 1, TORCHELASTIC_RUN_ID="job", **two) as job:
-        wait_until(lambda: listens(port))
-        assert is_running(job.pids[1])
-        os.kill(job.pids[0], KILL)
-        wait_until(lambda: not is_running(job.pids[1]))
-    assert not (tmp_path / "run").exists()
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_stopped_rank_is_named(image_root: Path, tmp_path: Path, ranks: Ranks) -> None:
