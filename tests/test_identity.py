@@ -20,7 +20,6 @@ from conf.schema import DATA_FOLDERS, SPEED, Config, UserError, config_values, w
 from engine import checkpoint
 from engine.distributed import World, same_on_all_ranks
 from engine.plan import make_plan
-from engine.tune.autotune import tuning_question
 from pipeline import loader_plan
 from pipeline.build import build_datasets
 from pipeline.dataset import Dataset
@@ -535,6 +534,7 @@ def other_value(config: Config, name: str) -> Any:
 
 def test_an_answer_is_remembered_for_every_key_that_affects_speed(image_root: Path) -> None:
     """So that a fork's new key cannot be forgotten, it follows from the schema."""
+    tuning_question = pytest.importorskip("engine.tune.autotune").tuning_question
     config = cli.load([*BASE, f"data.root={image_root}"])
     datasets, world = build_datasets(config), World(0, 1, 0, 1, torch.device("cpu"))
     made = make_plan(config, datasets, world)

@@ -14,6 +14,7 @@ import torch
 
 import train
 from conf import cli
+from conf.rooms import has_room
 from conf.schema import Config, UserError
 from pipeline import loader_plan as plan
 from pipeline import machine
@@ -48,6 +49,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Pretend to be a host, by default with 16 cores, much memory and JPEG engines."""
 
     def pretend(**found: float) -> None:
+        monkeypatch.setattr(plan, "has_room", lambda name: name == "engine.tune" or has_room(name))
         monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
         monkeypatch.setattr(plan, "has_kernels", lambda device: device == CUDA)
         usual = dict(cores=16, threads_per_core=1, cpu_quota=math.inf, spare_files=100_000)

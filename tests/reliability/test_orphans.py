@@ -160,8 +160,10 @@ class Running:
         options = [f"checkpoint.every_steps={EVERY_STEPS}", *OPTIONS[way.during]]
         self.arguments = command(root, self.run, "train.epochs=100000", *options, *more)
         if way.during == "measurement":
-            script = str(Path(__file__).parents[1] / "measured_on_cpu.py")
-            self.arguments[1:2] = [script, str(folder)]
+            script = Path(__file__).parents[1] / "engine" / "tune" / "measured_on_cpu.py"
+            if not script.exists():
+                pytest.skip("this copy does not measure")
+            self.arguments[1:2] = [str(script), str(folder)]
         start = torchrun(self.arguments, 2) if way.ranks == 2 else self.arguments
         self.marker = f"JOB={uuid4().hex}"
         name, _, value = self.marker.partition("=")

@@ -22,7 +22,6 @@ from pathlib import Path
 import pytest
 
 import train
-from tests import measured_on_cpu
 from tests.processes import (
     HANGS_SECONDS,
     compiled_preload,
@@ -177,7 +176,10 @@ class Stalled:
         arguments = command(self.root, self.folder, *options)
         if measures:
             overrides = overrides_of(self.root, self.folder, *options)
-            arguments = [sys.executable, measured_on_cpu.__file__, str(folder), *overrides]
+            script = Path(__file__).parents[1] / "engine" / "tune" / "measured_on_cpu.py"
+            if not script.exists():
+                pytest.skip("this copy does not measure")
+            arguments = [sys.executable, str(script), str(folder), *overrides]
         if stall.ranks > 1:
             arguments = torchrun(arguments, stall.ranks)
         fault = {

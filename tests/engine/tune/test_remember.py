@@ -11,7 +11,7 @@ import pytest
 
 from conf.files import default_cache_dir
 from engine.tune.autotune import load_result, save_result
-from tests.answers import TUNED
+from tests.engine.tune.answers import TUNED
 
 QUESTION: dict[str, Any] = {
     "data": ["abc", 224, [{"resize": {"size": 9}}, "flip"]],

@@ -32,7 +32,7 @@ from pipeline.loader import WorkerPool
 from pipeline.loader_plan import why_no_engines
 from pipeline.sampler import TrainSampler
 from tests import small_run
-from tests.answers import TUNED
+from tests.engine.tune.answers import TUNED
 from tests.engines import PillowEngines
 from tests.processes import HANGS_SECONDS, family, wait_until
 from tests.ranks import Ranks
