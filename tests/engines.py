@@ -19,7 +19,7 @@ EngineError = pytest.importorskip("pipeline.gpu.decoder").EngineError
 
 
 def pillow_operations(images: Tensor, operations: np.ndarray) -> Tensor:
-    """Apply drawn operations as `gpu_augment.apply_operations`, but on a CPU."""
+    """Apply drawn operations as `pipeline.gpu.apply_operations`, but on a CPU."""
     made = [
         operated(Picture(image), [(NAMES[int(place)], strength) for place, strength in rows])
         for image, rows in zip(images.permute(0, 2, 3, 1).numpy(), operations, strict=True)
