@@ -195,46 +195,17 @@ def test_no_images_at_all(refusal: Refusal, images: Path) -> None:
     )
 
 
-def test_batch_larger_than_the_data(refusal: Refusal, image_root: Path) -> None:
-    line = refusal(f"data.root={image_root}", "loader.batch_size=37")
-    assert line.startswith("loader.batch_size=37: larger than the training split (36 images)")
-
-
 TRANSFORMS = {
-    "augment.train=[randon_crop]": (
-        "there is no transform randon_crop; choose from random_resized_crop,"
-    ),
-    "augment.val=[center_crop, flip]": "augment.val: ",
+    "augment.train=[randon_crop]": "there is no transform randon_crop; choose from random_resized",
     "augment.batch=[mixupp]": "did you mean mixup?",
-    "augment.train=[{random_resized_crop: {sise: 32}}]": (
-        "missing a required argument: 'size'; it takes size, scale, ratio"
-    ),
-    "augment.batch=[{mixup: {beta: 1}}]": "argument 'beta'; it takes alpha, p",
-    "augment.train=[{random_resized_crop: {size: 32, scale: [2, 3]}}]": (
-        "scale=[2, 3]: give two numbers, 0 < low <= high <= 1"
-    ),
-    "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": (
-        "scale=[0.9, 0.1]: give"
-    ),
-    "augment.train=[{random_resized_crop: {size: 32, scale: [nan, 1]}}]": "scale=[nan, 1]: give",
-    "augment.train=[{random_resized_crop: {size: 32, ratio: [0, 1]}}]": "ratio=[0, 1]: give",
-    "augment.train=[{random_resized_crop: {size: 32, scale: 0.5}}]": "scale",
-    "augment.train=[{random_resized_crop: {size: 0}}]": "size=0: give a whole number from 1 to",
-    "augment.train=[{random_resized_crop: {size: -32}}]": "size=-32: give",
+    "augment.train=[{random_resized_crop: {size: 9, sise: 3}}]": "argument 'sise'; it",
     "augment.train=[{random_resized_crop: {size: 32.5}}]": "size=32.5: give",
-    "augment.train=[{random_resized_crop: {size: big}}]": "size=big: give",
+    "augment.train=[{random_resized_crop: {size: 32, scale: [0.9, 0.1]}}]": "[0.9, 0.1]: give",
     "augment.train=[random_resized_crop]": "size",
-    "augment.train=[{random_crop: {size: 32, padding: -1}}]": "padding=-1: give",
-    "augment.train=[{horizontal_flip: {p: 2}}]": "p=2: give a number from 0 to 1",
     "augment.batch=[{mixup: {alpha: nan}}]": "alpha=nan: give a number > 0",
-    "augment.batch=[{random_erasing: {scale: [0.5, inf]}}]": "scale=[0.5, inf]: give",
-    "augment.train=[{v2.RandAugment: {count: 2}}]": (
-        "v2.RandAugment: got an unexpected keyword argument 'count'; it takes num_ops, magnitude"
-    ),
+    "augment.train=[{v2.RandAugment: {count: 2}}]": "argument 'count'; it takes",
     "augment.train=[{v2.RandomErasing: {p: 3}}]": "v2.RandomErasing: ",
     "augment.train=[{a: 1, b: 2}]": "is not a transform",
-    "augment.train=[[resize]]": "is not a transform",
-    "augment.train=[{resize: 5}]": "is not a transform",
     "augment.train=[null]": "is not a transform",
     "augment.train=[]": "does not end in images of one size",
     "augment.val=[{resize: {size: 64}}]": "does not end in images of one size",
@@ -248,34 +219,43 @@ def test_invalid_transform(refusal: Refusal, image_root: Path, override: str) ->
     assert TRANSFORMS[override] in line
 
 
-def test_unknown_model(refusal: Refusal, image_root: Path) -> None:
-    line = refusal(f"data.root={image_root}", "model.name=resnet51")
-    assert line.startswith("model.name=resnet51: no such model; did you mean resnet")
-    assert refusal(f"data.root={image_root}", "model.name=os.system").startswith(
-        "model.name=os.system: no such model"
-    )
+LINES = {
+    "model.name=resnet51": "model.name=resnet51: no such model; did you mean resnet",
+    "model.name=os.system": "model.name=os.system: no such model",
+    "model.name=alexnet": "data.image_size: the model does not take images of 32 px",
+    "model=vit_s16 data.image_size=40": "data.image_size=40: ",
+    # Otherwise it would fail after the first epoch.
+    "model=vit_s16 augment.val=[{center_crop: {size: 40}}]": "data.val_size, augment.val: ",
+    "model=vit_s16 data.sizes={0: 24, 2: 32}": "data.sizes: the model does not take images of 24",
+    "loader.batch_size=37": "loader.batch_size=37: larger than the training split (36 images)",
+    "loader.batch_size=1 data.image_size=8": "loader.batch_size: with one image of 8 px at a time,",
+    "model.weights=gone.pt": "model.weights=gone.pt: no such file",
+    "checkpoint.resume=gone.pt": "checkpoint.resume=gone.pt: no such file",
+    "run.dir=notes": "run.dir=notes: is a file",
+    "run.dir=notes/run": "run.dir=notes/run: cannot be used",
+    "run.dir=photos": "run.dir=photos: holds files that are not of a run",
+    "run.dir=photos checkpoint.resume=never": "run.dir=photos: holds files that are not of a run",
+    f"run.dir={'x' * 300}": f"run.dir={'x' * 300}: ",
+}
 
 
-def test_image_too_small_for_the_model(refusal: Refusal, image_root: Path) -> None:
-    line = refusal(f"data.root={image_root}", "model.name=alexnet")
-    assert "data.image_size" in line and "32" in line and "model" in line
-
-
-def test_image_size_that_the_patches_do_not_divide(refusal: Refusal, image_root: Path) -> None:
-    assert refusal(f"data.root={image_root}", "model=vit_s16", "data.image_size=40").startswith(
-        "data.image_size=40: "
-    )
+@pytest.mark.parametrize("typed", LINES)
+def test_mistakes_that_composing_does_not_find(
+    refusal: Refusal, image_root: Path, workplace: Path, typed: str
+) -> None:
+    (workplace / "notes").write_text("mine")
+    (workplace / "photos").mkdir()
+    (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
+    words = re.split(r" (?=[\w.]+=)", typed)
+    assert refusal(f"data.root={image_root}", *words).startswith(LINES[typed])
 
 
 SIZES = {
     "data.sizes={0: 32}": "not allowed; give {}, or 2 to 8 entries `epoch: size`",
     "data.sizes={1: 16, 2: 32}": "not allowed; ",
     "data.sizes={0: 16, 3: 24, 2: 32}": "not allowed; ",
-    "data.sizes={0: 32, 2: 16}": "not allowed; ",
     "data.sizes={0: 4, 2: 32}": "not allowed; ",
-    "data.sizes={0: 16, 1.5: 32}": "not allowed; ",
     "data.sizes=[16, 32]": "not allowed; ",
-    "data.sizes=null": "not allowed; ",
     "data.sizes={0: 16, 2: 24}": (
         "the last size must be data.image_size=32; give data.image_size=24, or data.sizes={}"
     ),
@@ -296,32 +276,6 @@ def test_sizes_that_the_transforms_ignore(refusal: Refusal, image_root: Path) ->
         "data.sizes: augment.train makes images of 40 px, not 16 px; write "
         "size: ${data.image_size} in it\n"
     )
-
-
-def test_sizes_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
-    line = refusal(f"data.root={image_root}", "model=vit_s16", "data.sizes={0: 24, 2: 32}")
-    assert line.startswith("data.sizes: the model does not take images of 24 px")
-
-
-def test_validation_size_that_the_model_does_not_take(refusal: Refusal, image_root: Path) -> None:
-    """Otherwise it would fail after the first epoch."""
-    line = refusal(
-        f"data.root={image_root}", "model=vit_s16", "augment.val=[{center_crop: {size: 40}}]"
-    )
-    assert "augment.val" in line and "40" in line
-
-
-def test_weights_that_are_not_there(refusal: Refusal, image_root: Path) -> None:
-    assert refusal(f"data.root={image_root}", "model.weights=gone.pt").startswith(
-        "model.weights=gone.pt: no such file"
-    )
-
-
-def test_resume_path_that_is_not_there(refusal: Refusal, image_root: Path, workplace: Path) -> None:
-    (workplace / "existing").mkdir()
-    for folder in ("new", "existing"):
-        line = refusal(f"data.root={image_root}", f"run.dir={folder}", "checkpoint.resume=gone.pt")
-        assert line.startswith("checkpoint.resume=gone.pt: no such file")
 
 
 def test_mistakes_are_found_before_the_demo_is_drawn(refusal: Refusal, workplace: Path) -> None:
@@ -372,22 +326,6 @@ def test_spaces_of_other_scripts_in_a_path() -> None:
     assert cli.load(["recipe=demo", f"data.root={path}"]).data.root == path
 
 
-def test_folder_that_has_been_removed(workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (workplace / "gone").mkdir()
-    os.chdir(workplace / "gone")
-    os.rmdir(workplace / "gone")
-    with pytest.raises(SystemExit, match="2"):
-        cli.parse(["recipe=demo"], script="train.py", purpose="")
-    assert capsys.readouterr().err == (
-        "train.py: the current folder no longer exists; cd to another one\n"
-    )
-
-
-def test_batch_of_one_image_of_a_few_pixels(refusal: Refusal, image_root: Path) -> None:
-    line = refusal(f"data.root={image_root}", "loader.batch_size=1", "data.image_size=8")
-    assert line.startswith("loader.batch_size: with one image of 8 px at a time, batch")
-
-
 def test_line_break_in_the_name_of_a_file(
     images: Path, workplace: Path, logging_restored: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -396,28 +334,6 @@ def test_line_break_in_the_name_of_a_file(
     assert train.main(cli.load([*SMALL, f"data.root={images}", "loader.batch_size=37"])) == 1
     error = capsys.readouterr().err
     assert "dots/0 0.jpg: " in error and error.count("\n") == 1
-
-
-def test_run_directory_that_holds_other_things(
-    refusal: Refusal, image_root: Path, workplace: Path
-) -> None:
-    (workplace / "photos").mkdir()
-    (workplace / "photos" / "cat.jpg").write_bytes(b"mine")
-    for resume in ("auto", "never"):
-        line = refusal(f"data.root={image_root}", "run.dir=photos", f"checkpoint.resume={resume}")
-        assert line.startswith("run.dir=photos: holds files that are not of a run")
-
-
-def test_run_directory_that_is_a_file(refusal: Refusal, image_root: Path, workplace: Path) -> None:
-    (workplace / "notes").write_text("mine")
-    assert refusal(f"data.root={image_root}", "run.dir=notes").startswith(
-        "run.dir=notes: is a file"
-    )
-    assert refusal(f"data.root={image_root}", "run.dir=notes/run").startswith(
-        "run.dir=notes/run: cannot be used"
-    )
-    long = "x" * 300
-    assert refusal(f"data.root={image_root}", f"run.dir={long}").startswith(f"run.dir={long}: ")
 
 
 def test_other_data_in_the_same_run_directory(
