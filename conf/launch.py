@@ -147,28 +147,19 @@ def end_with_torchrun() -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Call `main` and end the process with the status that it returns.
 
-    If Weights & Biases or a worker hangs, a hook at exit would never return: the process ends
-    without hooks. So it does after a signal, because the interpreter needs seconds to free torch on
-    a busy host.
+    A killed worker remains while a read on a stuck mount or a stopped forkserver holds it. A hook
+    at exit would wait for it for ever, so the process ends without hooks. So it does after a
+    signal, because the interpreter needs seconds to free torch on a busy host.
     """
     try:
         status = main()
     except Exception:
-        if not _hangs():
+        if not multiprocessing.active_children():
             raise
         traceback.print_exc()
         status = 1
-    if status <= 128 and not _hangs():
+    if status <= 128 and not multiprocessing.active_children():
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
-
-
-def _hangs() -> bool:
-    """Whether the thread of wandb or a worker is still there after it was closed, or given up.
-
-    A killed worker remains while a read on a stuck mount or a stopped forkserver holds it.
-    """
-    wandb = any(thread.name == "wandb" for thread in threading.enumerate())
-    return wandb or bool(multiprocessing.active_children())
