@@ -1,37 +1,63 @@
-"""The structure of the program: directions of imports, banned calls, and the list of keys."""
+"""The structure of the program: directions of imports, optional rooms, and banned calls."""
 
 import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
-import pytest
-
-from conf.overrides import KEYS
-
 ROOT = Path(__file__).parents[1]
-# package -> modules of this project that it may import, in addition to itself
-ALLOWED = {
-    "conf": [],
-    "pipeline": ["conf.schema", "conf.files", "conf.packages", "conf.rooms"],
-    "models": ["conf.schema", "conf.files", "conf.packages", "conf.rooms"],
-    "engine": [
-        *("conf.schema", "conf.files", "conf.launch", "conf.rooms"),
-        *("conf.signals", "conf.strict_json"),
-        *("pipeline", "models"),
-    ],
-    "train": ["conf", "pipeline", "models", "engine"],
-    "scripts": ["conf", "pipeline", "models", "engine", "train"],
-    "tests": ["conf", "pipeline", "models", "engine", "train", "scripts"],
+# Room -> rooms of this project that it may import, in addition to itself.
+LOW = ("conf.schema", "conf.files", "conf.rooms", "conf.packages")
+ALLOWED: dict[str, tuple[str, ...]] = {
+    "conf": (),
+    "pipeline": LOW,
+    "models": LOW,
+    "engine": (
+        *LOW,
+        "conf.compose",
+        "conf.launch",
+        "conf.signals",
+        "conf.strict_json",
+        "pipeline",
+        "models",
+    ),
+    "train": ("conf", "pipeline", "models", "engine"),
+    "scripts": ("conf", "pipeline", "models", "engine", "train"),
+    "tests": ("conf", "pipeline", "models", "engine", "train", "scripts"),
 }
+# The files of pipeline/ in the order of the journey of a batch: a file imports earlier ones only.
+JOURNEY = [
+    *("machine", "shared", "containers", "index", "splits", "class_names", "region", "decode"),
+    *("parameters", "torchvision_transforms", "augment", "batch_augment", "dataset", "build"),
+    *("sampler", "clock", "worker", "loader", "loader_plan", "prefetcher", "feed"),
+]
+# What a fork may delete, and the only file outside that imports it.
+OPTIONAL = {
+    "pipeline.gpu": "pipeline",
+    "pipeline.demo": "pipeline.build",
+    "models.kernels": "models.zoo",
+    "engine.tune": "train",
+    "engine.log.wandb_board": "engine.log.tracker",
+    "engine.extras.suspects": "train",
+    "engine.extras.expectation": "engine.log.runlog",
+    "engine.extras.finetune": "train",
+    "engine.extras.profiler": "engine.log.runlog",
+    "conf.multirun": "conf.cli",
+}
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def sources() -> dict[str, Path]:
     """Dotted name -> file, for every module of the project."""
     files = [
         ROOT / "train.py",
-        *(p for package in ALLOWED for p in sorted((ROOT / package).rglob("*.py"))),
+        *(p for room in ALLOWED for p in sorted((ROOT / room).rglob("*.py"))),
     ]
     return {
         ".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): p
@@ -45,7 +71,7 @@ PROGRAM = {name: path for name, path in SOURCES.items() if not name.startswith("
 
 def imports(path: Path) -> Iterator[str]:
     """Dotted names that a file imports; `from a import b` gives a.b, because b may be a module."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -54,26 +80,46 @@ def imports(path: Path) -> Iterator[str]:
 
 
 def calls(path: Path) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+    return (node for node in ast.walk(tree(path)) if isinstance(node, ast.Call))
 
 
-def within(name: str, packages: list[str]) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for package in packages)
+def within(name: str, rooms: tuple[str, ...] | list[str]) -> bool:
+    return any(name == room or name.startswith(f"{room}.") for room in rooms)
 
 
-def test_all_modules_are_found() -> None:
-    expected = {"train", "conf.schema", "conf.cli", "pipeline.loader", "models.zoo", "engine.state"}
-    assert expected <= set(PROGRAM)
-    outside = [p for p in ROOT.glob("*.py") if p.name != "train.py"]
-    assert outside == []
+def test_imports_have_one_direction() -> None:
+    assert [p.name for p in ROOT.glob("*.py")] == ["train.py"]
+    for name, path in SOURCES.items():
+        room = name.split(".")[0]
+        for imported in imports(path):
+            if imported.split(".")[0] in ALLOWED:
+                assert within(imported, (room, *ALLOWED[room])), f"{name} imports {imported}"
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_imports_have_one_direction(name: str) -> None:
-    package = name.split(".")[0]
-    for imported in imports(SOURCES[name]):
-        if imported.split(".")[0] in ALLOWED:
-            assert within(imported, [package, *ALLOWED[package]]), f"{name} imports {imported}"
+def test_pipeline_is_read_in_one_direction() -> None:
+    found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
+    assert found == {*JOURNEY, "gpu", "demo"}
+    for place, name in enumerate(JOURNEY):
+        later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
+        wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]
+        assert not wrong, f"pipeline.{name} imports {wrong}"
+
+
+def test_core_of_the_engine_does_not_know_its_observers() -> None:
+    for name, path in SOURCES.items():
+        if name.startswith("engine.") and not within(name, ["engine.log", *OPTIONAL]):
+            wrong = [i for i in imports(path) if within(i, ["engine.log", *OPTIONAL])]
+            assert not wrong, f"{name} imports {wrong}"
+
+
+def test_an_optional_room_is_imported_in_one_place() -> None:
+    for room, place in OPTIONAL.items():
+        found = {
+            name
+            for name, path in PROGRAM.items()
+            if not within(name, [room]) and any(within(i, [room]) for i in imports(path))
+        }
+        assert found <= {place}, f"{room} is imported by {found}"
 
 
 def test_no_circular_imports() -> None:
@@ -81,11 +127,7 @@ def test_no_circular_imports() -> None:
         name: list(imports(path)) for name, path in SOURCES.items() if path.name != "__init__.py"
     }
     graph = {
-        name: {
-            other
-            for other in modules
-            if other != name and any(within(i, [other]) for i in imported)
-        }
+        name: {o for o in modules if o != name and any(within(i, [o]) for i in imported)}
         for name, imported in modules.items()
     }
     while graph:
@@ -103,199 +145,48 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.splitlines()[-1].split())
 
 
-def test_conf_works_without_torch() -> None:
-    loaded = loaded_by(
+def test_slow_packages_are_imported_when_used() -> None:
+    """torch takes seconds: --help and a mistake are answered without it."""
+    conf = loaded_by(
         "from conf import cli; cli.load(['recipe=demo']); cli.help_text('train.py', '')"
     )
-    assert {"conf", "hydra"} <= loaded
-    assert loaded.isdisjoint(
-        {"torch", "torchvision", "numpy", "PIL", "pipeline", "models", "engine"}
-    )
-
-
-def test_slow_and_optional_packages_are_imported_when_used() -> None:
-    loaded = loaded_by("import train")
-    assert {"torch", "pipeline", "models", "engine"} <= loaded
-    loaded -= loaded_by("import torch")  # a build for CUDA imports pynvml
-    assert loaded.isdisjoint(
+    assert {"conf", "hydra"} <= conf
+    assert conf.isdisjoint({"torch", "torchvision", "numpy", "PIL", "pipeline", "models", "engine"})
+    worker = loaded_by("import pipeline.worker")
+    assert worker.isdisjoint({"torchvision", "models", "engine", "tensorboard", "hydra"})
+    program = loaded_by("import train")
+    assert {"torch", "pipeline", "models", "engine"} <= program
+    program -= loaded_by("import torch")  # a build for CUDA imports pynvml
+    assert program.isdisjoint(
         {"torchvision", "tensorboard", "timm", "pynvml", "simplejpeg", "onnx", "matplotlib"}
     )
 
 
-def test_workers_do_not_import_the_models() -> None:
-    assert loaded_by("import pipeline.worker").isdisjoint(
-        {"torchvision", "models", "engine", "tensorboard", "hydra"}
-    )
+def test_modules_have_specific_names() -> None:
+    unspecific = {"utils", "util", "utilities", "helpers", "helper", "common", "misc", "tools"}
+    for name in SOURCES:
+        parts = {word for part in name.split(".") for word in part.removeprefix("test_").split("_")}
+        assert parts.isdisjoint(unspecific), name
 
 
-@pytest.mark.parametrize("name", SOURCES)
-def test_modules_have_specific_names(name: str) -> None:
-    parts = {word for part in name.split(".") for word in part.removeprefix("test_").split("_")}
-    assert parts.isdisjoint(
-        {"utils", "util", "utilities", "helpers", "helper", "common", "misc", "tools"}
-    )
-
-
-@pytest.mark.parametrize("name", PROGRAM)
-def test_no_code_from_a_config_or_a_file_is_executed(name: str) -> None:
-    banned = {
-        "pickle",
-        "cPickle",
-        "dill",
-        "cloudpickle",
-        "marshal",
-        "shelve",
-        "runpy",
-        "hydra.utils",
+def test_no_code_from_a_config_or_a_file_is_executed() -> None:
+    modules = ["pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "runpy"]
+    banned = {"eval", "exec", "compile", "__import__", "importlib.import_module", "os.system"}
+    required = {
+        "torch.load": ("weights_only", "True"),
+        "np.load": ("allow_pickle", "False"),
+        "numpy.load": ("allow_pickle", "False"),
     }
-    assert not [i for i in imports(PROGRAM[name]) if within(i, list(banned))]
-    for call in calls(PROGRAM[name]):
-        called = ast.unparse(call.func)
-        assert called not in {
-            "eval",
-            "exec",
-            "compile",
-            "__import__",
-            "importlib.import_module",
-            "os.system",
-        }
-        options = {k.arg: ast.unparse(k.value) for k in call.keywords}
-        if called == "torch.load":
-            assert options.get("weights_only") == "True", f"{name}, line {call.lineno}"
-        if called in {"np.load", "numpy.load"}:
-            assert options.get("allow_pickle") == "False", f"{name}, line {call.lineno}"
-        assert options.get("shell", "False") == "False", f"{name}, line {call.lineno}"
-
-
-def test_measured_values_become_valid_json() -> None:
-    """`json.dumps` would write NaN. The modules below store no measured values for other readers.
-
-    They write digests, names, settings, and the cache of loader.workers=auto.
-    """
-    found = {
-        name
-        for name, path in PROGRAM.items()
-        for call in calls(path)
-        if ast.unparse(call.func) in {"json.dumps", "json.dump"}
-    }
-    assert found == {
-        "conf.strict_json",
-        "engine.compile_cache",
-        "engine.heartbeat",
-        "engine.tune.autotune",
-        "pipeline.demo.images",
-        "scripts.export",
-    }
-
-
-def test_no_config_file_names_code() -> None:
+    for name, path in PROGRAM.items():
+        assert not [i for i in imports(path) if within(i, [*modules, "hydra.utils"])], name
+        for call in calls(path):
+            called, where = ast.unparse(call.func), f"{name}, line {call.lineno}"
+            options = {k.arg: ast.unparse(k.value) for k in call.keywords}
+            assert called not in banned, where
+            assert options.get("shell", "False") == "False", where
+            if called in required:
+                option, value = required[called]
+                assert options.get(option) == value, where
     files = list((ROOT / "conf").rglob("*.yaml"))
     assert len(files) > 20
     assert not [p for p in files if "_target_" in p.read_text() or "${oc." in p.read_text()]
-
-
-def test_environment_variables() -> None:
-    """Variables give the rank of this process and the cache folder; none affects the result."""
-    read = set()
-    for path in PROGRAM.values():
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {
-                "os.environ.get",
-                "os.getenv",
-            }:
-                read.add(ast.literal_eval(node.args[0]))
-            elif (
-                isinstance(node, ast.Subscript)
-                and ast.unparse(node.value) == "os.environ"
-                and isinstance(node.ctx, ast.Load)
-            ):
-                read.add(ast.literal_eval(node.slice))
-    assert read == {
-        *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
-        "TORCHELASTIC_RUN_ID",
-        "XDG_CACHE_HOME",
-        "PYTHONPATH",  # of the jobs of a sweep
-    }
-
-
-def test_the_keys() -> None:
-    """The list is fixed, because a new key is a decision."""
-    known = [
-        "data.source",
-        "data.root",
-        "data.train",
-        "data.val",
-        "data.classes",
-        "data.val_fraction",
-        "data.image_size",
-        "data.sizes",
-        "data.val_size",
-        "data.on_error",
-        "data.max_bad_fraction",
-        "data.max_pixels",
-        "data.mean",
-        "data.std",
-        "data.repeats",
-        "data.fake_images",
-        "data.fake_classes",
-        "loader.batch_size",
-        "loader.workers",
-        "loader.decoder",
-        "loader.pin_memory",
-        "loader.prefetch_factor",
-        "loader.prefetch_batches",
-        "loader.timeout_seconds",
-        "loader.start_method",
-        "autotune.refresh",
-        "augment.train",
-        "augment.val",
-        "augment.batch",
-        "model.name",
-        "model.weights",
-        "model.args",
-        "model.freeze",
-        "model.sync_bn",
-        "model.channels_last",
-        "model.compile",
-        "optim.name",
-        "optim.lr",
-        "optim.momentum",
-        "optim.nesterov",
-        "optim.betas",
-        "optim.eps",
-        "optim.weight_decay",
-        "optim.decay_norms",
-        "optim.layer_decay",
-        "optim.clip_norm",
-        "schedule.name",
-        "schedule.warmup_epochs",
-        "schedule.step_epochs",
-        "schedule.step_gamma",
-        "schedule.final_lr",
-        "train.epochs",
-        "train.max_steps",
-        "train.seed",
-        "train.precision",
-        "train.deterministic",
-        "train.device",
-        "train.accumulate",
-        "train.loss",
-        "train.bce_threshold",
-        "train.class_weights",
-        "train.label_smoothing",
-        "train.ema_decay",
-        "train.validate_every_epochs",
-        "checkpoint.every_steps",
-        "checkpoint.keep",
-        "checkpoint.resume",
-        "checkpoint.accept_changes",
-        "run.name",
-        "run.dir",
-        "log.every_steps",
-        "log.trackers",
-        "profile.steps",
-    ]
-    advice = (
-        "a new key is a decision: state what it affects, describe it in CHANGELOG.md, add it here"
-    )
-    assert known == KEYS, advice

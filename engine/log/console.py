@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.bad_files import NAME as BAD_FILES
+from engine.log.bad_files import NAME as BAD_FILES
 
 # Waiting for images and for other ranks to be ready; the table shows the sum.
 WAITS = ("data_wait_fraction", "ranks_wait_fraction")

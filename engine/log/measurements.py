@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from engine.bad_files import BadFiles
+from engine.log.bad_files import BadFiles
 from engine.compute import peak_rate
 from engine.distributed import World
 from engine.log.memory import Leaks, allocator_figures, host_figures, memory_now

@@ -12,10 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
-from conf import cli, strict_json
+from conf import strict_json
+from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
 from conf.schema import RESULT, Config, in_effect, show, walk
-from engine.bad_files import BadFiles
+from engine.log.bad_files import BadFiles
 from engine.distributed import StopSignal, World
 from engine.log.console import Console
 from engine.log.measurements import Measurements
@@ -101,7 +102,7 @@ class RunLog:
             *(f"changed  {change}" for change in changes),
         )
         if self.run.is_first_start:
-            self.tracker.text("config", cli.to_yaml(self.plan.config))
+            self.tracker.text("config", to_yaml(self.plan.config))
 
     def already_finished(self) -> dict[str, Any]:
         """Say that an earlier start finished this run; return its summary."""

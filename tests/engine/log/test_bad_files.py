@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import train
-from engine.bad_files import BadFiles
+from engine.log.bad_files import BadFiles
 from engine.rundir import RunDirectory
 from engine.state import TrainingError
 from pipeline.augment import TRANSFORMS
