@@ -39,8 +39,8 @@ lint: env  ## ruff and mypy
 	@$(RUN) -m ruff format --check
 	@$(RUN) -m mypy
 
-size:  ## lines of each part of the program, and what it may have
-	@.ci/size
+size: env  ## lines of each part of the program, and what it may have
+	@$(RUN) .ci/size
 
 bench: env  ## measure the input pipeline and the training step
 	@$(RUN) scripts/bench.py $(ARGS)

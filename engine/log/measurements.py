@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from engine.log.bad_files import BadFiles
 from engine.compute import peak_rate
 from engine.distributed import World
+from engine.log.bad_files import BadFiles
 from engine.log.memory import Leaks, allocator_figures, host_figures, memory_now
 from engine.log.meters import Interval
 from engine.log.telemetry import GpuMonitor, spread

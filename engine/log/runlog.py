@@ -16,8 +16,8 @@ from conf import strict_json
 from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
 from conf.schema import RESULT, Config, in_effect, show, walk
-from engine.log.bad_files import BadFiles
 from engine.distributed import StopSignal, World
+from engine.log.bad_files import BadFiles
 from engine.log.console import Console
 from engine.log.measurements import Measurements
 from engine.log.meters import Interval, Meter
