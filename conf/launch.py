@@ -3,7 +3,6 @@
 Slurm's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
 
-import multiprocessing
 import os
 import re
 import signal
@@ -151,14 +150,16 @@ def exit_with(main: Callable[[], int]) -> NoReturn:
     at exit would wait for it for ever, so the process ends without hooks. So it does after a
     signal, because the interpreter needs seconds to free torch on a busy host.
     """
+    from multiprocessing import active_children  # here: a start on Windows ends before
+
     try:
         status = main()
     except Exception:
-        if not multiprocessing.active_children():
+        if not active_children():
             raise
         traceback.print_exc()
         status = 1
-    if status <= 128 and not multiprocessing.active_children():
+    if status <= 128 and not active_children():
         sys.exit(status)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -13,7 +13,7 @@ from tests.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[1]
 COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "models", "pipeline")
-COPIED += ("scripts", "tests")
+COPIED += ("scripts", "tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
 ROW = re.compile(r"^\| (.+?) \| `(rm .+?)` \| (?:`(.+?)` )?\|$", re.MULTILINE)
 ROWS = ROW.findall((ROOT / "docs" / "fork.md").read_text())
 IN_MAKE_TEST = ("measuring", "profiler")

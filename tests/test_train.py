@@ -298,7 +298,7 @@ def test_tensorboard(short: tuple[Path, dict[str, Any]]) -> None:
     ]
     for tag in ("val/worst", "val/confusion", "val/per_class"):
         assert [image.step for image in board.Images(tag)] == [5, 9]
-    assert len(board.Tensors("custom_scalars__config__")) == 1 and len(board.Graph().node) > 20
+    assert len(board.Tensors("custom_scalars__config__")) == 1
     assert len(list((folder / "tensorboard").iterdir())) == 1
     content = board.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
     patterns = [

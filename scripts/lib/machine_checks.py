@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +70,16 @@ def gpu(case: Case) -> Iterator[Row]:
         return
     alike: dict[Row, list[int]] = defaultdict(list)  # finding -> GPUs
     for i, one in enumerate(gpus):
-        for row in gpu_rows(lambda call, *arguments, one=one: ask(one, call, *arguments)):
+        for row in gpu_rows(partial(ask, pynvml, one)):
             alike[row].append(i)
     for row, numbers in alike.items():
         yield replace(row, found=f"GPU {', '.join(map(str, numbers))}: {row.found}")
 
 
-def ask(one: Any, call: str, *arguments: Any) -> Any:
+def ask(nvml: Any, gpu: Any, call: str, *arguments: Any) -> Any:
     """Return nvmlDeviceGet<call> of a GPU; None if its driver or kind does not report it."""
     try:
-        return getattr(one.nvml, f"nvmlDeviceGet{call}")(one.whole, *arguments)
+        return getattr(nvml, f"nvmlDeviceGet{call}")(gpu, *arguments)
     except Exception:
         return None
 

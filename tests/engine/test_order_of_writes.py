@@ -38,7 +38,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         replace(source, target)
 
     def record_unlink(path: Path, **options: Any) -> None:
-        recorded.append(("unlink", Path(path).name))
+        if Path(path).exists():
+            recorded.append(("unlink", Path(path).name))
         unlink(path, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -182,7 +183,8 @@ def test_engines_take_the_smallest_share_that_is_enough(
         assert loader.encoded_share == FIRST_SHARE
         assert feed.engines is not None
         feed.engines.decoder.seconds_per_image = 1 / 3000
-        loader.pool.decode_seconds[loader.source].add(2 / 1000)
+        reply = SimpleNamespace(decoded=1000, seconds=2.0)
+        loader.pool.recent[loader.source].append(reply)
         feed.decode_with("hybrid", enough=enough)
         assert loader.encoded_share == pytest.approx(share)
         feed.decode_with("gpu")
