@@ -127,7 +127,7 @@ def test_the_measurement_does_not_change_the_result(
         capfd.readouterr()
         assert run(image_root, tmp_path / name, *options)["params_sha256"] == expected[1], name
         assert same(result(tmp_path / name), expected_result), name
-        assert family(os.getpid()) == processes, name
+        assert family(os.getpid()) <= processes, name
         answers.append(json.loads((tmp_path / name / "autotune.json").read_text()))
         printed.append(tuning(capfd.readouterr().out))
 
