@@ -180,8 +180,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
         pointers = ["last.json", *(["best.json"] if best else [])]
         for name in (path.with_suffix(".json").name, *pointers):
             write_json(folder / name, manifest)
-        if best_step is None:
-            (folder / "best.json").unlink(missing_ok=True)  # no longer comparable
+        if best_step is None and (folder / "best.json").exists():
+            (folder / "best.json").unlink()  # no longer comparable
     except (OSError, RuntimeError) as error:  # torch.save reports a full disk as RuntimeError
         raise CheckpointError(_write_error(path, content, error)) from error
     # All but the newest and the best. The manifest first: a file without one is ignored.
@@ -232,7 +232,9 @@ def load(path: Path) -> dict[str, Any]:
             "over in this directory"
         )
     if not is_ours(content):
-        raise CheckpointError(f"{path}: not a checkpoint of this program: a part is missing")
+        parts = ("step", "state", "identity", "config")
+        missing = next((name for name in parts if name not in content), "valid content")
+        raise CheckpointError(f"{path}: not a checkpoint of this program: it has no {missing}")
     return content
 
 

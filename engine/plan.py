@@ -21,7 +21,6 @@ from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
 from engine.state import MovingAverage, TrainState, state_bytes
 from pipeline.build import Datasets
-from pipeline.dataset import LARGE_FILE
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
 
@@ -51,7 +50,6 @@ class Plan:
         schedule_steps: the length of the learning-rate schedule.
         stop_step: where the run ends: `schedule_steps`, or train.max_steps if that is earlier.
         loader: how this rank's data loading runs.
-        large_files: whether scripts/prepare.py --side would make the training files much smaller.
         device: name of the device.
         compile: the resolved model.compile.
         compile_reason: why model.compile=auto chose this mode; empty if the user set it.
@@ -73,7 +71,6 @@ class Plan:
     stop_step: int
     curve: Curve
     loader: LoaderPlan
-    large_files: bool
     device: str
     device_type: str
     precision: str
@@ -281,7 +278,6 @@ def make_plan(
         stop_step=stop_step,
         curve=Curve(config.schedule, config.optim.lr, warmup_steps, steps, images / size),
         loader=loader,
-        large_files=datasets.train.mean_bytes() > LARGE_FILE,
         device=torch.cuda.get_device_name(world.device) if on_gpu else "cpu",
         device_type=world.device.type,
         precision=precision,

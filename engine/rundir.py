@@ -347,9 +347,11 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         try:
             checkpoint.replace_file(self.path / name, content)
         except OSError as error:
+            saved = any(self.checkpoints.glob("step-*.pt"))
+            kept = "the checkpoints are intact" if saved else "nothing has been trained yet"
             raise checkpoint.CheckpointError(
-                f"{self.path / name}: cannot be written: {error.strerror or error}; checkpoints "
-                "are intact: run the same command again"
+                f"{self.path / name}: cannot be written: {error.strerror or error}; {kept}: "
+                "run the same command again"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:

@@ -29,8 +29,6 @@ from pipeline.shared import SharedArray
 
 # Short side in pixels of smaller copies for training at 224 px (scripts/prepare.py --side).
 SHRUNK_SIDE = 352
-# Mean bytes per file. ImageNet's own files have 111,000, copies of SHRUNK_SIDE 62,000.
-LARGE_FILE = 80e3
 SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
 CONTENT = ", content "  # before their hash
 # Errors of a network file system or a disk that may be over a moment later. Python itself repeats

@@ -38,8 +38,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         replace(source, target)
 
     def record_unlink(path: Path, **options: Any) -> None:
-        if Path(path).exists():
-            recorded.append(("unlink", Path(path).name))
+        recorded.append(("unlink", Path(path).name))
         unlink(path, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)

@@ -78,7 +78,6 @@ def plan(
         stop_step=min(steps, max_steps or steps),
         curve=Curve(Schedule(), 0.1, 0, steps, images / batch),
         loader=LOADER,
-        large_files=True,
         device="cpu",
         device_type="cpu",
         precision="fp32",
