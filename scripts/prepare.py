@@ -34,8 +34,8 @@ sizes.
 
 Every image is read; its header must be valid and the file complete. scripts/doctor.py also decodes
 the images. unreadable.txt lists those that cannot be used; they are left out, and the exit
-status is 1. To resume an interrupted run, run the same command again. prepare.json contains the
-settings and the totals.
+status is 1. To resume an interrupted run, run the same command again: folders keep what is
+complete, a tar or zip file is written anew. prepare.json contains the settings and the totals.
 
 Exit status: 0 finished; 1 failed, or some images cannot be read; 2 wrong arguments or a SOURCE that
 cannot be used (nothing is created); 130 interrupted.
@@ -69,7 +69,7 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     usage = "python scripts/prepare.py SOURCE --to DIR [--format folder|tar|zip] [--side N]"
     parser = cli.option_parser(__doc__, usage=usage, exit_on_error=False)
     parser.add_argument("--to", help="output folder: new, empty, or started by the same command")
-    parser.add_argument("--format", default="folder", help="folder (the default), tar or zip")
+    parser.add_argument("--format", default="folder", choices=FORMATS, help="folder, tar or zip")
     parser.add_argument("--side", type=int, help="longest short side in pixels (any)")
     parser.add_argument(
         "--max-pixels", type=int, default=MAX_PIXELS, help=f"of a readable image ({MAX_PIXELS:,})"
@@ -79,21 +79,12 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
         options, rest = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(f"{error.argument_name}: {error.message}; see --help") from None
-    flags = [word for word in rest if word.startswith("-")]
-    side, fraction = options.side, options.val_fraction
-    for wrong, message in (
-        (flags, f"{' '.join(flags)}: not an option of {SCRIPT}; see --help"),
-        (len(rest) != 1, f"{' '.join(rest) or 'SOURCE is missing'}: give one SOURCE; see --help"),
-        (not options.to, "--to: missing; give a folder for the dataset"),
-        (options.format not in FORMATS, f"--format {options.format}: give {' or '.join(FORMATS)}"),
-        (side is not None and not 8 <= side <= 8192, f"--side {side}: give 8 to 8192"),
-        (
-            fraction is not None and not 0 < fraction < 1,
-            f"--val-fraction {fraction}: give a number between 0 and 1",
-        ),
-    ):
-        if wrong:
-            raise UserError(message)
+    if len(rest) != 1 or rest[0].startswith("-") or not options.to:
+        raise UserError(f"{' '.join(words)}: give one SOURCE, and a folder with --to; see --help")
+    if options.side is not None and not 8 <= options.side <= 8192:
+        raise UserError(f"--side {options.side}: give 8 to 8192")
+    if options.val_fraction is not None and not 0 < options.val_fraction < 1:
+        raise UserError(f"--val-fraction {options.val_fraction}: give a number between 0 and 1")
     options.source = rest[0]
     return options
 
@@ -121,7 +112,7 @@ import torch
 from conf import strict_json
 from pipeline import decode, machine
 from pipeline.decode import describe
-from scripts.lib.destination import CONTAINERS, Container, open_destination, write_whole
+from scripts.lib.destination import Container, open_destination, write_whole
 from scripts.lib.sources.files import WHOLE, Sample
 from scripts.lib.sources.layouts import read, recognise
 
@@ -193,17 +184,17 @@ def reencoded(data: bytes, name: str, side: int, max_pixels: int = MAX_PIXELS) -
     return buffer.getvalue()
 
 
-def make(options: argparse.Namespace, containers: dict[str, Container], sample: Sample) -> Made:
+def make(options: argparse.Namespace, sample: Sample) -> Made:
     """Read and check one image, and write it if the output is folders; runs in a thread.
 
     Raises:
         OSError: it cannot be written.
     """
-    place, container = sample.place, containers.get(sample.split)
+    place = sample.place
     member = f"{sample.label}/{sample.name}"
     target = os.path.join(options.to, sample.split, member)
     # A power failure can leave a file of 0 bytes.
-    if member in container.sizes if container else is_written(target):
+    if os.path.exists(target) and os.path.getsize(target) > 0:
         return Made("done_earlier")
     try:
         if options.format == "zip":
@@ -216,16 +207,12 @@ def make(options: argparse.Namespace, containers: dict[str, Container], sample: 
     except Exception as error:
         return Made("unreadable", problem=describe(error))
     outcome = "copied" if made is data else "encoded"
-    if container:
+    if options.format != "folder":
         return Made(outcome, made, len(made))
     if made is data and place.size == WHOLE and linked_to(place.file, target):
         return Made("linked")
     write_whole(target, made)
     return Made(outcome, size=len(made))
-
-
-def is_written(path: str) -> bool:
-    return os.path.exists(path) and os.stat(path).st_size > 0
 
 
 def linked_to(file: str, target: str) -> bool:
@@ -258,13 +245,13 @@ def make_all(options: argparse.Namespace, samples: list[Sample]) -> tuple[Counte
                 os.makedirs(os.path.join(options.to, split, label), exist_ok=True)
         else:
             path = os.path.join(options.to, f"{split}.{options.format}")
-            containers[split] = CONTAINERS[options.format](path)
+            containers[split] = Container(path)
     began = shown = time.monotonic()
     pool = ThreadPoolExecutor(max(THREADS, machine.cores()))
     try:
         for start in range(0, len(samples), CHUNK):
             chunk = samples[start : start + CHUNK]
-            answers = pool.map(partial(make, options, containers), chunk)
+            answers = pool.map(partial(make, options), chunk)
             for sample, made in zip(chunk, answers, strict=True):
                 if made.data:
                     containers[sample.split].add(f"{sample.label}/{sample.name}", made.data)
