@@ -1,4 +1,4 @@
-"""Hostile names, and code in configs: nothing in them runs, and no program writes outside its folders.
+"""Hostile names, and code in configs: nothing runs, and no program writes outside its folders.
 
 Each case has a folder of its own with a home, a folder for temporary files, a cache, a working
 folder and one outside of them. A case is bad if it leaves a file named `canary`, which each payload
