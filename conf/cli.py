@@ -45,8 +45,14 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     Raises:
         SystemExit: status 0 after --help or --cfg job, 2 after a mistake; that of a sweep.
     """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("-m", "--multirun", action="store_true")
+    parser.add_argument("--cfg", choices=["job"])
+    parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
+    parser.add_argument("--resolve", action="store_true")  # the printed config always is
     try:
-        options, words = _read_options(with_config_dir(arguments))
+        options, words = _parse_known(parser, with_config_dir(arguments))
         if options.help:
             _show(help_text(script, purpose, split_config_dir(words)[0]) + "\n")
         _check_spelling(words)
@@ -60,21 +66,14 @@ def parse(arguments: Sequence[str], *, script: str, purpose: str) -> Config:
     return config
 
 
-def _read_options(words: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return the options of train.py, which are Hydra's, and the other words."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("-m", "--multirun", action="store_true")
-    parser.add_argument("--cfg", choices=["job"])
-    parser.add_argument("-p", "--package", choices=sorted(SECTIONS))
-    parser.add_argument("--resolve", action="store_true")  # the printed config always is
+def _parse_known(
+    parser: argparse.ArgumentParser, words: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options in these words, and the other words."""
     try:
-        options, rest = parser.parse_known_args(words)
+        return parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise UserError(str(error)) from None
-    if options.cfg is None and (options.package or options.resolve):
-        raise UserError("-p and --resolve need --cfg; write --cfg job")
-    return options, rest
 
 
 def _show(text: str) -> NoReturn:
@@ -91,10 +90,7 @@ def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> No
     if script != "train.py":
         raise UserError(f"-m: {hints.REMEDIES['m']}")
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            "-m: a sweep does not run under torchrun or srun; run `torchrun ... train.py` once per "
-            "value"
-        )
+        raise UserError("-m: a sweep does not run under torchrun or srun; run it once per value")
     require_room("conf.multirun", "-m")
     from conf.multirun import Sweep
 
@@ -105,21 +101,17 @@ def _run_sweep(words: list[str], script: str, options: argparse.Namespace) -> No
 
 
 def with_config_dir(arguments: Sequence[str]) -> list[str]:
-    """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path.
+    """Write `--config-dir DIR` and `-cd DIR` as one word with an absolute path, the first one.
 
     Raises:
         UserError: DIR is missing.
     """
-    words = list(arguments)
-    for i in reversed(range(len(words))):
-        flag, equals, folder = words[i].partition("=")
-        if flag in ("-cd", "--config-dir"):
-            if not equals:
-                folder = words.pop(i + 1) if i + 1 < len(words) else ""
-            if not folder:
-                raise UserError(f"{flag}: has no value; write --config-dir DIR")
-            words[i] = CONFIG_DIR + os.path.abspath(os.path.expanduser(folder))
-    return words
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("-cd", "--config-dir")
+    options, words = _parse_known(parser, arguments)
+    if options.config_dir is None:
+        return words
+    return [CONFIG_DIR + os.path.abspath(os.path.expanduser(options.config_dir)), *words]
 
 
 def option_parser(
@@ -173,19 +165,12 @@ def split_paths(words: Sequence[str], *, what: str) -> tuple[list[str], list[str
     return paths, overrides
 
 
-def complain(message: str, script: str = "train.py") -> None:
-    """Print one line on stderr, even if a path in it contains a line break."""
-    print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
-
-
 def printable(text: str) -> str:
     """Escape what does not belong on a terminal; a file name may hold any character."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class _PrintableLines(logging.Formatter):
-    """Formats log messages for a terminal: the names of files in them may hold any character."""
-
     def format(self, record: logging.LogRecord) -> str:
         return "\n".join(map(printable, super().format(record).split("\n")))
 
@@ -197,6 +182,11 @@ def log_to_stderr(level: int = logging.INFO, *, force: bool = False) -> None:
     logging.basicConfig(level=level, handlers=[handler], force=force)
 
 
+def complain(message: str, script: str = "train.py") -> None:
+    """Print one line on stderr, even if a path in it contains a line break."""
+    print(f"{script}: {printable(' '.join(message.splitlines()))}", file=sys.stderr)
+
+
 def complain_of_mistake(message: str, script: str = "train.py") -> None:
     """Print a mistake of the user once per node: all ranks find it, local rank 0 prints it.
 
@@ -204,6 +194,12 @@ def complain_of_mistake(message: str, script: str = "train.py") -> None:
     """
     if os.environ.get("LOCAL_RANK", "0") == "0" or os.environ.get("WORLD_SIZE") is None:
         complain(message, script)
+
+
+def fail(message: str, script: str = "train.py") -> NoReturn:
+    """Print a mistake of the user and exit with status 2."""
+    complain_of_mistake(message, script)
+    sys.exit(2)
 
 
 def exit_status(
@@ -226,22 +222,14 @@ def exit_status(
     except UserError as error:
         complain_of_mistake(str(error), script)
         return 2
-    except RunError as error:
-        complain(str(error), script)
-        return 1
     except (OSError, RuntimeError) as error:
-        if (limit := limits(error)) is None:
+        message = str(error) if isinstance(error, RunError) else limits(error)
+        if message is None:
             raise
-        complain(limit, script)
+        complain(message, script)
         return 1
     except KeyboardInterrupt:
         return 130
-
-
-def fail(message: str, script: str = "train.py") -> NoReturn:
-    """Print a mistake of the user and exit with status 2."""
-    complain_of_mistake(message, script)
-    sys.exit(2)
 
 
 def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
@@ -258,9 +246,8 @@ def help_text(script: str, purpose: str, config_dir: Path | None = None) -> str:
     ]
     texts = sentences()
     for name, f, value in walk(Config()):
-        default = show(value)
         mark = "*" if f.metadata["affects"] & RESULT else " "
-        lines.append(f"{mark} {name + '=' + default:<42} {texts[name]}")
+        lines.append(f"{mark} {f'{name}={show(value)}':<42} {texts[name]}")
     return "\n".join([*lines, "", OPTIONS])
 
 
@@ -271,17 +258,18 @@ def _check_spelling(words: Sequence[str]) -> None:
         UserError: names all flags, or the first other word.
     """
     words = [word for word in words if not word.startswith(CONFIG_DIR)]
-    _refuse_flags(words)
+    if any(word.startswith("-") for word in words):
+        _refuse_flags(words)
     for before, word in pairwise(["", *words]):
-        if "=" not in word and not word.startswith("~"):
+        if "=" not in word:
             _refuse_bare_word(word, before)
 
 
 def _refuse_bare_word(word: str, before: str) -> NoReturn:
-    if word in KEYS:
-        raise UserError(f"{word}: has no value; write {word}=VALUE")
     group = next((g for g in ("recipe", *GROUPS) if word in group_names(g)), None)
-    if group:
+    if word in KEYS:
+        advice = f"write {word}=VALUE"
+    elif group:
         advice = f"write {group}={word}"
     elif "=" in before and before.endswith(","):
         advice = f"a list has no spaces: {shlex.quote(before + word)}"
@@ -293,10 +281,10 @@ def _refuse_bare_word(word: str, before: str) -> NoReturn:
 
 
 def _is_path(word: str) -> bool:
-    return "/" in word or os.path.isdir(word)
+    return word.startswith(("/", "./", "../")) or os.path.isdir(word)
 
 
-def _refuse_flags(words: Sequence[str]) -> None:
+def _refuse_flags(words: Sequence[str]) -> NoReturn:
     """Refuse the flags of other programs, such as `--lr 0.1`, and say what to write instead.
 
     Raises:
@@ -309,24 +297,20 @@ def _refuse_flags(words: Sequence[str]) -> None:
     while rest:
         word = rest.pop(0)
         if not word.startswith("-"):
-            if flags and not re.search("=|://", word) and _is_path(word):  # of pytorch/examples
+            if flags and _is_path(word):  # as in pytorch/examples
                 overrides.append(f"data.root={word}")
             continue
         flag, _, value = re.sub(r"^(-[A-Za-z])(?=\d)", r"\1=", word).partition("=")  # -b256
-        advice = remedy(flag)
-        flags.append(flag if advice else word)
-        if advice is None:
-            notes.append("--help lists all keys")
-            continue
+        flags.append(flag)
+        advice = remedy(flag) or "--help lists all keys"
         if "{}" in advice and not value:
             has_value = rest and not rest[0].startswith("-") and "=" not in rest[0]
             value = rest.pop(0) if has_value else "VALUE"
-        key = advice.partition("=")[0]
-        (overrides if key in NAMES else notes).append(advice.replace("{}", value))
-        if key in hints.MEANINGS:
-            notes.append(hints.MEANINGS[key])
-    if flags:
-        if overrides:
-            notes.insert(0, f"write {' '.join(map(shlex.quote, overrides))}")
-        kind = "not options" if len(flags) > 1 else "not an option"
-        raise UserError(f"{', '.join(flags)}: {kind}; {'; '.join(dict.fromkeys(notes))}")
+        is_override = advice.partition("=")[0] in NAMES
+        (overrides if is_override else notes).append(advice.replace("{}", value))
+        if advice == "loader.batch_size={}":
+            notes.append(hints.GLOBAL_BATCH)
+    if overrides:
+        notes.insert(0, f"write {' '.join(map(shlex.quote, overrides))}")
+    kind = "not options" if len(flags) > 1 else "not an option"
+    raise UserError(f"{', '.join(flags)}: {kind}; {'; '.join(dict.fromkeys(notes))}")

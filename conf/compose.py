@@ -5,7 +5,7 @@ has decided, typed groups, typed keys. For a checkpoint, its stored values repla
 and recipe.
 
 Hydra composes groups and recipe. Overrides are read and checked before that (conf/overrides.py), so
-that a typo is answered with the nearest name, also after + and ++.
+that a typo is answered with the nearest name.
 """
 
 import copy
@@ -53,25 +53,27 @@ LARGEST_FILE, MOST_ALIASES = 100_000, 20
 # Keys that may take a path from an environment variable. The path is stored with the run.
 PATHS = ("data.root", "data.train", "data.val", "model.weights", "checkpoint.resume", "run.dir")
 NAME_LENGTH = 100  # maximum length of a run's name; a file name has at most 255 bytes
+Values = Mapping[str, Any]
+"""Dotted key -> value."""
 
 
 def load(
     overrides: Sequence[str] = (),
     *,
     runnable: bool = True,
-    stored: Mapping[str, Any] | None = None,
-    decided: Mapping[str, Mapping[str, Any]] | None = None,
+    stored: Values | None = None,
+    decided: Mapping[str, Values] | None = None,
 ) -> Config:
     """Compose and check a config from Hydra overrides such as `recipe=demo` or `optim.lr=0.2`.
 
     Args:
         overrides: as typed, perhaps with `--config-dir=DIR`.
         runnable: refuse a config without data.root, which has no default.
-        stored: dotted key -> value in a checkpoint, in place of groups and recipe. Nothing in them
-            is resolved. Unknown keys are ignored, and missing ones have their default: another
+        stored: the values in a checkpoint, in place of groups and recipe. Nothing in them is
+            resolved. Unknown keys are ignored, and missing ones have their default: another
             version wrote them. In augment.val, sizes that equal data.val_size follow this key.
-        decided: the reason to print -> dotted key -> value, which replaces the recipe's. Other
-            values of the recipe may refer to it.
+        decided: values that replace the recipe's, by the reason to print. Other values of the
+            recipe may refer to them.
 
     Raises:
         UserError: a key, group choice or value that is not allowed.
@@ -83,10 +85,7 @@ def load(
     typed = {o.key_or_group for o in keys}
     recipe = groups.pop("recipe", None)
     try:
-        if stored is None:
-            own, planned = _recipe(recipe or DEFAULT_RECIPE, config_dir)
-        else:
-            own, planned = _stored(stored, recipe)
+        planned = _stored(stored, recipe) if stored is not None else _recipe(recipe, config_dir)
         for values in (decided or {}).values():
             _put(planned, values)
         if decided and "data.image_size" in typed:
@@ -102,18 +101,13 @@ def load(
             tree.run.name = _run_name(planned.recipe, changed, tree.checkpoint.resume)
         config = cast(Config, OmegaConf.to_object(tree))
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        raise UserError(_explain(error, parsed)) from None
+        raise UserError(_explain(error, keys)) from None
     schema.check(config, runnable=runnable and stored is None, complete=decided is not None)
     for override in keys if stored is None else ():
         _check_effect(override, config)
     config.typed = list(overrides)
     config.changed = {k: value for k, value in changed.items() if k not in NOT_OF_THE_RECIPE}
-    config.notes = [
-        *_replaced_values(own, planned, tree, groups, typed),
-        *_kept_values(planned, tree, groups, typed),
-        *_doubts(config),
-        *_used(decided or {}, config),
-    ]
+    config.notes = list(_notes(planned, tree, config, groups, typed, decided or {}))
     return config
 
 
@@ -129,66 +123,46 @@ def _read(path: Path) -> DictConfig:
     Raises:
         UserError: it cannot be read, is too large, or does not hold keys.
     """
-    content = None
     try:
         text = path.read_text(encoding="utf-8")
-        if len(text) > LARGEST_FILE or _count_aliases(text) > MOST_ALIASES:
+        aliases = sum(isinstance(t, yaml.AliasToken) for t in yaml.scan(text) if "*" in text)
+        if len(text) > LARGEST_FILE or aliases > MOST_ALIASES:
             raise UserError(f"{path}: is too long, or has too many aliases (*name); shorten it")
         content = OmegaConf.load(path)
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not UTF-8; correct or remove it") from None
-    except (yaml.YAMLError, RecursionError) as error:
-        raise UserError(_not_yaml(error, str(path))) from None
-    except OSError as error:
-        if error.strerror is not None:  # OmegaConf raises one without for a single number
-            raise UserError(f"{path}: cannot be read: {error.strerror}; correct it") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path}: is not YAML ({_one_line(error)}); correct it") from None
     if not isinstance(content, DictConfig):
         raise UserError(f"{path}: holds no keys; write `key: value` lines")
     return content
 
 
-def _count_aliases(text: str) -> int:
-    if "*" not in text:
-        return 0
-    return sum(isinstance(token, yaml.AliasToken) for token in yaml.scan(text))
-
-
-def _not_yaml(error: Exception, file: str) -> str:
-    mark = getattr(error, "problem_mark", None)
-    line = f"line {mark.line + 1}: " if mark else ""
-    return f"{file}: {line}is not YAML ({getattr(error, 'problem', error)}); correct it"
-
-
-def _stored(values: Mapping[str, Any], recipe: str | None) -> tuple[DictConfig, DictConfig]:
-    """The values in a checkpoint above the defaults of the schema; no file of a recipe."""
+def _stored(values: Values, recipe: str | None) -> DictConfig:
+    """The schema and the values in a checkpoint."""
     if recipe is not None:
-        raise UserError(
-            f"recipe={recipe}: the checkpoint holds the whole config; leave it out, or give the "
-            "keys that differ"
-        )
+        raise UserError(f"recipe={recipe}: the checkpoint holds the whole config; leave it out")
     planned = OmegaConf.structured(Config)
     _put(planned, values)
-    return OmegaConf.create(), planned
+    return planned
 
 
-def _recipe(recipe: str, config_dir: Path | None) -> tuple[DictConfig, DictConfig]:
-    """The content of a recipe's file; and the schema, the groups and the recipe, merged.
+def _recipe(name: str | None, config_dir: Path | None) -> DictConfig:
+    """The schema, the groups and a recipe, merged.
 
-    Of the merged, `expect` is that of the file itself: that of a recipe in its defaults is for
-    another training.
+    `expect` is that of the recipe's own file: that of a recipe in its defaults is for another
+    training.
     """
     for path in (config_dir / g for g in GROUPS) if config_dir else ():
         for file in path.glob("*.yaml"):
             _read(file)  # Hydra would not name a file that is wrong
+    recipe = name or DEFAULT_RECIPE
     file = _file("recipe", recipe, config_dir)
-    own = _read(file)
+    expect = _read(file).get("expect")
     if "@package _global_" not in file.read_text(encoding="utf-8"):
         raise UserError(f"{file}: is not a recipe; write `# @package _global_` in its first line")
     planned = copy.deepcopy(_compose(recipe, schema.FOLDER, config_dir))
-    expect = OmegaConf.select(own, "expect")
     planned.expect = expect and OmegaConf.merge(OmegaConf.structured(schema.Expect), expect)
     planned.recipe = recipe
-    return own, planned
+    return planned
 
 
 @cache
@@ -202,22 +176,21 @@ def _compose(recipe: str, folder: Path, config_dir: Path | None) -> DictConfig:
         try:
             composed = compose(config_name="config", overrides=overrides)
         except ValueError as error:  # `defaults` that are not a list
-            raise UserError(f"recipe={recipe}: {_first_line(error)}; correct the file") from None
+            raise UserError(f"recipe={recipe}: {_one_line(error)}; correct the file") from None
     # A YAML file can add keys to the composed tree; this merge refuses keys that the schema lacks.
     return cast(DictConfig, OmegaConf.merge(OmegaConf.structured(Config), composed))
 
 
-def _put(tree: DictConfig, values: Mapping[str, Any]) -> None:
+def _put(tree: DictConfig, values: Values) -> None:
     """Replace the values of keys, which OmegaConf must not resolve: they may be of a checkpoint.
 
     Raises:
         UserError: OmegaConf would resolve a value.
     """
-    for name in KEYS:
-        if name in values:
-            if "${" in str(values[name]) or "???" in str(values[name]):
-                raise UserError(f"{name}={values[name]}: not allowed in a checkpoint; give {name}=")
-            OmegaConf.update(tree, name, values[name], merge=False)
+    for name in values.keys() & FIELDS.keys():
+        if "${" in str(values[name]):
+            raise UserError(f"{name}={values[name]}: not allowed in a checkpoint; give {name}=")
+        OmegaConf.update(tree, name, values[name], merge=False)
     if "data.val_size" in values:
         size = values["data.val_size"]
         tree.augment.val = schema.with_size(tree.augment.val, size, "${data.val_size}")
@@ -238,16 +211,13 @@ def _choose(tree: DictConfig, group: str, file: Path) -> None:
     try:
         tree[group] = OmegaConf.merge(section, _read(file))
     except OmegaConfBaseException as error:
-        raise UserError(f"{file}: {_first_line(error)}; write only keys of {group}") from None
+        raise UserError(f"{file}: {_one_line(error)}; write only keys of {group}") from None
 
 
 def _refuse_functions(tree: DictConfig) -> None:
     """Refuse `${oc.env:NAME}` in all keys but PATHS, and other functions but `${now:FORMAT}`.
 
     An environment variable must not change the training, and its value would be stored.
-
-    Raises:
-        UserError: names the key.
     """
     for name, value in _flat(tree).items():
         for function in re.findall(r"\$\{([\w.]+):", str(value)):
@@ -325,11 +295,7 @@ def _flat(tree: DictConfig, *, resolve: bool = False) -> dict[str, Any]:
 
 
 def _check_effect(override: Override, config: Config) -> None:
-    """Refuse a typed key that has no effect in this config.
-
-    Raises:
-        UserError: names the key that disables it.
-    """
+    """Refuse a typed key that has no effect in this config, and name the key that disables it."""
     f = FIELDS[override.key_or_group]
     if in_effect(config, f):
         return
@@ -341,60 +307,43 @@ def _check_effect(override: Override, config: Config) -> None:
     )
 
 
-def _replaced_values(
-    own: DictConfig,
+def _notes(
     planned: DictConfig,
     tree: DictConfig,
+    config: Config,
     groups: Mapping[str, str],
     typed: set[str],
+    decided: Mapping[str, Values],
 ) -> Iterator[str]:
-    """Yield a note for each typed group that replaces values of the recipe's own file."""
+    """Yield what to print at the start: values that a group replaces, and doubtful ones."""
     before, now = _flat(planned, resolve=True), _flat(tree, resolve=True)
-    for group, choice in groups.items():
-        names = [f"{group}.{key}" for key in OmegaConf.select(own, group) or {}]
+    for group in groups.keys() & {"optim", "schedule"}:
         changed = [
             f"{name} {show(before[name])} -> {show(now[name])}"
-            for name in names
-            if before[name] != now[name] and name not in typed
+            for name in KEYS
+            if name.startswith(f"{group}.") and not name.endswith(".name")
+            if name not in typed and before[name] != now[name]
         ]
-        if changed and f"{group}.name" in FIELDS:
-            yield f"{group}={choice} replaces values of the recipe: {', '.join(changed)}"
-
-
-def _kept_values(
-    planned: DictConfig, tree: DictConfig, groups: Mapping[str, str], typed: set[str]
-) -> Iterator[str]:
-    """Yield a note if optim.name was typed and values of the recipe's optimiser are still used."""
-    kept = [
-        f"optim.{key}={show(tree.optim[key])}"
-        for key in ("lr", "weight_decay")
-        if f"optim.{key}" not in typed
-    ]
-    other = "optim" not in groups and tree.optim.name != planned.optim.name
-    if kept and other:
+        if changed:
+            yield f"{group}={groups[group]} replaces values of the recipe: {', '.join(changed)}"
+    other = "optim" not in groups and now["optim.name"] != before["optim.name"]
+    kept = [name for name in ("optim.lr", "optim.weight_decay") if name not in typed]
+    if other and kept:
+        values = ", ".join(f"{name}={show(now[name])}" for name in kept)
         yield (
-            f"optim.name={tree.optim.name} keeps {', '.join(kept)} of {planned.optim.name}; "
-            f"write optim={tree.optim.name} to use its own defaults"
+            f"optim.name={config.optim.name} keeps {values} of {before['optim.name']}; write "
+            f"optim={config.optim.name} to use its own defaults"
         )
-
-
-def _doubts(config: Config) -> Iterator[str]:
-    """Yield notes about values that are allowed but probably a mistake."""
     transformer = re.search(r"vit|swin|[bd]eit|former|eva0|cait|mixer", config.model.name)
     if transformer and config.optim.name == "sgd" and config.model.weights is None:
         yield (
             f"model.name={config.model.name} with optim.name=sgd: transformers train poorly with "
             "SGD; try the optimiser and the schedule of recipe=imagenet_vit_s16"
         )
-
-
-def _used(decided: Mapping[str, Mapping[str, Any]], config: Config) -> Iterator[str]:
-    """Yield a note for each reason with the decided values that nothing typed has replaced."""
-    used = config_values(config)
-    for reason, values in decided.items():
-        kept = [f"{name}={show(used[name])}" for name in values if used[name] == values[name]]
-        if kept:
-            yield f"{reason}: {', '.join(kept)}"
+    for reason, own in decided.items():
+        used = [f"{name}={show(now[name])}" for name in own if now[name] == own[name]]
+        if used:
+            yield f"{reason}: {', '.join(used)}"
 
 
 def to_yaml(content: Config | list[str], section: str | None = None) -> str:
@@ -407,25 +356,23 @@ def to_yaml(content: Config | list[str], section: str | None = None) -> str:
 
 def _explain(error: Exception, overrides: Sequence[Override]) -> str:
     """Rewrite an error of Hydra, OmegaConf or PyYAML as `key=value: what is wrong; what to do`."""
-    if isinstance(error, yaml.YAMLError):
-        return _not_yaml(error, "a file in conf/")
     cause: BaseException = error
     while isinstance(cause.__cause__, (HydraException, OmegaConfBaseException)):
         cause = cause.__cause__
     name = getattr(cause, "full_key", None) or ""
     base = name.split("[")[0]
     # The type of each override has been checked; an error found here is in the last one of a key.
-    lines = (o.input_line for o in reversed(overrides) if o.key_or_group == base)
-    typed = next(filter(None, lines), None)
-    message = ": ".join(filter(None, (typed or name, _first_line(cause))))
+    typed = [o.input_line for o in overrides if o.key_or_group == base]
+    message = ": ".join(filter(None, (typed[-1] if typed else name, _one_line(cause))))
     return f"{message}; give {allowed_values(base)}" if base in FIELDS else message
 
 
-def _first_line(error: BaseException) -> str:
+def _one_line(error: BaseException) -> str:
+    """The message of an error in one line; Hydra's and OmegaConf's say more in the next ones."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    if len(lines) > 1 and lines[0].endswith("raised while composing config:"):
-        # An error in a YAML file: the cause and the key are on the lines below.
-        key = next((n.strip() for n in lines if n.strip().startswith("full_key: ")), "")
-        place = f"{key.removeprefix('full_key: ')}: " if key else ""
-        return f"{lines[0].split(':')[0]}: {place}{lines[1]}"
+    if isinstance(error, yaml.YAMLError):
+        return " ".join(" ".join(lines).split())
+    if lines[0].endswith("raised while composing config:"):  # an error in a YAML file
+        key = re.search(r"full_key: (\S+)", str(error))
+        return ": ".join(filter(None, (lines[0].split(":")[0], key and key[1], lines[1])))
     return lines[0]

@@ -15,14 +15,12 @@ from enum import Flag, auto
 from itertools import pairwise
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDER = Path(__file__).parent
 # On macOS, the import of a library may start threads, and a process with threads must not fork.
 # Elsewhere, a worker that forks from a server with the imports done starts faster.
 START_METHOD = "spawn" if sys.platform == "darwin" else "forkserver"
-# Takes a value. Returns None if it is allowed, else a description of the allowed values.
-Check = Callable[[Any], str | None]
 
 
 class UserError(ValueError):
@@ -53,10 +51,20 @@ NOTHING, RESULT, SPEED = Affects.NOTHING, Affects.RESULT, Affects.SPEED
 BOTH = RESULT | SPEED  # keys that change the step; in doubt, any key
 
 
+class Check(NamedTuple):
+    """The values of a key that are allowed, among those of its type."""
+
+    allows: Callable[[Any], Any]
+    says: str  # continues "give ..."
+
+
+ANY = Check(lambda _: True, "")
+
+
 def key(
     default: Any,
     affects: Affects,
-    check: Check | None = None,
+    check: Check = ANY,
     *,
     when: Mapping[str, tuple[str, ...]] | None = None,
     alike: Callable[[Any], Any] = lambda value: value,
@@ -65,7 +73,6 @@ def key(
 
     Args:
         default: the value if no group, recipe or override sets one.
-        check: refuses values that the type accepts.
         when: the key has an effect only if each of these keys has one of these values.
         alike: normalises a value. Values with the same normal form give the same training.
     """
@@ -86,68 +93,59 @@ def all_but(group: str, *names: str) -> dict[str, tuple[str, ...]]:
     return {f"{group}.name": tuple(n for n in group_names(group) if n not in names)}
 
 
-# Checks.
-
-
-def rule(allows: Callable[[Any], Any], says: str) -> Check:
-    """A check from a condition and a description of the values that meet it."""
-    return lambda value: None if allows(value) else says
-
-
 def one_of(*allowed: str) -> Check:
-    return rule(lambda value: value in allowed, f"one of {', '.join(allowed)}")
+    return Check(lambda value: value in allowed, f"one of {', '.join(allowed)}")
 
 
 def number(
-    low: float,
-    high: float = math.inf,
-    *,
-    above: bool = False,
-    below: bool = False,
-    optional: bool = False,
+    low: float, high: float = math.inf, *, above: bool = False, below: bool = False
 ) -> Check:
     """A finite number in [low, high]. `above` excludes `low`, `below` excludes `high`."""
-    span = f"> {low:g}" if above else f">= {low:g}"
+    says = f"a number {'>' if above else '>='} {low:g}"
     if high != math.inf:
-        span += f" and {'<' if below else '<='} {high:.10g}"
+        says += f" and {'<' if below else '<='} {high:.10g}"
 
-    def allows(value: Any) -> bool:
-        if value is None:
-            return optional
+    def allows(value: float) -> bool:
         at_limit = (above and value == low) or (below and value == high)
-        return math.isfinite(value) and low <= value <= high and not at_limit
+        return low <= value <= high and math.isfinite(value) and not at_limit
 
-    return rule(allows, f"a number {span}" + (" or null" if optional else ""))
+    return Check(allows, says)
 
 
-def each(item: Check, *, count: int) -> Check:
+def or_null(check: Check) -> Check:
+    return Check(lambda value: value is None or check.allows(value), f"{check.says} or null")
+
+
+def each(item: Check, count: int) -> Check:
     """A list of `count` values that all pass `item`."""
-
-    def check(values: Any) -> str | None:
-        if len(values) != count:
-            return f"a list of {count} values"
-        return next((f"a list of values, each {says}" for says in map(item, values) if says), None)
-
-    return check
-
-
-def auto_or(item: Check, says: str, kind: type) -> Check:
-    """`auto`, or a value of type `kind` that passes `item`."""
-    return rule(
-        lambda value: value == "auto" or (type(value) is kind and item(value) is None),
-        f"auto or {says}",
+    return Check(
+        lambda values: len(values) == count and all(map(item.allows, values)),
+        f"{count} values in brackets, each {item.says}",
     )
 
 
-def _is_words(value: Any) -> bool:
-    return isinstance(value, list) and value != [] and all(v and type(v) is str for v in value)
+def whole_or_auto(low: int, high: int) -> Check:
+    return Check(
+        lambda value: value == "auto" or (type(value) is int and low <= value <= high),
+        f"auto or a whole number from {low} to {high}",
+    )
+
+
+def _is_word(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_path(value: Any) -> bool:
+    """Whether this is null, a path, or a list of paths."""
+    words = value if isinstance(value, list) and value else [value]
+    return value is None or all(map(_is_word, words))
 
 
 def _is_rising(sizes: Any) -> bool:
     """Whether these are sizes by epoch, both increasing from epoch 0; or none."""
     if not isinstance(sizes, dict) or not sizes:
         return isinstance(sizes, dict)
-    rises = all(list(each) == sorted(set(each)) for each in (sizes, sizes.values()))
+    rises = all(list(numbers) == sorted(set(numbers)) for numbers in (sizes, sizes.values()))
     count = next(iter(sizes)) == 0 and 2 <= len(sizes) <= MOST_SIZES
     return rises and count and min(sizes.values()) >= SMALLEST
 
@@ -155,7 +153,7 @@ def _is_rising(sizes: Any) -> bool:
 def last_name(path: Any) -> Any:
     """Of a path, or of each path of a list, the last part: it stands for it in a run's name."""
     if isinstance(path, list):
-        return [last_name(str(each)) for each in path]
+        return [last_name(str(one)) for one in path]
     if not path or not isinstance(path, str):
         return path  # also a value that its check refuses later
     return os.path.basename(os.path.abspath(os.path.expanduser(path)))
@@ -171,71 +169,80 @@ COUNT = number(1)
 SIDE = number(SMALLEST, 4096)
 FRACTION = number(0, 1)
 POSITIVE = number(0, above=True)
-POSITIVE_OR_NULL = number(0, 1, above=True, optional=True)
-AUTO_BOOL = auto_or(lambda _: None, "true or false", bool)
+DECAY = or_null(number(0, 1, above=True))
+AUTO_BOOL = Check(lambda value: value == "auto" or type(value) is bool, "auto or true or false")
+PATHS = Check(_is_path, "a folder, or a list of folders in brackets")
+CLASSES = Check(_is_path, "classes in brackets, a pattern such as n015*, or a file of names")
+SIZES = Check(
+    _is_rising,
+    f"{{}}, or 2 to {MOST_SIZES} entries `epoch: size` with increasing epochs from 0 and "
+    f"increasing sizes of at least {SMALLEST} px, such as {{0: 160, 12: 192}}",
+)
+ARGS = Check(
+    lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
+    "names and values in braces, such as {drop_path_rate: 0.1}",
+)
+STAGES = Check(
+    lambda value: value > 0 if type(value) is int else value is None or _is_word(value),
+    "a whole number >= 1, the name of a stage, or null",
+)
+DECODER = one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid")
+COMPILE = one_of("auto", "off", "default", "tuned", "max-autotune-no-cudagraphs")
+RUN_NAME = Check(
+    lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
+    "a name without slashes, or null",
+)
+BOARDS = Check(
+    lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
+    f"names among {', '.join(TRACKERS)}, in brackets",
+)
+SPAN = Check(
+    lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
+    "two steps, the first not after the last, in brackets",
+)
 DATA_FOLDERS = ("data.root", "data.train", "data.val")
 # A run is identified by the samples that these keys choose, not by their values.
 CHOOSE_SAMPLES = (*DATA_FOLDERS, "data.classes", "data.val_fraction")
 # Keys that a recipe leaves to the user or to the machine: a run with other values is still a run of
 # the recipe.
-NOT_OF_THE_RECIPE = {
-    *DATA_FOLDERS,
-    "data.source",
-    "loader.decoder",
-    "train.precision",
-    "train.seed",
-}
+LEFT_TO_USER = {"data.source", "loader.decoder", "train.precision", "train.seed"}
+NOT_OF_THE_RECIPE = {*DATA_FOLDERS, *LEFT_TO_USER}
 FAKE = {"data.source": ("fake",)}
 FILES = {"data.source": ("folder",)}
 STEP = {"schedule.name": ("step",)}
+BCE = {"train.loss": ("bce",)}
 SGD = all_but("optim", "adamw", "lamb")
 MOMENTS = all_but("optim", "sgd")
+
+
+def _sorted_names(names: Any) -> Any:
+    return sorted(map(str, names)) if isinstance(names, list) else names
+
+
+def _engines(decoder: str) -> str:
+    """The CPU decoders return the same pixels."""
+    return decoder if decoder in ("gpu", "hybrid") else "auto"
 
 
 @dataclass
 class Data:
     source: str = key("folder", BOTH, one_of(*group_names("data")))
     """source of the images; set by data=NAME"""
-    root: Any = key(
-        None,
-        BOTH,
-        rule(
-            lambda value: value is None or isinstance(value, str) or _is_words(value),
-            "a folder, or a list of folders in brackets",
-        ),
-        alike=last_name,
-    )
+    root: Any = key(None, BOTH, PATHS, alike=last_name)
     """folder that holds train/<class>/* and val/<class>/*, or each split as train.tar, shards
     train-00000.tar, ..., train.zip (stored) or train.csv (path,label); a list unites folders"""
     train: str = key("train", BOTH, alike=last_name)
     """training split: a folder or file in data.root, or an absolute path"""
     val: str = key("val", RESULT, alike=last_name)
     """validation split: a folder or file in data.root, or an absolute path"""
-    classes: Any = key(
-        None,
-        BOTH,
-        rule(
-            lambda value: value is None or (value and isinstance(value, str)) or _is_words(value),
-            "names of classes in brackets, a pattern such as n015*, or a file with one per line",
-        ),
-        when=FILES,
-        alike=lambda names: sorted(map(str, names)) if isinstance(names, list) else names,
-    )
+    classes: Any = key(None, BOTH, CLASSES, when=FILES, alike=_sorted_names)
     """train on some classes only: names in brackets, a pattern such as n015*, or a file of names"""
     val_fraction: float = key(0.0, BOTH, number(0, 1, below=True), when=FILES)
     """fraction of the images of each class to validate on, if there is no validation split;
     data.root may then hold the class folders themselves"""
     image_size: int = key(224, BOTH, SIDE)
     """side of the training images in pixels; the augment lists refer to it"""
-    sizes: dict[int, int] = key(
-        {},
-        BOTH,
-        rule(
-            _is_rising,
-            f"{{}}, or 2 to {MOST_SIZES} entries `epoch: size` with increasing epochs from 0 and "
-            f"increasing sizes of at least {SMALLEST} px, such as {{0: 160, 12: 192}}",
-        ),
-    )
+    sizes: dict[int, int] = key({}, BOTH, SIZES)
     """progressive resizing: side of the training images from an epoch on, such as
     {0: 160, 12: 192}; the last is data.image_size"""
     val_size: int = key("${data.image_size}", RESULT, SIDE)
@@ -246,9 +253,9 @@ class Data:
     """largest fraction of unreadable training images that data.on_error=skip accepts"""
     max_pixels: int = key(MAX_PIXELS, NOTHING, COUNT)
     """an image with more pixels, by its header, counts as unreadable"""
-    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION, count=3))
+    mean: list[float] = key([0.485, 0.456, 0.406], RESULT, each(FRACTION, 3))
     """mean to subtract from each channel, in [0, 1]"""
-    std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE, count=3))
+    std: list[float] = key([0.229, 0.224, 0.225], RESULT, each(POSITIVE, 3))
     """standard deviation to divide each channel by"""
     repeats: int = key(1, BOTH, number(1, 100))
     """repeated augmentation: an epoch uses 1 / repeats of the images, each this many times with
@@ -273,18 +280,10 @@ class Augment:
 class Loader:
     batch_size: int = key(256, BOTH, COUNT)
     """global batch size: images per optimiser step over all ranks"""
-    workers: Any = key(
-        "auto", SPEED, auto_or(number(0, 4096), "a whole number from 0 to 4096", int)
-    )
+    workers: Any = key("auto", SPEED, whole_or_auto(0, 4096))
     """worker processes per rank: auto (measured on a GPU, else from the number of cores), or a
     number; 0 decodes in the training process, and no decoder is measured"""
-    decoder: str = key(
-        "auto",
-        BOTH,
-        one_of("auto", "region", "simplejpeg", "pillow", "gpu", "hybrid"),
-        # The CPU decoders return the same pixels.
-        alike=lambda name: name if name in ("gpu", "hybrid") else "auto",
-    )
+    decoder: str = key("auto", BOTH, DECODER, alike=_engines)
     """JPEG decoder: region (only the crop; needs a C compiler), simplejpeg and pillow use the CPU
     and give the same pixels; gpu uses the GPU's JPEG engines, hybrid both; auto takes the first CPU
     decoder that works, or what the first start measures as faster (not with train.deterministic); a
@@ -292,9 +291,7 @@ class Loader:
     pin_memory: Any = key("auto", SPEED, AUTO_BOOL)
     """page-lock the batch buffers, so that copies to a GPU overlap with the step: auto is true,
     unless loader.workers=auto measures that it is slower"""
-    prefetch_factor: Any = key(
-        "auto", SPEED, auto_or(number(1, 64), "a whole number from 1 to 64", int)
-    )
+    prefetch_factor: Any = key("auto", SPEED, whole_or_auto(1, 64))
     """tasks of 32 images assigned to each worker at a time: auto is 3, or what loader.workers=auto
     chooses"""
     prefetch_batches: int = key(4, SPEED, number(1, 64))
@@ -318,29 +315,12 @@ class Model:
     weights: str | None = key(None, RESULT, alike=last_name)
     """initial weights: a file with a state_dict or a checkpoint, the folder of a run, or
     `pretrained`"""
-    args: dict[str, Any] = key(
-        {},
-        BOTH,
-        rule(
-            lambda value: isinstance(value, dict) and all(isinstance(name, str) for name in value),
-            "names and values in braces, such as {drop_path_rate: 0.1}",
-        ),
-    )
+    args: dict[str, Any] = key({}, BOTH, ARGS)
     """arguments of the model, as its library names them: {drop_path_rate: 0.1} is stochastic depth
     in timm, {stochastic_depth_prob: 0.1} in torchvision (also its ResNets) and models/;
     {zero_init_residual: true} is for ResNets. {blur_pool: true}, for any model, blurs the inputs of
     strided convolutions (arXiv 1904.11486)"""
-    freeze: Any = key(
-        None,
-        BOTH,
-        rule(
-            lambda value: (
-                value is None
-                or (value if isinstance(value, str) else type(value) is int and value > 0)
-            ),
-            "a whole number >= 1, the name of a stage, or null",
-        ),
-    )
+    freeze: Any = key(None, BOTH, STAGES)
     """freeze the first stages and their BatchNorm statistics: how many, counted from the input, or
     the name of the last one. A ResNet has conv1 (with bn1), layer1, ..., layer4 and fc; a ViT has
     the patch embedding, each block and the head"""
@@ -348,9 +328,7 @@ class Model:
     """BatchNorm uses the statistics of all ranks (SyncBatchNorm; on GPUs)"""
     channels_last: Any = key("auto", SPEED, AUTO_BOOL)
     """memory format NHWC: auto is true for convnets on a GPU"""
-    compile: str = key(
-        "auto", SPEED, one_of("auto", "off", "default", "tuned", "max-autotune-no-cudagraphs")
-    )
+    compile: str = key("auto", SPEED, COMPILE)
     """torch.compile mode: auto is off on a CPU; on a GPU off, default or tuned, by the length of
     the run; tuned searches the block sizes of every kernel (minutes at the first start, steps about
     6 % faster)"""
@@ -366,9 +344,7 @@ class Optim:
     """sgd: momentum"""
     nesterov: bool = key(False, BOTH, when=SGD)
     """sgd: Nesterov momentum"""
-    betas: list[float] = key(
-        [0.9, 0.999], RESULT, each(number(0, 1, below=True), count=2), when=MOMENTS
-    )
+    betas: list[float] = key([0.9, 0.999], RESULT, each(number(0, 1, below=True), 2), when=MOMENTS)
     """adamw, lamb: decay rates of the two moments"""
     eps: float = key(1e-8, RESULT, POSITIVE, when=MOMENTS)
     """adamw, lamb: term added to the denominator"""
@@ -377,10 +353,10 @@ class Optim:
     decay_norms: bool = key(True, BOTH)
     """true applies weight decay to every parameter, as pytorch/examples does; false only to the
     weights of linear and convolution layers"""
-    layer_decay: float | None = key(None, BOTH, POSITIVE_OR_NULL)
+    layer_decay: float | None = key(None, BOTH, DECAY)
     """layer-wise decay: the learning rate of the last block is multiplied by this, that of the
     block before it by its square, and so on, as timm's --layer-decay; null: the same for all"""
-    clip_norm: float | None = key(None, BOTH, number(0, above=True, optional=True))
+    clip_norm: float | None = key(None, BOTH, or_null(POSITIVE))
     """maximum global gradient norm; null: no clipping"""
 
 
@@ -402,7 +378,7 @@ class Schedule:
 class Train:
     epochs: float = key(90.0, RESULT, number(0, EPOCHS, above=True))
     """passes over the training images"""
-    max_steps: int | None = key(None, NOTHING, number(1, optional=True))
+    max_steps: int | None = key(None, NOTHING, or_null(COUNT))
     """stop after this many optimiser steps in total; the schedule still follows train.epochs"""
     seed: int = key(0, RESULT, number(0, 2**32 - 1))
     """seed of sample order, augmentation, initial weights and dropout"""
@@ -420,21 +396,16 @@ class Train:
     loss: str = key("cross_entropy", BOTH, one_of("cross_entropy", "bce"))
     """loss of training: cross_entropy, or bce, the binary cross-entropy of every class (mean over
     classes and images, as timm's --bce-loss); validation measures the cross-entropy"""
-    bce_threshold: float | None = key(
-        None, BOTH, number(0, 1, below=True, optional=True), when={"train.loss": ("bce",)}
-    )
+    bce_threshold: float | None = key(None, BOTH, or_null(number(0, 1, below=True)), when=BCE)
     """bce: targets above this, after smoothing and mixing, become 1, others 0; null keeps them"""
     class_weights: str | None = key(
-        None,
-        BOTH,
-        rule(lambda value: value in (None, "balanced"), "balanced or null"),
-        when={"train.loss": ("cross_entropy",)},
+        None, BOTH, or_null(one_of("balanced")), when={"train.loss": ("cross_entropy",)}
     )
     """balanced multiplies the loss of an image by images / (classes * images of its class); null:
     all images count alike"""
     label_smoothing: float = key(0.0, BOTH, FRACTION)
     """label smoothing"""
-    ema_decay: float | None = key(None, BOTH, POSITIVE_OR_NULL)
+    ema_decay: float | None = key(None, BOTH, DECAY)
     """decay of the moving average of the weights, reached after a warm-up; the average selects the
     best checkpoint; the raw model is validated as well"""
     validate_every_epochs: int = key(1, NOTHING, COUNT)
@@ -457,16 +428,9 @@ class Checkpoint:
 
 @dataclass
 class Run:
-    name: str | None = key(
-        None,
-        NOTHING,
-        rule(
-            lambda name: name is None or (name and "/" not in name and name not in (".", "..")),
-            "a name without slashes, or null",
-        ),
-    )
+    name: str | None = key(None, NOTHING, RUN_NAME)
     """name of the run; null: the recipe and the keys that affect the result and differ from it"""
-    dir: str = key("runs/${run.name}", NOTHING, rule(bool, "a path"))
+    dir: str = key("runs/${run.name}", NOTHING, Check(bool, "a path"))
     """output folder of the run; the same command with the same run.dir resumes"""
 
 
@@ -474,28 +438,14 @@ class Run:
 class Log:
     every_steps: int = key(50, NOTHING, COUNT)
     """steps between log rows"""
-    trackers: list[str] = key(
-        ["tensorboard"],
-        NOTHING,
-        rule(
-            lambda names: set(names) <= set(TRACKERS) and len(set(names)) == len(names),
-            f"names among {', '.join(TRACKERS)}",
-        ),
-    )
+    trackers: list[str] = key(["tensorboard"], NOTHING, BOARDS)
     """where curves and pictures go, besides metrics.jsonl: tensorboard, wandb (Weights & Biases),
     both or none"""
 
 
 @dataclass
 class Profile:
-    steps: list[int] = key(
-        [],
-        NOTHING,
-        rule(
-            lambda steps: not steps or (len(steps) == 2 and 0 <= steps[0] <= steps[1]),
-            "two steps, the first not after the last",
-        ),
-    )
+    steps: list[int] = key([], NOTHING, SPAN)
     """first and last step to profile, such as [100,110]: writes a Chrome trace and the ten most
     expensive operators"""
 
@@ -580,28 +530,26 @@ class Config:
     recipe: str = field(default="", compare=False)
 
 
-def walk(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield (dotted key, dataclass field, value) for every key of a dataclass instance."""
-    for f in fields(node):
-        value = getattr(node, f.name)
-        if is_dataclass(value):
-            yield from walk(value, f"{prefix}{f.name}.")
-        elif "affects" in f.metadata:
-            yield f"{prefix}{f.name}", f, value
+def walk(config: Config) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (dotted key, dataclass field, value) for every key."""
+    for section in fields(config):
+        node = getattr(config, section.name)
+        if is_dataclass(node) and section.name != "expect":
+            for f in fields(node):
+                yield f"{section.name}.{f.name}", f, getattr(node, f.name)
 
 
 def sentences() -> dict[str, str]:
     """Dotted key -> the string below it, for --help."""
     module = ast.parse(Path(__file__).read_text(encoding="utf-8"))
-    classes = {node.name: node.body for node in module.body if isinstance(node, ast.ClassDef)}
+    sections = {f.name.capitalize() for f in fields(Config)}
     found = {}
-    for section in fields(Config):
-        body = classes.get(section.name.capitalize(), [])
-        for target, text in pairwise(body):
-            if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Expr):
-                found[f"{section.name}.{ast.unparse(target.target)}"] = " ".join(
-                    ast.literal_eval(text.value).split()
-                )
+    for node in module.body:
+        if isinstance(node, ast.ClassDef) and node.name in sections:
+            for target, text in pairwise(node.body):
+                if isinstance(target, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    name = f"{node.name.lower()}.{ast.unparse(target.target)}"
+                    found[name] = " ".join(ast.literal_eval(text.value).split())
     return found
 
 
@@ -639,34 +587,23 @@ def differences(stored: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     These are the keys that do not affect the result, and those of the samples, which may move.
     """
-    kept = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT}
+    fixed = {name for name, f, _ in walk(Config()) if f.metadata["affects"] & RESULT}
     return [
         f"{name}: {show(stored[name])} -> {show(value)}"
         for name, value in now.items()
-        if name in stored
-        and stored[name] != value
-        and (name not in kept or name in CHOOSE_SAMPLES)
+        if stored.get(name, value) != value
+        and name not in fixed - set(CHOOSE_SAMPLES)
         and not name.startswith("run.")
     ]
 
 
-def with_size(transforms: Iterable[Any], size: int, other: Any) -> list[Any]:
-    """Return a list of transforms with `other` in place of every parameter `size` of this value."""
-
-    def replaced(name: str, value: Any) -> Any:
-        if isinstance(value, Sequence) and not isinstance(value, str):  # also OmegaConf's lists
-            return [replaced(name, each) for each in value]
-        return other if name == "size" and value == size else value
-
-    return [
-        {
-            name: {key: replaced(key, value) for key, value in parameters.items()}
-            for name, parameters in entry.items()
-        }
-        if isinstance(entry, Mapping) and all(isinstance(p, Mapping) for p in entry.values())
-        else entry
-        for entry in transforms
-    ]
+def with_size(node: Any, size: int, other: Any, name: str = "") -> Any:
+    """Return transforms with `other` in place of every parameter `size` of this value."""
+    if isinstance(node, Mapping):
+        return {key: with_size(inner, size, other, key) for key, inner in node.items()}
+    if isinstance(node, Sequence) and not isinstance(node, str):  # also OmegaConf's lists
+        return [with_size(inner, size, other, name) for inner in node]
+    return other if name == "size" and node == size else node
 
 
 def check(config: Config, *, runnable: bool = True, complete: bool = False) -> None:
@@ -681,59 +618,28 @@ def check(config: Config, *, runnable: bool = True, complete: bool = False) -> N
         UserError: names the key, the value and the allowed values.
     """
     for name, f, value in walk(config):
-        test = f.metadata["check"]
-        if test and (allowed := test(value)):
-            raise UserError(f"{name}={show(value)}: not allowed; give {allowed}")
-    if config.data.sizes and (complete or not config.adapt):
-        _check_sizes(config)
+        if not f.metadata["check"].allows(value):
+            raise UserError(f"{name}={show(value)}: not allowed; give {f.metadata['check'].says}")
+    data, sizes = config.data, config.data.sizes
+    if sizes and (complete or not config.adapt):
+        typed, (epoch, size) = f"data.sizes={show(sizes)}", list(sizes.items())[-1]
+        if size != data.image_size:
+            raise UserError(
+                f"{typed}: the last size must be data.image_size={data.image_size}; give "
+                f"data.image_size={size}, or data.sizes={{}} to train at one size"
+            )
+        if epoch >= config.train.epochs:
+            end = f"train.epochs={show(config.train.epochs)}"
+            raise UserError(f"{typed}: the run ends after {end}, before epoch {epoch}; lower it")
     if config.optim.name == "sgd" and config.optim.nesterov and config.optim.momentum == 0:
         raise UserError(
             "optim.nesterov=true: needs optim.momentum > 0; increase it or set nesterov to false"
         )
-    if config.expect is not None:
-        check_expect(config.expect)
-    if runnable and config.data.source == "folder" and not config.data.root:
+    if runnable and data.source == "folder" and not data.root:
         raise UserError(
             "data.root is missing: pass data.root=/path/to/imagenet (it holds train/<class>/* and "
             "val/<class>/*), or try `python train.py recipe=demo`, which draws its own images"
         )
-
-
-def _check_sizes(config: Config) -> None:
-    """Refuse data.sizes that do not end in data.image_size before the run does."""
-    sizes, largest = config.data.sizes, config.data.image_size
-    epoch, size = list(sizes.items())[-1]
-    if size != largest:
-        raise UserError(
-            f"data.sizes={show(sizes)}: the last size must be data.image_size={largest}; give "
-            f"data.image_size={size}, or data.sizes={{}} to train at {largest} px throughout"
-        )
-    if epoch >= config.train.epochs:
-        raise UserError(
-            f"data.sizes={show(sizes)}: the run ends after train.epochs="
-            f"{show(config.train.epochs)}, before epoch {epoch}; give an earlier epoch"
-        )
-
-
-def check_expect(expect: Expect) -> None:
-    """Refuse an expectation that a run cannot be compared with.
-
-    Raises:
-        UserError: names the key in the recipe's file and the allowed values.
-    """
-    reference = expect.reference or Reference(LEAST_RUNS, [], [])
-    means = each(number(0, 100), count=len(reference.top1))
-    allowed = {
-        "top1": number(0, 100)(expect.top1),
-        "spread": number(0, 100, optional=True)(expect.spread),
-        "status": one_of(*STATUSES)(expect.status),
-        "reference.runs": number(LEAST_RUNS)(reference.runs),
-        "reference.top1": means(reference.top1),
-        "reference.std": means(reference.std),
-    }
-    for name, says in allowed.items():
-        if says:
-            raise UserError(f"expect.{name} of the recipe: not allowed; give {says}")
 
 
 def did_you_mean(word: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> str:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,16 +17,18 @@ import yaml
 from conf import cli, hints, schema
 from conf.schema import (
     RESULT,
+    Check,
     Config,
     UserError,
-    auto_or,
     each,
     group_names,
     number,
     one_of,
+    or_null,
     sentences,
     show,
     walk,
+    whole_or_auto,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -192,100 +195,62 @@ def test_a_typo_on_the_real_command_line(tmp_path: Path) -> None:
 
 # override -> a part of the error message
 MISTAKES = {
-    # a typo in a key, also behind + and ++
-    "optm.lr=1": "there is no key optm.lr; did you mean optim.lr?",
+    # an unknown key
     "+optm.lr=1": "there is no key optm.lr; did you mean optim.lr?",
-    "autotune.online=true": "there is no key autotune.online; leave it out: ",
     "train.lr=1": "did you mean optim.lr?",
-    "data.rot=/x": "did you mean data.root?",
+    "Optimizer.LR=1": "did you mean optim.lr?",
+    "batchsize=32": "did you mean loader.batch_size?",
+    "name=mine": "did you mean model.name or optim.name or schedule.name or run.name?",
     "+foo=1": "there is no key foo",
-    "optim.betas.0=0.5": "did you mean optim.betas?",
     "+optim._target_=os.system": "there is no key optim._target_",
-    # Hydra's own settings
-    "hydra.run.dir=/tmp/x": "write run.dir=/tmp/x",
-    "hydra.sweep.dir=/tmp/x": "it is for a sweep; add -m",
-    "hydra/launcher=basic": "it is for a sweep; add -m",
-    "hydra.searchpath=[pkg://x]": "write --config-dir DIR",
-    "~hydra": "leave it out",
-    "optim={lr: 1}": f"choose one of {OPTIM}",
+    "optim@foo=sgd": "there is no key optim@foo; did you mean optim?",
+    "~optim.lr": "is not key=value",
+    "hydra/launcher=basic": "Hydra's own settings are for a sweep (-m)",
     "train=3": "is a group of keys: train.epochs, train.max_steps",
-    # adding and removing
-    "+optim.lr=1": "write optim.lr=1",
-    "+recipe=demo": "write recipe=demo",
-    "~optim.lr": "cannot be removed",
-    # an unknown choice
-    "recipe=imagenet_rn5": f"choose one of {RECIPE}",
-    "model=resnet_tin": "did you mean resnet_tiny?",
+    "model.args.depth=3": "write model.args={depth: 3}",
+    # an unknown choice, also under an injected path
+    "recipe=imagenet_rn5": f"choose one of {RECIPE}; did you mean imagenet_rn50?",
     "optim=": f"choose one of {OPTIM}",
     "optim=../optim/sgd": f"choose one of {OPTIM}",
-    "optim@foo=sgd": "optim.lr",
+    "optim={lr: 1}": f"choose one of {OPTIM}",
+    "model=resnet101": "; for any other model write model.name=resnet101",
+    "data=/imagenet": "for a folder of images write data.root=/imagenet",
     "optim.lr=0.1,0.2": "is a sweep; `train.py -m` trains once for each value",
     # a wrong type
     "optim.lr=abc": "give a number",
     "train.seed=1.5": "give a whole number",
-    "train.deterministic=maybe": "give true or false",
     "optim.nesterov=0": "give true or false",
-    "log.tensorboard=false": "there is no key log.tensorboard; write log.trackers=[] to write no",
     "log.trackers=wandb": "give names among tensorboard, wandb, in brackets",
-    "log.trackers=[wandb,wandb]": "give names among tensorboard, wandb",
-    "optim.name=null": f"give one of {OPTIM}",
     "data.train=null": "give a name or a path",
     "augment.train=5": "give a list, in brackets",
-    "optim.betas=0.9,0.95": "give a list of 2 values, in brackets",
+    "optim.betas=0.9,0.95": "give 2 values in brackets, each a number",
     "profile.steps=100-110": "give two steps, the first not after the last, in brackets",
     "loader.batch_size=2^8": "give a whole number >= 1",
-    "train.max_steps=1e5": "give a whole number >= 1 or null",
-    "loader.workers=many": "give auto or a whole number from 0 to 4096",
+    "optim.lr=[1": "cannot be read as key=value; give a number > 0",
+    # a value that is not allowed
+    "train.max_steps=0": "give a number >= 1 or null",
     "loader.workers=true": "give auto or a whole number from 0 to 4096",
     "model.channels_last=1": "give auto or true or false",
-    # out of range: negative, zero, NaN, infinite
-    "optim.lr=-0.1": "give a number > 0",
-    "optim.lr=nan": "give a number > 0",
-    "optim.weight_decay=-1e-4": "give a number >= 0",
-    "optim.momentum=1.5": "give a number >= 0 and <= 1",
-    "optim.clip_norm=0": "give a number > 0 or null",
-    "optim.betas=[0.9, nan]": "give a list of values, each a number >= 0",
-    "optim.betas=[0.9, 1]": "give a list of values, each a number >= 0 and < 1",
-    "data.std=[0.5, 0.5, 0]": "give a list of values, each a number > 0",
-    "data.image_size=0": "give a number >= 8",
-    "loader.workers=-1": "give auto or a whole number from 0 to 4096",
-    "train.epochs=0": "give a number > 0",
     "train.epochs=1e308": "give a number > 0",
-    "train.max_steps=0": "give a number >= 1 or null",
-    "train.ema_decay=nan": "give a number > 0 and <= 1 or null",
-    "train.label_smoothing=2": "give a number >= 0 and <= 1",
-    "checkpoint.every_steps=0": "give a number >= 1",
-    # not one of the allowed words
+    "data.std=[0.5, 0.5, 0]": "give 3 values in brackets, each a number > 0",
+    "log.trackers=[wandb,wandb]": "give names among tensorboard, wandb",
+    "profile.steps=[3,2]": "give two steps, the first not after the last",
     "train.device=gpu": "give one of auto, cpu, cuda",
-    "optim.name=nope": f"give one of {OPTIM}",
-    "data.on_error=ignore": "give one of raise, skip",
+    "train.class_weights=even": "give one of balanced or null",
     "run.name=a/b": "give a name without slashes",
     "run.dir=": "give a path",
-    # Hydra's symbol for a missing value
-    "optim.lr=???": "optim.lr=???: not allowed; give a number > 0",
-    "optim.betas=[0.9,???]": "give a list of 2 values",
+    "data.root=[a, 3]": "give a folder, or a list of folders",
+    "data.root=": "give a folder, or a list of folders",
+    "model.freeze=1.5": "give a whole number >= 1, the name of a stage",
+    "model.freeze=0": "give a whole number >= 1, the name of a stage, or null",
+    "model.args={1: 2}": "give names and values in braces",
     # names and values of other programs
     "model.pretrained=true": "there is no key model.pretrained; write model.weights=pretrained",
-    "evaluate=true": (
-        "`python scripts/evaluate.py CHECKPOINT` evaluates; a run always validates at its end"
-    ),
     "experiment=x": "write recipe=x for a recipe or run.name=x for the name of the run",
     "trainer.max_epochs=5": "write train.epochs=5",
-    "Optimizer.LR=1": "did you mean optim.lr?",
-    "gpus=4": "`torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
     "mixup=0.2": "write 'augment.batch=[{mixup: {alpha: 0.2}}]'",
-    "train.device=cuda:1": (
-        "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES chooses the GPU"
-    ),
+    "train.device=cuda:1": "write train.device=cuda; the environment variable CUDA_VISIBLE_DEVICES",
     "model.compile=true": "write model.compile=default",
-    "model=resnet101": "; for any other model write model.name=resnet101",
-    "data=/imagenet": "for a folder of images write data.root=/imagenet",
-    "name=mine": "did you mean model.name or optim.name or schedule.name or run.name?",
-    "batchsize=32": "did you mean loader.batch_size?",
-    # the groups and keys of lightning-hydra-template
-    "trainer=gpu": "there is no key trainer; the keys train.* hold these settings, and a GPU",
-    "debug=default": "; write train.max_steps=10 for a short run",
-    "optimized_metric=val/acc": "; leave it out: a sweep max",
     # interpolation
     "run.dir=${nope}": "Interpolation key 'nope' not found",
     "optim.lr=${optim.lr}": "Recursive interpolation",
@@ -301,24 +266,14 @@ def test_mistake_is_one_line_and_status_2(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     line = refusal([DATA, override], capsys)
-    key = override.split("=")[0].lstrip("+~").split("@")[0]
-    assert key in line
+    assert line.startswith(f"{override.partition('=')[0]}")
     assert MISTAKES[override] in line
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "override",
-    ["foo", "optim.lr", "optim.lr=[1", "=1", "", " optim.lr=1", "optim.lr=1}"],
-)
-def test_unreadable_override_is_named(override: str, capsys: pytest.CaptureFixture[str]) -> None:
-    line = refusal([DATA, override], capsys)
-    assert " ".join(override.split()) in line
-
-
 def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
     assert "optim.momentum" in refusal([DATA, "optim.nesterov=true", "optim.momentum=0"], capsys)
-    for arguments in ([], ["data.root=null"], ["data.root="]):
+    for arguments in ([], ["data.root=null"]):
         line = refusal(arguments, capsys)
         assert line.startswith("data.root is missing: pass data.root=") and "recipe=demo" in line
 
@@ -326,61 +281,38 @@ def test_keys_that_need_another(capsys: pytest.CaptureFixture[str]) -> None:
 # arguments that are not key=value -> the whole error message
 FLAGS = {
     "-m=true": "argument -m/--multirun: ignored explicit argument 'true'",
-    "-p optim": "-p and --resolve need --cfg; write --cfg job",
     "--cfg hydra": "argument --cfg: invalid choice: 'hydra' (choose from 'job')",
-    "optim.lr = 0.3": "optim.lr: has no value; write optim.lr=VALUE",
+    "optim.lr = 0.3": "optim.lr: is not key=value; write optim.lr=VALUE",
     "optim.betas=[0.9, 0.95]": "0.95]: is not key=value; a list has no spaces: "
     "'optim.betas=[0.9,0.95]'",
-    "--lr 0.1": "--lr: not an option; write optim.lr=0.1",
     "--optim.lr 0.1": "--optim.lr: not an option; write optim.lr=0.1",
     "--data DIR": "--data: not an option; write data.root=DIR",
-    "-a resnet50": "-a: not an option; write model.name=resnet50",
     "--arch": "--arch: not an option; write model.name=VALUE",
     "-b 256": "-b: not an option; write loader.batch_size=256; "
     "loader.batch_size is the batch over all GPUs (timm's is per GPU)",
-    "-j 8": "-j: not an option; write loader.workers=8",
     "-j8 --epochs 5": "-j, --epochs: not options; write loader.workers=8 train.epochs=5",
-    "--workers 8 --seed 1 --momentum 0.9": "--workers, --seed, --momentum: not options; "
-    "write loader.workers=8 train.seed=1 optim.momentum=0.9",
-    "--resume X": "--resume: not an option; write checkpoint.resume=X",
-    "--pretrained /x": "--pretrained: not an option; write model.weights=pretrained data.root=/x",
-    "--opt adamw --sched cosine": "--opt, --sched: not options; write optim=adamw schedule=cosine",
-    "--warmup-epochs 5 --amp": (
-        "--warmup-epochs, --amp: not options; write schedule.warmup_epochs=5 train.precision=bf16"
-    ),
-    "--mixup 0.2": "--mixup: not an option; write 'augment.batch=[{mixup: {alpha: 0.2}}]'",
-    "-e": (
-        "-e: not an option; `python scripts/evaluate.py CHECKPOINT` evaluates; a run always "
-        "validates at its end"
-    ),
+    "--opt=adamw --mixup 0.2": "--opt, --mixup: not options; "
+    "write optim=adamw 'augment.batch=[{mixup: {alpha: 0.2}}]'",
+    "-e": "-e: not an option; `python scripts/evaluate.py CHECKPOINT` evaluates; a run always "
+    "validates at its end",
     "--local_rank=0 --dist-url tcp://x --world-size 2": "--local_rank, --dist-url, --world-size: "
     "not options; `torchrun --nproc-per-node N train.py ...` starts one process for each of N GPUs",
-    "-cn mine": "-cn: not an option; write recipe=mine",
-    "--info": (
-        "--info: not an option; --cfg job prints the composed config, --help lists the groups"
-    ),
-    "-sc install=bash": "-sc: not an option; there is no completion; --help lists all keys",
-    "optim.lr=0.1, 0.2": "0.2: is not key=value; a list has no spaces: optim.lr=0.1,0.2",
     "--nesterov": "--nesterov: not an option; write optim.nesterov=true",
-    "--foo": "--foo: not an option; --help lists all keys",
     "--foo --lr 0.1 data.root=/x": (
         "--foo, --lr: not options; write optim.lr=0.1; --help lists all keys"
     ),
     "-a resnet18 --lr 0.1 /imagenet": (
         "-a, --lr: not options; write model.name=resnet18 optim.lr=0.1 data.root=/imagenet"
     ),
-    "optim.lr=0.1 /imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
+    "run.name=a /imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
     "data.root=/my pics/a": (
         "pics/a: is not key=value; a value with spaces needs quotes: 'data.root=/my pics/a'"
     ),
-    "run.name=a /imagenet": "/imagenet: is not key=value; write data.root=/imagenet",
     "demo": "demo: is not key=value; write recipe=demo",
-    "@foo=1": "@foo=1: there is no key @foo=1; --help lists all keys",
+    "@foo=1": "@foo=1: there is no key @foo; --help lists all keys",
+    "=1": "=1: there is no key =1; --help lists all keys",
     "help": "help: is not key=value; --help lists all keys",
-    "data.root": "data.root: has no value; write data.root=VALUE",
-    "optim.lr train.epochs=3": "optim.lr: has no value; write optim.lr=VALUE",
-    """'augment.batch={"mixup": 0.2}'""": 'augment.batch={"mixup": 0.2}: cannot be read as '
-    "key=value; write 'augment.batch={mixup: 0.2}'",
+    "''": ": is not key=value; --help lists all keys",
 }
 
 
@@ -400,40 +332,39 @@ def test_advice_refers_to_existing_keys() -> None:
         "data.root": "/x",
         "model.weights": "w.pt",
         "optim": "adamw",
-        "schedule": "step",
+        "schedule": "linear",
         "recipe": "demo",
         "train.bce_threshold": "0.2",
     }
-    values_instead = [
-        remedy.removeprefix("write ").partition(";")[0] for remedy in hints.VALUES.values()
-    ]
+    needed = {
+        "schedule.final_lr": "schedule=linear",
+        "optim.eps": "optim=adamw",
+        "train.bce_threshold": "train.loss=bce",
+    }
     for remedy in overrides:
-        override = remedy.replace("{}", values.get(remedy.partition("=")[0], "1"))
-        needed = ["schedule=linear"] if "final_lr" in override else []  # step does not use it
-        needed += ["optim=adamw"] if "optim.eps" in override else []  # sgd has none
-        needed += ["train.loss=bce"] if "bce_threshold" in override else []
-        cli.load([DATA, *needed, override])
-    cli.load([DATA, *values_instead])
-    assert len(overrides) > 20 and set(hints.MEANINGS) <= set(cli.KEYS)
+        name = remedy.partition("=")[0]
+        more = [needed[name]] if name in needed else []
+        cli.load([DATA, *more, remedy.replace("{}", values.get(name, "1"))])
+    instead = [remedy.removeprefix("write ").partition(";")[0] for remedy in hints.VALUES.values()]
+    cli.load([DATA, *instead])
+    assert len(overrides) > 20
     last_parts = {key.rpartition(".")[2].replace("_", "-") for key in cli.KEYS}
-    assert set(hints.REMEDIES) & last_parts == {
-        "batch",
-        "steps",
-    }  # of lists, which nobody means by these
-    assert set(hints.REMEDIES) & set(cli.GROUPS) == {
-        "data",
-        "model",
-    }  # their values are paths and names, not choices
+    # Of lists, which nobody means by these; and of groups, whose values are choices, not paths.
+    assert set(hints.REMEDIES) & last_parts == {"batch", "steps"}
+    assert set(hints.REMEDIES) & set(cli.GROUPS) == {"data", "model"}
 
 
 def test_if_a_key_is_given_twice_the_wrong_override_is_named(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    for wrong in ("optim.lr=abc", "optim.lr=???", "optim.lr=${nope}"):
-        assert refusal([DATA, "optim.lr=0.1", wrong], capsys).startswith(f"{wrong}: ")
-        if "$" not in wrong:  # only the last one is resolved
-            assert refusal([DATA, wrong, "optim.lr=0.1"], capsys).startswith(f"{wrong}: ")
-    assert refusal([DATA, "optim.lr=0.1", "optim.lr=-2"], capsys).startswith("optim.lr=-2: ")
+    for typed in (
+        ["optim.lr=0.1", "optim.lr=abc"],
+        ["optim.lr=abc", "optim.lr=0.1"],
+        ["optim.lr=0.1", "optim.lr=${nope}"],
+        ["optim.lr=0.1", "optim.lr=-2"],
+    ):
+        wrong = next(word for word in typed if word != "optim.lr=0.1")
+        assert refusal([DATA, *typed], capsys).startswith(f"{wrong}: ")
     assert cli.load([DATA, "optim.lr=0.1", "optim.lr=0.2"]).optim.lr == 0.2
 
 
@@ -470,8 +401,7 @@ def test_a_path_is_taken_literally(path: str) -> None:
         ),
         (
             "train: {epochs: 3",
-            "conf/recipe/mine.yaml: line 3: is not YAML (expected ',' or '}', but got "
-            "'<stream end>'); correct",
+            'mine.yaml", line 3, column 1); correct it',
         ),
     ],
 )
@@ -513,30 +443,33 @@ def test_a_log_message_cannot_control_a_terminal(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_checks() -> None:
-    """Each returns the allowed values, or None. Includes None, bool and NaN."""
-    assert number(1)(1) is None and number(1, above=True)(1) == "a number > 1"
-    assert number(0, 1)(1.01) == "a number >= 0 and <= 1"
-    assert number(0)(float("nan")) and number(0)(float("inf")) and number(0)(None)
-    assert number(0, optional=True)(None) is None
-    assert one_of("a", "b")("b") is None and one_of("a", "b")("c") == "one of a, b"
-    assert each(number(0), count=2)([1, 2]) is None
-    assert each(number(0), count=2)([1]) == "a list of 2 values"
-    assert each(number(0), count=2)([1, -1]) == "a list of values, each a number >= 0"
-    workers = auto_or(number(0), "a whole number", int)
-    assert workers("auto") is None and workers(0) is None
-    assert workers(False) == workers(0.0) == workers("4") == workers(-1) == "auto or a whole number"
+@pytest.mark.parametrize(
+    ("check", "allowed", "refused", "says"),
+    [
+        (number(1), [1, 5.5], [0.9, float("nan"), float("inf")], "a number >= 1"),
+        (number(1, above=True), [1.1], [1], "a number > 1"),
+        (number(0, 1), [0, 1], [-0.1, 1.01], "a number >= 0 and <= 1"),
+        (number(0, 1, below=True), [0], [1], "a number >= 0 and < 1"),
+        (or_null(number(0)), [None, 0], [-1], "a number >= 0 or null"),
+        (one_of("a", "b"), ["b"], ["c", ""], "one of a, b"),
+        (each(number(0), 2), [[1, 2]], [[1], [1, -1]], "2 values in brackets, each a number >= 0"),
+        (
+            whole_or_auto(0, 9),
+            ["auto", 0, 9],
+            [False, 0.0, "4", -1, 10],
+            "auto or a whole number from 0 to 9",
+        ),
+    ],
+)
+def test_checks(check: Check, allowed: list[Any], refused: list[Any], says: str) -> None:
+    assert all(map(check.allows, allowed)) and not any(map(check.allows, refused))
+    assert check.says == says
 
 
 def test_show_formats_values_as_typed() -> None:
-    assert [show(v) for v in (None, True, False, 0.1, "auto")] == [
-        "null",
-        "true",
-        "false",
-        "0.1",
-        "auto",
-    ]
+    values = [None, True, False, 0.1, 3.0, "auto", {"a": None}]
+    assert " ".join(map(show, values)) == "null true false 0.1 3 auto {a: null}"
 
 
 def test_every_key_has_a_sentence() -> None:
-    assert list(sentences()) == cli.KEYS
+    assert set(sentences()) == set(cli.KEYS)

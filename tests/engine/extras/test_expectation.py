@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from conf import cli
-from conf.schema import FOLDER, Expect, Reference, UserError, check_expect, group_names
+from conf.schema import FOLDER, LEAST_RUNS, STATUSES, Expect, Reference, UserError, group_names
 from engine.extras.expectation import LEAST_STD, Expectation, half_width, quantile
 
 PUBLISHED = Expect(
@@ -173,11 +173,12 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
     expect = config.expect
     if expect is None:
         pytest.skip("the recipe states no accuracy")
-    check_expect(expect)
+    assert 0 <= expect.top1 <= 100 and expect.status in STATUSES
     assert all([expect.source, expect.hardware, expect.time, expect.classes > 1])
     assert expect.train_images > expect.val_images > 0
     curve = expect.reference
     if curve is not None:
+        assert curve.runs >= LEAST_RUNS
         assert len(curve.top1) == len(curve.std) == config.train.epochs
         assert abs(curve.top1[-1] - expect.top1) <= expect.spread  # the curve may be of fewer runs
         assert expect.status == "reproduced here"
@@ -199,21 +200,6 @@ def test_the_expectation_of_a_recipe_is_sound_and_documented(recipe: str) -> Non
     readme = (FOLDER.parent / "README.md").read_text().splitlines()
     (line,) = [line for line in readme if line.startswith(f"| `{recipe}`")]
     assert f" {expect.top1:.1f}" in line, f"README.md: the recipe's row must say {expect.top1:.1f}"
-
-
-@pytest.mark.parametrize(
-    ("change", "text"),
-    [
-        ({"top1": 100.5}, "expect.top1 of the recipe: not allowed; give a number >= 0"),
-        ({"status": "proven"}, "expect.status of the recipe: not allowed; give one of published"),
-        ({"spread": -1.0}, "expect.spread of the recipe: not allowed"),
-        ({"reference": replace(CURVE, runs=4)}, "expect.reference.runs of the recipe: not allowed"),
-        ({"reference": replace(CURVE, std=[1.0])}, "expect.reference.std .* a list of 3 values"),
-    ],
-)
-def test_a_wrong_expectation_is_refused(change: dict[str, object], text: str) -> None:
-    with pytest.raises(UserError, match=text):
-        check_expect(replace(PUBLISHED, **change))  # type: ignore[arg-type]
 
 
 def test_an_expectation_is_not_a_key() -> None:
