@@ -1,11 +1,11 @@
 """The directory of one run: its lock, identity and files. One process trains in it at a time."""
 
 import fcntl
-import json
 import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,6 @@ FIXED = (
     "loader.batch_size",
 )
 UNUSED = "unused"  # shown for a key that another key disables, as optim.betas with optim.name=sgd
-MOST_CHANGES = 5  # largest number of changes to list in a message
 # Keys that decide what a validation measures: their change makes the best checkpoint incomparable.
 VALIDATED_ON = {"data.val", "data.val_size", "data.mean", "data.std", "augment.val"}
 
@@ -93,34 +92,24 @@ def compare(
     """
     changes = {}
     for name in {**now, **stored}:
-        was, value = stored.get(name), now.get(name)
-        if was != value:
-            shown = _shortened(stored.get(name, UNUSED), now.get(name, UNUSED))
-            changes[name] = f"{name} was {shown[0]}, is {shown[1]}"
+        if stored.get(name) != now.get(name):
+            was, value = show(stored.get(name, UNUSED)), show(now.get(name, UNUSED))
+            changes[name] = f"{name} was {was}, is {value}"
     fixed = [name for name in changes if name in FIXED]
     if not changes or (accept_changes and not fixed):
         return changes
-    listed = [*changes.values()][:MOST_CHANGES]
-    if len(changes) > MOST_CHANGES:
-        listed.append(f"and {len(changes) - MOST_CHANGES} more")
     reason = "these changes affect the result"
-    if fixed:
-        reason = f"{fixed[0]} cannot change within a run"
     remedies = [
         "give run.name=NAME to train in another directory",
         "start over in this one with checkpoint.resume=never (this moves the old run aside)",
-        "continue from this checkpoint with checkpoint.accept_changes=true",
-    ][: 2 if fixed else 3]
+    ]
+    if fixed:
+        reason = f"{fixed[0]} cannot change within a run"
+    else:
+        remedies.append("continue from this checkpoint with checkpoint.accept_changes=true")
     raise UserError(
-        f"cannot resume {path}: {'; '.join(listed)}; {reason}: {', or '.join(remedies)}"
+        f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {', or '.join(remedies)}"
     )
-
-
-def _shortened(*values: Any) -> list[str]:
-    """Format values for a message, shortened unless that hides their difference."""
-    full = [show(value) for value in values]
-    short = [text if len(text) <= 60 else f"{text[:57]}..." for text in full]
-    return short if len(set(short)) == len(set(full)) else full
 
 
 class RunDirectory(AbstractContextManager["RunDirectory"]):
@@ -135,7 +124,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     Attributes:
         resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
-        accepted: the accepted changes, key -> sentence. Set by `open`.
         saved_step: step of the newest checkpoint that is known to be on disk; the step at which
             this start begins if there is none.
     """
@@ -145,24 +133,26 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
-        self.accepted: dict[str, str] = {}
         self.saved_step = self._begun_step = 0  # the latter: of the last call of `save`
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
         self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
-        # What `_find` has found, and the manifests that there were then.
-        self._found: tuple[object, tuple[Path, dict[str, Any]] | None] | None = None
         self._compiled: CompileCache | None = None
 
+    @cached_property
+    def _found(self) -> tuple[Path, dict[str, Any]] | None:
+        """The checkpoint to resume and its content. It may be large, so it is read only once."""
+        with _usable(self.path):
+            _refuse_foreign(self.path, self.config)
+            return _look_for(self.path, self.config.checkpoint.resume)
+
     def stored(self) -> tuple[int, dict[str, Any]]:
-        """Return step and identity of the checkpoint that `open` would resume; 0, {} if none.
+        """Return step and identity of the checkpoint that `open` will resume; 0, {} if none.
 
         Raises:
             UserError, CheckpointError: as `open` does.
         """
-        with _usable(self.path):
-            _refuse_foreign(self.path, self.config)
-            found = self._find()
+        found = self._found
         return (found[1]["step"], found[1]["identity"]) if found is not None else (0, {})
 
     def open(
@@ -184,19 +174,19 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """
         same_on_all_ranks(self.world.all_gather(identity))
         values = {**config_values(self.config), "ranks": self.world.size}
-        self._content = {"identity": identity, "config": values}
-        self.resumed, self.accepted, before = self.world.broadcast(
+        self.resumed, accepted, before = self.world.broadcast(
             lambda: self._open(state, identity, stop_step)
         )
-        self._content["made_by"] = self.world.broadcast(checkpoint.provenance)
+        made_by = self.world.broadcast(checkpoint.provenance)
+        self._content = {"identity": identity, "config": values, "made_by": made_by}
         if self.resumed is None:
             return []
         if not self.world.is_main:
-            _load(state, self.resumed, checkpoint.load(self.resumed), self.accepted)
+            _load(state, self.resumed, checkpoint.load(self.resumed), accepted)
         self.saved_step = self._begun_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
-        if self.is_first_start or self.accepted.keys() & VALIDATED_ON:
+        if self.is_first_start or accepted.keys() & VALIDATED_ON:
             # The best checkpoint is in another folder, or was validated on other images.
             state.best, state.last = {}, {}
         if self.is_first_start:
@@ -204,7 +194,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             state.origin = str(self.resumed.resolve())
             state.history.append(f"began at step {state.step:,} with {self.resumed}")
         state.history += [
-            f"accepted at step {state.step:,}: {change}" for change in self.accepted.values()
+            f"accepted at step {state.step:,}: {change}" for change in accepted.values()
         ]
         return differences(before, values)
 
@@ -212,46 +202,26 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self, state: TrainState, identity: dict[str, Any], stop_step: int | None
     ) -> tuple[Path | None, dict[str, str], dict[str, Any]]:
         """Open on rank 0; return the checkpoint, the accepted changes and the stored config."""
-        resume = self.config.checkpoint.resume
         path: Path | None = None
-        content: dict[str, Any] = {"config": {}}
         changes: dict[str, str] = {}
+        before: dict[str, Any] = {}
+        if self._found is not None:
+            path, content = self._found
+            before = content["config"]
+            changes = _changes(identity, path, content, self.config, stop_step)
+            _load(state, path, content, changes)
+        self._found = None  # frees the memory
         with _usable(self.path):
-            _refuse_foreign(self.path, self.config)
-            if (self.path / ".lock").exists():
-                self._lock = _claim(self.path)
-            if found := self._find():
-                path, content = found
-                changes = _accepted(
-                    identity,
-                    path,
-                    content,
-                    accept_changes=self.config.checkpoint.accept_changes,
-                    stop_step=stop_step,
-                )
-                _load(state, path, content, changes)
-                self._found = None
-            if self._lock is None and self.path.exists():
-                self._lock = _claim(self.path)
-            if self._lock is not None:
-                keep = None if resume in ("auto", "never") else Path(resume)
-                checkpoint.remove_leftovers(self.checkpoints, keep=keep)
-                if resume == "never":
-                    _move_aside(self.path)
-                    os.close(self._lock)
-                    self._lock = None
+            if self.config.checkpoint.resume == "never" and self.path.exists():
+                os.close(_claim(self.path))  # no other process trains in it
+                _move_aside(self.path)
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            if self._lock is None:
-                self._lock = _claim(self.path)
-        return path, changes, content["config"]
-
-    def _find(self) -> tuple[Path, dict[str, Any]] | None:
-        """Return the checkpoint to resume. The file may be large, so it is read only once."""
-        paths = checkpoint.files(self.checkpoints, ".json")
-        listing = [(path.name, path.stat().st_mtime_ns) for path in paths]
-        if self._found is None or self._found[0] != listing:
-            self._found = listing, _look_for(self.path, self.config.checkpoint.resume)
-        return self._found[1]
+            self._lock = _claim(self.path)
+            for incomplete in self.checkpoints.glob("*.tmp"):
+                incomplete.unlink()
+            if state.best:
+                checkpoint.point_to_best(self.checkpoints, int(state.best["step"]))
+        return path, changes, before
 
     @property
     def is_first_start(self) -> bool:
@@ -278,9 +248,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         def begin() -> None:
             for name, text in files.items():
                 self.write(name, text)
-            with _usable(self.path):
-                for name in ("summary.json", "diverged.json"):
-                    (self.path / name).unlink(missing_ok=True)
+            for name in ("summary.json", "diverged.json"):
+                (self.path / name).unlink(missing_ok=True)
 
         self._content["plan"] = plan.record
         self.world.broadcast(begin)
@@ -317,12 +286,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             weights, best = copied["state"]["model"], copied["state"]["best"]
             if not all(bool(tensor.isfinite().all()) for tensor in weights.values()):
                 raise diverged(f"the weights are not finite at step {copied['step']}")
-            checkpoint.save(
-                self.checkpoints,
-                copied,
-                keep=self.config.checkpoint.keep,
-                best_step=int(best["step"]) if best else None,
-            )
+            keep, best_step = self.config.checkpoint.keep, int(best["step"]) if best else None
+            checkpoint.save(self.checkpoints, copied, keep=keep, best_step=best_step)
 
         self.world.broadcast(lambda: self._writer.start(content, write))
         self.saved_step, self._begun_step = self._begun_step, state.step
@@ -344,14 +309,13 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         Raises:
             CheckpointError: it cannot be written; the earlier file is untouched.
         """
+        path = self.path / name
         try:
-            checkpoint.replace_file(self.path / name, content)
+            checkpoint.replace_file(path, content)
         except OSError as error:
-            saved = any(self.checkpoints.glob("step-*.pt"))
-            kept = "the checkpoints are intact" if saved else "nothing has been trained yet"
             raise checkpoint.CheckpointError(
-                f"{self.path / name}: cannot be written: {error.strerror or error}; {kept}: "
-                "run the same command again"
+                f"{path}: cannot be written: {error.strerror}; check the disk, and run the same "
+                "command again: checkpoints are intact"
             ) from error
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -372,21 +336,15 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
 def finished_summary(run: Path, step: int) -> dict[str, Any] | None:
     """Return the summary of an earlier start that finished at `step`, or None."""
-    try:
-        summary = json.loads((run / "summary.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(summary, dict):
-        return None
+    summary = checkpoint.read_manifest(run / "summary.json")
     return summary if (summary.get("status"), summary.get("step")) == ("finished", step) else None
 
 
-def _accepted(
+def _changes(
     identity: dict[str, Any],
     path: Path,
     content: dict[str, Any],
-    *,
-    accept_changes: bool,
+    config: Config,
     stop_step: int | None,
 ) -> dict[str, str]:
     """Return the accepted changes since a checkpoint was written, or refuse them."""
@@ -398,7 +356,7 @@ def _accepted(
         now.pop("model.compile", None)
     for name in now.keys() & {"data.train", "data.val"}:
         now[name] = in_form_of(stored.get(name), now[name])
-    changes = compare(stored, now, path, accept_changes=accept_changes)
+    changes = compare(stored, now, path, accept_changes=config.checkpoint.accept_changes)
     if changes and stop_step is not None and content["step"] >= stop_step:
         raise UserError(
             f"cannot resume {path}: training has ended at step {content['step']:,}, so these "
@@ -420,8 +378,8 @@ def _load(state: TrainState, path: Path, content: dict[str, Any], changes: dict[
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UserError(
             f"cannot resume {path}: its state does not fit this training: {type(error).__name__}: "
-            f"{' '.join(str(error).split())}; give the path of another step-*.pt, or start over "
-            "with checkpoint.resume=never"
+            f"{' '.join(str(error).split())[:300]}; give the path of another step-*.pt, or start "
+            "over with checkpoint.resume=never"
         ) from None
 
 
@@ -434,16 +392,12 @@ def _look_for(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
         return newest
     if newest is not None and newest[1]["state"].get("origin") == os.path.realpath(resume):
         return newest  # the same command again; the checkpoint it began with may be gone
-    if not os.path.isfile(resume):
-        reason = "is not a regular file" if os.path.exists(resume) else "no such file"
-        raise UserError(
-            f"checkpoint.resume={resume}: {reason}; give the path of a checkpoint (step-*.pt), "
-            "auto or never"
-        )
     try:
         path, content = Path(resume), checkpoint.load(Path(resume))
     except checkpoint.CheckpointError as error:
-        raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+        raise UserError(
+            f"checkpoint.resume: {error}; give the path of a checkpoint (step-*.pt), auto or never"
+        ) from None
     if newest is None:
         return path, content
     problem = ""
@@ -460,17 +414,9 @@ def _look_for(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
 
 
 def _refuse_foreign(path: Path, config: Config) -> None:
-    """Refuse a folder that holds something else than a run, or is inside a split.
-
-    Raises:
-        UserError: it is such a folder.
-    """
+    """Refuse a folder that holds something else than a run, or is inside a split."""
     refuse_inside(path, config.data, f"run.dir={path}")
-    if not path.exists():
-        return
-    if not path.is_dir():
-        raise UserError(f"run.dir={path}: is a file; give a folder")
-    content = {each.name for each in path.iterdir()}
+    content = {each.name for each in path.iterdir()} if path.exists() else set()
     if content and not content & {"config.yaml", "checkpoints", ".lock"}:
         raise UserError(
             f"run.dir={path}: holds files that are not of a run; give a folder of its own"

@@ -318,7 +318,7 @@ def test_incomplete_checkpoint_is_refused_in_one_line(program: Program, missing:
     content = checkpoint.load(Path("runs/one/checkpoints/step-00000001.pt"))
     torch.save({name: value for name, value in content.items() if name != missing}, "f.pt")
     status, out, err = program("run.name=two", "checkpoint.resume=f.pt")
-    assert (status, out, err.count("\n")) == (2, "", 1) and f"it has no {missing}" in err
+    assert (status, out, err.count("\n")) == (2, "", 1) and "step, state, identity, config" in err
     assert not Path("runs/two").exists()
 
 
@@ -343,7 +343,7 @@ def test_older_run_directory_is_refused_in_one_line(program: Program) -> None:
     )
     status, out, err = program()
     assert (status, out) == (2, "")
-    assert err.count("\n") == 1 and "written by an older version of this program (format 1" in err
+    assert err.count("\n") == 1 and "written by another version of this program (format 1" in err
     weights = f"model.weights={folder}/step-00000004.pt"
     assert program("run.name=two", "train.max_steps=1", weights)[0] == 0
 

@@ -3,7 +3,6 @@
 A power cut keeps synced data and may lose all other data. Each call is recorded and executed.
 """
 
-import json
 import os
 import shutil
 import signal
@@ -38,7 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         replace(source, target)
 
     def record_unlink(path: Path, **options: Any) -> None:
-        recorded.append(("unlink", Path(path).name))
+        if Path(path).exists():
+            recorded.append(("unlink", Path(path).name))
         unlink(path, **options)
 
     monkeypatch.setattr(os, "fsync", record_fsync)
@@ -47,38 +47,26 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     return recorded
 
 
-def save(folder: Path, step: int) -> Path:
-    return checkpoint.save(
-        folder,
-        {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}},
-        keep=1,
-    )
+def save(folder: Path, step: int, keep: int = 1, best_step: int | None = None) -> Path:
+    content = {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}}
+    return checkpoint.save(folder, content, keep=keep, best_step=best_step)
 
 
-def test_order_of_fsync_and_rename(tmp_path: Path, calls: Calls) -> None:
+def test_order_of_calls(tmp_path: Path, calls: Calls) -> None:
+    """Everything is synced before it is renamed, and old checkpoints are removed last."""
     folder = tmp_path / "checkpoints"
     save(folder, 1)
-    written = [target for kind, *names in calls if kind == "replace" for target in names[1:]]
-    # The manifest comes second, because it makes the file a checkpoint.
-    assert written[:2] == ["step-00000001.pt", "step-00000001.json"]
-    assert set(written) == {path.name for path in folder.iterdir()}
-    expected: Calls = [("fsync", tmp_path.name, "")]  # the folder is new
-    for name in written:
+    assert calls[0] == ("fsync", tmp_path.name, "")  # the folder is new
+    expected: Calls = []
+    for name in ("step-00000001.pt", "step-00000001.json", "last.json"):
         expected += [
             ("fsync", f"{name}.tmp", str((folder / name).stat().st_size)),
             ("replace", f"{name}.tmp", name),
             ("fsync", "checkpoints", ""),
         ]
-    assert calls == expected
-
-
-def test_old_checkpoints_are_removed_last_and_their_manifests_first(
-    tmp_path: Path, calls: Calls
-) -> None:
-    """A file without a manifest is ignored; a manifest without a file would be an error."""
-    save(tmp_path, 1)
+    assert calls[1:] == expected
     calls.clear()
-    save(tmp_path, 2)
+    save(folder, 2)
     assert calls[-2:] == [("unlink", "step-00000001.json"), ("unlink", "step-00000001.pt")]
     assert not any(kind == "unlink" for kind, *_ in calls[:-2])
 
@@ -89,7 +77,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from engine import checkpoint
+from tests.engine import test_order_of_writes as writes
 
 def killed_before(number):
     remaining = [number]
@@ -114,11 +102,9 @@ for line in sys.stdin:
     child = os.fork()
     if child == 0:
         killed_before(int(line))
-        for step in (20, 30):
-            state = {"weights": torch.ones(1000)}
-            content = {"step": step, "state": state, "identity": {}, "config": {}, "again": True}
-            folder = Path(sys.argv[1]) / line.strip()
-            checkpoint.save(folder, content, keep=1, best_step=30 if step == 30 else 10)
+        folder = Path(sys.argv[1]) / line.strip()
+        writes.save(folder, 20, best_step=10)
+        writes.save(folder, 30, best_step=30)
         os._exit(0)
     print(os.waitpid(child, 0)[1], flush=True)
 """
@@ -128,12 +114,7 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
     """After any kill, the newest checkpoint is intact, and the next save succeeds."""
     before = tmp_path / "before"
     for step in (10, 20):
-        checkpoint.save(
-            before,
-            {"step": step, "state": {"weights": torch.ones(1000)}, "identity": {}, "config": {}},
-            keep=2,
-            best_step=10,
-        )
+        save(before, step, keep=2, best_step=10)
     command = [sys.executable, "-c", KILLED, str(tmp_path)]
     newest: list[int] = []
     with subprocess.Popen(
@@ -153,20 +134,17 @@ def test_kill_before_any_call(tmp_path: Path) -> None:
             status = int(process.stdout.readline())
             assert status in (0, signal.SIGKILL)
             ended = status == 0
-            for _ in range(2):  # also after the next start has removed the leftovers
-                found = checkpoint.load_newest(folder)
-                assert found is not None
-                assert found[0].name == f"step-{found[1]['step']:08d}.pt"
-                best = json.loads((folder / "best.json").read_text())
-                assert checkpoint.load(folder / best["file"])["step"] == best["step"]
-                checkpoint.remove_leftovers(folder)
-            assert not list(folder.glob("*.tmp"))
-            assert {path.stem for path in folder.glob("step-*.pt")} == {
-                path.stem for path in folder.glob("step-*.json")
-            }
+            found = checkpoint.load_newest(folder)
+            assert found is not None
+            assert found[0].name == f"step-{found[1]['step']:08d}.pt"
+            checkpoint.load(checkpoint.find(folder / "best.json"))
             newest.append(found[1]["step"])
             save(folder, 40)
             assert checkpoint.load(folder / "step-00000040.pt")["step"] == 40
+            assert {path.name for path in folder.glob("step-*.*[nt]")} == {
+                "step-00000040.pt",
+                "step-00000040.json",
+            }
         process.stdin.close()
     assert newest == sorted(newest) and set(newest) == {20, 30}
     # Each save writes at least three files, with three calls each.

@@ -7,9 +7,7 @@ import os
 import random
 import shutil
 import struct
-import tarfile
 import zipfile
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +25,7 @@ from engine.distributed import World
 from engine.rundir import RunDirectory, run_identity
 from scripts.lib.trained import open_trained
 from tests import small_run
+from tests.figures import Record
 from tests.results import same
 
 NAME = "step-00000005.pt"
@@ -37,36 +36,31 @@ Make = Callable[[Content, Path], object]
 Open = Callable[[Path, Path], None]
 
 
-def archive(path: Path, members: dict[str, bytes]) -> None:
-    """Write a file as torch.save does; `members` replace or add records."""
-    records = {"data.pkl": b"\x80\x02}.", "byteorder": b"little", "version": b"3\n", **members}
-    with zipfile.ZipFile(path, "w") as file:
-        for name, record in records.items():
-            file.writestr(f"archive/{name}", record)
+def pickled(program: bytes) -> Make:
+    """A file as of torch.save, whose data.pkl is this program of the pickle machine."""
+
+    def make(_: Content, path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as file:
+            records = {"data.pkl": program, "byteorder": b"little", "version": b"3\n"}
+            for name, record in records.items():
+                file.writestr(f"archive/{name}", record)
+
+    return make
 
 
 def written(data: bytes) -> Make:
     return lambda _, path: path.write_bytes(data)
 
 
-def pickled(program: bytes) -> Make:
-    """A checkpoint whose data.pkl is this program of the pickle machine."""
-    return lambda _, path: archive(path, {"data.pkl": b"\x80\x02" + program + b"."})
-
-
-def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+def call(function: bytes, argument: str) -> bytes:
+    """Return a pickle that calls a function of a module, `module\\nname`, with a text."""
+    text = b"X" + struct.pack("<I", len(argument)) + argument.encode()
+    return b"\x80\x02c" + function + b"\n" + text + b"\x85R."
 
 
 def cut_off(content: Content, path: Path) -> None:
     torch.save(content, path)
     os.truncate(path, 5000)
-
-
-def tar(_: Content, path: Path) -> None:
-    with tarfile.open(path, "w") as file:
-        for name in ("sys_info", "pickle", "storages", "tensors"):
-            file.addfile(tarfile.TarInfo(name))
 
 
 def larger_than_memory(_: Content, path: Path) -> None:
@@ -79,87 +73,56 @@ FILES: dict[str, Make] = {
     "fifo": lambda _, path: os.mkfifo(path),
     "device": lambda _, path: path.symlink_to("/dev/zero"),
     "directory": lambda _, path: path.mkdir(),
-    "link to itself": lambda _, path: path.symlink_to(path.name),
     "dangling link": lambda _, path: path.symlink_to("gone"),
     "larger than memory": larger_than_memory,
     "empty": written(b""),
     "text": written(b"step: 5\n" * 1000),
-    "YAML with a tag": written(b"!!python/object/apply:os.system ['true']\n"),
-    "zeros": written(bytes(100_000)),
-    "zip without a pickle": lambda _, path: archive(path, {"data.pkl": b""}),
-    "zip of something else": lambda _, path: zipfile.ZipFile(path, "w").close(),
+    "zip without a pickle": pickled(b""),
     "zip cut off": cut_off,
-    "TorchScript": lambda _, path: archive(path, {"constants.pkl": b"\x80\x02)."}),
-    "tar": tar,
-    "os.system": pickled(b"cos\nsystem\n" + text("true") + b"\x85R"),
-    "__builtin__.eval": pickled(b"c__builtin__\neval\n" + text("1") + b"\x85R"),
-    "unknown opcode": pickled(b"\xff"),
-    "text that ends too early": pickled(b"X\xff\xff\xff\x7f"),
+    "os.system": pickled(call(b"os\nsystem", "true")),
+    "__builtin__.eval": pickled(call(b"__builtin__\neval", "1")),
+    "unknown opcode": pickled(b"\x80\x02\xff."),
 }
 
 
 def put(*path: Any) -> Make:
-    """Set an item of the content: the names that lead to it, then its value."""
+    """Set an item of the content: the names that lead to it, then its value; `drop` removes it."""
     *names, last, value = path
 
     def change(content: Content, to: Path) -> None:
         content = target = copy.deepcopy(content)
         for name in names:
             target = target[name]
-        target[last] = value(target[last]) if callable(value) else value
+        if value == "drop":
+            del target[last]
+        else:
+            target[last] = value(target[last]) if callable(value) else value
         torch.save(content, to)
 
     return change
 
 
-def drop(*path: Any) -> Make:
-    """Remove an item of the content."""
-    *names, last = path
-
-    def change(content: Content, to: Path) -> None:
-        content = target = copy.deepcopy(content)
-        for name in names:
-            target = target[name]
-        del target[last]
-        torch.save(content, to)
-
-    return change
-
-
-WEIGHT = ("state", "model", "conv1.weight")
+GROUPS = ("state", "optimizer", "param_groups")
 # A real checkpoint with one change. The model is resnet_tiny with a moving average and SGD.
 CONTENTS: dict[str, Make] = {
-    **{f"no {name}": drop(name) for name in ("format", "step", "state", "identity", "config")},
-    **{
-        f"step {value!r}": put("step", value)
-        for value in ("5", -1, 2**80, True, 5.0, float("nan"), [5], 6)
-    },
-    **{f"step {value!r} in the state": put("state", "step", value) for value in ("5", -1, 5.0, 6)},
-    "format true": put("format", True),
-    "identity with a line end": put("identity", "model.name", "a\nError: b\x1b[2J"),
+    **{f"no {name}": put(name, "drop") for name in ("format", "step", "state", "identity")},
+    "step as text": put("step", "5"),
     "identity with a tensor": put("identity", "model.name", torch.zeros(3)),
     "state is a list": put("state", [1]),
     **{
-        f"no {name} in the state": drop("state", name)
+        f"no {name} in the state": put("state", name, "drop")
         for name in ("model", "ema", "ema_steps", "optimizer", "best", "last", "spent", "history")
     },
-    "no first layer": drop(*WEIGHT),
+    "no weights": put("state", "model", {}),
+    "no averaged weights": put("state", "ema", {}),
+    "no first layer": put("state", "model", "conv1.weight", "drop"),
     "weights as a list": put("state", "model", [1]),
     "layer unknown": put("state", "model", "conv9.weight", torch.zeros(1)),
-    "layer as text": put(*WEIGHT, "weights"),
-    "layer of another shape": put(*WEIGHT, torch.zeros(3)),
-    "average without a layer": drop("state", "ema", "conv1.weight"),
+    "layer of another shape": put("state", "model", "conv1.weight", torch.zeros(3)),
     "updates of the average": put("state", "ema_steps", torch.zeros(3)),
-    "optimizer without groups": put("state", "optimizer", "param_groups", []),
-    "optimizer with wrong groups": put(
-        "state", "optimizer", "param_groups", lambda groups: [*groups, groups[0]]
-    ),
-    "optimizer with a short group": put(
-        "state", "optimizer", "param_groups", 0, "params", lambda numbers: numbers[1:]
-    ),
+    "optimizer without groups": put(*GROUPS, []),
+    "optimizer with a short group": put(*GROUPS, 0, "params", lambda numbers: numbers[1:]),
     "table of losses too short": put("state", "losses", "sums", lambda v: v[:3].clone()),
-    "table of losses too long": put("state", "losses", "latest", lambda v: torch.cat([v, v])),
-    "ordered": lambda content, path: torch.save(OrderedDict(content, step="x"), path),
 }
 
 
@@ -214,12 +177,10 @@ def refused(open_file: Open, path: Path, folder: Path) -> str:
 
 def planted(_: Path, path: Path) -> None:
     """Resume from a file that is the newest checkpoint of a run, with a manifest that fits."""
-    manifest = {"file": path.name, "step": 5, "sha256": ""}
-    if path.is_file():
-        manifest["bytes"] = path.stat().st_size
-        if path.stat().st_size < 10**9:
-            manifest["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
-    path.with_suffix(".json").write_text(json.dumps(manifest))
+    digest = ""
+    if path.is_file() and path.stat().st_size < 10**9:
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.with_suffix(".json").write_text(json.dumps({"file": path.name, "sha256": digest}))
     try:
         checkpoint.load_newest(path.parent)
     finally:
@@ -228,23 +189,25 @@ def planted(_: Path, path: Path) -> None:
 
 @pytest.mark.parametrize("case", FILES)
 def test_file_that_is_no_checkpoint(
-    case: str, content: Content, resume: Open, tmp_path: Path
+    case: str, content: Content, resume: Open, tmp_path: Path, figure: Record
 ) -> None:
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / NAME
     FILES[case](content, path)
     for entry_point in (resume, load_weights, open_model, planted):
         refused(entry_point, path, tmp_path / "run")
+        figure("hostile checkpoints refused in one line", 1, 1)
 
 
 @pytest.mark.parametrize("case", CONTENTS)
 def test_checkpoint_of_something_else(
-    case: str, content: Content, resume: Open, tmp_path: Path
+    case: str, content: Content, resume: Open, tmp_path: Path, figure: Record
 ) -> None:
     (tmp_path / "files").mkdir()
     path = tmp_path / "files" / NAME
     CONTENTS[case](content, path)
     refused(resume, path, tmp_path / "run")
+    figure("hostile checkpoints refused in one line", 1, 1)
 
 
 def test_the_checkpoint_itself_is_taken(run: Path, resume: Open, tmp_path: Path) -> None:
@@ -256,8 +219,7 @@ def test_the_checkpoint_itself_is_taken(run: Path, resume: Open, tmp_path: Path)
     assert (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [*FILES, *CONTENTS])
+@pytest.mark.parametrize("case", ["os.system", "no weights"])
 def test_train_refuses_a_hostile_checkpoint(
     case: str,
     content: Content,
@@ -265,45 +227,35 @@ def test_train_refuses_a_hostile_checkpoint(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     own_logging: None,
-    figure: Callable[[str, int, int], None],
 ) -> None:
     """Its exit status and output, and that it creates nothing."""
     path = tmp_path / NAME
     (FILES | CONTENTS)[case](content, path)
-    run_dir = tmp_path / "run"
     resume = f"checkpoint.resume={path}"
-    status = train.main(small_run.compose(image_root, run_dir, *OPTIONS, resume))
+    assert train.main(small_run.compose(image_root, tmp_path / "run", *OPTIONS, resume)) == 2
     lines = capsys.readouterr().err.splitlines()
-    good = status == 2 and len(lines) == 1 and not run_dir.exists()
-    figure("hostile checkpoints refused in one line", int(good), 1)
-    assert good, (status, lines)
+    assert len(lines) == 1 and not (tmp_path / "run").exists(), lines
 
 
-PAGE = 4096
+def flip_a_bit(data: bytearray, start: int, rng: random.Random) -> None:
+    data[start] ^= 1 << rng.randrange(8)
 
 
-def flip_a_bit(data: bytearray, rng: random.Random) -> None:
-    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+def truncate(data: bytearray, start: int, _: random.Random) -> None:
+    del data[start:]
 
 
-def truncate(data: bytearray, rng: random.Random) -> None:
-    del data[rng.randrange(len(data)) :]
+def zero_a_page(data: bytearray, start: int, _: random.Random) -> None:
+    data[start : start + 4096] = bytes(len(data[start : start + 4096]))
 
 
-def zero_a_page(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(0, len(data), PAGE)
-    data[start : start + PAGE] = bytes(len(data[start : start + PAGE]))
-
-
-def overwrite(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    end = min(len(data), start + rng.randrange(1, PAGE))
+def overwrite(data: bytearray, start: int, rng: random.Random) -> None:
+    end = min(len(data), start + rng.randrange(1, 4096))
     data[start:end] = rng.randbytes(end - start)
 
 
-def drop_a_block(data: bytearray, rng: random.Random) -> None:
-    start = rng.randrange(len(data))
-    del data[start : start + rng.randrange(1, PAGE)]
+def drop_a_block(data: bytearray, start: int, rng: random.Random) -> None:
+    del data[start : start + rng.randrange(1, 4096)]
 
 
 DAMAGE = (flip_a_bit, truncate, zero_a_page, overwrite, drop_a_block)
@@ -324,7 +276,7 @@ def undetected(path: Path, numbers: range) -> tuple[int, list[str]]:
         damage = DAMAGE[number % len(DAMAGE)]
         name = ".json" if rng.random() < 0.2 else ".pt"
         data = bytearray(whole[name])
-        damage(data, rng)
+        damage(data, rng.randrange(len(data)), rng)
         if data == whole[name]:
             continue  # two blocks of zeros
         damages += 1
@@ -358,7 +310,7 @@ def test_damage_is_missed_without_the_check(copied: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_1000_damages_are_detected(copied: Path, figure: Callable[[str, int, int], None]) -> None:
+def test_1000_damages_are_detected(copied: Path, figure: Record) -> None:
     first, damages, missed = 0, 0, []
     while damages < 1000:
         more, found = undetected(copied, range(first, first + 1000 - damages))
