@@ -7,14 +7,13 @@
 CHECKPOINT is a run directory or its checkpoints/ (the best checkpoint), best.json, last.json or
 step-*.pt, or a file of torchvision, timm or pytorch/examples (.pth, .pt, .safetensors), for which
 model.name=NAME is required. PATH is an image, a folder (its images, also those in folders below it,
-sorted), or - for a list on standard input: one path per line (-0: ended by NUL).
+sorted), or - for a list on standard input, one path per line.
 
 Accepts train.py's key=value overrides, such as data.val_size=288, train.device=cpu or
 loader.workers=4 (threads that decode images; the default is one per core). The images get the
 validation transforms of the checkpoint.
 
-Prints the most probable classes of each image, in the order of the paths, as soon as they are
-known:
+Prints the most probable classes of each image, in the order of the paths, batch by batch:
   table  for people; the default on a terminal
   jsonl  {"path": ..., "predictions": [{"class": ..., "index": ..., "probability": ...,
          "name": ...}, ...]}
@@ -32,7 +31,7 @@ Exit status: 0 predicted, also if some files could not be read; 1 failed, or no 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -65,7 +64,6 @@ def arguments(words: Sequence[str]) -> argparse.Namespace:
     add("--format", choices=FORMATS, help="output (table on a terminal, else jsonl)")
     add("--top", type=int, metavar="K", help=f"classes per image ({MOST}, or all if fewer)")
     cli.add_classes(parser)
-    add("-0", "--null", action="store_true", help="the list ends paths in NUL, as find -print0")
     options, words = parser.parse_known_args(cli.with_config_dir(words))
     # A link to nowhere is a file that cannot be read, like those found in a folder.
     checked = [word for word in words if word != LIST and not os.path.islink(word)]
@@ -91,11 +89,11 @@ if __name__ == "__main__":
         cli.fail(str(mistake), SCRIPT)
 
 import csv
-import select
 import warnings
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import count, islice
 from typing import Any, TextIO
 
 import numpy as np
@@ -117,6 +115,9 @@ from scripts.lib.trained import Trained, exit_status, open_trained
 CPU_BATCH = 8
 BATCHES_AHEAD = 2  # that are being decoded, behind the batch that the model gets next
 
+Loaded = np.ndarray | str
+"""uint8 [S, S, 3], or why the file cannot be read."""
+
 
 @dataclass(frozen=True)
 class Result:
@@ -128,55 +129,19 @@ class Result:
     reason: str = ""
 
 
-def find_files(paths: Iterable[str], listed: Iterator[str | None]) -> Iterator[str | None]:
-    """Yield the images of all paths; None where the next path may take a while.
-
-    Args:
-        paths: files, folders, and LIST for the paths in `listed`, from `read_list`.
-    """
+def find_files(paths: Iterable[str]) -> Iterator[str]:
+    """Yield the images at all paths; those in a folder in order, without hidden folders."""
     for path in paths:
         if path == LIST:
-            for name in listed:
-                yield from [None] if name is None else expanded(name)
+            yield from find_files(os.fsdecode(line.rstrip(b"\r\n")) for line in sys.stdin.buffer)
+        elif not os.path.isdir(path):
+            yield path
         else:
-            yield from expanded(path)
-
-
-def read_list(descriptor: int, end: bytes = b"\n") -> Iterator[str | None]:
-    """Yield the paths that another program writes, each as soon as it is complete.
-
-    None means that there are no more at the moment: a program may wait for the answer before it
-    writes the next path.
-
-    Raises:
-        UserError: the content is no list of lines.
-    """
-    rest = b""
-    while True:
-        if not select.select([descriptor], [], [], 0)[0]:
-            yield None
-        data = os.read(descriptor, 1 << 16)
-        if b"\0" in data and end != b"\0":
-            raise UserError("-: standard input is binary; give paths, one per line or with -0")
-        *complete, rest = (rest + data).split(end) if data else (rest, b"")
-        yield from (os.fsdecode(path) for path in complete if path)
-        if not data:
-            return
-
-
-def expanded(path: str) -> Iterator[str]:
-    """Yield a file itself, or the images in a folder in order, without hidden folders."""
-    if not os.path.isdir(path):
-        yield path
-        return
-    seen = {os.path.realpath(path)}  # a link may lead back to a folder
-    for folder, folders, names in os.walk(path, followlinks=True):
-        found = {os.path.realpath(os.path.join(folder, name)): name for name in sorted(folders)}
-        folders[:] = [n for at, n in found.items() if n[0] != "." and at not in seen]
-        seen |= found.keys()
-        for name in sorted(names):
-            if os.fsencode(name).lower().endswith(EXTENSIONS):
-                yield os.path.join(folder, name)
+            for folder, folders, names in os.walk(path):
+                folders[:] = sorted(name for name in folders if name[0] != ".")
+                for name in sorted(names):
+                    if os.fsencode(name).lower().endswith(EXTENSIONS):
+                        yield os.path.join(folder, name)
 
 
 class Predictor:
@@ -195,56 +160,48 @@ class Predictor:
     """
 
     def __init__(self, trained: Trained, device: torch.device, *, top: int) -> None:
-        config, data = trained.config, trained.config.data
+        config, data, loader = trained.config, trained.config.data, trained.config.loader
         self.transform, self.size = val_transform(config)
         if self.size != trained.image_size:
             trained.check_size(self.size)
-        on_gpu = config.loader.decoder in decode.ON_GPU
-        self.decoder = decode.resolve("auto" if on_gpu else config.loader.decoder)
-        self.seed, self.top, self.device = config.train.seed, top, device
-        self.max_pixels = data.max_pixels
+        self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)
+        self.seed, self.max_pixels, self.top = config.train.seed, data.max_pixels, top
         precision = trained.precision(device)
         # As train.set_up_kernels, without the choice of deterministic algorithms: it imports
         # torch._inductor, which takes 1 s, and batches of several sizes are not worth measuring.
         torch.set_float32_matmul_precision("highest" if precision == "fp32" else "high")
         torch.backends.cudnn.allow_tf32 = precision != "fp32"
-        self.model = trained.build(device)
+        self.model, self.device = trained.build(device), device
         self.bf16 = precision == "bf16"
         dtype = torch.bfloat16 if self.bf16 and device.type == "cuda" else torch.float32
         channels_last = trained.channels_last(device)
         self.format = ImageFormat(device, data.mean, data.std, dtype, channels_last)
         typed = "loader.batch_size" in typed_keys(config.typed)
-        size = config.loader.batch_size
-        self.batch_size = size if typed or device.type == "cuda" else min(size, CPU_BATCH)
-        workers = config.loader.workers
+        most = loader.batch_size if typed or device.type == "cuda" else CPU_BATCH
+        self.batch_size = min(loader.batch_size, most)
         cores = int(min(machine.cores(), machine.cpu_quota()))
-        self.threads = max(1, cores if workers == "auto" else int(workers))
+        self.threads = max(1, cores if loader.workers == "auto" else int(loader.workers))
 
-    def run(self, paths: Iterable[str | None]) -> Iterator[list[Result]]:
+    def run(self, paths: Iterable[str]) -> Iterator[list[Result]]:
         """Yield the results in the order of the paths, a batch at a time.
 
         At most BATCHES_AHEAD + 1 batches of images are in memory.
         """
-        pending: deque[tuple[str, Future[np.ndarray | str]]] = deque()
+        ahead: deque[list[tuple[str, Future[Loaded]]]] = deque()
+        numbered = zip(paths, count(), strict=False)
         # The threads of torch belong to the model.
         pool = ThreadPoolExecutor(self.threads, initializer=torch.set_num_threads, initargs=(1,))
         try:
-            for number, path in enumerate(paths):
-                if path is not None:
-                    pending.append((path, pool.submit(self.load, path, number)))
-                while len(pending) > BATCHES_AHEAD * self.batch_size or (path is None and pending):
-                    yield self.next_batch(pending)
-            while pending:
-                yield self.next_batch(pending)
+            while batch := list(islice(numbered, self.batch_size)):
+                ahead.append([(path, pool.submit(self.load, path, n)) for path, n in batch])
+                if len(ahead) > BATCHES_AHEAD:
+                    yield self.results(ahead.popleft())
+            yield from map(self.results, ahead)
         finally:
             pool.shutdown(cancel_futures=True)
 
-    def load(self, path: str, number: int) -> np.ndarray | str:
-        """Read, decode and transform an image; `number` seeds random transforms.
-
-        Returns:
-            uint8 [S, S, 3], or why the file cannot be read.
-        """
+    def load(self, path: str, number: int) -> Loaded:
+        """Read, decode and transform an image; `number` seeds random transforms."""
         try:
             with open_regular(path) as file:
                 picture = decode.open_picture(file.read(), self.decoder, self.max_pixels)
@@ -256,13 +213,9 @@ class Predictor:
         except Exception as error:
             return (isinstance(error, OSError) and error.strerror) or describe(error)
 
-    @torch.no_grad()
-    def next_batch(self, pending: deque[tuple[str, Future[np.ndarray | str]]]) -> list[Result]:
-        """Predict the classes of the next batch; unreadable files stay in their places."""
-        count = min(self.batch_size, len(pending))
-        loaded = [
-            (path, future.result()) for path, future in (pending.popleft() for _ in range(count))
-        ]
+    def results(self, batch: Sequence[tuple[str, Future[Loaded]]]) -> list[Result]:
+        """Predict the classes of a batch; unreadable files stay in their places."""
+        loaded = [(path, future.result()) for path, future in batch]
         images = [image for _, image in loaded if not isinstance(image, str)]
         rows = self.predict(images) if images else iter(())
         results = []
@@ -271,13 +224,13 @@ class Predictor:
                 results.append(Result(path, reason=image))
                 continue
             probabilities, classes = next(rows)
-            if np.isfinite(probabilities).all():
-                results.append(Result(path, classes, probabilities))
-            else:
-                reason = "the model's output for this image is not a number"
-                results.append(Result(path, reason=reason))
+            reason = (
+                "" if np.isfinite(probabilities).all() else "the model's output is not a number"
+            )
+            results.append(Result(path, classes, probabilities, reason))
         return results
 
+    @torch.no_grad()
     def predict(self, images: Sequence[np.ndarray]) -> Iterator[tuple[list[float], list[int]]]:
         """Return the largest probabilities and their classes for images, each uint8 [S, S, 3]."""
         pixels = torch.from_numpy(np.stack(images)).to(self.device).permute(0, 3, 1, 2)
@@ -290,70 +243,58 @@ class Predictor:
         return zip(probabilities.tolist(), classes.tolist(), strict=True)
 
 
-Writer = Callable[[list[Result]], None]
+class Output:
+    """Writes results to a file, as a table, JSON lines or CSV.
 
+    Args:
+        form: one of FORMATS.
+        names: of the classes.
+        top: number of classes per image.
+    """
 
-def json_writer(file: TextIO, names: Sequence[str], top: int) -> Writer:
-    def write(results: list[Result]) -> None:
+    def __init__(self, form: str, file: TextIO, names: Sequence[str], top: int) -> None:
+        self.form, self.file, self.names = form, file, names
+        shown = [cli.printable(readable(name))[:24] for name in names]
+        self.shown = [f"{name:<{max(map(len, shown))}}" for name in shown]
+        self.width = 0  # of the first column of a table: the longest path so far
+        self.csv = csv.writer(file, lineterminator="\n")
+        if form == "csv":
+            ranks = range(1, top + 1)
+            head = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
+            self.csv.writerow(["path", *head, *(f"name_{rank}" for rank in ranks)])
+
+    def write(self, results: list[Result]) -> None:
+        names = self.names
+        self.width = max([self.width, *(len(cli.printable(one.path)) for one in results)])
         for result in results:
-            predictions = [
-                {
-                    "class": names[index],
-                    "index": index,
-                    "probability": round(probability, 6),
-                    "name": readable(names[index]),
-                }
-                for index, probability in zip(result.classes, result.probabilities, strict=True)
-            ]
-            file.write(strict_json.dumps({"path": result.path, "predictions": predictions}) + "\n")
-
-    return write
-
-
-def csv_writer(file: TextIO, names: Sequence[str], top: int) -> Writer:
-    rows = csv.writer(file, lineterminator="\n")
-    ranks = range(1, top + 1)
-    head = [f"{name}_{rank}" for rank in ranks for name in ("class", "probability")]
-    rows.writerow(["path", *head, *(f"name_{rank}" for rank in ranks)])
-
-    def write(results: list[Result]) -> None:
-        for result in results:
-            cells: list[Any] = []
-            for index, probability in zip(result.classes, result.probabilities, strict=True):
-                cells += [names[index], f"{probability:.6f}"]
-            rows.writerow([result.path, *cells, *(readable(names[i]) for i in result.classes)])
-
-    return write
+            pairs = list(zip(result.classes, result.probabilities, strict=True))
+            if self.form == "csv":
+                cells: list[Any] = [cell for i, p in pairs for cell in (names[i], f"{p:.6f}")]
+                self.csv.writerow([result.path, *cells, *(readable(names[i]) for i, _ in pairs)])
+            elif self.form == "jsonl":
+                predictions = [
+                    {
+                        "class": names[i],
+                        "index": i,
+                        "probability": round(p, 6),
+                        "name": readable(names[i]),
+                    }
+                    for i, p in pairs
+                ]
+                row = {"path": result.path, "predictions": predictions}
+                self.file.write(strict_json.dumps(row) + "\n")
+            else:
+                columns = "".join(f"  {self.shown[i]} {100 * p:>5.1f} %" for i, p in pairs)
+                self.file.write(f"{cli.printable(result.path):<{self.width}}{columns}\n")
+        self.file.flush()
 
 
-def table_writer(file: TextIO, names: Sequence[str], top: int) -> Writer:
-    """A line for each image; the first column is as wide as the longest path so far."""
-    shown = [cli.printable(readable(name))[:24] for name in names]
-    wide = max(map(len, shown))
-    width = 0
-
-    def write(results: list[Result]) -> None:
-        nonlocal width
-        paths = [cli.printable(result.path) for result in results]
-        width = max([width, *map(len, paths)])
-        for path, result in zip(paths, results, strict=True):
-            pairs = zip(result.classes, result.probabilities, strict=True)
-            cells = (f"  {shown[index]:<{wide}} {100 * p:>5.1f} %" for index, p in pairs)
-            file.write(f"{path:<{width}}{''.join(cells)}\n")
-
-    return write
-
-
-WRITERS = dict(zip(FORMATS, (table_writer, json_writer, csv_writer), strict=True))
-
-
-def write_all(batches: Iterable[list[Result]], write: Writer) -> int:
+def write_all(batches: Iterable[list[Result]], output: Output) -> int:
     """Write results as they come and report unreadable files; return the exit status."""
     read = failed = 0
     for batch in batches:
         predicted = [result for result in batch if not result.reason]
-        write(predicted)
-        sys.stdout.flush()
+        output.write(predicted)
         read, failed = read + len(predicted), failed + len(batch) - len(predicted)
         for result in batch:
             if result.reason:
@@ -374,15 +315,12 @@ def predict_all(options: argparse.Namespace) -> int:
     if top > classes:
         raise UserError(f"--top {top}: the model has {classes} classes; give {classes} or less")
     predictor = Predictor(trained, resolve_device(trained.config.train.device), top=top)
-    listed: Iterator[str | None] = iter(())
-    if LIST in options.paths:
-        listed = read_list(sys.stdin.fileno(), b"\0" if options.null else b"\n")
     # Any path can be written.
     sys.stdout.reconfigure(encoding="utf-8", errors="surrogateescape")  # type: ignore[union-attr]
     form = options.format or ("table" if sys.stdout.isatty() else "jsonl")
     names = trained.classes or tuple(map(str, range(classes)))
-    write = WRITERS[form](sys.stdout, names, top)
-    return write_all(predictor.run(find_files(options.paths, listed)), write)
+    output = Output(form, sys.stdout, names, top)
+    return write_all(predictor.run(find_files(options.paths)), output)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from conf.schema import UserError
 from pipeline.build import build_val
 from scripts import predict
 from scripts.lib.trained import exit_status, open_trained
-from scripts.predict import Predictor, Result, find_files, read_list
+from scripts.predict import Predictor, Result, find_files
 from tests import small_run
 from tests.conftest import CLASSES, VAL_IMAGES
 
@@ -55,12 +55,11 @@ def damaged(image_root: Path, tmp_path: Path) -> Path:
     (folder / "notes.txt").write_text("not listed")
     os.mkfifo(folder / "fifo.jpg")
     (folder / "link.jpg").symlink_to("nowhere")
-    (folder / "sub" / "loop").symlink_to("..")
     return folder
 
 
 def results(predictor: Predictor, *paths: Path) -> list[Result]:
-    batches = predictor.run(find_files(map(str, paths), iter(())))
+    batches = predictor.run(find_files(map(str, paths)))
     return [result for batch in batches for result in batch]
 
 
@@ -127,36 +126,21 @@ def test_few_images_are_in_memory(predictor: Predictor, image_root: Path) -> Non
     batches.close()  # type: ignore[attr-defined]
 
 
-def test_list(image_root: Path) -> None:
-    reader, writer = os.pipe()
-    found = read_list(reader)
-    os.write(writer, b"a\n\nb\xff")
-    assert [next(found) for _ in range(2)] == ["a", None]  # the second path is not complete
-    os.write(writer, b".jpg\nc d")
-    os.close(writer)
-    assert list(found) == ["b\udcff.jpg", "c d"]
-    os.close(reader)
-    with open(image_root / "val" / "dots" / "00.jpg") as file:
-        with pytest.raises(UserError, match=r"^-: standard input is binary; give paths"):
-            list(read_list(file.fileno()))
-
-
-def test_answer_to_each_path(folder: Path, image_root: Path, tmp_path: Path) -> None:
-    """A program may wait for the answer before it writes the next path; Ctrl-C ends the script."""
+def test_a_list_and_ctrl_c(folder: Path, image_root: Path, tmp_path: Path) -> None:
+    """Results are written batch by batch, before the list ends; Ctrl-C ends the script."""
     python = [sys.executable, "-X", "importtime"]
-    command = [*python, predict.__file__, str(folder), "-", *HERE]
+    command = [*python, predict.__file__, str(folder), "-", *HERE, "loader.batch_size=1"]
     pipe = subprocess.PIPE
     with (
         open(tmp_path / "stderr", "w+") as messages,
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=messages, text=True) as process,
     ):
         assert process.stdin and process.stdout
-        for name in ("00.jpg", "01.jpg"):
-            path = str(image_root / "val" / "dots" / name)
-            process.stdin.write(f"{path}\n")
-            process.stdin.flush()
-            row = json.loads(process.stdout.readline())
-            assert row["path"] == path
+        path = str(image_root / "val" / "dots" / "00.jpg")
+        process.stdin.write(3 * f"{path}\n")
+        process.stdin.flush()
+        row = json.loads(process.stdout.readline())
+        assert row["path"] == path
         assert {entry["class"] for entry in row["predictions"]} == set(CLASSES)
         for entry in row["predictions"]:
             assert CLASSES[entry["index"]] == entry["class"] == entry["name"]
@@ -173,9 +157,9 @@ def test_answer_to_each_path(folder: Path, image_root: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("words", "listed", "status", "message"),
     [
-        ("- -0 --format=csv --top=1", "*.jpg", 0, "3 of 4 files could not be read"),
-        ("--top 4 .", "", 2, "--top 4: the model has 3 classes; give 3 or less"),
-        ("-", "", 1, "there are no images at these paths, and none in the list"),
+        ("- --format=csv --top=1", True, 0, "3 of 4 files could not be read"),
+        ("--top 4 .", False, 2, "--top 4: the model has 3 classes; give 3 or less"),
+        ("-", False, 1, "there are no images at these paths, and none in the list"),
     ],
 )
 def test_command_line(
@@ -184,12 +168,13 @@ def test_command_line(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     words: str,
-    listed: str,
+    listed: bool,
     status: int,
     message: str,
 ) -> None:
-    paths = sorted(damaged.glob(listed)) if listed else []
-    (damaged / "list").write_text("\0".join(map(str, paths)))
+    names = (b"fifo.jpg", b"link.jpg", b"sub.jpg", b"sub/\xff.jpg") if listed else ()
+    paths = [os.path.join(os.fsencode(damaged), name) for name in names]
+    (damaged / "list").write_bytes(b"\n".join(paths))
     options = predict.arguments([str(folder), *words.split(), *HERE])
     with (damaged / "list").open() as file:
         monkeypatch.setattr(sys, "stdin", file)
@@ -199,7 +184,7 @@ def test_command_line(
     if status == 0:
         head, row = csv.reader(io.StringIO(out))
         assert head == ["path", "class_1", "probability_1", "name_1"]
-        assert row[0] == f"{damaged}/line\nbreak.jpg"
+        assert row[0] == f"{damaged}/sub/\udcff.jpg"
         assert row[1] in CLASSES and 1 / 3 <= float(row[2]) <= 1
         assert "fifo.jpg: ValueError: is not a regular file" in err and err.count("\n") == 4
 
@@ -208,12 +193,12 @@ def test_formats() -> None:
     """The folder's name stays the key; the readable name is shown."""
     found = [Result("a.jpg", [1, 0], [0.75, 0.25]), Result("long\x1b.jpg", [0, 1], [0.5, 0.5])]
     written = {}
-    for form, writer in predict.WRITERS.items():
+    for form in predict.FORMATS:
         file = io.StringIO()
-        write = writer(file, ["dog", "n01443537"], 2)
+        output = predict.Output(form, file, ["dog", "n01443537"], 2)
         for result in found:
-            write([result])
-        write([])
+            output.write([result])
+        output.write([])
         written[form] = file.getvalue()
     assert written["table"] == (
         "a.jpg  goldfish  75.0 %  dog       25.0 %\n"
