@@ -284,7 +284,7 @@ def make_plan(
         channels_last=channels_last,
         compile=compile_mode,
         compile_reason=compile_reason,
-        parameters=models.parameter_count(model),
+        parameters=sum(p.numel() for p in model.parameters()),
         flops_by_size=flops,
         state_bytes=held,
         class_weights=balanced(counts) if balance else (),

@@ -1,50 +1,21 @@
 """Models by name: `build(name, num_classes=..., image_size=...)` returns an nn.Module."""
 
-from models.published import Exported, Preprocessing, exported, published, published_model
-from models.stages import Stage, freeze, stages, train_mode
-from models.weights import (
-    file_fingerprint,
-    fit_weights,
-    load_weights,
-    read_file,
-    read_torch_file,
-    safetensors_metadata,
-    stored_name,
-    weights_in,
-    write_safetensors,
-)
-from models.zoo import (
-    available,
-    build,
-    is_convnet,
-    num_classes_in,
-    parameter_count,
-    rewrite_layers,
-)
-
-__all__ = [
-    "Exported",
-    "Preprocessing",
-    "Stage",
-    "available",
-    "build",
-    "exported",
-    "file_fingerprint",
-    "fit_weights",
-    "freeze",
-    "is_convnet",
-    "load_weights",
-    "num_classes_in",
-    "parameter_count",
-    "published",
-    "published_model",
-    "read_file",
-    "read_torch_file",
-    "rewrite_layers",
-    "safetensors_metadata",
-    "stages",
-    "stored_name",
-    "train_mode",
-    "weights_in",
-    "write_safetensors",
-]
+from models.published import exported as exported
+from models.published import published as published
+from models.published import published_model as published_model
+from models.stages import freeze as freeze
+from models.stages import stages as stages
+from models.stages import train_mode as train_mode
+from models.weights import file_fingerprint as file_fingerprint
+from models.weights import fit_weights as fit_weights
+from models.weights import load_weights as load_weights
+from models.weights import read_file as read_file
+from models.weights import safetensors_metadata as safetensors_metadata
+from models.weights import stored_name as stored_name
+from models.weights import weights_in as weights_in
+from models.weights import write_safetensors as write_safetensors
+from models.zoo import available as available
+from models.zoo import build as build
+from models.zoo import is_convnet as is_convnet
+from models.zoo import num_classes_in as num_classes_in
+from models.zoo import rewrite_layers as rewrite_layers

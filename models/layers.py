@@ -1,7 +1,7 @@
 """Layers that replace those of a built model: blurred convolutions, and stochastic depth."""
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -9,6 +9,10 @@ from torch.nn import functional as F
 from conf.packages import import_torchvision
 
 LEAST_CHANNELS = 16  # of the input; FFCV does not blur the image itself
+CONV_OPTIONS = (
+    *("in_channels", "out_channels", "kernel_size", "stride", "padding", "dilation", "groups"),
+    "padding_mode",
+)
 
 
 def replace_layers(model: nn.Module, make: Callable[[nn.Module], nn.Module | None]) -> int:
@@ -61,18 +65,8 @@ def blur_strided_convolutions(model: nn.Module) -> int:
             return None
         if layer.in_channels < LEAST_CHANNELS:
             return None
-        return BlurredConv(
-            layer.in_channels,
-            layer.out_channels,
-            cast(tuple[int, int], layer.kernel_size),
-            cast(tuple[int, int], layer.stride),
-            cast(tuple[int, int], layer.padding),
-            cast(tuple[int, int], layer.dilation),
-            layer.groups,
-            layer.bias is not None,
-            layer.padding_mode,
-            device="meta",
-        )
+        options = {name: getattr(layer, name) for name in CONV_OPTIONS}
+        return BlurredConv(**options, bias=layer.bias is not None, device="meta")
 
     return replace_layers(model, blurred)
 
@@ -80,13 +74,9 @@ def blur_strided_convolutions(model: nn.Module) -> int:
 def stochastic_depth(probability: float, count: int) -> list[nn.Module]:
     """Return for each of `count` blocks the module that drops its branches (arXiv 1603.09382).
 
-    Samples of a batch skip the branches of a block at random in training. The probability rises
-    linearly from 0 in the first block to `probability` in the last one, as in timm and in
-    torchvision's ConvNeXt. The random numbers are those of torch's generator of the device, so that
-    the step can be part of a CUDA graph.
-
-    Args:
-        probability: in [0, 1).
+    The probability that a sample skips a branch rises linearly from 0 in the first block to
+    `probability` in the last one, as in timm and in torchvision's ConvNeXt. The random numbers are
+    those of the device's generator, so that the step can be part of a CUDA graph.
     """
     if probability == 0:
         return [nn.Identity() for _ in range(count)]
@@ -95,21 +85,7 @@ def stochastic_depth(probability: float, count: int) -> list[nn.Module]:
 
 
 class DroppedBlock(nn.Module):
-    """A block of torchvision's ResNets, with its layers and names, whose branch is dropped.
-
-    Args:
-        block: torchvision's BasicBlock or Bottleneck.
-        drop: applied to the output of the convolutions.
-    """
-
-    conv1: nn.Module
-    bn1: nn.Module
-    conv2: nn.Module
-    bn2: nn.Module
-    conv3: nn.Module | None
-    bn3: nn.Module
-    relu: nn.Module
-    downsample: nn.Module | None
+    """A BasicBlock or Bottleneck of torchvision, with its layers, whose branch is dropped."""
 
     def __init__(self, block: nn.Module, drop: nn.Module) -> None:
         super().__init__()
@@ -118,7 +94,7 @@ class DroppedBlock(nn.Module):
             setattr(self, name, layer)
         self.drop = drop
 
-    def forward(self, x: Any) -> Any:
+    def forward(self: Any, x: Tensor) -> Tensor:
         """float [B, C, H, W] -> the block's output."""
         shortcut = x if self.downsample is None else self.downsample(x)
         x = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))

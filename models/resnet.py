@@ -2,19 +2,15 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from models.layers import stochastic_depth
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385).
-
-    Args:
-        drop: applied to the output of the convolutions.
-    """
+    """Two 3x3 convolutions and a shortcut (arXiv 1512.03385); `drop` acts on their output."""
 
     def __init__(self, width_in: int, width: int, stride: int, drop: nn.Module) -> None:
         super().__init__()
@@ -40,7 +36,6 @@ class SmallResNet(nn.Module):
     """A ResNet without ImageNet's pooling stem.
 
     Args:
-        num_classes: number of classes.
         widths: channels of each stage. Each stage after the first halves the resolution.
         depths: number of blocks of each stage.
         stem_stride: stride of the first convolution: 1 for 32 px images, 2 for 64 px.
@@ -65,14 +60,14 @@ class SmallResNet(nn.Module):
         self.relu = nn.ReLU(inplace=True)
         width_in = widths[0]
         drops = iter(stochastic_depth(stochastic_depth_prob, sum(depths)))
-        for stage, (width, depth) in enumerate(zip(widths, depths, strict=True), start=1):
+        self.stages = [f"layer{stage}" for stage in range(1, len(widths) + 1)]
+        for stage, width, depth in zip(self.stages, widths, depths, strict=True):
             blocks = []
             for block in range(depth):
-                stride = 2 if stage > 1 and block == 0 else 1
+                stride = 2 if stage != "layer1" and block == 0 else 1
                 blocks.append(BasicBlock(width_in, width, stride, next(drops)))
                 width_in = width
-            self.add_module(f"layer{stage}", nn.Sequential(*blocks))
-        self.stages = len(widths)
+            self.add_module(stage, nn.Sequential(*blocks))
         self.fc = nn.Linear(width_in, num_classes)
         init_convolutions(self)
         for module in self.modules():
@@ -82,9 +77,9 @@ class SmallResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, num_classes]."""
         x = self.relu(self.bn1(self.conv1(x)))
-        for stage in range(1, self.stages + 1):
-            x = self.get_submodule(f"layer{stage}")(x)
-        return self.fc(torch.flatten(nn.functional.adaptive_avg_pool2d(x, 1), 1))
+        for stage in self.stages:
+            x = self.get_submodule(stage)(x)
+        return self.fc(nn.functional.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
 class PoolingStage(nn.Module):
@@ -126,7 +121,7 @@ class PoolingResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """float [B, 3, S, S] -> [B, num_classes]."""
         x = self.layers(self.relu(self.bn1(self.conv1(x))))
-        return self.fc(torch.flatten(nn.functional.adaptive_max_pool2d(x, 1), 1))
+        return self.fc(nn.functional.adaptive_max_pool2d(x, 1).flatten(1))
 
 
 def init_convolutions(model: nn.Module) -> None:
@@ -138,16 +133,16 @@ def init_convolutions(model: nn.Module) -> None:
 # The functions below take the number of classes, the image side and the options of `model.args`.
 
 
-def resnet_tiny(num_classes: int, image_size: int, **options: float) -> nn.Module:
+def resnet_tiny(num_classes: int, image_size: int, **options: Any) -> nn.Module:
     """A ResNet with 0.3 M parameters, for 64 px images."""
-    return SmallResNet(num_classes, (32, 64, 128), (1, 1, 1), 2, **options)  # type: ignore[arg-type]
+    return SmallResNet(num_classes, (32, 64, 128), (1, 1, 1), 2, **options)
 
 
-def resnet11_cifar(num_classes: int, image_size: int, **options: float) -> nn.Module:
+def resnet11_cifar(num_classes: int, image_size: int, **options: Any) -> nn.Module:
     """A ResNet with 11 layers that pools early, for 32 px images."""
     return PoolingResNet(num_classes, **options)
 
 
-def resnet18_cifar(num_classes: int, image_size: int, **options: float) -> nn.Module:
+def resnet18_cifar(num_classes: int, image_size: int, **options: Any) -> nn.Module:
     """ResNet-18 with a 3x3 stem and 11 M parameters, for 32 px images."""
-    return SmallResNet(num_classes, (64, 128, 256, 512), (2, 2, 2, 2), 1, **options)  # type: ignore[arg-type]
+    return SmallResNet(num_classes, (64, 128, 256, 512), (2, 2, 2, 2), 1, **options)

@@ -1,23 +1,18 @@
 """The stages of a model, for freezing and for layer-wise learning rates."""
 
-from dataclasses import dataclass
+from collections import Counter
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from conf.schema import UserError, show
 
 
-@dataclass(frozen=True)
-class Stage:
-    """Neighbouring layers of a model.
-
-    Attributes:
-        name: of the module with most of the parameters.
-        parameters: names of the parameters.
-    """
+class Stage(NamedTuple):
+    """Neighbouring layers: the module with most of the parameters, and the parameters' names."""
 
     name: str
-    parameters: tuple[str, ...]
+    parameters: list[str]
 
 
 def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
@@ -33,14 +28,12 @@ def stages(model: nn.Module, *, fine: bool = False) -> list[Stage]:
         fine: divide stages into blocks, such as `layer2.0`, as timm does for layer-wise decay.
     """
     grouped = _of_timm(model, fine) if hasattr(model, "group_matcher") else _by_names(model, fine)
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
     found = []
     for group in grouped:
-        modules: dict[str, int] = {}
+        sizes: Counter[str] = Counter()
         for name in group:
-            module = _module_of(name, fine)
-            modules[module] = modules.get(module, 0) + sizes[name]
-        found.append(Stage(max(modules, key=lambda module: modules[module]), tuple(group)))
+            sizes[_module_of(name, fine)] += model.get_parameter(name).numel()
+        found.append(Stage(sizes.most_common(1)[0][0], group))
     return found
 
 
@@ -63,10 +56,9 @@ def freeze(model: nn.Module, last: int | str | None) -> None:
             f"model.freeze={show(last)}: the stages are {', '.join(names)}; give the last one to "
             f"freeze, or a number from 1 to {len(found) - 1} (the last stage is always trained)"
         )
-    parameters = dict(model.named_parameters())
     for stage in found[:count]:
         for name in stage.parameters:
-            parameters[name].requires_grad_(False)
+            model.get_parameter(name).requires_grad_(False)
     train_mode(model)
 
 
@@ -102,11 +94,10 @@ def _by_names(model: nn.Module, fine: bool) -> list[list[str]]:
     return groups
 
 
-def _of_timm(model: nn.Module, fine: bool) -> list[list[str]]:
+def _of_timm(model: Any, fine: bool) -> list[list[str]]:
     from timm.models import group_parameters
 
-    matcher = model.group_matcher(coarse=not fine)  # type: ignore[operator]
-    return list(group_parameters(model, matcher).values())
+    return list(group_parameters(model, model.group_matcher(coarse=not fine)).values())
 
 
 def _module_of(parameter: str, fine: bool) -> str:

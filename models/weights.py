@@ -27,7 +27,8 @@ Weights = dict[str, Tensor]
 # Keys under which trainers store the state_dict. The moving average comes first: timm and
 # torchvision report the accuracy of the average if there is one.
 CONTAINERS = ("state_dict_ema", "model_ema", "state_dict", "model")
-PREFIXES = ("module.", "_orig_mod.")  # of DistributedDataParallel, AveragedModel and torch.compile
+# Of DistributedDataParallel, AveragedModel and torch.compile, in any order.
+PREFIXES = ("module.", "_orig_mod.", "module.")
 # Former names of layers in torchvision's files (DenseNet, ViT) -> names now.
 RENAMED = (
     (r"(denselayer\d+\.(?:norm|conv))\.([12])\.", r"\1\2."),
@@ -40,17 +41,6 @@ POSITIONS: dict[str, dict[str, bool]] = {
     "pos_embedding": {"align_corners": True},
     "pos_embed": {"antialias": True},
 }
-
-
-def load_weights(model: nn.Module, path: Path) -> None:
-    """Load the initial weights of a training from any file that `read_file` reads.
-
-    Raises:
-        UserError: the file is missing, cannot be read, or is of another model.
-    """
-    origin = f"model.weights={path}"
-    weights = weights_in(read_file(path, origin=origin), origin=origin)
-    fit_weights(model, weights, origin=origin, new_head=True)
 
 
 def read_torch_file(path: Path) -> Any:
@@ -74,19 +64,14 @@ def read_torch_file(path: Path) -> Any:
 
 
 def read_file(path: Path, *, origin: str) -> Any:
-    """Read a file of torch.save or safetensors to the CPU.
+    """Read a file of torch.save or, if its name ends in .safetensors, of safetensors to the CPU.
 
     Args:
-        path: a name that ends in .safetensors decides the format.
         origin: the beginning of error messages.
 
     Raises:
         UserError: the file is missing, or cannot be read without executing code from it.
     """
-    if path.suffix in (".pt2", ".onnx"):
-        raise UserError(
-            f"{origin}: is an exported program; give the checkpoint that it was exported from"
-        )
     try:
         if path.suffix != ".safetensors":
             return read_torch_file(path)
@@ -113,20 +98,18 @@ def weights_in(content: Any, *, origin: str) -> Weights:
     Raises:
         UserError: there is no state_dict.
     """
-    stored = content
-    if isinstance(content, dict) and isinstance(content.get("state"), dict):
-        averaged = content["state"].get("ema")
-        stored = content["state"].get("model") if averaged is None else averaged
-    elif isinstance(content, dict):
-        inner = (content[name] for name in CONTAINERS if isinstance(content.get(name), dict))
-        stored = next(inner, content)
-    weights = dict(stored) if isinstance(stored, dict) else {}
+    stored = content if isinstance(content, dict) else {}
+    if isinstance(stored.get("state"), dict):
+        state = stored["state"]
+        stored = state.get("model") if state.get("ema") is None else state["ema"]
+    else:
+        inner = (stored[name] for name in CONTAINERS if isinstance(stored.get(name), dict))
+        stored = next(inner, stored)
+    weights = dict(stored or {})
     weights.pop("n_averaged", None)
-    if not weights or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in weights.items()
-    ):
+    if not weights or not all(isinstance(value, Tensor) for value in weights.values()):
         raise UserError(f"{origin}: is not a state_dict; give a state_dict or a checkpoint")
-    for prefix in PREFIXES * 2:  # in any order
+    for prefix in PREFIXES:
         if all(name.startswith(prefix) for name in weights):
             weights = {name.removeprefix(prefix): value for name, value in weights.items()}
     return {name.replace("_orig_mod.", ""): value for name, value in weights.items()}
@@ -140,14 +123,25 @@ def stored_name(content: Any) -> str | None:
     return name if isinstance(name, str) else None
 
 
+def load_weights(model: nn.Module, path: Path) -> None:
+    """Load the initial weights of a training from any file that `read_file` reads.
+
+    Raises:
+        UserError: the file is missing, cannot be read, or is of another model.
+    """
+    origin = f"model.weights={path}"
+    weights = weights_in(read_file(path, origin=origin), origin=origin)
+    fit_weights(model, weights, origin=origin, new_head=True)
+
+
 def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bool = False) -> None:
     """Load weights by name. The model does not change if they do not fit.
 
     Args:
         origin: the beginning of messages.
-        new_head: they are the initial weights of a training. If the number of classes differs, or
-            they have no head, the head keeps its own. Position embeddings of another image size are
-            interpolated.
+        new_head: they are the initial weights of a training. If they have no head, or one for
+            another number of classes, the head keeps its own. Position embeddings of another image
+            size are interpolated.
 
     Raises:
         UserError: keys are missing, unknown or of another shape: another model's weights.
@@ -155,58 +149,42 @@ def fit_weights(model: nn.Module, weights: Weights, *, origin: str, new_head: bo
     own = model.state_dict()
     weights = {_current_name(name, own): value for name, value in weights.items()}
     if new_head:
-        weights |= _resized_positions(weights, own)
+        weights = {name: _resized(name, value, own) for name, value in weights.items()}
     # The oldest weights of torchvision have no num_batches_tracked.
     missing = [k for k in own if k not in weights and not k.endswith("num_batches_tracked")]
     unknown = [k for k in weights if k not in own]
     other = [k for k in own if k in weights and own[k].shape != weights[k].shape]
-    kept = missing or other
-    if kept and new_head and not unknown and _differs_in_head(model, missing, other, weights):
-        why = "the file has no head"
-        if other:
-            sizes = weights[other[0]].shape[0], own[other[0]].shape[0]
-            why = f"the file has {sizes[0]} classes, the data {sizes[1]}"
-        logger.warning("%s: %s keep their initial weights: %s", origin, ", ".join(kept), why)
-    elif kept or unknown:
-        found = {"missing": missing, "unknown": unknown, "of another shape": other}
-        kinds = [f"{_listed(names)} {kind}" for kind, names in found.items() if names]
-        keys = "model.name and data.image_size" if other else "model.name"
-        raise UserError(f"{origin}: does not fit the model: {'; '.join(kinds)}; check {keys}")
-    # `own` has the versions of the layers, which MNASNet requires.
-    own.update({name: value for name, value in weights.items() if name not in other})
-    model.load_state_dict(own)
-
-
-def _differs_in_head(
-    model: nn.Module, missing: list[str], other: list[str], weights: Weights
-) -> bool:
-    """Whether weights only lack the head, or have one for another number of classes.
-
-    Args:
-        missing: names of the tensors that the weights lack.
-        other: names of the tensors that have another shape.
-    """
-    own, head = model.state_dict(), head_of(model)
+    head = head_of(model) if new_head and (missing or other) else []
     # The number of classes is the first dimension of the head's tensors.
     same_features = all(own[name].shape[1:] == weights[name].shape[1:] for name in other)
-    return set(other) <= set(head) and same_features and missing in ([], head)
+    if head and set(other) <= set(head) and same_features and missing in ([], head):
+        logger.warning(
+            "%s: %s keep their initial weights: the file has no head for %d classes",
+            *(origin, ", ".join(head), own[head[0]].shape[0]),
+        )
+        missing, other = [], []
+        weights = {name: value for name, value in weights.items() if name not in head}
+    if missing or unknown or other:
+        found = {"missing": missing, "unknown": unknown, "of another shape": other}
+        kinds = [f"{len(keys)} {kind}, such as {keys[0]}" for kind, keys in found.items() if keys]
+        raise UserError(
+            f"{origin}: does not fit the model: keys {'; '.join(kinds)}; check model.name and "
+            "data.image_size"
+        )
+    own.update(weights)  # it has the versions of the layers, which MNASNet requires
+    model.load_state_dict(own)
 
 
 def head_of(model: nn.Module) -> list[str]:
     """Return the names of the tensors of the classifier: timm states it, else the last layer."""
     parameters = dict(model.named_parameters())
-    stated = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
-    if stated:
-        layers = {stated} if isinstance(stated, str) else set(stated)
-        return [name for name in parameters if name.rpartition(".")[0] in layers]
-    last = stages(model)[-1].parameters
-    layers = {name.rpartition(".")[0] for name in last if parameters[name].ndim > 1}
-    return [name for name in last if name.rpartition(".")[0] in layers]
-
-
-def _listed(keys: list[str]) -> str:
-    more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-    return f"{', '.join(keys[:3])}{more} {'is' if len(keys) == 1 else 'are'}"
+    layers = (getattr(model, "pretrained_cfg", None) or {}).get("classifier")
+    if not layers:
+        last = stages(model)[-1].parameters
+        layers = [name.rpartition(".")[0] for name in last if parameters[name].ndim > 1]
+    elif isinstance(layers, str):
+        layers = [layers]
+    return [name for name in parameters if name.rpartition(".")[0] in layers]
 
 
 def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
@@ -217,20 +195,15 @@ def _current_name(name: str, own: Mapping[str, Tensor]) -> str:
     return next((new for new in names if new in own), name)
 
 
-def _resized_positions(weights: Weights, own: Mapping[str, Tensor]) -> Weights:
-    """Return the position embeddings that have another number of tokens, for the model's."""
-    resized: Weights = {}
-    for name, value in weights.items():
-        options = POSITIONS.get(name.rpartition(".")[2])
-        if options is None or name not in own or value.shape == own[name].shape:
-            continue
-        if value.ndim == own[name].ndim == 3 and value.shape[::2] == own[name].shape[::2]:
-            found = resize_positions(value, own[name].shape[1], **options)
-            resized |= {} if found is None else {name: found}
-    return resized
+def _resized(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor of a file; position embeddings with the model's number of tokens."""
+    options = POSITIONS.get(name.rpartition(".")[2])
+    if options is None or name not in own or value.ndim != 3 or value.shape == own[name].shape:
+        return value
+    return resize_positions(value, own[name].shape[1], **options)
 
 
-def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor | None:
+def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor:
     """Interpolate the position embeddings of a square grid of patches; other tokens stay.
 
     Args:
@@ -239,17 +212,16 @@ def resize_positions(positions: Tensor, tokens: int, **options: bool) -> Tensor 
         options: of torch's bicubic interpolation.
 
     Returns:
-        None if both numbers are not the same number of tokens plus a square.
+        `positions` if both numbers are not the same number of tokens plus a square.
     """
     for others in range(min(positions.shape[1], tokens)):
-        sides = [math.isqrt(n - others) for n in (positions.shape[1], tokens)]
-        if [others + side**2 for side in sides] == [positions.shape[1], tokens]:
-            grid = positions[:, others:].float().transpose(1, 2).unflatten(2, (sides[0], sides[0]))
-            size = (sides[1], sides[1])
-            grid = nn.functional.interpolate(grid, size=size, mode="bicubic", **options)
+        old, new = (math.isqrt(n - others) for n in (positions.shape[1], tokens))
+        if (others + old**2, others + new**2) == (positions.shape[1], tokens):
+            grid = positions[:, others:].float().transpose(1, 2).unflatten(2, (old, old))
+            grid = nn.functional.interpolate(grid, size=(new, new), mode="bicubic", **options)
             patches = grid.flatten(2).transpose(1, 2).to(positions.dtype)
             return torch.cat([positions[:, :others], patches], dim=1)
-    return None
+    return positions
 
 
 def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) -> None:
@@ -265,17 +237,9 @@ def write_safetensors(path: Path, weights: Weights, texts: Mapping[str, str]) ->
 
 
 def safetensors_metadata(path: Path) -> dict[str, str]:
-    """Return the `__metadata__` of a safetensors file.
-
-    Raises:
-        ValueError: the file is damaged.
-    """
-    open_regular(path).close()
-    try:
-        with safe_open(path, "pt") as file:
-            return file.metadata() or {}
-    except SafetensorError as error:
-        raise ValueError(str(error)) from None
+    """Return the `__metadata__` of a safetensors file."""
+    with safe_open(path, "pt") as file:
+        return file.metadata() or {}
 
 
 def file_fingerprint(path: Path) -> str:

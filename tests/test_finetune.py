@@ -277,7 +277,7 @@ def test_preprocessing_of_timm_models(tmp_path: Path) -> None:
         ("model.weights=null", "model.weights is missing: fine-tuning starts from trained "),
         ("model.weights=gone.pth", "model.weights=gone.pth: no such file"),
         ("model.weights=.", r"\.: holds no checkpoints; give a file or the folder of a run"),
-        ("model.name=resnet18", "model.weights=.*: does not fit the model: .* are missing; .*"),
+        ("model.name=resnet18", "model.weights=.*: does not fit the model: .* missing, .*"),
         ("model.freeze=layer9", "model.freeze=layer9: the stages are conv1, layer1, .*"),
         ("model.freeze=5", "model.freeze=5: the stages are conv1, layer1, .*"),
     ],

@@ -45,8 +45,9 @@ def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:
             "model.weights=pretrained (the published ones of model.name), a checkpoint, a file of "
             "torchvision or timm, or the folder of a run"
         )
+    values = of_weights(config, typed)
     return {
-        f"from {config.model.weights}": of_weights(config, typed),
+        f"from {config.model.weights}": values | _train_transforms(values, config, typed),
         f"for {images:,} training images": of_images(images, ranks, config, typed),
     }
 
@@ -73,49 +74,37 @@ def of_weights(config: Config, typed: set[str]) -> Values:
     Raises:
         UserError: the file is missing or cannot be read.
     """
-    given = str(config.model.weights)
-    content: Any = {}
-    path = Path(given)
-    if given != "pretrained":
+    path, content = Path(str(config.model.weights)), {}
+    if config.model.weights != "pretrained":
         path = checkpoint.find(path)
-        content = models.read_file(path, origin=f"model.weights={given}")
-    stored: Values | None = None
+        content = models.read_file(path, origin=f"model.weights={config.model.weights}")
+    stored: Values = {}
     if checkpoint.is_ours(content):
-        stored = {**content["config"]}
-        stored["data.image_size"] = checkpoint.plan_in(content).get("image_size", 224)
+        size = checkpoint.plan_in(content).get("image_size", 224)
+        stored = {**content["config"], "data.image_size": size}
     elif exported := models.exported(path):
-        stored = {"data.image_size": 224, **exported.values}
+        stored = exported.values
     own_model = bool(typed & {"model", "model.name"})
-    if stored is not None:  # of a run of this program
+    if stored:  # of a run of this program
         names = ["data.mean", "data.std", "data.val_size", "data.image_size", "augment.val"]
-        if not own_model:
-            names += ["model.name", "model.args"]
-        values = {name: stored[name] for name in names if name in stored}
-        interpolation = "bicubic" if "bicubic" in str(values.get("augment.val")) else "bilinear"
-        return values | _train_transforms(interpolation, values, config, typed)
+        names += [] if own_model else ["model.name", "model.args"]
+        return {name: stored[name] for name in names if name in stored}
     name = config.model.name
     if not own_model:
         stored_name = models.stored_name(content)
         if stored_name is not None and stored_name not in models.available():
             stored_name = f"timm/{stored_name}"  # timm's files name the model without the prefix
         name = models.published_model(path) or stored_name or name
-    about = models.published(name, path)
-    if about is None:
-        return {"model.name": name}
-    sizes = typed & {"data.image_size", "data.val_size"}
-    val_size = config.data.val_size if sizes else about.val_size
-    values = {"model.name": name, **about.values(), "augment.val": about.transforms(val_size)}
-    return values | _train_transforms(about.interpolation, values, config, typed)
+    stated = models.published(name, path, typed=typed, val_size=config.data.val_size)
+    return {"model.name": name} | (stated.values if stated else {})
 
 
-def _train_transforms(
-    interpolation: str, values: Values, config: Config, typed: set[str]
-) -> Values:
+def _train_transforms(values: Values, config: Config, typed: set[str]) -> Values:
     """Return augment.train with the interpolation of the weights, if it is not the default."""
-    if interpolation == "bilinear":
+    if "bicubic" not in str(values.get("augment.val")):
         return {}
     size = config.data.image_size if "data.image_size" in typed else values["data.image_size"]
-    changed = {"size": size, "interpolation": interpolation}
+    changed = {"size": size, "interpolation": "bicubic"}
     return {
         "augment.train": [
             {"random_resized_crop": {**entry["random_resized_crop"], **changed}}

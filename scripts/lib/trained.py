@@ -216,17 +216,13 @@ def _open_foreign(
     if not typed & NAMES_A_MODEL:
         raise UserError(f"{path}: {_advice(content)}")
     config = load(overrides, runnable=False)
-    name = config.model.name
-    about = models.published(name, path)
+    about = models.published(config.model.name, path, typed=typed, val_size=config.data.val_size)
     if about is not None:
-        stated = about.values()
-        if "data.image_size" in typed:  # data.val_size follows it
-            del stated["data.val_size"]
-        changed = {k.split(".")[1]: v for k, v in stated.items() if k not in typed}
+        stated = dict(about.values)
+        transforms = stated.pop("augment.val", config.augment.val)
+        changed = {key.split(".")[1]: value for key, value in stated.items()}
         config = replace(config, data=replace(config.data, **changed))
-        if not typed & {"augment", "augment.val"}:
-            transforms = about.transforms(config.data.val_size)
-            config = replace(config, augment=replace(config.augment, val=transforms))
+        config = replace(config, augment=replace(config.augment, val=transforms))
     return _of_config(path, config, weights, () if about is None else about.classes)
 
 

@@ -10,33 +10,47 @@ import pytest
 
 from conf.packages import import_torchvision
 from conf.schema import UserError
-from models import Preprocessing, published
+from models.published import Stated, published, published_model
+
+
+def stated(name: str, file: str, *typed: str, val_size: int = 0) -> Stated | None:
+    return published(name, Path("/somewhere") / file, typed=set(typed), val_size=val_size)
 
 
 @pytest.mark.parametrize(
-    ("name", "file", "sizes"),
+    ("name", "file", "resize"),
     [
-        ("resnet50", "resnet50-0676ba61.pth", (256, 224, "bilinear")),
-        ("resnet50", "resnet50-11ad3fa6.pth", (232, 224, "bilinear")),
-        ("efficientnet_b0", "efficientnet_b0_rwightman-7f5810bc.pth", (256, 224, "bicubic")),
+        ("resnet50", "resnet50-0676ba61.pth", {"size": 256}),
+        ("resnet50", "resnet50-11ad3fa6.pth", {"size": 232}),
+        (
+            "efficientnet_b0",
+            "efficientnet_b0_rwightman-7f5810bc.pth",
+            {"size": 256, "interpolation": "bicubic"},
+        ),
     ],
 )
-def test_torchvision(name: str, file: str, sizes: tuple[int, int, str]) -> None:
-    found = published(name, Path("/somewhere") / file)
-    assert found is not None
-    assert (found.short_side, found.val_size, found.interpolation) == sizes
-    assert found.mean == (0.485, 0.456, 0.406) and found.classes[:2] == ("tench", "goldfish")
-    assert published("vit_s16", Path(file)) is None
-    assert published(name, Path("checkpoint.pth")) is None
+def test_torchvision(name: str, file: str, resize: dict[str, Any]) -> None:
+    found = stated(name, file)
+    assert found is not None and found.classes[:2] == ("tench", "goldfish")
+    assert found.values == {
+        "data.image_size": 224,
+        "data.val_size": 224,
+        "data.mean": [0.485, 0.456, 0.406],
+        "data.std": [0.229, 0.224, 0.225],
+        "augment.val": [{"resize": resize}, {"center_crop": {"size": 224}}],
+    }
+    assert stated("vit_s16", file) is None and stated(name, "checkpoint.pth") is None
+    assert published_model(Path("/elsewhere") / file) == name
 
 
 def test_every_file_of_torchvision() -> None:
     """Each has a resize and a centre crop that a list of transforms can state."""
-    vision = import_torchvision()
-    for name in vision.models.list_models(module=vision.models):
-        for entry in vision.models.get_model_weights(name):
-            found = published(name, Path(Path(entry.url).name))
-            assert found is not None and len(found.transforms(found.val_size)) == 2
+    vision = import_torchvision().models
+    for name in vision.list_models(module=vision):
+        entries = list(vision.get_model_weights(name))
+        for entry in (entries[0], entries[-1]):
+            assert stated(name, Path(entry.url).name) is not None
+        assert published(name, Path("pretrained"), typed=set(), val_size=0) is not None
 
 
 def stub(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> None:
@@ -58,25 +72,27 @@ def stub(monkeypatch: pytest.MonkeyPatch, **stated: Any) -> None:
 
 
 def test_timm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """timm rounds the short side down: 224 / 0.9 is 248.9."""
+    """timm rounds the short side down: 224 / 0.9 is 248.9. Typed keys are left out."""
     stub(monkeypatch)
-    assert published("timm/vit", Path("x")) == Preprocessing(
-        224, 224, 248, "bicubic", (0.5, 0.5, 0.5), (0.4, 0.5, 0.6)
-    )
+    found = stated("timm/vit", "x", "data.std")
+    assert found is not None
+    assert (found.values["data.mean"], "data.std" in found.values) == ([0.5] * 3, False)
+    resize = {"size": 248, "interpolation": "bicubic"}
+    assert found.values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 224}}]
     stub(monkeypatch, test_input_size=(3, 288, 288), test_crop_pct=1.0)
-    found = published("timm/resnet50", Path("x"))
-    assert found is not None
-    assert (found.image_size, found.val_size, found.short_side) == (224, 288, 288)
+    found = stated("timm/resnet50", "x", "data.val_size", val_size=320)
+    assert found is not None and found.values["data.image_size"] == 224
     resize = {"size": 320, "interpolation": "bicubic"}
-    assert found.transforms(320) == [{"resize": resize}, {"center_crop": {"size": 320}}]
+    assert found.values["augment.val"] == [{"resize": resize}, {"center_crop": {"size": 320}}]
 
 
-@pytest.mark.parametrize("stated", [{"crop_mode": "squash"}, {"interpolation": "nearest"}])
+@pytest.mark.parametrize("wrong", [{"crop_mode": "squash"}, {"interpolation": "nearest"}])
 def test_preprocessing_that_is_not_supported(
-    monkeypatch: pytest.MonkeyPatch, stated: dict[str, str]
+    monkeypatch: pytest.MonkeyPatch, wrong: dict[str, str]
 ) -> None:
-    stub(monkeypatch, **stated)
-    found = published("timm/vit", Path("x"))
-    assert found is not None
+    stub(monkeypatch, **wrong)
     with pytest.raises(UserError, match=r"^augment\.val: .*; give augment\.val="):
-        found.transforms(224)
+        stated("timm/vit", "x")
+    for typed in ("augment", "augment.val"):
+        found = stated("timm/vit", "x", typed)
+        assert found is not None and "augment.val" not in found.values
