@@ -17,15 +17,12 @@ def open_regular(path: str | os.PathLike[str]) -> io.BufferedReader:
         OSError: it cannot be opened.
         ValueError: it is not a regular file, or is larger than the memory.
     """
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    file = os.fstat(handle)
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if stat.S_ISREG(file.st_mode) and file.st_size <= memory:
-        return open(handle, "rb")
-    os.close(handle)
-    if stat.S_ISREG(file.st_mode):
+    file = os.stat(path)
+    if not stat.S_ISREG(file.st_mode):
+        raise ValueError("is a folder" if stat.S_ISDIR(file.st_mode) else "is not a regular file")
+    if file.st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"):
         raise ValueError(f"is larger than the memory of this machine ({file.st_size:,} bytes)")
-    raise ValueError("is a folder" if stat.S_ISDIR(file.st_mode) else "is not a regular file")
+    return open(path, "rb")
 
 
 def default_cache_dir() -> Path:
@@ -37,7 +34,7 @@ def default_cache_dir() -> Path:
         UserError: neither is set, and this user has no home.
     """
     given = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.path.expanduser("~")
-    if not os.path.isabs(given) and not os.path.isabs(home):
+    folder = given if os.path.isabs(given) else os.path.expanduser("~/.cache")
+    if not os.path.isabs(folder):
         raise UserError("there is no home folder for the cache; set HOME or XDG_CACHE_HOME")
-    return Path(given if os.path.isabs(given) else f"{home}/.cache") / "imagenet-trainer"
+    return Path(folder) / "imagenet-trainer"

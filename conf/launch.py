@@ -3,14 +3,13 @@
 Slurm's variables: https://slurm.schedmd.com/srun.html#SECTION_OUTPUT-ENVIRONMENT-VARIABLES
 """
 
+import ctypes
 import os
 import re
 import signal
 import sys
-import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,7 +17,7 @@ from conf.schema import UserError
 
 # Of srun: above the ports of most services and below those that Linux gives to clients.
 FIRST_PORT, PORTS = 20_000, 10_000
-PARENT_CHECK_SECONDS = 1.0  # between two looks at whether torchrun has ended
+PR_SET_PDEATHSIG = 1  # prctl(2)
 REMEDY = (
     "run `unset RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE` to train in one process, or start "
     "with torchrun"
@@ -45,8 +44,7 @@ def read_launch() -> Launch:
     """Read the variables that torchrun sets; without them, this is the only rank.
 
     Raises:
-        UserError: one is missing, or does not fit the others: most likely, they are left over in
-            the shell.
+        UserError: they do not fit each other: most likely, they are left over in the shell.
     """
     texts = {
         "RANK": os.environ.get("RANK", "0"),
@@ -55,21 +53,16 @@ def read_launch() -> Launch:
         "LOCAL_WORLD_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1"),
         "MASTER_PORT": os.environ.get("MASTER_PORT", "0"),
     }
-    for name, text in texts.items():
-        if not text.isdecimal():
-            raise UserError(f"{name}={text}: is not a whole number; {REMEDY}")
+    given = " ".join(f"{name}={text}" for name, text in texts.items())
+    if not all(text.isdecimal() for text in texts.values()):
+        raise UserError(f"{given}: not all are whole numbers; {REMEDY}")
     rank, size, local_rank, local_size, port = map(int, texts.values())
     if not (rank < size and local_rank < size and 1 <= local_size <= size):
-        given = " ".join(f"{name}={text}" for name, text in texts.items())
         raise UserError(f"{given}: do not fit each other; {REMEDY}")
-    if size == 1:
-        return Launch()
     host = os.environ.get("MASTER_ADDR", "")
-    if "RANK" not in os.environ or not host or not 0 < port < 65536:
-        raise UserError(
-            f"WORLD_SIZE={size}: needs RANK, MASTER_ADDR and MASTER_PORT (1 to 65535); {REMEDY}"
-        )
-    return Launch(rank, size, local_rank, local_size, host, port)
+    if size > 1 and ("RANK" not in os.environ or not host or not 0 < port < 65536):
+        raise UserError(f"{given}: RANK, MASTER_ADDR or MASTER_PORT is missing; {REMEDY}")
+    return Launch(rank, size, local_rank, local_size, host, port) if size > 1 else Launch()
 
 
 def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
@@ -78,43 +71,35 @@ def ranks_of_srun(environment: Mapping[str, str]) -> dict[str, str]:
     Returns:
         Nothing if torchrun has set them, or if the step has one task. A batch script itself is no
         step: a plain `python train.py` in it is a single process. So it is in the shell of
-        `srun --pty bash`, which is the only task of its step that is still there.
+        `srun --pty bash`, which is the only task of its step that is still there. Without --pty,
+        srun gives no terminal to a task.
     """
     tasks = int(environment.get("SLURM_STEP_NUM_TASKS", 1))
     if tasks == 1 or "RANK" in environment or _has_terminal():
         return {}
-    node = int(environment["SLURM_NODEID"])
-    per_node = [*_repeated(environment["SLURM_STEP_TASKS_PER_NODE"])]
+    # `4(x2),3` stands for 4, 4, 3 tasks on three nodes.
+    runs = re.findall(r"(\d+)(?:\(x(\d+)\))?", environment["SLURM_STEP_TASKS_PER_NODE"])
+    per_node = [count for count, times in runs for _ in range(int(times or 1))]
     # All tasks of the step get the same port; other jobs on the node probably another one.
     step = int(environment["SLURM_JOB_ID"]) * 31 + int(environment.get("SLURM_STEP_ID", 0))
+    host = environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"])
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": str(tasks),
         "LOCAL_RANK": environment["SLURM_LOCALID"],
-        "LOCAL_WORLD_SIZE": str(per_node[node]),
-        "MASTER_ADDR": environment.get("MASTER_ADDR")
-        or first_host(environment["SLURM_STEP_NODELIST"]),
+        "LOCAL_WORLD_SIZE": per_node[int(environment["SLURM_NODEID"])],
+        "MASTER_ADDR": host,
         "MASTER_PORT": environment.get("MASTER_PORT") or str(FIRST_PORT + step % PORTS),
     }
 
 
 def _has_terminal() -> bool:
-    """Whether this process belongs to a terminal, which srun gives to a task only with --pty.
-
-    It does so in a shell with `nohup python train.py </dev/null &`, too. The name of the job tells
-    less: in the shell of salloc, it is `interactive` also for the tasks of srun.
-    """
+    """Whether this process belongs to a terminal, also after `nohup python train.py &`."""
     try:
         os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
     except OSError:
         return False
     return True
-
-
-def _repeated(counts: str) -> Iterator[int]:
-    """Yield the numbers of `4(x2),3`: 4, 4, 3."""
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", counts):
-        yield from [int(count)] * int(times or 1)
 
 
 def first_host(hosts: str) -> str:
@@ -123,24 +108,14 @@ def first_host(hosts: str) -> str:
     return re.sub(r"\[([^],-]+)[^]]*\]", r"\1", first[0]) if first else hosts
 
 
-def end_with_torchrun() -> None:
-    """Let this process receive SIGTERM when torchrun ends: in training, it saves a checkpoint.
+def stop_with_parent() -> None:
+    """Let the kernel send SIGTERM to this process when its parent ends (Linux only).
 
-    A killed torchrun cannot end its ranks. They are in sessions of their own, so they would train
-    on, and the next start would find the run directory in use. Called before torch is imported,
-    which takes seconds. Without torchrun, nothing happens: a run in the background does not depend
-    on the shell that started it.
+    A killed torchrun cannot end its ranks: they would train on, and the next start would find the
+    run directory in use.
     """
-    if os.environ.get("TORCHELASTIC_RUN_ID") is None:
-        return
-    parent = os.getppid()
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(PARENT_CHECK_SECONDS)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=watch, name="torchrun", daemon=True).start()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:

@@ -7,7 +7,6 @@ of this program or of the user: no `_target_` in one can run.
 """
 
 import argparse
-import ctypes
 import itertools
 import json
 import os
@@ -28,11 +27,11 @@ from hydra.core.override_parser.types import ValueType
 from hydra.errors import HydraException
 
 from conf.compose import load, to_yaml
+from conf.launch import stop_with_parent
 from conf.overrides import GROUPS, split_config_dir
 from conf.schema import Config, UserError, group_names
 from conf.signals import handle_stops
 
-PR_SET_PDEATHSIG = 1  # prctl(2)
 # Other sweepers minimise the value of a job by default.
 MAXIMISE = {
     "hydra/sweeper=optuna": "hydra.sweeper.direction=maximize",
@@ -52,32 +51,29 @@ class Sweep:
 
     def __init__(self, words: Sequence[str], *, runnable: bool = True) -> None:
         self.settings = [word for word in words if re.match(r"[+~]*hydra[./]", word)]
+        self.searches = any(word.startswith("hydra/sweeper=") for word in self.settings)
         self.config_dir = split_config_dir(words)[0]
-        others = [word for word in words if word not in self.settings]
-        values = {word: _values(word, self.config_dir) for word in others}
-        self.fixed = [word for word in others if not values[word]]
+        values = {w: _values(w, self.config_dir) for w in words if w not in self.settings}
+        self.fixed = [word for word, found in values.items() if not found]
         # Of Hydra's sweepers, only the basic one knows glob().
         self.swept = [
             f"{_key(word)}={','.join(found)}" if "=glob(" in word else word.lstrip("+")
             for word, found in values.items()
             if found
         ]
-        self.searches = any(word.startswith("hydra/sweeper=") for word in self.settings)
-        self.jobs: dict[tuple[str, ...], Config] = {}
-        folders: dict[str, tuple[str, ...]] = {}
         columns = [
             [f"{_key(w)}={value}" for value in found] for w, found in values.items() if found
         ]
-        for job in itertools.product(*columns):
-            self.jobs[job] = load([*self.fixed, *job], runnable=runnable)
-            other = folders.setdefault(os.path.abspath(self.jobs[job].run.dir), job)
+        jobs = itertools.islice(itertools.product(*columns), 1 if self.searches else None)
+        self.jobs = {job: load([*self.fixed, *job], runnable=runnable) for job in jobs}
+        folders: dict[str, tuple[str, ...]] = {}
+        for job, config in self.jobs.items():
+            other = folders.setdefault(os.path.abspath(config.run.dir), job)
             if other != job:
                 raise UserError(
                     f"-m: {' '.join(other)} and {' '.join(job)} have the same run directory; give "
                     "each its own, for example 'run.dir=runs/${run.name}-${loader.workers}'"
                 )
-            if self.searches:
-                break
 
     def run(self) -> int:
         """Run the jobs, and print a table with the best first; return 0 if all have finished.
@@ -98,11 +94,10 @@ class Sweep:
         os.environ["HYDRA_FULL_ERROR"] = "1"  # raises errors instead of printing them
         if sys.version_info >= (3, 14):  # argparse refuses the help of an option of Hydra 1.3
             argparse.ArgumentParser._check_help = lambda *_: None  # type: ignore[attr-defined]
+        # With config_path=None, Hydra would find the YAML files beside this module.
+        start = hydra.main(version_base="1.3", config_path="pkg://hydra.conf", config_name="sweep")
         try:
-            # With config_path=None, Hydra would find the YAML files beside this module.
-            hydra.main(version_base="1.3", config_path="pkg://hydra.conf", config_name="sweep")(
-                job
-            )()
+            start(job)()
         except (HydraException, RuntimeError) as error:  # of Hydra, or of a plugin
             raise UserError(f"-m: {str(error).splitlines()[0]}") from None
         if self.searches:
@@ -136,22 +131,20 @@ def _values(text: str, config_dir: Path | None) -> list[str]:
     """The values of an override with several; of an interval its start; none for another one."""
     try:
         override = OverridesParser.create().parse_override(text)
-        if not override.is_sweep_override():
-            return []
-        values: Any = override.value()
-        if override.is_interval_sweep():
-            found = [values.start]
-        elif override.value_type == ValueType.GLOB_CHOICE_SWEEP:
-            found = values.filter(group_names(_key(text), config_dir))
-        else:
-            found = list(override.sweep_string_iterator())
-    except (HydraException, ValueError, ArithmeticError) as error:
-        if not re.search(r"=\w+\(", text):
-            return []  # `load` says what is wrong
-        raise UserError(f"{text}: {str(error).splitlines()[0]}; give a list") from None
+    except HydraException:
+        return []  # `load` says what is wrong
+    values: Any = override.value()
+    if not override.is_sweep_override():
+        return []
+    if override.is_interval_sweep():
+        return [str(values.start)]
+    if override.value_type == ValueType.GLOB_CHOICE_SWEEP:
+        found = values.filter(group_names(_key(text), config_dir))
+    else:
+        found = [str(value) for value in override.sweep_string_iterator()]
     if not found:
         raise UserError(f"{text}: has no value; give at least one")
-    return [str(value) for value in found]
+    return list(found)
 
 
 def _run_job(script: str, overrides: Sequence[str]) -> float:
@@ -161,12 +154,16 @@ def _run_job(script: str, overrides: Sequence[str]) -> float:
         SystemExit: after a mistake or a signal, which end the sweep: the status of the job.
     """
     GlobalHydra.instance().clear()  # `load` uses Hydra, too, with the content of the groups
-    names = ConfigStore.instance().repo
-    ConfigStore.instance().repo = {name: names[name] for name in names if name not in GROUPS}
+    store = ConfigStore.instance()
+    registered = store.repo
+    store.repo = {name: node for name, node in registered.items() if name not in GROUPS}
     config = load(overrides)
-    ConfigStore.instance().repo = names
+    store.repo = registered
     print(f"job {' '.join(overrides)}: {config.run.dir}", flush=True)
-    if config.checkpoint.resume == "never" or not _is_finished(config):
+    stored = Path(config.run.dir) / "config.yaml"
+    same = stored.is_file() and stored.read_text(encoding="utf-8") == to_yaml(config)
+    finished = same and _read_summary(config).get("status") == "finished"
+    if not finished or config.checkpoint.resume == "never":
         status = _run_child([sys.executable, script, *overrides])
         if status == 2 or status > 128:
             sys.exit(status)
@@ -180,9 +177,13 @@ def _run_child(command: Sequence[str]) -> int:
 
     It has its own process group: the terminal would send it Ctrl-C a second time.
     """
-    child = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=_begin_child
-    )
+
+    def begin() -> None:
+        # It is for the parent: Slurm may send it to all processes, and it would end a run.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+        stop_with_parent()
+
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0, preexec_fn=begin)
     with handle_stops(lambda number, _: child.send_signal(number)):
         try:
             status = child.wait()
@@ -191,23 +192,6 @@ def _run_child(command: Sequence[str]) -> int:
             child.wait()
             raise
     return status if status >= 0 else 128 - status
-
-
-def _begin_child() -> None:
-    """Let the kernel send SIGTERM to this process when its parent is killed (Linux only).
-
-    SIGUSR2 is for the parent: Slurm may send it to all processes of a task, and it would end a run.
-    """
-    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-
-
-def _is_finished(config: Config) -> bool:
-    """Whether a run of the same config has finished."""
-    stored = Path(config.run.dir) / "config.yaml"
-    same = stored.is_file() and stored.read_text(encoding="utf-8") == to_yaml(config)
-    return same and _read_summary(config).get("status") == "finished"
 
 
 def _read_summary(config: Config) -> dict[str, Any]:

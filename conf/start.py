@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from conf.launch import end_with_torchrun, ranks_of_srun
+from conf.launch import ranks_of_srun, stop_with_parent
 
 if TYPE_CHECKING:
     from conf.schema import Config
@@ -52,24 +52,24 @@ def set_up_process() -> None:
     After Ctrl-C, and when the reader of a pipe has ended (`| head`), the program ends quietly.
     """
     os.environ.update(ranks_of_srun(os.environ))
-    if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
-        _refuse("Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs")
+    problem = ""
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
-    if missing:
-        _refuse(f"{', '.join(missing)}: not installed for {sys.executable}; {_environment()}")
+    if sys.platform == "win32":  # no fork, no file locks of fcntl and no SIGUSR1
+        problem = "Windows is not supported; use WSL 2 (`wsl --install`), which runs Linux programs"
+    elif missing:
+        names = ", ".join(missing)
+        problem = f"{names}: not installed for {sys.executable}; {_environment()}"
+    if problem:
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # the first process of each node
+            print(f"{Path(sys.argv[0]).name}: {problem}", file=sys.stderr)
+        sys.exit(2)
     sys.excepthook = _report
     atexit.register(_flush)
-    end_with_torchrun()
+    if os.environ.get("TORCHELASTIC_RUN_ID"):
+        stop_with_parent()
     # Waiting OpenMP threads sleep instead of spinning. With other busy processes on the machine,
     # this makes the demo 6 times as fast.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-
-def _refuse(message: str) -> None:
-    """Exit with status 2. Of the processes of a node, the first one prints the message."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    sys.exit(2)
 
 
 def _environment() -> str:

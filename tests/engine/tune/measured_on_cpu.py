@@ -16,7 +16,7 @@ from typing import Any
 
 import train
 from conf import cli
-from conf.launch import end_with_torchrun, exit_with
+from conf.launch import exit_with, stop_with_parent
 from engine.tune import autotune, search
 from pipeline import gpu, machine
 from pipeline import loader_plan as plan
@@ -59,5 +59,5 @@ def main(folder: Path, overrides: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    end_with_torchrun()
+    stop_with_parent()
     exit_with(partial(main, Path(sys.argv[1]), sys.argv[2:]))
