@@ -17,9 +17,7 @@ enum { NARROW = 16 };   /* columns; the library does not interpolate chroma of t
 struct errors { /* jpeg_error_mgr */
     void (*error_exit)(void *);
     void (*emit_message)(void *, int);
-    void (*output_message)(void *);
-    void (*format_message)(void *, char *);
-    void (*reset_error_mgr)(void *);
+    void *other_functions[3];
     int msg_code;
     int msg_parm[20]; /* a union with 80 bytes of text */
     int trace_level;
@@ -56,7 +54,7 @@ struct decoder {
     struct component *components;
 };
 
-struct functions { /* in the order of FUNCTIONS in region.py */
+static struct { /* in the order of FUNCTIONS in region.py */
     struct errors *(*std_error)(struct errors *);
     void (*create)(struct decoder *, int version, size_t size);
     void (*mem_src)(struct decoder *, const unsigned char *, unsigned long);
@@ -66,13 +64,9 @@ struct functions { /* in the order of FUNCTIONS in region.py */
     unsigned (*skip)(struct decoder *, unsigned lines);
     unsigned (*read)(struct decoder *, unsigned char **rows, unsigned lines);
     void (*destroy)(struct decoder *);
-};
-
-struct library {
-    struct functions jpeg;
-    int version;
-    size_t size; /* of jpeg_decompress_struct, in bytes */
-};
+} jpeg;
+static int version;        /* of the binary interface */
+static size_t struct_size; /* of jpeg_decompress_struct, in bytes */
 
 struct region { /* in pixels of the image at 1 / scale */
     unsigned left, top, right, bottom, scale;
@@ -87,55 +81,47 @@ static void fail_on_warning(void *decoder, int level) {
     if (level < 0) fail(decoder);
 }
 
-static void catch_errors(const struct library *library, struct decoder *decoder,
-                         struct errors *errors) {
-    decoder->err = library->jpeg.std_error(errors);
+static void catch_errors(struct decoder *decoder, struct errors *errors) {
+    decoder->err = jpeg.std_error(errors);
     errors->error_exit = fail;
     errors->emit_message = fail_on_warning;
 }
 
-/* Return what `create` expects: the version if `version` is wrong, otherwise the size. */
-static int expected(const struct library *library, int version) {
+/* Return what `create` expects: the version if `given` is wrong, otherwise the size. */
+static int expected(int given) {
     struct errors errors;
     struct decoder decoder;
-    catch_errors(library, &decoder, &errors);
+    catch_errors(&decoder, &errors);
     if (setjmp(errors.failure)) return errors.msg_parm[0];
-    library->jpeg.create(&decoder, version, 0);
+    jpeg.create(&decoder, given, 0);
     return 0;
 }
 
-/* Complete `library`, whose functions the caller has set. */
-int region_open(struct library *library) {
-    library->version = expected(library, 0);
+/* Take the addresses of the library's functions. */
+int region_open(const void *functions) {
+    memcpy(&jpeg, functions, sizeof jpeg);
+    version = expected(0);
     if (sizeof(struct component) != 96) return FAILED; /* not a 64-bit machine */
-    if (library->version != 62 && library->version != 70 && library->version != 80) return FAILED;
-    library->size = (size_t)expected(library, library->version);
-    return library->size > sizeof(struct decoder) && library->size < 4096 ? OK : FAILED;
+    if (version != 62 && version != 70 && version != 80) return FAILED;
+    struct_size = (size_t)expected(version);
+    return struct_size > sizeof(struct decoder) && struct_size < 4096 ? OK : FAILED;
 }
 
-/* Whether chroma has one block per unit: 4:4:4, 4:2:2, 4:2:0 and the like. With factors such as
-2, 4, 1, the library's pixels of a region differ from those of the whole image. */
-static int usual_colour(const struct decoder *decoder) {
+/* Whether the library gives a region the pixels of the whole image. It does not if chroma has more
+than one block per unit, unlike 4:4:4, 4:2:2 and 4:2:0; nor at the edges of a region of a progressive
+file that lacks scans, because it smooths the blocks. */
+static int exact(const struct decoder *decoder) {
     const struct component *chroma = decoder->components + 1;
-    return decoder->num_components == 3 && chroma[0].across == 1 && chroma[0].down == 1 &&
-           chroma[1].across == 1 && chroma[1].down == 1;
-}
-
-/* The library smooths the blocks of a progressive file that lacks scans. At the edges of a region,
-the smoothed pixels differ from those of the whole image. */
-static int complete(const struct decoder *decoder) {
-    int component, coefficient;
-    for (component = 0; decoder->coef_bits && component < decoder->num_components; component++)
-        for (coefficient = 0; coefficient < 64; coefficient++)
-            if (decoder->coef_bits[component][coefficient]) return 0;
-    return 1;
+    int i;
+    for (i = 0; decoder->coef_bits && i < 3 * 64; i++)
+        if (decoder->coef_bits[i / 64][i % 64]) return 0;
+    return chroma[0].across == 1 && chroma[0].down == 1 && chroma[1].across == 1 &&
+           chroma[1].down == 1;
 }
 
 /* Decode the region line by line into `line`, and copy its columns from there. */
-static void read_lines(const struct library *library, struct decoder *decoder,
-                       const struct region *region, unsigned char *volatile *line,
-                       unsigned char *out) {
-    const struct functions *jpeg = &library->jpeg;
+static void read_lines(struct decoder *decoder, const struct region *region,
+                       unsigned char *volatile *line, unsigned char *out) {
     const size_t bytes = 3 * (size_t)(region->right - region->left);
     unsigned start = region->left ? region->left - 1 : 0, end = region->right, width;
     unsigned char *row;
@@ -148,20 +134,19 @@ static void read_lines(const struct library *library, struct decoder *decoder,
     end = decoder->output_width - end < 2 ? decoder->output_width : end + 2;
     if (end - start < NARROW) start = end > NARROW ? end - NARROW : 0;
     width = end - start;
-    jpeg->crop(decoder, &start, &width);
+    jpeg.crop(decoder, &start, &width);
     row = *line = malloc(3 * (size_t)width);
-    if (!row || jpeg->skip(decoder, region->top) != region->top) fail(decoder);
+    if (!row || jpeg.skip(decoder, region->top) != region->top) fail(decoder);
     while (decoder->output_scanline < region->bottom) {
-        if (jpeg->read(decoder, &row, 1) != 1) fail(decoder);
+        if (jpeg.read(decoder, &row, 1) != 1) fail(decoder);
         memcpy(out, row + 3 * (size_t)(region->left - start), bytes);
         out += bytes;
     }
 }
 
 /* Decode a region of a colour JPEG into `out`, uint8 [bottom - top, right - left, 3]. */
-int region_decode(const struct library *library, const unsigned char *data, unsigned long length,
-                  const struct region *region, unsigned char *out) {
-    const struct functions *jpeg = &library->jpeg;
+int region_decode(const unsigned char *data, unsigned long length, const struct region *region,
+                  unsigned char *out) {
     struct errors errors;
     unsigned char *volatile line = NULL; /* volatile: set between setjmp and longjmp */
     union {
@@ -171,21 +156,20 @@ int region_decode(const struct library *library, const unsigned char *data, unsi
     struct decoder *decoder = &memory.fields;
     volatile int status = FAILED;
 
-    catch_errors(library, decoder, &errors);
+    catch_errors(decoder, &errors);
     decoder->mem = NULL; /* `destroy` works before `create` */
     if (!setjmp(errors.failure)) {
-        jpeg->create(decoder, library->version, library->size);
-        jpeg->mem_src(decoder, data, length);
-        if (jpeg->read_header(decoder, 1) == HEADER_OK && usual_colour(decoder)) {
-            decoder->out_color_space = RGB;
-            decoder->scale_num = 1;
-            decoder->scale_denom = region->scale;
-            if (!jpeg->start(decoder) || !complete(decoder)) fail(decoder);
-            read_lines(library, decoder, region, &line, out);
-            status = OK;
-        }
+        jpeg.create(decoder, version, struct_size);
+        jpeg.mem_src(decoder, data, length);
+        if (jpeg.read_header(decoder, 1) != HEADER_OK || decoder->num_components != 3) fail(decoder);
+        decoder->out_color_space = RGB;
+        decoder->scale_num = 1;
+        decoder->scale_denom = region->scale;
+        if (!jpeg.start(decoder) || !exact(decoder)) fail(decoder);
+        read_lines(decoder, region, &line, out);
+        status = OK;
     }
-    jpeg->destroy(decoder); /* also frees the memory of an unfinished image */
+    jpeg.destroy(decoder); /* also frees the memory of an unfinished image */
     free(line);
     return status;
 }

@@ -60,7 +60,7 @@ def load_encoded(dataset: FolderDataset, epoch: int, index: int) -> Encoded | No
         return None
     if frame.size[0] * frame.size[1] > dataset.max_pixels:
         return None
-    file = JpegFile(data, frame.size, DECODERS[dataset.decoder], frame)
+    file = JpegFile(data, frame.size, DECODERS[dataset.decoder])
     rng = sample_rng(dataset.seed, epoch, index)
     geometry = np.zeros(COLUMNS)
     try:
@@ -78,7 +78,7 @@ def first_on_pixels(transform: Compose) -> int | None:
     None if `load_encoded` is worth trying: at least some images stay encoded.
     """
     image = np.zeros((300, 400, 3), np.uint8)
-    file = JpegFile(b"", (400, 300), lambda *_: image, None)
+    file = JpegFile(b"", (400, 300), lambda *_: image)
     transforms = transform.transforms
     for place in range(len(transforms)):
         chain = Compose(transforms[: place + 1])

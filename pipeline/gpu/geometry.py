@@ -12,9 +12,7 @@ from pipeline.decode import (
     START_OF_SCAN,
     Frame,
     JpegFile,
-    Mirror,
     Picture,
-    Resize,
     has_end,
 )
 
@@ -52,26 +50,26 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     if not isinstance(picture.source, JpegFile):
         return False
     width, height = picture.source.size
-    clip, source, bicubic, mirrored = (0, 0, width, height), (0.0, 0.0, 1.0, 1.0), False, False
+    source, clip = (0.0, 0.0, 1.0, 1.0), (0.0, 0.0, float(width), float(height))
+    bicubic = mirrored = False
     for step in picture.steps:
-        if isinstance(step, Mirror):
-            mirrored = not mirrored
-            continue
         left, top, right, bottom = step.box
-        if isinstance(step, Resize):
-            if source != (0.0, 0.0, 1.0, 1.0) or mirrored:
+        if left < 0 or top < 0 or right > width or bottom > height:
+            return False  # black borders
+        x, y, scale_x, scale_y = source
+        if step.size != (right - left, bottom - top):
+            if (scale_x, scale_y) != (1.0, 1.0) or mirrored:
                 return False  # two resizes are not equal to one
-            width, height = step.size
-            source = (left, top, (right - left) / width, (bottom - top) / height)
-            clip, bicubic = step.box, step.interpolation == "bicubic"
-        else:
-            if left < 0 or top < 0 or right > width or bottom > height:
-                return False  # black borders
-            if mirrored:
-                left, right = width - right, width - left
-            x, y, scale_x, scale_y = source
-            source = (x + scale_x * left, y + scale_y * top, scale_x, scale_y)
-            width, height = right - left, bottom - top
+            clip, bicubic = (
+                (x + left, y + top, x + right, y + bottom),
+                step.interpolation == "bicubic",
+            )
+            scale_x, scale_y = (right - left) / step.size[0], (bottom - top) / step.size[1]
+        elif mirrored:
+            left = width - right
+        source = (x + source[2] * left, y + source[3] * top, scale_x, scale_y)
+        width, height = step.size
+        mirrored ^= step.mirrored
     row[CLIP_LEFT : CLIP_BOTTOM + 1] = clip
     row[SOURCE_LEFT : SCALE_Y + 1] = source
     row[MIRRORED], row[BICUBIC] = mirrored, bicubic

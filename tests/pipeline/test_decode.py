@@ -103,12 +103,6 @@ def test_16_bit_grey_keeps_its_upper_byte(kind: str, dtype: str) -> None:
     np.testing.assert_array_equal(pixels, np.stack([expected] * 3, axis=-1))
 
 
-def test_16_bit_grey_of_a_ppm_keeps_its_upper_byte() -> None:
-    values = np.arange(65536, dtype=">u2").reshape(256, 256)
-    pixels = opened(b"P5 256 256 65535\n" + values.tobytes()).pixels()
-    np.testing.assert_array_equal(pixels[..., 0], values // 256)
-
-
 def test_decoding_waits_until_pixels_are_needed() -> None:
     picture = opened(encoded(drawn())[:1000])  # the header is there, the rest is not
     assert picture.mirrored().resized((30, 20)).cropped((0, 0, 5, 6)).size == (5, 6)
@@ -293,7 +287,7 @@ def test_steps_are_computed_in_order() -> None:
         ]
         ours, theirs = (picture.pixels() for picture in pictures)
         assert abs(ours.astype(int) - theirs).mean() < (1.5 if quick else 1e-9)
-        first = pictures[0].source.resized(pictures[0].steps[0])  # type: ignore[union-attr,arg-type]
+        first = decode.Picture(pictures[0].source, pictures[0].steps[:1]).pixels()
         flipped = decode.Picture(np.ascontiguousarray(first[:, ::-1])).cropped((-5, 3, 60, 90))
         expected = decode.resize(flipped.pixels()[:40, :30], (40, 50), "bilinear")
         np.testing.assert_array_equal(ours, expected)

@@ -115,7 +115,7 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
 
 def file_of(size: tuple[int, int]) -> decode.Picture:
     """A picture of a JPEG without content."""
-    return decode.Picture(decode.JpegFile(b"", size, decode.decode_pillow, None))
+    return decode.Picture(decode.JpegFile(b"", size, decode.decode_pillow))
 
 
 def row_of(picture: decode.Picture) -> np.ndarray:
