@@ -6,7 +6,7 @@ Reads top to bottom as the journey of a batch.
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from conf.schema import Config
@@ -48,10 +48,10 @@ class Feed:
         """
         if decoder in ON_GPU:
             assert self.engines is not None, "the buffers have no room for files"
-            self.train.make_with(self.engines, in_thread=True)
+            self.train.make_with(self.engines)
             self.engines.share_with_workers(decoder == "hybrid", enough=enough)
         else:
-            self.train.make_with(upload_pixels, in_thread=False)
+            self.train.make_with(upload_pixels)
             self.train.loader.encoded_share = 0.0
 
     @property
@@ -91,43 +91,34 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
     The CPU decodes validation images with every `plan.decoder`, so that a checkpoint has one
     accuracy.
     """
-    loader = config.loader
+    loader, data = config.loader, config.data
     share = loader.batch_size // world.size
-    train_source = start_source(
-        datasets.train,
-        batch_size=share,
-        size=datasets.train_size,
-        slots=plan.slots,
-        file_bytes=plan.file_bytes,
-        operations=plan.operations,
-        skip_unreadable=config.data.on_error == "skip",
-    )
-    train_source = replace(train_source, smaller=datasets.smaller)
-    val_source = start_source(
-        datasets.val, batch_size=share, size=datasets.val_size, slots=plan.slots
-    )
+    sources = [
+        start_source(
+            datasets.train,
+            size=datasets.train_size,
+            batch_size=share,
+            slots=plan.slots,
+            file_bytes=plan.file_bytes,
+            operations=plan.operations,
+            skip_unreadable=data.on_error == "skip",
+            smaller=datasets.smaller,
+        ),
+        start_source(datasets.val, size=datasets.val_size, batch_size=share, slots=plan.slots),
+    ]
+    order = {"batch_size": loader.batch_size, "rank": world.rank, "world_size": world.size}
     train_sampler = TrainSampler(
-        num_samples=len(datasets.train),
-        batch_size=loader.batch_size,
-        seed=config.train.seed,
-        rank=world.rank,
-        world_size=world.size,
-        repeats=config.data.repeats,
+        num_samples=len(datasets.train), seed=config.train.seed, repeats=data.repeats, **order
     )
-    val_sampler = ValSampler(
-        num_samples=len(datasets.val),
-        batch_size=loader.batch_size,
-        rank=world.rank,
-        world_size=world.size,
-    )
+    val_sampler = ValSampler(num_samples=len(datasets.val), **order)
     with ExitStack() as stack:
-        buffers = [*train_source.buffers, *val_source.buffers]
-        lock = loader.pin_memory and world.device.type == "cuda"
-        pinned = stack.enter_context(Pinned(buffers)) if lock else None
+        pinned = None
+        if loader.pin_memory and world.device.type == "cuda":
+            pinned = stack.enter_context(Pinned([one for each in sources for one in each.buffers]))
         factor = loader.prefetch_factor
         pool = stack.enter_context(
             WorkerPool(
-                [train_source, val_source],
+                sources,
                 workers=plan.processes,
                 prefetch_factor=PREFETCH_FACTOR if factor == "auto" else factor,
                 timeout_seconds=loader.timeout_seconds,
@@ -138,13 +129,16 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
             pool.activate(plan.start_workers)
         depth = loader.prefetch_batches
         sizes = SizeSchedule(
-            config.data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size
+            data.sizes, num_samples=len(datasets.train), batch_size=loader.batch_size
         )
         train_loader = Loader(pool, 0, train_sampler.samples, hold=depth + 1, size=sizes.at)
         val_loader = Loader(pool, 1, val_sampler.samples, hold=depth + 1)
-        data = config.data
         format = ImageFormat(world.device, data.mean, data.std, plan.dtype, plan.channels_last)
-        mixing = _mixing(config, len(datasets.classes), world)
+        transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
+        mixing = None
+        if transforms:
+            classes = len(datasets.classes)
+            mixing = Mixing(transforms, classes, config.train.seed, world.rank, world.size)
         train = Prefetcher(train_loader, format, depth=depth, mixing=mixing)
         val = Prefetcher(val_loader, format, depth=depth)
         engines = None
@@ -157,10 +151,3 @@ def open_feed(config: Config, datasets: Datasets, plan: LoaderPlan, world: Ranks
         feed = Feed(train, val, len(val_sampler), plan, pinned, engines)
         feed.decode_with(plan.decoder)
         yield feed
-
-
-def _mixing(config: Config, num_classes: int, world: Ranks) -> Mixing | None:
-    transforms = augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    if not transforms:
-        return None
-    return Mixing(transforms, num_classes, config.train.seed, world.rank, world.size)

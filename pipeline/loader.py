@@ -11,12 +11,11 @@ after the CUDA event of the copy out of it has completed.
 import atexit
 import contextlib
 import logging
-import math
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing import connection
@@ -29,16 +28,7 @@ import torch
 from pipeline import gpu_room
 from pipeline.dataset import Dataset
 from pipeline.shared import SharedArray
-from pipeline.worker import (
-    EMPTY_ROW,
-    STOP_SECONDS,
-    Reply,
-    Source,
-    Task,
-    cause_of_death,
-    run_task,
-    start_worker,
-)
+from pipeline.worker import EMPTY_ROW, STOP_SECONDS, Reply, Source, Task, run_task, start_worker
 from pipeline.worker import LoaderError as LoaderError  # part of what this module offers
 from pipeline.worker import start_forkserver as start_forkserver
 
@@ -48,8 +38,7 @@ logger = logging.getLogger(__name__)
 # at 17,000 images/s the training process handles 530 replies per second.
 TASK_ROWS = 32
 DEATHS_PER_TASK = 2  # a task that killed two workers would kill a third
-SLOW_SAMPLE_SECONDS = 2.0  # a slower sample is reported
-SLOW_PAUSE_SECONDS = 10.0  # between two such reports
+SLOW_SAMPLE_SECONDS = 2.0  # longer than it takes to decode any image
 MOST_NAMED = 10  # unreadable images on the console
 FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not of the storage
 
@@ -59,15 +48,14 @@ class HostBatch:
     """One complete slot. Valid until `release` has been called and its event has completed.
 
     Attributes:
-        images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded. S is
-            that of the step.
+        images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded.
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
         samples: int64 [B, 2], the (epoch, index) of each row; undefined in rows without a sample.
         step: the sampler's step.
         slot: position in the ring.
         operations: float64 [B, count, 2], the drawn operations that are still to be applied to the
             images, as of `augment.as_rows`; None if there are none.
-        release: call with the CUDA event of the copy out of the slot, or None if the host read it.
+        release: call with the event of the copy out of the slot, or None if the host read it.
     """
 
     images: torch.Tensor
@@ -106,34 +94,18 @@ def buffer_layout(
 def start_source(
     dataset: Dataset,
     *,
-    batch_size: int,
     size: int,
-    slots: int,
-    file_bytes: int = 0,
-    operations: int = 0,
     skip_unreadable: bool = False,
+    smaller: Mapping[int, Dataset] | None = None,
+    **sizes: int,
 ) -> Source:
-    """Allocate the ring of buffers of a dataset; arguments as for `buffer_layout`."""
-    layout = buffer_layout(
-        batch_size=batch_size,
-        size=size,
-        slots=slots,
-        file_bytes=file_bytes,
-        operations=operations,
-    )
-    buffers = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
-    encoded = None
-    if file_bytes:
-        encoded = gpu_room().EncodedRows(buffers["files"], buffers["geometry"], size)
-    return Source(
-        dataset,
-        buffers["pixels"],
-        buffers["labels"],
-        buffers["samples"],
-        encoded,
-        buffers.get("operations"),
-        skip_unreadable,
-    )
+    """Allocate the ring of a dataset; `size` and `sizes` as for `buffer_layout`, see Source."""
+    layout = buffer_layout(size=size, **sizes)
+    buffers: Any = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
+    if "files" in buffers:
+        files, geometry = buffers.pop("files"), buffers.pop("geometry")
+        buffers["encoded"] = gpu_room().EncodedRows(files, geometry, size)
+    return Source(dataset, size, **buffers, skip_unreadable=skip_unreadable, smaller=smaller or {})
 
 
 def slots_needed(
@@ -144,13 +116,13 @@ def slots_needed(
     return max(1, in_progress) + 1 + prefetch_batches + 1
 
 
-@dataclass
-class _Worker:
-    """A worker process, and the tasks that it has received and not replied to: number -> task."""
+@dataclass(eq=False)
+class Worker:
+    """A worker process, and the tasks that it has received and not replied to, in their order."""
 
     process: BaseProcess
     pipe: connection.Connection
-    tasks: dict[int, Task] = field(default_factory=dict)
+    tasks: deque[Task] = field(default_factory=deque)
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
@@ -188,16 +160,12 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.timeout_seconds = timeout_seconds
         self.start_method = start_method
         self.waiting: deque[Task] = deque()
-        self.open: set[int] = set()
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
         self.unreadable: dict[int, str] = {}
         self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
         self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
-        self._slow_reported = -math.inf
-        self._deaths: dict[int, int] = {}  # task number -> workers that died at it
-        self._next_number = 0
         self._last_reply = time.monotonic()
-        self.workers: list[_Worker] = []
+        self.workers: list[Worker] = []
         self.active = 0
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
         try:
@@ -213,35 +181,34 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     def submit(
         self, source: int, slot: int, row: int, samples: np.ndarray, encoded: int = 0, size: int = 0
-    ) -> int:
-        """Queue a task and return its number. Tasks start in the order of the calls."""
-        task = Task(self._next_number, source, slot, row, samples, encoded, size)
-        self._next_number += 1
-        self.open.add(task.number)
+    ) -> Task:
+        """Queue a task and return it. Tasks start in the order of the calls."""
+        task = Task(source, slot, row, samples, encoded, size)
         self.waiting.append(task)
         self._dispatch()
-        return task.number
+        return task
 
-    def done(self, numbers: Sequence[int]) -> bool:
+    def done(self, tasks: Sequence[Task]) -> bool:
         """Whether all these tasks are done; receives pending replies and does not wait."""
-        if not self.open.isdisjoint(numbers):
+        if not all(task.done for task in tasks):
             self._receive(timeout=0)
-        return self.open.isdisjoint(numbers)
+        return all(task.done for task in tasks)
 
-    def wait(self, numbers: Sequence[int]) -> None:
+    def wait(self, tasks: Sequence[Task]) -> None:
         """Wait until all these tasks are done.
 
         Raises:
             LoaderError: a task failed, killed two workers, or got no reply within the timeout.
         """
         self._last_reply = time.monotonic()  # the timeout counts the time of waiting only
-        while not self.open.isdisjoint(numbers):
+        while not all(task.done for task in tasks):
             if self.workers:
                 self._receive(timeout=min(self.timeout_seconds, 5.0))
                 if time.monotonic() - self._last_reply > self.timeout_seconds:
                     raise LoaderError(_stuck(self))
             else:
-                self._finish(run_task(self.waiting.popleft(), self.sources))
+                task = self.waiting.popleft()
+                self._finish(task, run_task(task, self.sources))
 
     def activate(self, workers: int) -> None:
         """Send tasks to this many workers, at least 1; start those that are missing.
@@ -250,19 +217,17 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         """
         self.active = max(1, workers)
         while len(self.workers) < self.active:
-            self.workers.append(_Worker(*start_worker(self.start_method, self.sources)))
+            self.workers.append(Worker(*start_worker(self.start_method, self.sources)))
         self._dispatch()
 
-    def abandon(self) -> None:
-        """Drop all tasks, for a caller that continues after an error; busy workers are replaced."""
-        self.waiting.clear()
-        self.open.clear()
-        for place, worker in enumerate(self.workers):
-            if worker.tasks:
-                worker.pipe.close()
-                worker.process.kill()
-                worker.process.join(STOP_SECONDS)
-                self.workers[place] = _Worker(*start_worker(self.start_method, self.sources))
+    def restart(self) -> None:
+        """Drop all tasks and replace the workers, for a caller that continues after an error."""
+        number, active = len(self.workers), self.active
+        self.close()
+        atexit.register(self.close)
+        if number:
+            self.activate(number)
+            self.activate(active)
 
     def accept(self, reply: Reply) -> None:
         """Note the unreadable samples that a task replaced.
@@ -290,22 +255,38 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         slowest = [index for index, seconds in slow.items() if seconds > floor]
         if not 0 < len(slowest) <= FEW_SAMPLES:
             return 0.0, []
-        name = self.sources[source].dataset.name
         share = sum(slow[index] for index in slowest) / self._seconds[source]
-        return share, [name(index) for index in slowest]
+        return share, [self.sources[source].dataset.name(index) for index in slowest]
+
+    def close(self) -> None:
+        """Kill all workers, and drop their tasks."""
+        atexit.unregister(self.close)
+        for worker in self.workers:
+            worker.pipe.close()
+            worker.process.kill()
+        # One pause for all: a worker that reads from a stuck mount does not end.
+        deadline = time.monotonic() + STOP_SECONDS
+        for worker in self.workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+        for task in [*self.waiting, *(task for w in self.workers for task in w.tasks)]:
+            task.done = True
+        self.workers = []
+        self.waiting.clear()
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def _dispatch(self) -> None:
         while self.waiting and self.workers:
             worker = min(self.workers[: self.active], key=lambda w: len(w.tasks))
             if len(worker.tasks) >= self.prefetch_factor:
                 return
-            task = self.waiting[0]
             try:
-                worker.pipe.send(task)
+                worker.pipe.send(self.waiting[0])
             except OSError:
                 self._replace(worker)  # the task did not reach it and is not the cause
-                continue
-            worker.tasks[task.number] = self.waiting.popleft()
+            else:
+                worker.tasks.append(self.waiting.popleft())
 
     def _receive(self, timeout: float) -> None:
         """Handle replies and deaths; wait up to `timeout` seconds for the first."""
@@ -317,37 +298,30 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 try:
                     while worker.pipe.poll():  # all replies: the next call may be a step away
                         reply = worker.pipe.recv()
-                        del worker.tasks[reply.number]
-                        self._finish(reply)
+                        self._finish(worker.tasks.popleft(), reply)
                 except (EOFError, OSError):
                     self._replace(worker)
-        lost = [w for w in workers if w.process.sentinel in ready and w in self.workers]
-        # A killed forkserver takes all its workers with it, one by one: send tasks to none of them.
-        while lost:
-            for worker in lost:
-                self._replace(worker)
-            ready = connection.wait([w.process.sentinel for w in self.workers], 0)
-            lost = [w for w in self.workers if w.process.sentinel in ready]
+        if any(worker.process.sentinel in ready for worker in workers):
+            # A killed forkserver takes all its workers with it, one by one: replace them all before
+            # any of them gets a task.
+            while dead := [w for w in self.workers if w.process.exitcode is not None]:
+                for worker in dead:
+                    self._replace(worker)
         self._dispatch()
 
-    def _finish(self, reply: Reply) -> None:
-        """Record a reply, and report a very slow sample, one per SLOW_PAUSE_SECONDS at most."""
-        self._last_reply = now = time.monotonic()
+    def _finish(self, task: Task, reply: Reply) -> None:
+        """Record a reply."""
+        self._last_reply = time.monotonic()
+        task.done = True
         self.accept(reply)
-        self.recent[reply.source].append(reply)
-        self._seconds[reply.source] += reply.seconds
-        self.open.discard(reply.number)
-        self._deaths.pop(reply.number, None)
+        self.recent[task.source].append(reply)
+        self._seconds[task.source] += reply.seconds
         seconds, index = reply.slowest
         if seconds > SLOW_SAMPLE_SECONDS:
-            slow = self._slow[reply.source]
+            slow = self._slow[task.source]
             slow[index] = slow.get(index, 0.0) + seconds
-            if now - self._slow_reported > SLOW_PAUSE_SECONDS:
-                self._slow_reported = now
-                name = self.sources[reply.source].dataset.name(index)
-                logger.warning("sample %s took %.1f s: %s", f"{index:,}", seconds, name)
 
-    def _replace(self, dead: _Worker) -> None:
+    def _replace(self, dead: Worker) -> None:
         """Start a worker in place of a dead one and queue its tasks again.
 
         The second run of a task writes the same bytes: a task is a function of its samples.
@@ -358,54 +332,29 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             os.kill(dead.process.pid, signal.SIGKILL)
         dead.process.join(STOP_SECONDS)
         cause = cause_of_death(dead.process.exitcode)
-        for task in list(dead.tasks.values())[:1]:  # it had not started the tasks behind the first
-            self._deaths[task.number] = self._deaths.get(task.number, 0) + 1
-            if self._deaths[task.number] >= DEATHS_PER_TASK:
+        if dead.tasks:  # it had not started the tasks behind the first
+            task = dead.tasks[0]
+            task.deaths += 1
+            if task.deaths >= DEATHS_PER_TASK:
                 near = _current(self, task)
                 raise LoaderError(f"loader workers died twice ({cause}) on the samples near {near}")
-        logger.warning(
-            "loader worker %d died (%s); a new worker takes over its %d tasks",
-            dead.process.pid,
-            cause,
-            len(dead.tasks),
-        )
+        logger.warning("loader worker %d died (%s); replaced by a new one", dead.process.pid, cause)
         dead.pipe.close()
-        place = self.workers.index(dead)
-        self.workers[place] = _Worker(*start_worker(self.start_method, self.sources))
-        self.waiting.extendleft(reversed(dead.tasks.values()))
-
-    def close(self) -> None:
-        """Kill all workers."""
-        atexit.unregister(self.close)
-        for worker in self.workers:
-            worker.pipe.close()
-            worker.process.kill()
-        # One pause for all: a worker that reads from a stuck mount does not end.
-        deadline = time.monotonic() + STOP_SECONDS
-        for worker in self.workers:
-            worker.process.join(max(0.0, deadline - time.monotonic()))
-        self.workers = []
-        self.waiting.clear()
-        self.open.clear()
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+        started = Worker(*start_worker(self.start_method, self.sources))
+        self.workers[self.workers.index(dead)] = started
+        self.waiting.extendleft(reversed(dead.tasks))
 
 
 def _stuck(pool: WorkerPool) -> str:
-    """Name the first unfinished sample of each worker that has a task.
+    """Name the sample that each worker is reading.
 
     The one that holds up the batch may be stuck in a task of another batch, which it got first.
     """
-    late = [
-        f"{_current(pool, next(iter(worker.tasks.values())))} (worker {worker.process.pid})"
-        for worker in pool.workers
-        if worker.tasks
-    ]
-    more = f" and {len(late) - 4} more workers" if len(late) > 4 else ""
+    busy = [worker for worker in pool.workers if worker.tasks]
+    names = [f"{_current(pool, w.tasks[0])} (worker {w.process.pid})" for w in busy[:4]]
     return (
         f"loader.timeout_seconds={pool.timeout_seconds:g}: no image for that long; "
-        f"still reading {', '.join(late[:4]) or 'nothing'}{more}; check the storage"
+        f"still reading {', '.join(names) or 'nothing'}; check the storage"
     )
 
 
@@ -415,6 +364,14 @@ def _current(pool: WorkerPool, task: Task) -> str:
     rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
     position = int(np.argmax(rows == EMPTY_ROW))
     return source.dataset.name(int(task.samples[position, 1]))
+
+
+def cause_of_death(code: int | None) -> str:
+    if code is None or code >= 0:
+        return f"exit status {code}"
+    if code == -signal.SIGKILL:
+        return "SIGKILL; the usual cause is that the host is out of memory"
+    return signal.Signals(-code).name
 
 
 class Loader:
@@ -429,8 +386,6 @@ class Loader:
 
     Attributes:
         images: uint8 [slots, B, 3, S, S], with the S of the slots.
-        labels: int64 [slots, B].
-        rows: int64 [slots, B, 2], the (epoch, index) of each row.
         encoded_share: share of the rows of later batches that may stay encoded.
     """
 
@@ -449,14 +404,12 @@ class Loader:
         self.size = size
         self.encoded_share = 0.0
         self.images = torch.from_numpy(pool.sources[source].pixels.array).permute(0, 1, 4, 2, 3)
-        self.labels = torch.from_numpy(pool.sources[source].labels.array)
-        self.rows = torch.from_numpy(pool.sources[source].samples.array)
-        self.slots, self.batch_size = self.labels.shape
+        self.slots, self.batch_size = pool.sources[source].labels.array.shape
         self.ahead = self.slots - hold
         assert self.ahead >= 1, "the ring must hold one batch more than its consumer does"
         self._held: set[int] = set()  # slots yielded and not released
         self._copied: dict[int, Any] = {}  # slot -> event of the copy out of it
-        self._queue: deque[tuple[int, int, list[int]]] = deque()  # step, slot, task numbers
+        self._queue: deque[tuple[int, list[Task]]] = deque()  # step and tasks of a batch
 
     @property
     def dataset(self) -> Dataset:
@@ -465,35 +418,35 @@ class Loader:
 
     def batches(self, start: int, stop: int) -> Iterator[HostBatch]:
         """Yield the batches of steps start ... stop - 1. The workers run up to `ahead` ahead."""
-        for _, _, numbers in self._queue:  # of an iteration that ended early: it still has slots
-            self.pool.wait(numbers)
+        for _, tasks in self._queue:  # of an iteration that ended early: it still has slots
+            self.pool.wait(tasks)
         self._queue.clear()
         self._held.clear()
         following = start
         while following < stop or self._queue:
             while following < stop and len(self._queue) < self.ahead:
-                self._queue.append(self._submit(following))
+                self._queue.append((following, self._submit(following)))
                 following += 1
-            step, slot, numbers = self._queue.popleft()
-            self.pool.wait(numbers)
+            step, tasks = self._queue.popleft()
+            self.pool.wait(tasks)
+            slot = step % self.slots
             self._held.add(slot)
-            release = partial(self._release, slot)
-            drawn = self.pool.sources[self.source].operations
-            operations = None if drawn is None else drawn.array[slot]
-            images, labels, rows = self._images(step, slot), self.labels[slot], self.rows[slot]
-            yield HostBatch(images, labels, rows, step, slot, operations, release)
-
-    def _images(self, step: int, slot: int) -> torch.Tensor:
-        source = self.pool.sources[self.source].of_size(self.size(step))
-        if not source.side:
-            return self.images[slot]
-        return torch.from_numpy(source.images(slot)).permute(0, 3, 1, 2)
+            source = self.pool.sources[self.source].of_size(self.size(step))
+            yield HostBatch(
+                torch.from_numpy(source.images(slot)).permute(0, 3, 1, 2),
+                torch.from_numpy(source.labels.array[slot]),
+                torch.from_numpy(source.samples.array[slot]),
+                step,
+                slot,
+                None if source.operations is None else source.operations.array[slot],
+                partial(self._release, slot),
+            )
 
     def ready(self) -> bool:
         """Whether the next batch is complete, so that taking it would not wait."""
-        return bool(self._queue) and self.pool.done(self._queue[0][2])
+        return bool(self._queue) and self.pool.done(self._queue[0][1])
 
-    def _submit(self, step: int) -> tuple[int, int, list[int]]:
+    def _submit(self, step: int) -> list[Task]:
         slot = step % self.slots
         assert slot not in self._held, (
             "a batch is still in use: release batches in order, hold no more than `hold`"
@@ -501,18 +454,18 @@ class Loader:
         event = self._copied.pop(slot, None)
         if event is not None:
             event.synchronize()  # keeps the host only a few batches ahead of the device
-        samples = self.samples(step)
+        samples, size = self.samples(step), self.size(step)
         source = self.pool.sources[self.source]
         source.labels.array[slot] = EMPTY_ROW
         if source.encoded is not None:
             source.encoded.mark_as_pixels(slot, slice(len(samples), None))  # rows without a sample
-        numbers, size = [], self.size(step)
+        tasks = []
         for row in range(0, len(samples), TASK_ROWS):
             part = samples[row : row + TASK_ROWS]
             # The same share of every task: all workers decode equally many rows.
             encoded = round(self.encoded_share * len(part))
-            numbers.append(self.pool.submit(self.source, slot, row, part, encoded, size))
-        return step, slot, numbers
+            tasks.append(self.pool.submit(self.source, slot, row, part, encoded, size))
+        return tasks
 
     def load_in_process(self, batch: HostBatch) -> None:
         """Load a batch again into its slot, in this process, and leave no row encoded.
@@ -521,7 +474,7 @@ class Loader:
             LoaderError: an image cannot be read; names it.
         """
         samples, size = self.samples(batch.step), self.size(batch.step)
-        task = Task(-1, self.source, batch.slot, 0, samples, size=size)
+        task = Task(self.source, batch.slot, 0, samples, size=size)
         self.pool.accept(run_task(task, self.pool.sources))
 
     def _release(self, slot: int, event: Any) -> None:

@@ -1,8 +1,4 @@
-"""How the loader will run on this machine: decoder, number of workers, memory of the buffers.
-
-`worker_budget` is the number of workers that cores and open files allow; engine/tune measures how
-many of them are needed.
-"""
+"""How the loader will run on this machine: decoder, number of workers, memory of the buffers."""
 
 import math
 from dataclasses import dataclass
@@ -150,29 +146,34 @@ def plan_loader(
     """
     if config.autotune.refresh:
         require_room("engine.tune", "autotune.refresh=true")
-    train, auto = datasets.train, config.loader.workers == "auto"
-    cores, _ = worker_budget(world.local_size)
-    not_measured = why_not_measured(config, train, world.device, cores) if auto else ""
+    train, number = datasets.train, config.loader.workers
+    auto = number == "auto"
+    budget, reason = worker_budget(world.local_size)
+    not_measured = why_not_measured(config, train, world.device, budget) if auto else ""
     measured = auto and not not_measured
     decoders, unused = choose_decoders(config, train, world.device, stored_pixels, measured)
-    workers, reason = chosen_workers(config, world.local_size, decoders[0])
-    most = 2 * workers if measured else workers  # some may wait for storage, and need no core
-    if auto:  # few workers read files for the engines; all cores validate
-        most = max(most, cores)
-    buffers = plan_buffers(
-        config,
-        datasets,
-        world,
-        fewest=min(1, most) if auto else most,
-        most=most,
-        decoder=decoders[-1],
-    )
+    cores = workers_for(decoders[0], budget)
+    if auto:
+        # Few workers read files for the engines, but all cores validate. Some workers may wait for
+        # storage, and need no core.
+        workers, fewest, most = cores, min(1, cores), max(budget, 2 * cores if measured else 0)
+        if decoders[0] == "gpu" and cores < budget:
+            reason = "enough to read files for the GPU's JPEG engines"
+    elif number > worker_limit():
+        raise UserError(
+            f"loader.workers={number}: open files allow {worker_limit()}; "
+            "give at most that, or raise ulimit -n"
+        )
+    else:
+        workers = fewest = most = number
+        reason = "as configured"
+    buffers = plan_buffers(config, datasets, world, fewest=fewest, most=most, decoder=decoders[-1])
     if buffers["ceiling"] < workers:
         workers, reason = buffers["ceiling"], "free memory allows no more"
     return LoaderPlan(
         workers=workers,
-        processes=min(cores, buffers["ceiling"]) if auto else workers,
-        cores=workers_for(decoders[0], cores),
+        processes=min(budget, buffers["ceiling"]) if auto else workers,
+        cores=cores,
         reason=reason,
         decoders=decoders,
         engines_unused=unused,
@@ -225,16 +226,17 @@ def choose_decoders(
     name = config.loader.decoder
     if not isinstance(dataset, FolderDataset):
         return ("none",), ""
+    missing = why_no_engines(device) if name in ("auto", *decode.ON_GPU) else None
     # Without engines, auto chooses a CPU decoder, and the identity check refuses the checkpoint.
-    if name == "auto" and stored_pixels in decode.ON_GPU and why_no_engines(device) is None:
+    if name == "auto" and stored_pixels in decode.ON_GPU and missing is None:
         name = stored_pixels
     if name not in decode.ON_GPU:
         own = decode.resolve(name)
-        if name != "auto" or stored_pixels is not None:
+        if name != "auto" or stored_pixels is not None or device.type != "cuda":
             return (own,), ""
-        unused = _why_not_compared(config, dataset, device, measured)
+        unused = missing or why_on_cpu(config, dataset) or _why_not_compared(config, measured)
         if unused:
-            return (own,), unused if device.type == "cuda" else ""
+            return (own,), f"the GPU's JPEG engines are not used: {unused}"
         return (own, *decode.ON_GPU), ""
     require_room("pipeline.gpu", f"loader.decoder={name}")
     if name == "hybrid" and config.train.deterministic:
@@ -242,7 +244,6 @@ def choose_decoders(
             "loader.decoder=hybrid: splits each batch by measured speed, so the bits differ from "
             "run to run; use another decoder with train.deterministic=true"
         )
-    missing = why_no_engines(device)
     if missing is not None:
         raise UserError(
             f"loader.decoder={name}: needs an NVIDIA GPU with JPEG engines and nvJPEG: {missing}; "
@@ -250,25 +251,9 @@ def choose_decoders(
         )
     on_cpu = why_on_cpu(config, dataset)
     # A checkpoint that says gpu or hybrid, with the same list, is resumed as it was written.
-    if on_cpu is None or stored_pixels in decode.ON_GPU:
+    if not on_cpu or stored_pixels in decode.ON_GPU:
         return (name,), ""
     return (decode.resolve("auto"),), f"loader.decoder={name} has no effect: {on_cpu}"
-
-
-def _why_not_compared(
-    config: Config, dataset: Dataset, device: torch.device, measured: bool
-) -> str:
-    """Why loader.decoder=auto does not compare the engines of a GPU; "" if it does."""
-    missing, on_cpu = why_no_engines(device), why_on_cpu(config, dataset)
-    if missing is not None:
-        return f"no JPEG engines: {missing}"
-    if on_cpu is not None:
-        return f"the GPU's JPEG engines are not used: {on_cpu}"
-    if config.train.deterministic:
-        return "train.deterministic=true excludes the GPU's JPEG engines"
-    if not measured:
-        return "the GPU's JPEG engines are only compared if loader.workers=auto is measured"
-    return ""
 
 
 def why_no_engines(device: torch.device) -> str | None:
@@ -279,16 +264,20 @@ def why_no_engines(device: torch.device) -> str | None:
     return reason
 
 
-def why_on_cpu(config: Config, dataset: Dataset) -> str | None:
-    """Why JPEG engines could decode no image of this training set; None if they could."""
-    if not isinstance(dataset, FolderDataset) or not has_room("pipeline.gpu"):
-        return None
+def why_on_cpu(config: Config, dataset: FolderDataset) -> str:
+    """Why JPEG engines could decode no image of this training set; "" if they could."""
     place = gpu_room().first_on_pixels(dataset.transform)
     if place is None:
-        return None
+        return ""
     entry = config.augment.train[place]
     name = entry if isinstance(entry, str) else next(iter(entry))
     return f"{name} in augment.train needs decoded pixels"
+
+
+def _why_not_compared(config: Config, measured: bool) -> str:
+    if config.train.deterministic:
+        return "train.deterministic=true excludes them"
+    return "" if measured else "they are only compared if loader.workers=auto is measured"
 
 
 def pixels_of(decoder: str) -> str:
@@ -313,54 +302,24 @@ def worker_limit() -> int:
     return max(0, (machine.spare_files() - FILES_KEPT) // FILES_PER_WORKER)
 
 
-def worker_budget(local_size: int = 1, *, decoder: str = "auto") -> tuple[int, str]:
-    """Cores of this process, divided by the ranks of the node, minus one for the training process.
+def worker_budget(local_size: int = 1) -> tuple[int, str]:
+    """Return the number of workers for which a rank has cores and open files, and what limits it.
 
-    At least 1 if open files allow it. With `decoder` gpu at most READERS. With hybrid, one more
-    hardware thread is kept for the host thread that waits for the JPEG engines.
-
-    Returns:
-        The number of workers of one rank, and what limits it.
+    The ranks of a node share its cores; each training process keeps one.
     """
-    affinity, quota = machine.cores(), machine.cpu_quota()
-    kept = machine.threads_per_core()
-    decoding = max(1, math.floor(min(affinity, quota) / local_size) - kept)
-    if decoder == "gpu" and min(decoding, worker_limit()) > READERS:
-        return READERS, "enough to read files for the GPU's JPEG engines"
-    workers, kept = workers_for(decoder, decoding), kept + (decoder == "hybrid")
+    cores, kept = min(machine.cores(), machine.cpu_quota()), machine.threads_per_core()
+    workers = max(1, math.floor(cores / local_size) - kept)
     if workers > worker_limit():
         return worker_limit(), "open files allow no more, see ulimit -n"
-    parts = [f"{affinity} core{'' if affinity == 1 else 's'}"]
-    if quota < affinity:
-        parts.append(f"a CPU quota of {quota:g}")
-    if local_size > 1:
-        parts.append(f"{local_size} ranks here")
-    shared = min(affinity, quota) < (workers + kept) * local_size
-    parts.append(f"{'shared with' if shared else f'{kept} left to'} the training process")
-    return workers, ", ".join(parts)
-
-
-def chosen_workers(config: Config, local_size: int, decoder: str) -> tuple[int, str]:
-    """Resolve loader.workers on this machine; return the number, and what it follows from.
-
-    Raises:
-        UserError: loader.workers is larger than open files allow.
-    """
-    number = config.loader.workers
-    if number == "auto":
-        return worker_budget(local_size, decoder=decoder)
-    if number > worker_limit():
-        raise UserError(
-            f"loader.workers={number}: open files allow {worker_limit()}; "
-            "give at most that, or raise ulimit -n"
-        )
-    return number, "as configured"
+    left = "shared with" if cores < (workers + kept) * local_size else f"{kept} left to"
+    ranks = f", {local_size} ranks here" if local_size > 1 else ""
+    return workers, f"{cores:g} core{'' if cores == 1 else 's'}{ranks}, {left} the training process"
 
 
 def plan_buffers(
     config: Config, datasets: Datasets, world: Ranks, *, fewest: int, most: int, decoder: str
 ) -> dict[str, Any]:
-    """Compute the memory that `open_feed` allocates, for as many workers as fit.
+    """Estimate the memory that `open_feed` allocates, for as many workers as fit.
 
     Args:
         fewest, most: number of workers.
@@ -374,46 +333,39 @@ def plan_buffers(
     """
     loader, train = config.loader, datasets.train
     share = loader.batch_size // world.size
-    file_bytes = operations = 0
+    extra = {"file_bytes": 0, "operations": 0}
     if decoder in decode.ON_GPU:
-        file_bytes = gpu_room().file_bytes_per_row(train.mean_bytes())
-    if train.operations and has_kernels(world.device):
-        operations = train.operations  # that the workers draw and the GPU applies
-    extra = {"file_bytes": file_bytes, "operations": operations}
-    layouts = (
-        buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra),
-        buffer_layout(batch_size=share, size=datasets.val_size, slots=1),
+        extra["file_bytes"] = gpu_room().file_bytes_per_row(train.mean_bytes())
+    if train.operations and has_room("pipeline.gpu") and gpu_room().has_kernels(world.device):
+        extra["operations"] = train.operations  # that the workers draw and the GPU applies
+    buffers = (
+        *buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra).values(),
+        *buffer_layout(batch_size=share, size=datasets.val_size, slots=1).values(),
     )
-    slot_bytes = sum(
-        math.prod(shape) * np.dtype(kind).itemsize
-        for layout in layouts
-        for shape, kind in layout.values()
-    )
-    factor = loader.prefetch_factor
+    slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in buffers)
+    factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     free = machine.free_memory() // world.local_size
-    for ceiling in range(most, fewest - 1, -1):
+    for workers in range(most, fewest - 1, -1):
         slots = slots_needed(
             batch_size=share,
-            workers=ceiling,
-            prefetch_factor=MAX_PREFETCH_FACTOR if factor == "auto" else factor,
+            workers=workers,
+            prefetch_factor=factor,
             prefetch_batches=loader.prefetch_batches,
         )
-        sizes = {
-            "buffer_bytes": slots * slot_bytes,
-            "worker_bytes": ceiling * WORKER_BYTES[loader.start_method],
-            "free_bytes": free,
-        }
-        needed = sizes["buffer_bytes"] + sizes["worker_bytes"]
-        if needed <= free:
-            return {"ceiling": ceiling, "slots": slots, **extra, **sizes}
+        buffer_bytes = slots * slot_bytes
+        worker_bytes = workers * WORKER_BYTES[loader.start_method]
+        if buffer_bytes + worker_bytes <= free:
+            return {
+                "ceiling": workers,
+                "slots": slots,
+                **extra,
+                "buffer_bytes": buffer_bytes,
+                "worker_bytes": worker_bytes,
+                "free_bytes": free,
+            }
     each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
     raise UserError(
-        f"loader.batch_size={loader.batch_size}: the loader needs at least {needed / GIB:.2f} GiB "
-        f"of batch buffers and workers{each}, and {free / GIB:.2f} GiB are free; lower it or "
-        "loader.workers"
+        f"loader.batch_size={loader.batch_size}: the loader needs at least "
+        f"{(buffer_bytes + worker_bytes) / GIB:.2f} GiB of batch buffers and workers{each}, and "
+        f"{free / GIB:.2f} GiB are free; lower it or loader.workers"
     )
-
-
-def has_kernels(device: torch.device) -> bool:
-    """Whether a GPU can apply the operations of RandAugment."""
-    return has_room("pipeline.gpu") and gpu_room().has_kernels(device)

@@ -12,7 +12,7 @@ that batch. The memory is owned here and reused, so no allocator is involved.
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +33,8 @@ class Batch:
     Attributes:
         images: [B, 3, S, S] in the training dtype, normalised.
         labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
-        targets: `labels`, or float32 [B, classes] when batch transforms mixed them.
+        targets: `labels`, or float32 [B, classes] when batch transforms mixed them. They stay the
+            same tensor in a copy or a part: otherwise a compiled step recompiles.
         step: the sampler's step.
         samples: int64 [B, 2], the (epoch, index) of each row.
     """
@@ -45,10 +46,7 @@ class Batch:
     samples: Tensor
 
     def clone(self) -> "Batch":
-        """A copy in memory of its own.
-
-        Targets that are the labels stay the same tensor: otherwise a compiled step recompiles.
-        """
+        """A copy in memory of its own."""
         labels = self.labels.clone()
         targets = labels if self.targets is self.labels else self.targets.clone()
         return Batch(self.images.clone(), labels, targets, self.step, self.samples.clone())
@@ -56,7 +54,6 @@ class Batch:
     def split(self, count: int) -> "list[Batch]":
         """Views of `count` equal parts, in order."""
         images, labels = self.images.chunk(count), self.labels.chunk(count)
-        # As in `clone`.
         targets = labels if self.targets is self.labels else self.targets.chunk(count)
         parts = zip(images, labels, targets, self.samples.chunk(count), strict=True)
         return [
@@ -110,50 +107,40 @@ class DeviceSlot:
     Args:
         format: of the images.
         largest: side of the largest images in pixels. Smaller ones use the front of their memory.
+
+    Attributes:
+        consumed: the event after which the step no longer reads the batch.
     """
 
     def __init__(self, format: ImageFormat, largest: int = 0) -> None:
         self.format = format
         self.largest = largest
         self.reused = format.device.type == "cuda"
+        self.consumed: Any = None
         self._memory: dict[str, Tensor] = {}
-        self._tensors: dict[tuple[Any, ...], Tensor] = {}
 
     def copy(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
-        """Copy into this memory, converting dtype and layout; on a CPU into new memory."""
-        if not self.reused:
-            return value.to(dtype=dtype, memory_format=self._layout(value.shape), copy=True)
-        owned = self.memory(name, value.shape, dtype)
-        return owned if owned is value else owned.copy_(value, non_blocking=True)
+        """Copy into this memory, converting dtype and layout."""
+        return self.memory(name, value.shape, dtype).copy_(value, non_blocking=True)
 
     def memory(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """The tensor of this name and shape; uninitialised when it is first asked for."""
-        key = (name, *shape)
-        if key not in self._tensors:
-            self._tensors[key] = self._front(name, shape, dtype)
-        return self._tensors[key]
-
-    def _front(self, name: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        count = math.prod(shape)
-        is_images = len(shape) == 4
-        if name not in self._memory:
-            most = shape[0] * shape[1] * self.largest**2 if is_images else 0
-            self._memory[name] = torch.empty(
-                max(count, most), dtype=dtype, device=self.format.device
-            )
-        front = self._memory[name][:count]
+        count, is_images = math.prod(shape), len(shape) == 4
+        flat = self._memory.get(name)
+        if flat is None:
+            most = shape[0] * shape[1] * self.largest**2 if is_images and self.reused else count
+            flat = torch.empty(max(count, most), dtype=dtype, device=self.format.device)
+            if self.reused:
+                self._memory[name] = flat
         # "raw" has the layout of the host memory
         if is_images and (name == "raw" or self.format.memory_format == torch.channels_last):
             rows, channels, height, width = shape
-            return front.view(rows, height, width, channels).permute(0, 3, 1, 2)
-        return front.view(tuple(shape))
-
-    def _layout(self, shape: Sequence[int]) -> torch.memory_format:
-        return self.format.memory_format if len(shape) == 4 else torch.contiguous_format
+            return flat[:count].view(rows, height, width, channels).permute(0, 3, 1, 2)
+        return flat[:count].view(tuple(shape))
 
 
-# Makes normalised images [B, 3, S, S] on the device from a batch on the host. The last argument
-# tells whether batch transforms follow: then the images are float32, in memory that is not kept.
+# Makes normalised images [B, 3, S, S] from a batch on the host, in the "images" of a slot. The last
+# argument tells whether batch transforms follow: then the images are float32, in other memory.
 Upload = Callable[[HostBatch, DeviceSlot, bool], Tensor]
 
 
@@ -167,16 +154,13 @@ def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool
 
     Args:
         pixels: uint8 [B, 3, S, S] on the device; their memory may be overwritten.
-        host: the batch.
-        slot: receives the images, unless they are `mixed` later.
-        mixed: whether batch transforms follow.
     """
     if host.operations is not None:
         pixels = gpu_room().apply_operations(pixels, host.operations)
     # Two passes over the memory, which the training step needs at the same time. One pass would
     # fuse multiplication and addition, and round differently than a CPU does.
     scaled = pixels * slot.format.scale
-    if mixed or not slot.reused:
+    if mixed:
         return scaled.add_(slot.format.shift)
     images = slot.memory("images", pixels.shape, slot.format.dtype)
     return torch.add(scaled, slot.format.shift, out=images)
@@ -184,14 +168,7 @@ def finish_pixels(pixels: Tensor, host: HostBatch, slot: DeviceSlot, mixed: bool
 
 @dataclass(frozen=True)
 class Mixing:
-    """Batch transforms for training.
-
-    Attributes:
-        transforms: applied in this order.
-        num_classes: width of the targets.
-        seed: of the random numbers.
-        rank, world_size: a batch is this rank's part of the global batch.
-    """
+    """Batch transforms for training, in order; a batch is this rank's part of the global batch."""
 
     transforms: list[BatchTransform]
     num_classes: int
@@ -209,6 +186,15 @@ class Mixing:
         return images, targets
 
 
+class AtOnce(Executor):
+    """Runs a function in the thread that submits it."""
+
+    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        done: Future[Any] = Future()
+        done.set_result(function(*args, **kwargs))
+        return done
+
+
 class Prefetcher:
     """Moves a loader's batches to a device, `depth` ahead; on a CPU it does not run ahead.
 
@@ -220,12 +206,7 @@ class Prefetcher:
     """
 
     def __init__(
-        self,
-        loader: Loader,
-        format: ImageFormat,
-        *,
-        depth: int,
-        mixing: Mixing | None = None,
+        self, loader: Loader, format: ImageFormat, *, depth: int, mixing: Mixing | None = None
     ) -> None:
         self.loader = loader
         self.depth = depth
@@ -238,51 +219,45 @@ class Prefetcher:
         largest = loader.images.shape[-1]
         self.slots = [DeviceSlot(format, largest) for _ in range(depth + 1)]
         self.clock = StepClock(self.cuda)
-        self._slot = 0  # of the consumer's batch
-        self._consumed: dict[int, Any] = {}  # slot -> when its last reader was done
-        self._thread: ThreadPoolExecutor | None = None
+        self._current = self.slots[0]  # holds the consumer's batch
+        self._executor: Executor = AtOnce()
 
-    def make_with(self, upload: Upload, *, in_thread: bool) -> None:
+    def make_with(self, upload: Upload) -> None:
         """Make the batches of later iterations with `upload`.
 
-        Args:
-            upload: makes normalised images of a batch.
-            in_thread: run `upload` in a thread, because it blocks the host and releases the GIL.
+        In a thread if it is not `upload_pixels`: others block the host, and release the GIL.
         """
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
         self.upload = upload
-        self._thread = ThreadPoolExecutor(1, "upload") if in_thread else None
+        self._executor = AtOnce() if upload is upload_pixels else ThreadPoolExecutor(1, "upload")
 
     def batches(self, start: int, stop: int) -> Iterator[Batch]:
         """Yield the batches of steps start ... stop - 1."""
-        if self._thread is not None:  # it may still use a slot for an iteration that ended early
-            self._thread.submit(lambda: None).result()
+        # A thread may still use a slot for an iteration that ended early, and kernels may read it.
+        self._executor.submit(lambda: None).result()
+        if self.side is not None:
+            self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         host = self.loader.batches(start, stop)
-        ready: deque[tuple[int, Future[tuple[Batch, Any, Marks]]]] = deque()
+        ready: deque[tuple[DeviceSlot, Future[tuple[Batch, Marks]]]] = deque()
         taken = 0
         self.clock.start()
-        self._consumed.clear()
-        if self.side is not None:  # kernels of an iteration that ended early may still read a slot
-            self.side.wait_stream(torch.cuda.current_stream(self.format.device))
         while True:
             # Fill up without waiting; wait only if the device would become idle.
             while len(ready) < self.depth and (not ready or (self.cuda and self.loader.ready())):
                 batch = next(host, None)
                 if batch is None:
                     break
-                slot = taken % (self.depth + 1)
-                ready.append((slot, self._begin(batch, slot, self._consumed.get(slot))))
+                slot = self.slots[taken % len(self.slots)]
+                ready.append((slot, self._executor.submit(self._enqueue, batch, slot)))
                 taken += 1
             if not ready:
                 return
-            slot, future = ready.popleft()
-            batch_ready, event, marks = future.result()
+            self._current, future = ready.popleft()
+            made, marks = future.result()
             if self.cuda:
-                torch.cuda.current_stream(self.format.device).wait_event(event)
+                torch.cuda.current_stream(self.format.device).wait_event(marks.copy_end)
             self.clock.begin_step(marks)
-            self._slot = slot
-            yield batch_ready
+            yield made
             self.end_step()
 
     @contextmanager
@@ -302,40 +277,29 @@ class Prefetcher:
         """
         end = self.clock.end_step()
         if end is not None:
-            self._consumed[self._slot] = end
+            self._current.consumed = end
 
     def close(self) -> None:
         """Wait for the thread and the stream. After this the loader's memory may be freed."""
-        if self._thread is not None:
-            self._thread.shutdown(cancel_futures=True)
+        self._executor.shutdown(cancel_futures=True)
         if self.side is not None:
             self.side.synchronize()
 
-    def _begin(self, host: HostBatch, slot: int, after: Any) -> "Future[tuple[Batch, Any, Marks]]":
-        """Enqueue a batch now, or in the thread if there is one."""
-        if self._thread is not None:
-            return self._thread.submit(self._enqueue, host, slot, after)
-        done: Future[tuple[Batch, Any, Marks]] = Future()
-        done.set_result(self._enqueue(host, slot, after))
-        return done
-
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> tuple[Batch, Any, Marks]:
-        """Launch upload and transforms of one batch into a slot, once `after` has completed."""
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> tuple[Batch, Marks]:
+        """Launch upload and transforms of one batch into a slot, once its reader is done."""
         marks = Marks()
-        memory = self.slots[slot]
         with torch.cuda.stream(self.side) if self.side is not None else nullcontext():
-            if self.side is not None and after is not None:
-                self.side.wait_event(after)
+            if self.side is not None and slot.consumed is not None:
+                self.side.wait_event(slot.consumed)
             marks.copy_begin = self.clock.now()
             # Before the labels: the upload may replace an unreadable sample by another.
-            images = self.upload(host, memory, self.mixing is not None)
-            labels = targets = memory.copy("labels", host.labels, torch.int64)
-            samples = memory.copy("samples", host.samples, torch.int64)
-            host.release(self.clock.now() if self.cuda else None)
+            images = self.upload(host, slot, self.mixing is not None)
+            labels = targets = slot.copy("labels", host.labels, torch.int64)
+            samples = slot.copy("samples", host.samples, torch.int64)
+            host.release(self.clock.now())
             if self.mixing is not None:
-                images, targets = self.mixing.apply(images, labels, host.step)
-                targets = memory.copy("targets", targets, torch.float32)
-            images = memory.copy("images", images, memory.format.dtype)
+                mixed, targets = self.mixing.apply(images, labels, host.step)
+                targets = slot.copy("targets", targets, torch.float32)
+                images = slot.copy("images", mixed, slot.format.dtype)
             marks.copy_end = self.clock.now()
-        batch = Batch(images, labels, targets, host.step, samples)
-        return batch, marks.copy_end, marks
+        return Batch(images, labels, targets, host.step, samples), marks

@@ -4,16 +4,16 @@ Journey of a batch, 1: step -> this rank's [(epoch, index), ...].
 
 The shuffled epochs form one endless stream, and step s takes samples s * batch_size ... of it. A
 batch may contain samples of two epochs: no batch is short, none is dropped, and every epoch uses
-each sample exactly once. There is no state between steps: resuming needs only the step, and another
-number of ranks only splits each batch differently.
+each sample exactly once. Resuming needs only the step, and another number of ranks only splits each
+batch differently.
 
 With repeated augmentation (arXiv 1902.05509), an epoch has as many samples as without, but each of
 its images several times, each time with another augmentation.
 """
 
-import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from itertools import cycle
 
 import numpy as np
 
@@ -126,11 +126,5 @@ class SizeSchedule:
 
 
 def scattered(count: int) -> Iterator[int]:
-    """Yield positions far apart, each once before any repeats, to measure on all of a dataset."""
-    stride = next(
-        s for s in range(int(count * 0.618) or 1, 2 * count + 2) if math.gcd(s, count) == 1
-    )
-    place = 0
-    while True:
-        place = (place + stride) % count
-        yield place
+    """Yield all positions in a random order, again and again, to measure on all of a dataset."""
+    return cycle(np.random.default_rng(0).permutation(count).tolist())

@@ -13,9 +13,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import chain, islice
 from multiprocessing import connection, forkserver, parent_process, resource_tracker
 from multiprocessing.process import BaseProcess
@@ -43,6 +42,10 @@ MOST_TRIED = 100  # samples in place of an unreadable one
 IGNORED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
 
 
+class LoaderError(RunError):
+    """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
+
+
 @dataclass(frozen=True)
 class Source:
     """A dataset and the ring of batch buffers for its samples.
@@ -59,10 +62,11 @@ class Source:
         skip_unreadable: replace an unreadable sample by the first readable one of its
             `Dataset.replacements` instead of failing.
         smaller: side in pixels -> the dataset of the same samples as images of this size.
-        side: side of the images if they are smaller than S, as of `of_size`; 0 if they are not.
+        side: of the images; S, or that of `of_size`.
     """
 
     dataset: Dataset
+    side: int
     pixels: SharedArray
     labels: SharedArray
     samples: SharedArray
@@ -70,7 +74,6 @@ class Source:
     operations: SharedArray | None = None
     skip_unreadable: bool = False
     smaller: Mapping[int, Dataset] = field(default_factory=dict)
-    side: int = 0
 
     def of_size(self, side: int) -> "Source":
         """This source with images of one of the sizes of `smaller`; itself for any other size."""
@@ -82,8 +85,6 @@ class Source:
     def images(self, slot: int) -> np.ndarray:
         """Memory of the images of a batch, uint8 [B, side, side, 3]: the front of a slot."""
         batch = self.pixels.array[slot]
-        if not self.side:
-            return batch
         shape = (len(batch), self.side, self.side, 3)
         return batch.reshape(-1)[: math.prod(shape)].reshape(shape)
 
@@ -94,35 +95,36 @@ class Source:
         return [self.pixels, self.labels, self.samples, *encoded, *operations]
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Task:
     """Rows of one slot to fill.
 
     Attributes:
-        number: identifies the task.
         source: position of the source in the pool.
         slot: slot of the ring.
         row: the first row.
         samples: int64 [n, 2] of (epoch, index), one per row.
         encoded: the first `encoded` rows stay encoded if the GPU's JPEG engines support the file.
         size: of the images, for `Source.of_size`.
+        done: whether the rows are filled.
+        deaths: workers that died while they worked on it.
     """
 
-    number: int
     source: int
     slot: int
     row: int
     samples: np.ndarray
     encoded: int = 0
     size: int = 0
+    done: bool = False
+    deaths: int = 0
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a task.
+    """The result of a task. A worker replies to its tasks in their order.
 
     Attributes:
-        source: source of the task.
         rows: samples of the task.
         seconds: wall time.
         cpu_seconds: CPU time.
@@ -134,8 +136,6 @@ class Reply:
         trace: traceback of an error that is not about a file.
     """
 
-    number: int
-    source: int = 0
     rows: int = 0
     seconds: float = 0.0
     cpu_seconds: float = 0.0
@@ -147,42 +147,28 @@ class Reply:
     trace: str = ""
 
 
-class LoaderError(RunError):
-    """Loading failed: an unreadable image, a dead or a stuck worker. The message is one line."""
-
-
-class SampleError(RuntimeError):
-    """A transform or a dataset failed, whatever the file: names the sample; __cause__ is why."""
-
-
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     """Fill the rows of a task. The reply reports an exception, which does not end the worker."""
     started, computed, queued = time.perf_counter(), time.thread_time(), waited_for_core()
     source = sources[task.source].of_size(task.size)
-    labels = source.labels.array[task.slot]
-    skipped: list[tuple[int, str]] = []
-    slowest = (0.0, -1)
     rows = range(task.row, task.row + len(task.samples))
     files = None
     if source.encoded is not None:
         files = source.encoded.writer(source.dataset, source.operations, task.slot, rows)
+    skipped: list[tuple[int, str]] = []
+    slowest = (0.0, -1)
     try:
         for row, (epoch, index) in zip(rows, task.samples.tolist(), strict=True):
             began = time.perf_counter()
-            fill = partial(_fill_row, source, task, files, row, epoch)
-            found, label = _first_readable(source, index, skipped, fill)
-            source.samples.array[task.slot, row] = epoch, found
-            labels[row] = label  # last: the row is complete
+            writer = files if row < task.row + task.encoded else None
+            _fill_row(source, task.slot, row, epoch, index, writer, skipped)
             slowest = max(slowest, (time.perf_counter() - began, index))
     except BadImageError as error:
-        return Reply(task.number, error=str(error))
-    except SampleError as error:
-        assert error.__cause__ is not None
+        return Reply(error=str(error))
+    except LoaderError as error:
         trace = "".join(traceback.format_exception(error.__cause__))
-        return Reply(task.number, error=str(error), trace=trace)
+        return Reply(error=str(error), trace=trace)
     return Reply(
-        task.number,
-        source=task.source,
         rows=len(rows),
         seconds=time.perf_counter() - started,
         cpu_seconds=time.thread_time() - computed,
@@ -193,63 +179,62 @@ def run_task(task: Task, sources: Sequence[Source]) -> Reply:
     )
 
 
-def _fill_row(source: Source, task: Task, files: Any, row: int, epoch: int, index: int) -> int:
-    """Write a sample into its row, encoded or as pixels, and return its label.
+def _fill_row(
+    source: Source,
+    slot: int,
+    row: int,
+    epoch: int,
+    index: int,
+    files: Any,
+    skipped: list[tuple[int, str]],
+) -> None:
+    """Fill a row with a sample or, with `skip_unreadable`, with its first readable replacement.
+
+    Args:
+        files: writes the sample as a file if the GPU supports it; None to decode.
+        skipped: gets the unreadable samples that were replaced.
 
     Raises:
-        BadImageError: it cannot be read.
-        ValueError: its size after the transforms is not that of the batch.
+        BadImageError: the sample cannot be read, nor can any that may replace it.
+        LoaderError: a transform or the dataset failed; the cause is its exception.
     """
-    if files is not None and row < task.row + task.encoded:
-        label: int | None = files.write(row, epoch, index)
-        if label is not None:
-            return label
+    others = source.dataset.replacements(index) if source.skip_unreadable else []
+    errors: list[str] = []
+    for found in chain([index], islice(others, MOST_TRIED)):
+        try:
+            label = _write_sample(source, slot, row, epoch, found, files)
+        except BadImageError as error:
+            errors.append(str(error))
+            skipped.append((found, str(error)))
+        except Exception as error:  # e.g. out of memory; the training process would wait forever
+            raise LoaderError(
+                f"{source.dataset.name(found)}: {describe(error)}: the file was read; a transform "
+                "or the dataset failed, see the traceback above"
+            ) from error
+        else:
+            source.samples.array[slot, row] = epoch, found
+            source.labels.array[slot, row] = label  # last: the row is complete
+            return
+    if source.skip_unreadable:
+        none = f"none of its {len(errors) - 1} replacements can be read either"
+        raise BadImageError(f"{errors[0]}; {none}; {CHECK}")
+    raise BadImageError(f"{errors[0]}; {REMEDY}")
+
+
+def _write_sample(source: Source, slot: int, row: int, epoch: int, index: int, files: Any) -> int:
+    """Write a sample into a row, as a file or as pixels, and return its label."""
+    label: int | None
+    if files is not None and (label := files.write(row, epoch, index)) is not None:
+        return label
     if source.operations is None:
         image, label = source.dataset.load(epoch, index)
     else:
         image, label, drawn = source.dataset.load_and_draw(epoch, index)
-        source.operations.array[task.slot, row] = as_rows(drawn)
-    batch = source.images(task.slot)
-    if image.shape != batch.shape[1:]:
-        raise ValueError(
-            f"the transforms made {image.shape[1]}x{image.shape[0]} pixels, the batch needs "
-            f"{batch.shape[2]}x{batch.shape[1]}"
-        )
-    batch[row] = image
+        source.operations.array[slot, row] = as_rows(drawn)
+    source.images(slot)[row] = image
     if source.encoded is not None:
-        source.encoded.mark_as_pixels(task.slot, row)
+        source.encoded.mark_as_pixels(slot, row)
     return label
-
-
-def _first_readable(
-    source: Source, index: int, skipped: list[tuple[int, str]], fill: Callable[[int], int]
-) -> tuple[int, int]:
-    """Fill a row with a sample; return the sample's index and its label.
-
-    With `source.skip_unreadable`, the first readable one of `Dataset.replacements` replaces an
-    unreadable sample.
-
-    Raises:
-        BadImageError: the sample cannot be read, nor can any that may replace it.
-        SampleError: a transform or the dataset failed.
-    """
-    first, tried = "", 0
-    for found in chain([index], islice(source.dataset.replacements(index), MOST_TRIED)):
-        try:
-            return found, fill(found)
-        except BadImageError as error:
-            if not source.skip_unreadable:
-                raise BadImageError(f"{error}; {REMEDY}") from error
-            skipped.append((found, str(error)))
-            first, tried = first or str(error), tried + 1
-        except Exception as error:  # e.g. out of memory; the training process would wait forever
-            raise SampleError(
-                f"{source.dataset.name(found)}: {describe(error)}: the file was read; a transform "
-                "or the dataset failed, see the traceback above"
-            ) from error
-    raise BadImageError(
-        f"{first}; none of its {tried - 1} replacements can be read either; {CHECK}"
-    )
 
 
 def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
@@ -260,12 +245,9 @@ def worker_main(pipe: connection.Connection, sources: Sequence[Source]) -> None:
     warnings.filterwarnings("ignore", module="PIL")
     torch.set_num_threads(1)  # there is a worker for every core
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    try:
+    with contextlib.suppress(EOFError, OSError):  # the training process closed its end, or died
         while True:
-            task = pipe.recv()
-            pipe.send(run_task(task, sources))
-    except (EOFError, OSError):
-        pass  # the training process closed its end, or died
+            pipe.send(run_task(pipe.recv(), sources))
 
 
 def _exit_with_parent() -> None:
@@ -289,7 +271,7 @@ def start_worker(
         context.set_forkserver_preload(PRELOAD)
     ours, theirs = context.Pipe()
     process = context.Process(target=worker_main, args=(theirs, sources), daemon=True)
-    with _signals_blocked(tracker=start_method != "fork"), _main_module_hidden(), _explained():
+    with _starting_children(tracker=start_method != "fork"):
         try:
             process.start()
         except (ConnectionError, EOFError):  # the forkserver was killed a moment ago
@@ -299,61 +281,42 @@ def start_worker(
     return process, ours
 
 
-def cause_of_death(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit status {code}"
-    if code == -signal.SIGKILL:
-        return "SIGKILL; the usual cause is that the host is out of memory"
-    return signal.Signals(-code).name
-
-
 def start_forkserver() -> None:
     """Start the process that forks the workers, without waiting for it.
 
     Its imports take a second; otherwise the first worker would have to wait for them.
     """
     multiprocessing.set_forkserver_preload(PRELOAD)
-    with _explained(), _signals_blocked(tracker=True), _main_module_hidden():
+    with _starting_children(tracker=True):
         forkserver.ensure_running()
 
 
 @contextlib.contextmanager
-def _explained() -> Iterator[None]:
-    """Raise a LoaderError if the system does not let this process start another one."""
-    try:
-        yield
-    except (OSError, EOFError) as error:
-        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
-        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
+def _starting_children(*, tracker: bool) -> Iterator[None]:
+    """Start child processes with the signals blocked that workers ignore.
 
-
-@contextlib.contextmanager
-def _signals_blocked(*, tracker: bool) -> Iterator[None]:
-    """Start children with the signals blocked that workers ignore.
-
-    The forkserver and the resource tracker keep them blocked.
+    The forkserver and the resource tracker keep them blocked. The children do not import the main
+    script, and with it torchvision and Hydra.
 
     Args:
         tracker: start the resource tracker as well. Its start unblocks the signals, so it must not
             happen later in the block.
+
+    Raises:
+        LoaderError: the system does not let this process start another one.
     """
+    main: Any = vars(sys.modules["__main__"])
+    hidden = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
+    main["__spec__"] = None
     before = signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
     try:
         if tracker:
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, IGNORED_SIGNALS)
         yield
+    except (OSError, EOFError) as error:
+        reason = machine.reached_limit(error) or f"{type(error).__name__}: {error}"
+        raise LoaderError(f"the loader cannot start a worker process: {reason}") from error
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _main_module_hidden() -> Iterator[None]:
-    """Keep spawned children from importing the main script, and with it torchvision and Hydra."""
-    main: Any = vars(sys.modules["__main__"])
-    saved = {name: main.pop(name) for name in ("__file__", "__spec__") if name in main}
-    main["__spec__"] = None
-    try:
-        yield
-    finally:
-        main.update(saved)
+        main.update(hidden)

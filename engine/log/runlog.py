@@ -141,7 +141,7 @@ class RunLog:
         if self.profiler is not None and self.profiler.starts(batch.step):
             with self.measured.times.lost("profile"):
                 self.profiler.start(batch.step)
-            train.clock.restart_step()
+            train.clock.skip()
         if self._wants_images:
             self._wants_images = False
             self.tracker.images("train/images", batch.images, train.format, batch.step + 1)

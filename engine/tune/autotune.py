@@ -57,7 +57,7 @@ from pipeline.loader import Loader, LoaderError
 from pipeline.loader_plan import FEWEST_BATCHES, MAX_PREFETCH_FACTOR, pixels_of, workers_for
 from pipeline.prefetcher import Batch
 from pipeline.sampler import scattered
-from pipeline.worker import EMPTY_ROW
+from pipeline.worker import EMPTY_ROW, Task
 
 logger = logging.getLogger(__name__)
 
@@ -426,7 +426,7 @@ class Tuner:
                 lambda: measure_worker(self.loader, encoded=encoded, step=self.first_step)
             )
         except LoaderError as error:
-            self.loader.pool.abandon()
+            self.loader.pool.restart()
             found = str(error)
         everyone: list[Any] = self.world.all_gather(found)
         if None in everyone:
@@ -561,30 +561,30 @@ def measure_worker(loader: Loader, *, encoded: float = 0.0, step: int = 0) -> Me
     positions = scattered(len(source.dataset))
     if encoded:  # other files: those of the other probe are in memory now
         positions = islice(positions, len(source.dataset) // 2, None)
-    numbers: list[int] = []
+    tasks: list[Task] = []
 
     def submit() -> None:
         samples = np.array([(0, next(positions)) for _ in range(rows)])
-        slot, row = places[len(numbers) % len(places)]
+        slot, row = places[len(tasks) % len(places)]
         # Cleared, so that a sample at which a worker hangs can be named.
         source.labels.array[slot, row : row + rows] = EMPTY_ROW
-        task = (loader.source, slot, row, samples, round(encoded * rows), loader.size(step))
-        numbers.append(pool.submit(*task))
+        share = round(encoded * rows)
+        tasks.append(pool.submit(loader.source, slot, row, samples, share, loader.size(step)))
 
     in_flight = min(len(places), 2 * max(1, pool.active))
     for _ in range(in_flight):  # warm-up: every worker has begun
         submit()
-    pool.wait(numbers)
+    pool.wait(tasks)
     recent = pool.recent[loader.source]
     recent.clear()
-    done = len(numbers)
+    done = len(tasks)
     began = time.perf_counter()
     while time.perf_counter() - began < MEASURE_SECONDS / (4 if encoded else 2) or len(recent) < 4:
-        while len(numbers) - done < in_flight:
+        while len(tasks) - done < in_flight:
             submit()
-        pool.wait(numbers[done : done + 1])
+        pool.wait(tasks[done : done + 1])
         done += 1
-    pool.wait(numbers[done:])
+    pool.wait(tasks[done:])
     return Measured(workers=pool.active, **worker_times(recent))
 
 

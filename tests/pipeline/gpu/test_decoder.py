@@ -324,7 +324,7 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
         upload = EngineUpload(loader, RefusingEngines())  # type: ignore[arg-type]
         image = ImageFormat(torch.device("cpu"), mean=[0, 0, 0], std=[1 / 255] * 3)
         prefetcher = Prefetcher(loader, image, depth=1)
-        prefetcher.make_with(upload, in_thread=True)
+        prefetcher.make_with(upload)
         for batch in prefetcher.batches(0, 2):
             for row in range(8):
                 expected = dataset.load(0, 8 * batch.step + row)[0]
@@ -482,7 +482,7 @@ def test_batches_agree_with_the_cpu_path(
             upload = EngineUpload(loader, GpuDecoder(device, 13))
             image = ImageFormat(device, mean=[0, 0, 0], std=[1 / 255] * 3)
             prefetcher = Prefetcher(loader, image, depth=1)
-            prefetcher.make_with(upload, in_thread=True)
+            prefetcher.make_with(upload)
             loader.encoded_share = share
             by_workers = 0
             for batch in prefetcher.batches(0, 2):
@@ -529,7 +529,7 @@ def test_a_file_that_the_engines_refuse_is_decoded_on_the_cpu(
             upload = EngineUpload(loader, GpuDecoder(device, 8))
             image = ImageFormat(device, mean=[0, 0, 0], std=[1, 1, 1])
             prefetcher = Prefetcher(loader, image, depth=1)
-            prefetcher.make_with(upload, in_thread=True)
+            prefetcher.make_with(upload)
             found = None
             try:
                 found = next(prefetcher.batches(0, 1)).images
