@@ -169,8 +169,10 @@ def check_pip(words: list[str]) -> None:
 
 def check_command(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Check a command in the current folder, whose folders a page may write as /imagenet."""
-    text = re.sub(r"\"\$\{@.*?\}\"|\$\{@.*?\}", "", line)  # what a function passes on
-    text = re.sub(r"\$\w+", "1", IN_A_ROOT.sub(f"{Path.cwd()}/", text))
+    text = IN_A_ROOT.sub(f"{Path.cwd()}/", line)
+    # What a function passes on, a variable, and a range of numbers.
+    for pattern, value in ((r'"?\$\{@.*?\}"?', ""), (r"\$\w+", "1"), (r"\{\d+\.\.\d+\}", "*")):
+        text = re.sub(pattern, value, text)
     words = [name for word in shlex.split(text) for name in sorted(glob(word)) or [word]]
     match words:
         case ["python", "train.py", *rest]:
