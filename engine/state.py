@@ -95,7 +95,7 @@ class TrainState:
         ema: moving average of the weights if train.ema_decay is set; `best` then refers to it.
         best: the validation row with the highest top1 so far.
         last: the newest validation row.
-        spent: seconds of all starts so far, by kind; see engine.log.times.
+        spent: seconds of all starts so far, by kind; see engine.log.measurements.
         origin: the checkpoint of another run from which this run started.
         history: differences from a run with this config: the checkpoint it started from, and the
             changes accepted at a step.

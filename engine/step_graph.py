@@ -106,7 +106,6 @@ class StepGraph:
         captured = self._captured
         if captured is None:
             values = self.step(batch)
-            # Now, because telemetry resets the peak at every log row.
             peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
             self._needed = max(self._needed, peak)
             return values

@@ -65,7 +65,7 @@ import torch
 import train
 from engine import checkpoint
 from engine.distributed import World, join_world
-from engine.log.meters import Meter
+from engine.log.measurements import Meter
 from engine.optim import Curve
 from engine.plan import Plan, make_plan
 from pipeline.build import Datasets, build_datasets

@@ -84,7 +84,6 @@ from conf import strict_json
 from conf.launch import exit_with
 from engine.checkpoint import provenance, write_json
 from engine.distributed import World, join_world
-from engine.log import pictures
 from engine.log.predictions import Predictions
 from engine.validation import Metrics, evaluate
 from pipeline.build import Datasets, build_val
@@ -174,7 +173,7 @@ def run(trained: Trained, world: World, *, flip: bool) -> Evaluated:
         "top1": metrics.top1,
         "top5": metrics.top5,
         "loss": metrics.loss,
-        "ece": 100 * predictions.calibration().error,
+        "ece": 100 * predictions.calibration()["error"],
         "images": metrics.images,
         "model": config.model.name,
         "val_size": datasets.val_size,
@@ -318,13 +317,7 @@ def self_check(found: Evaluated, world: World) -> list[str]:
 def write(found: Evaluated, folder: Path, *, worst: int) -> None:
     """Write the files of one evaluation."""
     classes, p, val = found.classes, found.predictions, found.datasets.val
-    calibration = p.calibration()
-    bins = {
-        "images": calibration.images.tolist(),
-        "confidence": calibration.confidence.tolist(),
-        "accuracy": calibration.accuracy.tolist(),
-    }
-    content = {**found.summary, "calibration": bins, "made_by": provenance()}
+    content = {**found.summary, "calibration": p.calibration(), "made_by": provenance()}
     write_json(folder / "evaluation.json", content)
     rows = zip(classes, p.per_class(len(classes)), strict=True)
     write_csv(
@@ -349,14 +342,7 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
         ["path", "class", "prediction", "confidence", "loss", "name", "prediction_name"],
         listed,
     )
-    drawn = p.draw(classes, val)
-    drawn["reliability"] = pictures.reliability(
-        f"reliability of {found.trained.name}",
-        calibration.images,
-        calibration.accuracy,
-        calibration.error,
-    )
-    for name, picture in drawn.items():
+    for name, picture in p.draw(classes, val).items():
         picture.save(folder / ("worst.jpg" if name == "worst" else f"{name}.png"), quality=90)
 
 

@@ -97,8 +97,8 @@ with join_world("cpu") as world:
             batches = feed.val.batches(0, feed.val_batches)
             pairs = ((batch.images, batch.labels) for batch in batches)
             (one,) = evaluate([network], validation_values, pairs, world, each)
-        table = Predictions.gather(each, world).table(plan.num_classes)
-        found.append([one.loss, one.top1, one.top5, one.images, table.tolist()])
+        pairs = Predictions.gather(each, world).confusions(plan.num_classes)
+        found.append([one.loss, one.top1, one.top5, one.images, pairs])
     if world.is_main:
         print(json.dumps(found))
 """

@@ -3,8 +3,6 @@
 Each rank meets its own unreadable images and replaces them (pipeline/worker.py).
 """
 
-import logging
-from functools import partial
 from pathlib import Path
 
 from engine.distributed import World
@@ -14,8 +12,6 @@ from pipeline.loader import Loader
 
 NAME = "bad_files.txt"
 
-logger = logging.getLogger(__name__)
-
 
 class BadFiles:
     """Lists each unreadable training image once, over all starts of a run.
@@ -24,7 +20,7 @@ class BadFiles:
 
     Args:
         loader: of the training images.
-        world: its ranks call `share` together, and the constructor.
+        world: its ranks call `share` together.
         folder: the run directory.
         tracker: writes the file, on rank 0.
         limit: training stops if a larger fraction of the training images is unreadable; None if
@@ -37,37 +33,32 @@ class BadFiles:
     def __init__(
         self, loader: Loader, world: World, folder: Path, tracker: Tracker, *, limit: float | None
     ) -> None:
-        self.world, self.folder, self.tracker, self.limit = world, folder, tracker, limit
-        self.dataset = loader.dataset
+        self.world, self.tracker, self.limit = world, tracker, limit
+        self.path, self.dataset = folder / NAME, loader.dataset
         self.listed: dict[str, str] = {}
         self._own = loader.pool.unreadable
         self._all: dict[int, str] = {}  # of all ranks in this start, as of the last `share`
-        self._written: set[int] = set()  # those that `listed` has
-        self._counted = 0, 0  # of this rank, and of all, when they were last counted
-        if limit is not None:
-            self.listed = world.broadcast(partial(_read, folder / NAME))
+        self._counted = 0  # of both, when the file was last written
+        if limit is not None and world.is_main and self.path.is_file():
+            text = self.path.read_text(encoding="utf-8", errors="surrogateescape")
+            self.listed = dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)
 
     @property
     def too_many(self) -> bool:
-        """Whether training has to stop, as far as this rank knows. Nearly free without new ones."""
-        if self.limit is None:
-            return False
-        if len(self._own) != self._counted[0]:
-            self._counted = len(self._own), len(self._own.keys() | self._all.keys())
-        return self._counted[1] > self.limit * len(self.dataset)
+        """Whether training has to stop, as far as this rank knows."""
+        most = max(len(self._own), len(self._all))
+        return self.limit is not None and most > self.limit * len(self.dataset)
 
     def write(self) -> int:
         """Add new ones to bad_files.txt; return the number of its lines."""
-        before = len(self.listed)
-        new = {i: text for i, text in {**self._all, **self._own}.items() if i not in self._written}
-        self._written.update(new)
-        for index, message in new.items():
+        if self._counted == (counted := len(self._own) + len(self._all)):
+            return len(self.listed)
+        self._counted = counted
+        for index, message in {**self._all, **self._own}.items():
             path = self.dataset.name(index)
-            reason = " ".join(message.removeprefix(f"{path}: ").split())
-            self.listed.setdefault(path.replace("\n", "\\n").replace("\t", "\\t"), reason)
-        if len(self.listed) > before:
-            lines = (f"{path}\t{reason}\n" for path, reason in self.listed.items())
-            self.tracker.write(NAME, "".join(lines))
+            self.listed.setdefault(path, " ".join(message.removeprefix(f"{path}: ").split()))
+        lines = (f"{path}\t{reason}\n" for path, reason in self.listed.items())
+        self.tracker.write(NAME, "".join(lines))
         return len(self.listed)
 
     def share(self) -> None:
@@ -78,27 +69,13 @@ class BadFiles:
         """
         if self.limit is None:
             return
-        new = {index: text for index, text in dict(self._own).items() if index not in self._all}
-        for found in self.world.all_gather(new):
+        for found in self.world.all_gather(dict(self._own)):
             self._all.update(found)
-        self._counted = len(self._own), len(self._all)
         self.write()
         if self.too_many:
             raise TrainingError(
                 f"data.max_bad_fraction={self.limit:g}: {len(self._all):,} of "
                 f"{len(self.dataset):,} training images cannot be read, for example "
-                f"{next(reversed(self._all.values()))}; replace them ({self.folder / NAME} lists "
-                "them), or raise this limit"
+                f"{next(reversed(self._all.values()))}; replace them ({self.path} lists them), or "
+                "raise this limit"
             )
-
-
-def _read(path: Path) -> dict[str, str]:
-    """Read the list of an earlier start."""
-    try:
-        text = path.read_text(encoding="utf-8", errors="surrogateescape")
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        logger.warning("%s cannot be read (%s); it will be rewritten", path, error)
-        return {}
-    return dict(line.split("\t", 1) for line in text.split("\n") if "\t" in line)

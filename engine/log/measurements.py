@@ -1,134 +1,229 @@
-"""What is measured while a run trains: times, GPU, memory, unreadable images, and the verdict."""
+"""What is measured while a run trains: values of the steps, times, GPU, memory, and the verdict.
 
-from collections.abc import Iterator
+The training loop never waits for the GPU: values are read one step late, times from CUDA events.
+"""
+
+import time
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from engine.compute import peak_rate
 from engine.distributed import World
-from engine.log.bad_files import BadFiles
-from engine.log.memory import Leaks, allocator_figures, host_figures, memory_now
-from engine.log.meters import Interval
-from engine.log.telemetry import GpuMonitor, spread
-from engine.log.times import RunTimes
+from engine.log.telemetry import GpuMonitor, memory_figures
 from engine.plan import Plan
 from engine.state import TrainState
 from pipeline.clock import StepClock
 from pipeline.feed import Feed
 
+LOST = ("validation", "checkpoint", "start", "profile")
+FIGURES = (
+    *("late_fraction", "copy_fraction", "compute_fraction"),
+    *("copy_ms", "step_ms", "step_worst_ms"),
+)  # of Timing, under the same name in a log row
 
-class Measurements(AbstractContextManager["Measurements"]):
-    """Measures from the first to the last step of a start.
 
-    Args:
-        verdict: judges the speed, see engine/tune/verdict.py; None without that room.
-        bad_files: the training images that cannot be read.
-        began: time.monotonic() when the program began.
+@dataclass(frozen=True)
+class Interval:
+    """The steps between two log rows: the last one, how many, and the mean of each named value."""
+
+    step: int
+    steps: int
+    values: dict[str, float]
+
+
+class Meter:
+    """Averages what `train_step` returns over the steps and ranks of a log row, on the device.
 
     Attributes:
-        times: where the time goes.
-        monitor: the GPU's metrics.
+        steps: number of steps added since the last `send`.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.steps = 0
+        self._names: list[str] = []
+        self._total = self._host = torch.empty(0)
+        # Step, number of steps, and the event that marks the end of the copy.
+        self._sent: tuple[int, int, torch.cuda.Event | None] | None = None
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Add one step.
+
+        Args:
+            values: name -> float [] on the device, the mean over this rank's images.
+
+        Raises:
+            ValueError: the names differ from those of the steps before.
+        """
+        if not self._names:
+            self._names = list(values)
+            device = self.world.device
+            self._total = torch.zeros(len(values), dtype=torch.float64, device=device)
+            self._host = torch.zeros(
+                len(values), dtype=torch.float64, pin_memory=device.type == "cuda"
+            )
+        if list(values) != self._names:
+            raise ValueError(
+                f"train_step returned {', '.join(values)}; earlier steps returned "
+                f"{', '.join(self._names)}: return the same names at every step"
+            )
+        self._total += torch.stack([value.detach() for value in values.values()])
+        self.steps += 1
+
+    def send(self, step: int) -> None:
+        """End an interval with step `step`: start the copy of its sums to the host."""
+        self._host.copy_(self.world.sum(self._total), non_blocking=True)
+        self._total.zero_()
+        on_gpu = self.world.device.type == "cuda"
+        copied = torch.cuda.current_stream().record_event() if on_gpu else None
+        self._sent = step, self.steps, copied
+        self.steps = 0
+
+    def read(self) -> Interval | None:
+        """Return the interval that was sent and not yet read, if any.
+
+        Called one step after `send`, it does not wait: the copy is complete by then.
+        """
+        if self._sent is None:
+            return None
+        (step, steps, copied), self._sent = self._sent, None
+        if copied is not None:
+            copied.synchronize()
+        means = (self._host / (steps * self.world.size)).tolist()
+        return Interval(step, steps, dict(zip(self._names, means, strict=True)))
+
+
+class Measurements(AbstractContextManager["Measurements"]):
+    """Measures from the first to the last step of a start, and sums over all starts of the run.
+
+    Args:
+        state: its `spent` holds seconds and numbers of images by kind, and is modified.
+        verdict: judges the speed, see engine/tune/verdict.py; None without that room.
+        began: time.monotonic() when the program began.
     """
 
     def __init__(
-        self,
-        feed: Feed,
-        verdict: Any,
-        plan: Plan,
-        state: TrainState,
-        world: World,
-        bad_files: BadFiles,
-        *,
-        began: float,
+        self, feed: Feed, verdict: Any, plan: Plan, state: TrainState, world: World, *, began: float
     ) -> None:
         self.feed, self.plan, self.state, self.world = feed, plan, state, world
-        self.bad_files = bad_files
-        self.times = RunTimes(
-            state.spent,
-            batch_size=plan.batch_size,
-            num_ranks=world.size,
-            train_images=plan.train_images,
-            step=state.step,
-            began=began,
-        )
-        self.monitor = GpuMonitor(world.device)
-        self._verdict, self._leaks = verdict, Leaks()
+        self._verdict, self._totals = verdict, state.spent
+        self._first_step = self._step = state.step
+        self._kind = "start"  # of the time outside of `lost`
+        self._counted = began  # until when the totals are complete
+        self._add("starts", 1)
         self._open = ExitStack()
-        self._open.enter_context(self.monitor)
+        self._monitor = self._open.enter_context(GpuMonitor(world.device))
         if world.size > 1:
             self._open.enter_context(step_points(state, feed.train.clock))
 
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
+    def started(self) -> None:
+        """The first step is done: the time until then, with compilation, is the cost of a start."""
+        self._count(self._kind)
+        self._kind = "training"
+
+    @contextmanager
+    def lost(self, kind: str) -> Iterator[None]:
+        """Seconds that pass inside are not training."""
+        self._count(self._kind)  # the totals are now complete, for a checkpoint
+        try:
+            yield
+        finally:
+            self._count(kind)
+
     def row(self, interval: Interval) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the log row of an interval, and figures by TensorBoard tag."""
         plan, step = self.plan, interval.step
         timing = self.feed.train.clock.timing(interval.steps)
         assert timing is not None, "every step of an interval has been ended"
-        times = self.times.add(timing, step, self._peak_rate(plan.flops(step - 1)))
         if self._verdict is not None:
             self._verdict.add(timing)
+        images = timing.batches * plan.batch_size
+        # The first interval compiles, and in the first epoch, files are not in the page cache yet.
+        kind = "first epoch" if self._step * plan.batch_size < plan.train_images else "later"
+        if self._step == self._first_step:
+            kind = "starting"
+        self._add(f"{kind} images", images)
+        self._add(f"{kind} seconds", timing.seconds)
+        self._step, rate = step, images / timing.seconds
         row = {
             "step": step,
             "epoch": plan.epoch(step),
             "split": "train",
             **interval.values,
-            "lr": interval.lr,
-            **times,
-            "seconds_left": (plan.stop_step - step) * plan.batch_size / times["images_per_second"],
+            "lr": plan.curve.at(step - 1),
+            "images_per_second": rate,
+            "data_wait_fraction": timing.wait_fraction,
+            **{name: getattr(timing, name) for name in FIGURES},
+            "seconds_left": (plan.stop_step - step) * plan.batch_size / rate,
         }
-        figures = {
-            **self.monitor.read(),
-            **allocator_figures(self.world.device),
-            **host_figures(self.feed.train.loader.pool.pids),
-        }
-        if self.bad_files.limit is not None:
-            figures["data/unreadable_images"] = self.bad_files.write()
-        return row, figures
+        if self.world.size > 1:
+            row["ranks_wait_fraction"] = timing.ranks_fraction
+        if peak := self._peak_rate(plan.flops(step - 1)):
+            row["mfu"] = rate / peak
+        pids = self.feed.train.loader.pool.pids
+        return row, self._monitor.read() | memory_figures(pids, self.world.device)
 
-    def end_epoch(self) -> tuple[list[str], str, dict[str, float]]:
-        """Return the verdict of an epoch, why the GPU was slow, and figures over the ranks.
+    def verdict(self, period: Literal["epoch", "run"]) -> list[str]:
+        """Return what limits the speed since the last call for an epoch, or in this start.
 
         Collective.
         """
-        workers = self.feed.train.loader.pool.pids
-        setting = (*workers, self.plan.size(self.state.step - 1))
-        self._leaks.note(memory_now(workers, self.world.device), setting)
-        slow = self.monitor.slowdowns("epoch")
-        lines = self.verdict("epoch", slow)
-        if self.world.size == 1:
-            return lines, slow, {}
-        return lines, slow, spread(self.world.all_gather(self.monitor.read("epoch")))
-
-    def verdict(self, period: Literal["epoch", "run"], slowdowns: str) -> list[str]:
-        """Return what limits the speed, and which memory grows. Collective.
-
-        Args:
-            slowdowns: why this rank's GPU ran below its maximum clock.
-        """
-        sentences: list[str] = []
-        if self._verdict is not None:
-            sentences = self._verdict.sentences(period, slowdowns=slowdowns)
-        leaks = enumerate(self.world.all_gather(self._leaks.sentences()))
-        rank, found = next((one for one in leaks if one[1]), (0, []))
-        where = f"on rank {rank}, " if self.world.size > 1 else ""
-        return sentences + [f"{where}{sentence}" for sentence in found]
+        if self._verdict is None:
+            return []
+        slowdowns = self._monitor.slowdowns(of_epoch=period == "epoch")
+        sentences: list[str] = self._verdict.sentences(period, slowdowns=slowdowns)
+        return sentences
 
     def summary(self) -> dict[str, Any]:
-        """Return what summary.json says about speed and time. Collective."""
-        speed = self.times.speed()
+        """Return what summary.json says about speed and time over all starts. Collective.
+
+        `images_per_second` excludes the first epoch and the first interval of each start. If
+        nothing else is left, it includes them. `effective_time` is training's share of the time.
+        """
+        self._count(self._kind)
+        kinds = ("later", "first epoch", "starting")
+        rate = next(filter(None, map(self._rate, kinds)), 0.0)
         peak = self._peak_rate(self.plan.mean_flops(self.state.step))
+        spent = {kind: round(self._totals.get(kind, 0.0), 3) for kind in LOST}
+        lost = {kind: value for kind, value in spent.items() if value or kind != "profile"}
+        training = self._totals.get("training", 0.0)
+        total = training + sum(lost.values())
         return {
-            **speed,
-            **self.times.balance(),
-            "mfu": speed["images_per_second"] / peak if peak else None,
-            "unreadable_images": len(self.bad_files.listed),
+            "images_per_second": rate,
+            "images_per_second_with_first_epoch": self._rate(*kinds),
+            "total_seconds": total,
+            "seconds_lost": lost,
+            "starts": int(self._totals["starts"]),
+            "effective_time": training / max(total, 1e-9),
+            "mfu": rate / peak if peak else None,
             "workers": self.feed.train.loader.pool.active,
-            "verdict": self.verdict("run", self.monitor.slowdowns("run")),
+            "verdict": self.verdict("run"),
         }
+
+    def _count(self, kind: str) -> None:
+        """Count the time that is not in the totals yet."""
+        now = time.monotonic()
+        self._add(kind, now - self._counted)
+        self._counted = now
+
+    def _add(self, kind: str, amount: float) -> None:
+        self._totals[kind] = self._totals.get(kind, 0.0) + amount
+
+    def _rate(self, *kinds: str) -> float:
+        """Return images/s of some kinds of intervals."""
+        images, seconds = (
+            sum(self._totals.get(f"{kind} {unit}", 0.0) for kind in kinds)
+            for unit in ("images", "seconds")
+        )
+        return images / seconds if seconds else 0.0
 
     def _peak_rate(self, flops_per_image: int) -> float | None:
         return peak_rate(
@@ -161,12 +256,8 @@ def step_points(state: TrainState, clock: StepClock) -> Iterator[None]:
         done = 0
         clock.mark("averaged")
 
-    hooks = [
-        *(each.register_post_accumulate_grad_hook(computed) for each in parameters),
-        state.optimizer.register_step_pre_hook(averaged),
-    ]
-    try:
+    with ExitStack() as hooks:
+        for each in parameters:
+            hooks.callback(each.register_post_accumulate_grad_hook(computed).remove)
+        hooks.callback(state.optimizer.register_step_pre_hook(averaged).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()

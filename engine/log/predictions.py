@@ -4,6 +4,7 @@ Per-class accuracy, confusions, calibration and the images with the largest loss
 run and for scripts/evaluate.py.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,33 +17,17 @@ from torch import Tensor
 
 from engine.distributed import World
 from engine.log import pictures
+from engine.log.pictures import GREY, RED
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 COLUMNS = ("label", "prediction", "loss", "confidence", "top1", "top5")
 WORST_IMAGES = 16  # to draw
-# Up to this many classes, confusions are drawn: a table of 128 MiB. ImageNet-21k needs 3.6 GiB.
-MOST_CLASSES = 4096
+MAX_CONFUSED = 50  # classes in the confusion matrix; a larger one is hard to read
+NAMED_WORST, NAMED_BEST = 20, 5  # classes whose accuracy is drawn
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Calibration:
-    """How well the confidence, the largest probability, predicts the accuracy.
-
-    Attributes:
-        images: int64 [bins], number of images by confidence: (0, 1/15], (1/15, 2/15], ...
-        confidence, accuracy: float64 [bins], means in [0, 1]; 0 without images.
-        error: expected calibration error in [0, 1], the mean of |accuracy - confidence| over the
-            images.
-    """
-
-    images: Ints
-    confidence: Floats
-    accuracy: Floats
-    error: float
 
 
 @dataclass(frozen=True)
@@ -53,15 +38,15 @@ class Predictions:
         labels, predictions: int64 [N]; the prediction is the first of equal logits.
         losses: float64 [N], cross entropy.
         confidences: float64 [N], the largest probability; 0 if a logit is NaN.
-        top1, top5: bool [N], hits as `engine.validation.hits` counts them.
+        top1, top5: float64 [N], 1 for a hit as `engine.validation.hits` counts them, else 0.
     """
 
     labels: Ints
     predictions: Ints
     losses: Floats
     confidences: Floats
-    top1: npt.NDArray[np.bool_]
-    top5: npt.NDArray[np.bool_]
+    top1: Floats
+    top5: Floats
 
     @classmethod
     def gather(cls, batches: Sequence[Mapping[str, Tensor]], world: World) -> "Predictions":
@@ -79,27 +64,29 @@ class Predictions:
         found = torch.empty(len(COLUMNS), images, dtype=torch.float64)
         for rank, share in enumerate(shares):  # as pipeline.sampler.ValSampler deals them
             found[:, rank :: world.size] = share
-        labels, predictions, losses, confidences, top1, top5 = found.numpy()
-        return cls(
-            labels.astype(np.int64),
-            predictions.astype(np.int64),
-            losses,
-            confidences,
-            top1.astype(bool),
-            top5.astype(bool),
-        )
+        labels, predictions, *rest = found.numpy()
+        return cls(labels.astype(np.int64), predictions.astype(np.int64), *rest)
 
-    def calibration(self, bins: int = BINS) -> Calibration:
-        """Compute the expected calibration error (Naeini 2015; arXiv 1706.04599)."""
+    def calibration(self, bins: int = BINS) -> dict[str, Any]:
+        """Return how well the confidence, the largest probability, predicts the accuracy.
+
+        Returns:
+            `images`, `confidence` and `accuracy`: for each of the bins (0, 1/15], (1/15, 2/15],
+            ... of the confidence, the number of images and two means in [0, 1]; and `error`, the
+            expected calibration error in [0, 1] (Naeini 2015; arXiv 1706.04599).
+        """
         edges = np.linspace(0, 1, bins + 1)[1:-1]
         place = np.digitize(self.confidences, edges, right=True)
         images = np.bincount(place, minlength=bins)
-        count = np.maximum(images, 1)
-        confidence = np.bincount(place, self.confidences, bins) / count
-        accuracy = np.bincount(place, self.top1, bins) / count
-        gaps = np.abs(accuracy - confidence) * images
-        error = float(gaps.sum() / max(1, len(place)))
-        return Calibration(images, confidence, accuracy, error)
+        confidence = np.bincount(place, self.confidences, bins) / np.maximum(images, 1)
+        accuracy = np.bincount(place, self.top1, bins) / np.maximum(images, 1)
+        error = (np.abs(accuracy - confidence) * images).sum() / max(1, len(place))
+        return {
+            "images": images.tolist(),
+            "confidence": confidence.tolist(),
+            "accuracy": accuracy.tolist(),
+            "error": float(error),
+        }
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
         """Return (label, prediction, images) for every pair that occurs, by label."""
@@ -107,10 +94,28 @@ class Predictions:
         rows = zip(pairs // classes, pairs % classes, images, strict=True)
         return [(int(label), int(prediction), int(n)) for label, prediction, n in rows]
 
-    def table(self, classes: int) -> Ints:
-        """Return the confusion matrix: int64 [classes, classes], images by label and prediction."""
-        pairs = self.labels * classes + self.predictions
-        return np.bincount(pairs, minlength=classes * classes).reshape(classes, classes)
+    def confused(self, classes: int) -> tuple[list[int], Floats]:
+        """Return the most often confused classes, in pairs, and their confusion matrix.
+
+        Returns:
+            Up to MAX_CONFUSED classes, of fewer classes all of them; and float64 [N, N], the share
+            of each class's images by prediction.
+        """
+        pairs, images = self.confusions(classes), np.bincount(self.labels, minlength=classes)
+        chosen = list(range(classes))
+        if classes > MAX_CONFUSED:
+            wrong = Counter[tuple[int, int]]()
+            for label, other, count in pairs:
+                if label != other:
+                    wrong[min(label, other), max(label, other)] += count
+            found = [one for pair, _ in wrong.most_common() for one in pair]
+            chosen = list(dict.fromkeys(found or chosen))[:MAX_CONFUSED]
+        place = {one: i for i, one in enumerate(chosen)}
+        shares = np.zeros((len(chosen), len(chosen)))
+        for label, prediction, count in pairs:
+            if label in place and prediction in place:
+                shares[place[label], place[prediction]] = count / images[label]
+        return chosen, shares
 
     def per_class(self, classes: int) -> list[dict[str, Any]]:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
@@ -133,36 +138,59 @@ class Predictions:
     def draw(
         self, classes: Sequence[str], dataset: Dataset, when: str = ""
     ) -> dict[str, Image.Image]:
-        """Draw the images with the largest loss, the confusions and the accuracy of each class.
+        """Draw the worst images, the confusions, the accuracy of each class and the calibration.
 
         Args:
             classes: names of the classes.
             dataset: the split, from which the images with the largest loss are loaded.
             when: the end of each title.
-
-        Returns:
-            `worst`, `confusion`, `per_class`: those that can be drawn.
         """
         names = [readable(name) for name in classes]
-        drawn = {}
-        if places := self.worst(WORST_IMAGES):
-            captions = [
-                (
-                    names[self.labels[i]],
-                    names[self.predictions[i]],
-                    f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %",
-                )
-                for i in places
-            ]
-            images = torch.stack([torch.from_numpy(dataset.load(0, i)[0]) for i in places])
-            drawn["worst"] = pictures.worst(
-                f"largest losses{when}", images.permute(0, 3, 1, 2), captions
-            )
-        if len(names) <= MOST_CLASSES:
-            table = self.table(len(names))
-            drawn["confusion"] = pictures.confusion(f"confusions{when}", table, names)
-        seen = np.bincount(self.labels, minlength=len(names))
-        right = np.bincount(self.labels[self.top1], minlength=len(names))
-        title = f"top-1 of each class{when}"
-        drawn["per_class"] = pictures.per_class(title, seen, right, names)
-        return drawn
+        chosen, shares = self.confused(len(names))
+        title = f"confusions{when}"
+        if len(chosen) < len(names):
+            title += f": the {len(chosen)} of {len(names):,} classes most often confused"
+        return {
+            "worst": self._draw_worst(names, dataset, f"largest losses{when}"),
+            "confusion": pictures.confusion(title, shares, [names[i] for i in chosen]),
+            "per_class": self._draw_classes(names, f"top-1 of each class{when}"),
+            "reliability": self._draw_reliability(when),
+        }
+
+    def _draw_worst(self, names: Sequence[str], dataset: Dataset, title: str) -> Image.Image:
+        """Draw the images with the largest loss, with class, prediction and loss."""
+        captions, images = [], torch.empty(0, 3, 1, 1)
+        places = self.worst(WORST_IMAGES)
+        for i in places:
+            name, found = names[self.labels[i]], names[self.predictions[i]]
+            remark = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
+            judged = GREY if found == name else RED
+            captions.append([(name, "black"), (f"-> {found}", judged), (remark, GREY)])
+        if places:
+            loaded = [torch.from_numpy(dataset.load(0, i)[0]) for i in places]
+            images = torch.stack(loaded).permute(0, 3, 1, 2)
+        return pictures.tiles(title, images, captions)
+
+    def _draw_classes(self, names: Sequence[str], title: str) -> Image.Image:
+        """Draw the accuracy of the classes, the worst first: of many, the worst and the best."""
+        rows = [
+            (name, row["top1"], f"{row['top1']:.1f} % of {row['images']:,}")
+            for name, row in zip(names, self.per_class(len(names)), strict=True)
+            if row["images"]
+        ]
+        rows.sort(key=lambda row: row[1])
+        if len(rows) > NAMED_WORST + NAMED_BEST:
+            title += f": the {NAMED_WORST} worst and the {NAMED_BEST} best of {len(rows):,}"
+            rows = rows[:NAMED_WORST] + rows[-NAMED_BEST:]
+        return pictures.bars(title, rows)
+
+    def _draw_reliability(self, when: str) -> Image.Image:
+        """Draw the accuracy by confidence: a calibrated one is as high."""
+        found, rows = self.calibration(), []
+        bins = zip(found["images"], found["accuracy"], strict=True)
+        for i, (images, accuracy) in enumerate(bins):
+            low, high = 100 * i / BINS, 100 * (i + 1) / BINS
+            label = f"{100 * accuracy:.1f} % of {images:,}"
+            rows.append((f"confidence {low:.0f}-{high:.0f} %", 100 * accuracy, label))
+        error = 100 * found["error"]
+        return pictures.bars(f"accuracy by confidence{when}: ECE {error:.2f} %", rows)

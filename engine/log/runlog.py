@@ -5,11 +5,11 @@ It never trains, validates or saves: the loop in train.py does, and calls the me
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from torch import Tensor
 
 from conf import strict_json
@@ -17,21 +17,23 @@ from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
 from conf.schema import RESULT, Config, in_effect, show, walk
 from engine.distributed import StopSignal, World
+from engine.log import pictures
 from engine.log.bad_files import BadFiles
 from engine.log.console import Console
-from engine.log.measurements import Measurements
-from engine.log.meters import Interval, Meter
+from engine.log.measurements import Measurements, Meter
 from engine.log.predictions import Predictions
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
 from engine.rundir import RunDirectory, finished_summary
 from engine.state import TrainingError, TrainState, diverged, params_sha256, state_bytes
+from pipeline.class_names import readable
 from pipeline.feed import Feed
-from pipeline.prefetcher import Batch
+from pipeline.prefetcher import Batch, ImageFormat
 
 # Without log rows, the host looks for non-finite gradients this often.
 CHECK_STEPS = 50
-SHOWN_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
+SHOWN_IMAGES = 16  # of the first batch
+NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the message
 
 
 def check_log(config: Config) -> None:
@@ -65,28 +67,37 @@ class RunLog:
         self._started, config = started, plan.config
         ended = state.step >= plan.stop_step
         self.finished = finished_summary(run.path, state.step) if ended else None
-        self.console = Console(world.is_main, plan.stop_step, config.train.epochs)
-        self.say = self.console.say
+        self.say = (console := Console(world.is_main, config.train.epochs)).say
+        self.console = console
+        values = {
+            name: (show(value) if value is None else value) if in_effect(config, f) else None
+            for name, f, value in walk(config)
+            if f.metadata["affects"] & RESULT
+        }
         self.tracker = Tracker(
-            run.path if world.is_main else None,
+            run.path if world.is_main and self.finished is None else None,
             start_step=state.step,
-            records=self.finished is None,
             trackers=config.log.trackers,
-            values=_values(config),
+            values={"recipe": config.recipe, **values},
         )
         self.meter = Meter(world)
         self.bad_files: BadFiles | None = None
         self._first_step = self._last_step = state.step
-        self._wants_images = run.is_first_start or plan.due(state.step).epoch
-        self.profiler = _profiler(config, run, world, self.say)
-        self.expectation = _expectation(plan, state)
+        self.profiler, self.expectation = self._profiler(), _expectation(plan, state)
+
+    def _profiler(self) -> Any:
+        """Return the profiler of the optional room, if it is wanted."""
+        steps = self.plan.config.profile.steps
+        if not steps or not self.world.is_main:
+            return None
+        from engine.extras.profiler import StepProfiler
+
+        return StepProfiler(steps, self.run.path / "profile", self.world.device, self.say)
 
     def __enter__(self) -> "RunLog":
-        self.tracker.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self.console.clear()
         self.tracker.__exit__(*error)
 
     def introduce(self, changes: Sequence[str]) -> None:
@@ -95,56 +106,65 @@ class RunLog:
         Args:
             changes: keys that differ from the resumed checkpoint's config, each as a sentence.
         """
+        run, resumed = self.run, ""
+        if run.resumed is not None:
+            name = run.resumed if run.is_first_start else run.resumed.name
+            resumed = f", resumed from {name}"
         self.say(
             *self.plan.lines(),
-            f"run      {self.run.path}{_resumed(self.run)}",
+            f"run      {run.path}{resumed}",
             *(f"history  {line}" for line in self.state.history),
             *(f"changed  {change}" for change in changes),
         )
-        if self.run.is_first_start:
+        if run.is_first_start:
             self.tracker.text("config", to_yaml(self.plan.config))
 
     def already_finished(self) -> dict[str, Any]:
         """Say that an earlier start finished this run; return its summary."""
         assert self.finished is not None
         step = self.state.step
-        self.console.already_finished(step, early=step < self.plan.schedule_steps)
-        self.console.outcome(self.run.path, self.finished, compiles=self.plan.compile != "off")
+        early = step < self.plan.schedule_steps
+        more = "a larger train.max_steps to continue, " if early else ""
+        self.say(
+            f"this run is finished after {step:,} steps: give {more}another run.name to train "
+            "again, or checkpoint.resume=never to start over in this directory"
+        )
+        self.console.outcome(self.run.path, self.finished)
         return self.finished
 
     @contextmanager
     def watch(self, feed: Feed, stop: StopSignal, verdict: Any) -> Iterator[None]:
         """Observe the training steps of the `with` block. For `verdict`, see `Measurements`."""
         self.feed, self._stop = feed, stop
-        plan, data = self.plan, self.plan.config.data
+        data, world, path = self.plan.config.data, self.world, self.run.path
         limit = data.max_bad_fraction if data.on_error == "skip" else None
-        self.bad_files = BadFiles(
-            feed.train.loader, self.world, self.run.path, self.tracker, limit=limit
-        )
-        self.measured = Measurements(
-            feed, verdict, plan, self.state, self.world, self.bad_files, began=self._started
-        )
-        with self.measured:
+        self.bad_files = BadFiles(feed.train.loader, world, path, self.tracker, limit=limit)
+        with Measurements(
+            feed, verdict, self.plan, self.state, world, began=self._started
+        ) as self.measured:
             try:
                 yield
             finally:
                 # After an error, others may end while rank 0 still writes.
-                self.world.set_section(None)
+                world.set_section(None)
                 if self.profiler is not None:
                     self.profiler.close()
                 self.tracker.flush()  # before the feed is closed: after a crash, that may hang
 
     def begin_step(self, batch: Batch) -> None:
-        """Start the profiler or write the images of the batch, if either is due."""
+        """Start the profiler or draw the run's first batch, if either is due."""
         self.world.set_section(f"step {batch.step + 1}")
         train = self.feed.train
         if self.profiler is not None and self.profiler.starts(batch.step):
-            with self.measured.times.lost("profile"):
+            with self.measured.lost("profile"):
                 self.profiler.start(batch.step)
             train.clock.skip()
-        if self._wants_images:
-            self._wants_images = False
-            self.tracker.images("train/images", batch.images, train.format, batch.step + 1)
+        if self.run.is_first_start and batch.step == self._first_step and self.tracker.has_board:
+            names = [readable(name) for name in self.plan.classes]
+            picture = self.tracker.guard("pictures", draw_batch, batch, train.format, names)
+            if picture is not None:
+                self.tracker.picture("train/images", picture, batch.step + 1, photos=True)
+            train.clock.skip()
         train.clock.mark("ready")
 
     def end_step(self, values: Mapping[str, Tensor], *, send: bool) -> None:
@@ -158,12 +178,11 @@ class RunLog:
         self.meter.add(values)
         self._last_step = step
         if send:
-            self.meter.send(step, self.plan.curve.at(step - 1))
+            self.meter.send(step)
         if send or step % CHECK_STEPS == 0:
             self.state.divergence.send(step)
-        self.console.progress(step)
         if step == self._first_step + 1:
-            self.measured.times.started()
+            self.measured.started()
         if self.profiler is not None and self.profiler.ends(step, last=self.plan.stop_step):
             with self.pause("profile"):
                 self.profiler.stop(step)
@@ -173,18 +192,13 @@ class RunLog:
         return self.run.failed() or (self.bad_files is not None and self.bad_files.too_many)
 
     def end_epoch(self) -> None:
-        """Report the verdict of the epoch and the GPU's slowdowns."""
-        step = self.state.step
-        self._wants_images = True
+        """Report the verdict of the epoch."""
         with self.pause("training"):
-            lines, slow, figures = self.measured.end_epoch()
+            lines = self.measured.verdict("epoch")
             self.say(*(f"verdict  {line}" for line in lines))
             if lines:  # a killed run leaves this file instead of the verdict in summary.json
-                epoch = round(self.plan.epoch(step), 4)
+                epoch = round(self.plan.epoch(self.state.step), 4)
                 self.tracker.record("verdict.json", {"epoch": epoch, "verdict": lines})
-            self.tracker.figures(figures, step)
-            if slow:
-                self.say(f"gpu      runs below its maximum clock: {slow}")
 
     @contextmanager
     def pause(self, kind: str) -> Iterator[None]:
@@ -198,10 +212,10 @@ class RunLog:
         self.state.divergence.send(self.state.step)
         # Waits for this step. A signal may have ended training between two rows.
         self._report(rest=bool(self._stop))
-        with self.feed.train.pause(), self.measured.times.lost(kind):
+        with self.feed.train.pause(), self.measured.lost(kind):
             yield
-            if kind == "checkpoint":
-                self.measured.bad_files.share()  # later starts do not repeat the steps before it
+            if kind == "checkpoint" and self.bad_files is not None:
+                self.bad_files.share()  # later starts do not repeat the steps before it
 
     def validated(
         self,
@@ -239,20 +253,47 @@ class RunLog:
         Raises:
             TrainingError: a gradient or the mean loss is not finite.
         """
-        plan = self.plan
         interval, found = self.meter.read(), self.state.divergence.read()
         if interval is None and self.meter.steps and (rest or found is not None):
-            self.meter.send(self._last_step, plan.curve.at(self._last_step - 1))
+            self.meter.send(self._last_step)
             interval = self.meter.read()
         if interval is not None:
             row, figures = self.measured.row(interval)
+            if self.bad_files is not None and self.bad_files.limit is not None:
+                figures["data/unreadable_images"] = self.bad_files.write()
             self.tracker.row(row, figures)
             self.console.train_row(row, interval.values)
         if found is not None:
-            path = self.run.path / "diverged.json"
-            raise report_divergence(*found, plan, self.feed, self.world, self.tracker, path=path)
-        if interval is not None:
-            check_loss(interval)
+            raise self._diverged(*found)
+        if interval is not None and not math.isfinite(loss := interval.values["loss"]):
+            # It may overflow with finite gradients.
+            raise diverged(f"the loss is {loss} at step {interval.step} (lr {row['lr']:g})")
+
+    def _diverged(self, step: int, loss: float) -> TrainingError:
+        """Write diverged.json about the first step whose gradients were not finite. Collective.
+
+        Args:
+            step: 1, 2, ...
+            loss: of this rank in that step.
+        """
+        loader, lr = self.feed.train.loader, self.plan.curve.at(step - 1)
+        samples = [
+            {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
+            for epoch, index in loader.samples(step - 1).tolist()
+        ]
+        ranks: list[dict[str, Any]] = self.world.all_gather({"loss": loss, "samples": samples})
+        # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
+        bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
+        self.tracker.record("diverged.json", {"step": step, "lr": lr, "ranks": bad})
+        loss = bad[0]["loss"]
+        what, given = f"the loss is {loss}", f"lr {lr:g}"
+        if math.isfinite(loss):
+            what, given = "a gradient is not finite", f"{given}, loss {loss:g}"
+        images = [f"{one['index']} ({one['path']})" for rank in bad for one in rank["samples"]]
+        return diverged(
+            f"{what} at step {step} ({given}) with the images {', '.join(images[:NAMED_IMAGES])}, "
+            f"... ({len(images):,} images in {self.run.path / 'diverged.json'})"
+        )
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -265,33 +306,37 @@ class RunLog:
                 images cannot be read.
         """
         state, plan, path = self.state, self.plan, self.run.path
+        assert self.bad_files is not None
         # Not what follows: wandb may take longer than the disk.
         with stop.saving(path, state_bytes(state)):
             self._report(rest=True)
-            with self.measured.times.lost("checkpoint"):
+            with self.measured.lost("checkpoint"):
                 self.run.wait()
             stop.poll()
             if stop.number == stop.FAILED:
-                self.measured.bad_files.share()
+                self.bad_files.share()
             signal_number = stop.number
-            if self.profiler is not None and self.profiler.running:
-                with self.measured.times.lost("profile"):
-                    self.profiler.stop(state.step)
             summary = {
                 "status": "interrupted" if signal_number else "finished",
                 "signal": signal_number,  # the exit status follows from it
                 **results(state, plan, self.expectation),
                 "seconds": time.monotonic() - self._started,
                 **self.measured.summary(),
+                "unreadable_images": len(self.bad_files.listed),
             }
             if self.world.is_main:
                 self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
         if not signal_number:
-            self.tracker.results(summary, state.step)
-        self.console.outcome(path, summary, compiles=plan.compile != "off")
+            self.tracker.results(summary)
+        self.console.outcome(path, summary)
         if not signal_number and self.world.is_main and state.losses is not None:
             table = state.losses.csv(self.feed.train.loader.dataset, plan.classes)
-            self.say(*write_suspects(self.run, table))
+            if table:  # nothing was counted in a short run
+                self.run.write("suspects.csv", table)
+                self.say(
+                    f"suspects  {path / 'suspects.csv'}: the training images with the highest mean "
+                    "loss; the label of the first ones may be wrong"
+                )
         self.console.end(path, summary, resumes=plan.config.checkpoint.resume == "auto")
         return summary
 
@@ -321,56 +366,18 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
     }
 
 
-def check_loss(interval: Interval) -> None:
-    """Refuse a mean loss that is not finite: it may overflow with finite gradients."""
-    loss = interval.values["loss"]
-    if not math.isfinite(loss):
-        raise diverged(f"the loss is {loss} at step {interval.step} (lr {interval.lr:g})")
-
-
-def report_divergence(
-    step: int,
-    loss: float,
-    plan: Plan,
-    feed: Feed,
-    world: World,
-    tracker: Tracker,
-    *,
-    path: Path,
-) -> TrainingError:
-    """Write a JSON file about the first step whose gradients were not finite. Collective.
+def draw_batch(batch: Batch, format: ImageFormat, names: Sequence[str]) -> Image.Image:
+    """Draw the first images of a batch, with their classes; waits for the device.
 
     Args:
-        step: 1, 2, ...
-        loss: of this rank in that step.
-        path: of the file.
+        format: has scale and shift, which convert the images back to uint8 pixels.
+        names: of the classes.
     """
-    loader, lr = feed.train.loader, plan.curve.at(step - 1)
-    samples = [
-        {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
-        for epoch, index in loader.samples(step - 1).tolist()
-    ]
-    ranks: list[dict[str, Any]] = world.all_gather({"loss": loss, "samples": samples})
-    # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
-    bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
-    tracker.record(path.name, {"step": step, "lr": lr, "ranks": bad})
-    finite = math.isfinite(bad[0]["loss"])
-    what = "a gradient is not finite" if finite else f"the loss is {bad[0]['loss']}"
-    given = f"lr {lr:g}, loss {bad[0]['loss']:g}" if finite else f"lr {lr:g}"
-    images = [f"{one['index']} ({one['path']})" for rank in bad for one in rank["samples"]]
-    return diverged(
-        f"{what} at step {step} ({given}) with the images {', '.join(images[:SHOWN_IMAGES])}, "
-        f"... ({len(images):,} images in {path})"
-    )
-
-
-def _profiler(config: Config, run: RunDirectory, world: World, say: Callable[..., None]) -> Any:
-    """Return the profiler of the optional room, if it is wanted."""
-    if not config.profile.steps or not world.is_main:
-        return None
-    from engine.extras.profiler import StepProfiler
-
-    return StepProfiler(config.profile.steps, run.path / "profile", world.device, say)
+    pixels = batch.images[:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
+    labels = batch.labels[:SHOWN_IMAGES].tolist()
+    captions = [[(names[label], "black")] for label in labels]
+    title = f"input of step {batch.step + 1}"
+    return pictures.tiles(title, pixels.round().clamp(0, 255).byte().cpu(), captions)
 
 
 def _expectation(plan: Plan, state: TrainState) -> Any:
@@ -381,31 +388,3 @@ def _expectation(plan: Plan, state: TrainState) -> Any:
 
     data = plan.num_classes, plan.train_images, plan.val_images
     return Expectation(plan.config, data, continues=bool(state.history))
-
-
-def write_suspects(run: RunDirectory, table: str) -> list[str]:
-    """Write suspects.csv; return the lines to print. Nothing was counted in a short run."""
-    if not table:
-        return []
-    path = run.path / "suspects.csv"
-    run.write(path.name, table)
-    return [
-        f"suspects  {path}: the training images with the highest mean loss; the label of the first "
-        "ones may be wrong"
-    ]
-
-
-def _resumed(run: RunDirectory) -> str:
-    if run.resumed is None:
-        return ""
-    return f", resumed from {run.resumed if run.is_first_start else run.resumed.name}"
-
-
-def _values(config: Config) -> dict[str, Any]:
-    """What affects the result, for the boards: key -> value; None if a key is not in effect."""
-    keys = {
-        name: (show(value) if value is None else value) if in_effect(config, f) else None
-        for name, f, value in walk(config)
-        if f.metadata["affects"] & RESULT
-    }
-    return {"recipe": config.recipe, **keys}

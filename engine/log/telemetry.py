@@ -1,78 +1,49 @@
-"""Metrics of the GPU during training, from NVML.
+"""The GPU and the memory during training: NVML, CUDA's allocator, the processes.
 
-Telemetry never stops training: a missing NVML or a failing query is logged once.
+Telemetry never stops training: a query that fails is logged once and left out from then on.
 """
 
-import itertools
 import logging
-import math
+import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
+
+from pipeline.shared import page_locked_bytes
 
 logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-NOT_SUPPORTED = (3, 13)  # nvml.h: NVML_ERROR_NOT_SUPPORTED, NVML_ERROR_FUNCTION_NOT_FOUND
-# Reasons for reduced clocks: bit in NVML's mask, kind, description. An idle GPU and clocks set by a
-# user are not slowdowns.
-SLOWDOWNS = [
-    (0x004, "power", "power limit"),
-    (0x080, "power", "external power brake"),
-    (0x200, "power", "board limit"),
-    (0x020, "thermal", "thermal throttling by the driver"),
-    (0x040, "thermal", "thermal throttling by the hardware"),
-    (0x008, "other", "hardware slowdown"),
-    (0x010, "other", "sync boost with slower GPUs"),
-    (0x400, "other", "reliability limit"),
-]
-
-
-def _throttling(nvml: Any, gpu: Any) -> dict[str, float]:
-    # This name exists in old and new drivers.
-    mask = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu)
-    active = [(kind, reason) for bit, kind, reason in SLOWDOWNS if mask & bit]
-    kinds = {f"gpu/throttled_{kind}_fraction": 0.0 for _, kind, _ in SLOWDOWNS}
-    kinds |= {f"gpu/throttled_{kind}_fraction": 1.0 for kind, _ in active}
-    reasons = {reason: 1.0 for _, reason in active}
-    return {"gpu/throttled_fraction": float(bool(active)), **kinds, **reasons}
-
-
-# Queries by tag: module pynvml and the GPU's handle -> value. Each can fail without the others.
+POWER_LIMIT = 0x004
+# Reasons for reduced clocks, by bit in NVML's mask. An idle GPU and clocks set by a user are not
+# slowdowns.
+SLOWDOWNS = {
+    POWER_LIMIT: "power limit",
+    0x080: "external power brake",
+    0x200: "board limit",
+    0x020: "thermal throttling by the driver",
+    0x040: "thermal throttling by the hardware",
+    0x008: "hardware slowdown",
+    0x010: "sync boost with slower GPUs",
+    0x400: "reliability limit",
+}
+THROTTLED = "gpu/throttled_fraction"
+# Queries by tag: module pynvml and the GPU's handle -> value.
 QUERIES: dict[str, Callable[[Any, Any], Any]] = {
     "gpu/utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
-    "gpu/memory_used_gib": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / GIB,
     "gpu/power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
     "gpu/temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, 0),
     "gpu/sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, 1),
-    "gpu/memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, 2),
-    "throttling": _throttling,
-    "gpu/jpeg_engine_utilization": lambda nvml, gpu: nvml.nvmlDeviceGetJpgUtilization(gpu)[0],
-    "gpu/decoder_utilization": lambda nvml, gpu: nvml.nvmlDeviceGetDecoderUtilization(gpu)[0],
-    # in kB/s; the driver measures for 20 ms and blocks this thread meanwhile
-    "gpu/pcie_transmit_mb_per_second": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetPcieThroughput(gpu, 0) / 1000
-    ),
-    "gpu/pcie_receive_mb_per_second": lambda nvml, gpu: (
-        nvml.nvmlDeviceGetPcieThroughput(gpu, 1) / 1000
-    ),
+    # This name exists in old and new drivers. The answer is a mask.
+    THROTTLED: lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
 }
-EVERY_SECOND_TIME = {"gpu/pcie_transmit_mb_per_second", "gpu/pcie_receive_mb_per_second"}
-# Exchanged between the ranks at the end of an epoch.
-SPREAD = (
-    "gpu/utilization",
-    "gpu/memory_used_gib",
-    "gpu/power_watts",
-    "gpu/temperature_celsius",
-    "gpu/sm_clock_mhz",
-    "gpu/throttled_fraction",
-    "gpu/pcie_receive_mb_per_second",
-)
 
 
 def find_gpu(nvml: Any, device: torch.device) -> Any:
@@ -92,12 +63,10 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     """Samples one GPU in a thread through NVML (nvidia-ml-py); reports nothing without NVML."""
 
     def __init__(self, device: torch.device) -> None:
-        self._sums: dict[str, float] = {}  # of all samples since the start
-        self._counts: Counter[str] = Counter()
-        # Sums and counts at each reader's last call.
-        self._read: dict[str, tuple[dict[str, float], Counter[str]]] = {}
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
+        self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
+        self._masks: Counter[int] = Counter()  # of reduced clocks, since the start
+        self._masks_before: Counter[int] = Counter()  # at the end of the last epoch
+        self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if device.type != "cuda":
             return
@@ -118,66 +87,47 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def _sample(self, nvml: Any, gpu: Any) -> None:
         """Run all queries twice a second; ctypes releases the GIL during calls to the driver."""
         queries = dict(QUERIES)
-        logged: set[str] = set()  # reasons
-        for turn in itertools.count():
-            if self._stop.wait(SAMPLE_SECONDS):
-                return
-            for name, query in list(queries.items()):
-                if (turn % 2 and name in EVERY_SECOND_TIME) or self._stop.is_set():
-                    continue
+        while not self._stop.wait(SAMPLE_SECONDS):
+            for tag in list(queries):
                 try:
-                    found = query(nvml, gpu)
-                    self._add(found if isinstance(found, dict) else {name: found})
-                except Exception as error:  # retried next time: the driver may recover
-                    # This GPU, driver or nvidia-ml-py does not support it.
-                    unsupported = isinstance(error, AttributeError) or (
-                        getattr(error, "value", None) in NOT_SUPPORTED
-                    )
-                    if unsupported:
-                        del queries[name]
-                    if str(error) not in logged:
-                        logged.add(str(error))
-                        level = logging.INFO if unsupported else logging.WARNING
-                        logger.log(level, "no GPU metrics for %s: NVML: %s", name, error)
+                    value = queries[tag](nvml, gpu)
+                except Exception as error:
+                    del queries[tag]  # this GPU, driver or nvidia-ml-py does not support it
+                    logger.info("no values of %s: NVML: %s", tag, error)
+                    continue
+                with self._lock:
+                    if tag == THROTTLED:
+                        self._masks[value] += 1
+                        value = float(any(value & bit for bit in SLOWDOWNS))
+                    self._samples.setdefault(tag, []).append(value)
 
-    def _add(self, sample: Mapping[str, float]) -> None:
-        # Raises TypeError for a value that is not a number.
-        values = {name: float(value) for name, value in sample.items() if math.isfinite(value)}
-        with self._lock:
-            self._counts.update(values.keys())
-            for name, value in values.items():
-                self._sums[name] = self._sums.get(name, 0.0) + value
+    def read(self) -> dict[str, float]:
+        """Return the means since the last call, by TensorBoard tag.
 
-    def _since(self, reader: str) -> tuple[dict[str, float], Counter[str]]:
-        """Return the sums and counts of the samples since this reader's last call."""
-        with self._lock:
-            sums, counts = dict(self._sums), self._counts.copy()
-        sums_before, counts_before = self._read.get(reader, ({}, Counter()))
-        self._read[reader] = sums, counts
-        new = counts - counts_before
-        return {name: sums[name] - sums_before.get(name, 0.0) for name in new}, new
-
-    def read(self, reader: str = "log") -> dict[str, float]:
-        """Return the means since this reader's last call, by TensorBoard tag.
-
-        Log interval and epoch are two readers. Units are in the tags: percent, GiB, watts, degrees
-        Celsius, MHz, MB/s; a `_fraction` is a fraction of the samples.
+        Units are in the tags: percent, watts, degrees Celsius, MHz, and a fraction of the samples.
         """
-        sums, counts = self._since(reader)
-        return {name: sums[name] / counts[name] for name in sums if name.startswith("gpu/")}
+        with self._lock:
+            samples, self._samples = self._samples, {}
+        return {tag: fmean(values) for tag, values in samples.items()}
 
-    def slowdowns(self, reader: str) -> str:
-        """Return why clocks were reduced since this reader's last call, the most frequent first.
+    def slowdowns(self, *, of_epoch: bool) -> str:
+        """Return why clocks were reduced since the start, or since the last call for an epoch.
 
         For example: "thermal throttling by the driver, 83 % of the time". The power limit is left
         out: at full load, it is normal.
         """
-        _, counts = self._since(f"slowdowns of {reader}")
-        samples = counts["gpu/throttled_fraction"]
+        with self._lock:
+            masks = self._masks.copy()
+        if of_epoch:
+            masks, self._masks_before = masks - self._masks_before, masks
+        counts = Counter[str]()
+        for mask, count in masks.items():
+            for bit, reason in SLOWDOWNS.items():
+                if mask & bit and bit != POWER_LIMIT:
+                    counts[reason] += count
         return ", ".join(
-            f"{reason}, {100 * count / samples:.0f} % of the time"
+            f"{reason}, {100 * count / masks.total():.0f} % of the time"
             for reason, count in counts.most_common()
-            if not reason.startswith("gpu/") and reason != "power limit"
         )
 
     def __exit__(self, *_: object) -> None:
@@ -186,11 +136,39 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
             self._thread.join(timeout=5)
 
 
-def spread(ranks: Sequence[Mapping[str, float]], tags: Iterable[str] = SPREAD) -> dict[str, float]:
-    """Return `<tag>_min` and `<tag>_max` over the ranks that report the tag."""
-    found: dict[str, float] = {}
-    for tag in tags:
-        values = [figures[tag] for figures in ranks if math.isfinite(figures.get(tag, math.nan))]
-        if values:
-            found |= {f"{tag}_min": min(values), f"{tag}_max": max(values)}
-    return found
+def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str, float]:
+    """Return the memory in use, by TensorBoard tag.
+
+    Of processes (without /proc, as on macOS, none), `rss` is the resident memory that is neither a
+    file's nor shared: the page cache and the batch buffers do not count. `pinned` is all
+    page-locked memory of this process. The allocator's values are host-side counters: reading them
+    does not synchronise. `fragmentation` is the fraction of the reserved memory in inactive splits,
+    the free parts of blocks that are partly in use: they can neither be returned to the driver nor
+    be merged for a large tensor.
+    """
+    figures = {"host/pinned_gib": page_locked_bytes() / GIB}
+    with suppress(OSError):  # also if a worker has just ended
+        figures["host/trainer_rss_gib"] = anonymous_bytes("self") / GIB
+        figures["host/workers_rss_gib"] = sum(map(anonymous_bytes, worker_pids)) / GIB
+    if device.type != "cuda":
+        return figures
+    stats = torch.cuda.memory_stats(device)
+    reserved, split = stats["reserved_bytes.all.current"], stats["inactive_split_bytes.all.current"]
+    return figures | {
+        "memory/allocated_gib": stats["allocated_bytes.all.current"] / GIB,
+        "memory/active_gib": stats["active_bytes.all.current"] / GIB,
+        "memory/reserved_gib": reserved / GIB,
+        "memory/inactive_split_gib": split / GIB,
+        "memory/fragmentation": split / reserved if reserved else 0.0,
+        "memory/alloc_retries": stats["num_alloc_retries"],
+    }
+
+
+def anonymous_bytes(pid: int | str) -> int:
+    """Return the resident memory of a process that is neither a file's nor shared.
+
+    Reading statm takes 20 microseconds. smaps_rollup also knows which pages are still shared after
+    a fork, but it walks the page tables: 2 to 8 ms, during which a worker cannot map memory.
+    """
+    _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
+    return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

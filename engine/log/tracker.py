@@ -3,60 +3,60 @@
 A full disk or a missing TensorBoard causes one warning; training continues.
 """
 
-import contextlib
+import io
 import json
 import logging
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from PIL import Image
-from torch import Tensor
 
 from conf import strict_json
 from conf.rooms import require_room
+from conf.schema import show
 from engine.checkpoint import replace_file, write_json
-from engine.log import pictures
 from engine.log.predictions import Predictions
-from engine.log.tensorboard import TensorBoard
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
-from pipeline.prefetcher import ImageFormat
 
 logger = logging.getLogger(__name__)
 
-# metrics.jsonl key -> tag of its curve
-SCALARS = {
-    "lr": "lr",
-    "images_per_second": "throughput/images_per_second",
-    "images_per_second_per_rank": "throughput/images_per_second_per_rank",
-    "mfu": "throughput/mfu",
-    "data_wait_fraction": "time/data_wait_fraction",
-    "ranks_wait_fraction": "time/ranks_wait_fraction",
-    "late_fraction": "time/late_fraction",
-    "copy_fraction": "time/copy_fraction",
-    "compute_fraction": "time/compute_fraction",
-    "drained_fraction": "time/drained_fraction",
-    "copy_ms": "time/copy_ms",
-    "step_ms": "time/step_ms",
-    "step_p95_ms": "time/step_p95_ms",
-    "step_worst_ms": "time/step_worst_ms",
+# Keys of metrics.jsonl by the group of their curves, which have the tag <group>/<key>. Other keys
+# have the tag <split>/<key>.
+GROUPS = {
+    "throughput": ("images_per_second", "mfu"),
+    "time": (
+        *("data_wait_fraction", "ranks_wait_fraction", "late_fraction"),
+        *("copy_fraction", "compute_fraction", "copy_ms", "step_ms", "step_worst_ms"),
+    ),
 }
-# metrics.jsonl keys that have no curve. Every other key has the tag <split>/<key>.
+TAGS = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys} | {"lr": "lr"}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
-# Pixels in a grid of training images: 16 of ImageNet's images, up to 64 smaller ones.
-GRID_PIXELS = 16 * 224 * 224
+# CUSTOM SCALARS: training and validation in one chart. Group -> chart -> regular expressions.
+LAYOUT = {
+    "learning": {
+        "loss": ["Multiline", [r"(train|val)/loss(_raw)?$"]],
+        "top-1 and top-5, %": [
+            "Multiline",
+            [r"(train|val)/top[15](_raw)?$|val/reference_top1(_min|_max)?$"],
+        ],
+    }
+}
+# The last values of these tags are the results in HPARAMS.
+RESULTS = ("val/loss", "val/top1", "val/top5", "final/best_top1", "final/images_per_second")
 
 
-class Tracker(contextlib.AbstractContextManager["Tracker"]):
-    """Writes rows to metrics.jsonl, and curves and pictures for TensorBoard.
+class Tracker(AbstractContextManager["Tracker"]):
+    """Writes rows to metrics.jsonl, JSON files, and curves and pictures for TensorBoard.
 
     Args:
-        folder: the run directory; None on ranks that write nothing.
-        start_step: the step from which this start resumes; rows of later steps are dropped.
-        records: write metrics.jsonl and for TensorBoard; False for a finished run.
+        folder: the run directory; None to write nothing, as on other ranks than 0.
+        start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
+            and TensorBoard hides the later values of earlier starts: no step has two.
         trackers: see log.trackers. wandb reads what is written for TensorBoard.
         values: what affects the result: key -> value, None if a key is not in effect.
     """
@@ -66,40 +66,53 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         folder: Path | None,
         *,
         start_step: int = 0,
-        records: bool = True,
         trackers: Sequence[str] = ("tensorboard",),
         values: Mapping[str, Any] | None = None,
     ) -> None:
         self.folder, self.values = folder, values or {}
         self._failed: set[str] = set()  # outputs that are not written any more
         self._rows: Any = None
-        self._board: TensorBoard | None = None
-        self._close_wandb: Callable[[], None] = lambda: None
-        # Step, tag, uint8 [N, 3, S, S] on the host, and the event that marks the copy's end.
-        self._grid: tuple[int, str, Tensor, torch.cuda.Event | None] | None = None
-        if folder is None or not records:
+        self._board: Any = None  # SummaryWriter
+        self._open = ExitStack()
+        if folder is None:
             return
-        self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
+        self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
         if "wandb" in trackers:
             open_wandb = wandb_board(trackers).open_wandb
-            close = self._guard("Weights & Biases", open_wandb, folder, self.values)
-            self._close_wandb = close or self._close_wandb
+            if close := self.guard("Weights & Biases", open_wandb, folder, self.values):
+                self._open.callback(self.guard, "Weights & Biases", close)
         if trackers:
-            self._board = self._guard(
-                "TensorBoard", TensorBoard, folder / "tensorboard", start_step
-            )
+            self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
-        """Open metrics.jsonl. Rows after `start_step` are dropped, so that no step has two rows."""
         if path.exists():
             kept = []
             for line in path.read_text(errors="replace").splitlines():
                 # A killed process leaves an incomplete line.
-                with contextlib.suppress(ValueError, KeyError, TypeError, RecursionError):
+                with suppress(ValueError, KeyError, TypeError):
                     if json.loads(line)["step"] <= start_step:
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by __exit__
+        self._open.callback(self.guard, "metrics.jsonl", self._rows.close)
+
+    def _open_board(self, folder: Path, start_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = start_step + 1 if start_step else 0
+        board: Any = SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        board.add_custom_scalars(LAYOUT)
+        default_hook = threading.excepthook
+
+        def hook(args: threading.ExceptHookArgs) -> None:
+            """Print no traceback if TensorBoard's thread fails: its next call raises that error."""
+            if type(args.thread).__name__ != "_AsyncWriterThread":
+                default_hook(args)
+
+        threading.excepthook = hook
+        self._open.callback(setattr, threading, "excepthook", default_hook)
+        self._open.callback(self.guard, "TensorBoard", board.close)
+        self._board = board
 
     def row(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
         """Write a row.
@@ -115,115 +128,108 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
                 for key, value in content.items()
             }
             line = strict_json.dumps(rounded) + "\n"
-            self._guard("metrics.jsonl", self._rows.write, line)
-        self._write_grid()
-        tags = {
-            SCALARS.get(key, f"{row['split']}/{key}"): value
-            for key, value in row.items()
-            if key not in NO_CURVE
-        }
-        self.figures({**tags, **figures}, row["step"])
+            self.guard("metrics.jsonl", self._rows.write, line)
 
-    def figures(self, values: Mapping[str, float], step: int) -> None:
-        """Write values for TensorBoard only: tag -> value."""
-        self._to_board(lambda board: board.scalars(values, step))
+        def add_curves(board: Any) -> None:
+            for key, value in row.items():
+                if key not in NO_CURVE:
+                    board.add_scalar(TAGS.get(key, f"{row['split']}/{key}"), value, row["step"])
+            for tag, value in figures.items():
+                board.add_scalar(tag, value, row["step"])
+
+        self._to_board(add_curves)
 
     def text(self, tag: str, text: str) -> None:
         """Write a text for TensorBoard."""
-        self._to_board(lambda board: board.text(tag, text))
+        self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
-    def record(self, name: str, content: Any) -> None:
-        """Write a JSON file into the run directory; no later start reads it."""
-        if self.folder is not None:
-            self._guard(name, write_json, self.folder / name, content)
-
-    def write(self, name: str, text: str) -> None:
-        """Write a text file into the run directory."""
-        if self.folder is not None:
-            self._guard(name, replace_file, self.folder / name, text)
-
-    def images(self, tag: str, images: Tensor, format: ImageFormat, step: int) -> None:
-        """Write a grid of up to 64 images for TensorBoard, with a later row.
-
-        Nothing here waits for the device: waiting would delay the step by tens of milliseconds.
+    def picture(self, tag: str, image: Image.Image, step: int, *, photos: bool = False) -> None:
+        """Write an image for TensorBoard.
 
         Args:
-            images: float [B, 3, S, S], the input of the model: pixels * scale + shift.
-            format: has scale and shift, which convert the images back to uint8 pixels.
+            photos: compress as JPEG, which takes a tenth of the size and of the time of a PNG.
         """
-        if self._board is None:
-            return
-        count = min(64, max(8, GRID_PIXELS // (images.shape[2] * images.shape[3])))
-        pixels = images[:count].float().sub(format.shift).div(format.scale).round().clamp(0, 255)
-        on_host = torch.empty(pixels.shape, dtype=torch.uint8, pin_memory=pixels.is_cuda)
-        on_host.copy_(pixels.to(torch.uint8), non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if pixels.is_cuda else None
-        self._grid = step, tag, on_host, copied
 
-    def _write_grid(self) -> None:
-        """Write the grid of images if it has arrived."""
-        if self._grid is None or (self._grid[3] is not None and not self._grid[3].query()):
-            return
-        (step, tag, pixels, _), self._grid = self._grid, None
-        sheet = pictures.grid(pixels).permute(1, 2, 0).contiguous().numpy()
-        self.picture(tag, Image.fromarray(sheet), step, photos=True)
+        def add(board: Any) -> None:
+            from tensorboard.compat.proto.summary_pb2 import Summary
 
-    def picture(self, tag: str, image: Image.Image, step: int = 0, *, photos: bool = False) -> None:
-        """Write an image for TensorBoard; large `photos` are compressed as JPEG."""
-        self._to_board(lambda board: board.picture(tag, image, step, photos=photos))
+            # SummaryWriter.add_image would take 1.1 s for 64 photographs of 224 px.
+            file = io.BytesIO()
+            image.save(file, "JPEG" if photos else "PNG", quality=90, compress_level=3)
+            content = Summary.Image(
+                height=image.height,
+                width=image.width,
+                colorspace=3,
+                encoded_image_string=file.getvalue(),
+            )
+            summary = Summary(value=[Summary.Value(tag=tag, image=content)])
+            board.file_writer.add_summary(summary, step)
+
+        self._to_board(add)
+
+    def results(self, summary: Mapping[str, Any]) -> None:
+        """Write the results of a finished run, the content of summary.json, for TensorBoard."""
+
+        def add_results(board: Any) -> None:
+            from torch.utils.tensorboard.summary import hparams
+
+            for key in ("best_top1", "images_per_second"):
+                if summary[key] is not None:
+                    board.add_scalar(f"final/{key}", summary[key], summary["step"])
+            shown = {
+                key: value if type(value) in (int, float) else show(value)
+                for key, value in self.values.items()
+                if value is not None
+            }
+            # SummaryWriter.add_hparams would write into another folder.
+            for part in hparams(shown, dict.fromkeys(RESULTS)):
+                board.file_writer.add_summary(part)
+
+        self._to_board(add_results)
 
     def predictions(
         self, found: Predictions, classes: Sequence[str], dataset: Dataset, step: int
     ) -> None:
         """Write a validation's errors: per_class.json, and pictures for TensorBoard."""
         rows = [
-            {
-                "class": name,
-                "images": row["images"],
-                "top1": round(row["top1"], 4) if row["images"] else None,
-                "name": readable(name),
-            }
-            for name, row in zip(classes, found.per_class(len(classes)), strict=True)
+            {"class": name, "images": one["images"], "top1": one["top1"], "name": readable(name)}
+            for name, one in zip(classes, found.per_class(len(classes)), strict=True)
         ]
         self.record("per_class.json", {"step": step, "classes": rows})
-        if self._board is None:
-            return
-        when = f", validation after step {step:,}"
-        drawn = self._guard("pictures", found.draw, classes, dataset, when)
-        for name, image in (drawn or {}).items():
-            self.picture(f"val/{name}", image, step, photos=name == "worst")
+        if self.has_board:
+            when = f", validation after step {step:,}"
+            drawn = self.guard("pictures", found.draw, classes, dataset, when)
+            for name, image in (drawn or {}).items():
+                self.picture(f"val/{name}", image, step, photos=name == "worst")
 
-    def results(self, summary: Mapping[str, Any], step: int) -> None:
-        """Write the results of a finished run for TensorBoard.
+    def record(self, name: str, content: Any) -> None:
+        """Write a JSON file into the run directory; no later start reads it."""
+        if self.folder is not None:
+            self.guard(name, write_json, self.folder / name, content)
 
-        Args:
-            summary: the content of summary.json.
-        """
-        names = ("best_top1", "images_per_second")
-        values = {f"final/{name}": summary.get(name) for name in names}
-        self.figures({tag: value for tag, value in values.items() if value is not None}, step)
-        self._to_board(lambda board: board.hparams(self.values, step))
+    def write(self, name: str, text: str) -> None:
+        """Write a text file into the run directory."""
+        if self.folder is not None:
+            self.guard(name, replace_file, self.folder / name, text)
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
         self._to_board(lambda board: board.flush())
 
     def __exit__(self, *_: object) -> None:
-        """Write everything and close the files."""
-        self._write_grid()
-        if self._rows is not None:
-            self._guard("metrics.jsonl", self._rows.close)
-        self._to_board(lambda board: board.close())
-        self._guard("Weights & Biases", self._close_wandb)
+        self._open.close()
 
-    def _to_board(self, call: Callable[[TensorBoard], None]) -> None:
-        """Call TensorBoard. After a failure, it is left out."""
+    @property
+    def has_board(self) -> bool:
+        """Whether TensorBoard's files are written."""
+        return self._board is not None and "TensorBoard" not in self._failed
+
+    def _to_board(self, call: Callable[[Any], None]) -> None:
+        """Call a function with the SummaryWriter, if there is one."""
         if self._board is not None:
-            self._guard("TensorBoard", call, self._board)
-            if "TensorBoard" in self._failed:
-                self._board = None
+            self.guard("TensorBoard", call, self._board)
 
-    def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again."""
         if name in self._failed:
             return None
@@ -232,13 +238,9 @@ class Tracker(contextlib.AbstractContextManager["Tracker"]):
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name
             remedy = f"; pip install {missing}" if missing else ""
-            logger.warning(
-                "%s cannot be written (%s: %s); training continues without it%s",
-                name,
-                type(error).__name__,
-                error,
-                remedy,
-            )
+            kind = type(error).__name__
+            text = "%s cannot be written (%s: %s); training continues without it%s"
+            logger.warning(text, name, kind, error, remedy)
         self._failed.add(name)
         return None
 

@@ -109,7 +109,7 @@ def gpu_rows(get: Callable[..., Any]) -> Iterator[Row]:
         text = f"{errors or 0} uncorrected ECC errors; row remapping pending: {bool(remapping[2])}"
         found.append(warn(text, "reset the GPU first: nvidia-smi --gpu-reset"))
     mask = get("CurrentClocksThrottleReasons") or 0  # this name exists in old and new drivers
-    reasons = [reason for bit, _, reason in SLOWDOWNS if mask & bit]
+    reasons = [reason for bit, reason in SLOWDOWNS.items() if mask & bit]
     limit, default = get("EnforcedPowerLimit"), get("PowerManagementDefaultLimit")
     if limit and default and limit < 0.98 * default:
         reasons.append(f"a power limit of {limit / 1000:.0f} of {default / 1000:.0f} W")

@@ -1,7 +1,5 @@
 """What rank 0 prints: the table of rows, the progress line and the results."""
 
-import io
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,12 +36,11 @@ INTERRUPTED = {"status": "interrupted", "signal": 15}
 
 
 def console(prints: bool = True) -> Console:
-    return Console(prints, 200, 10)
+    return Console(prints, 10)
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     shown = console()
-    shown.progress(5)  # not a terminal: prints nothing
     shown.train_row(TRAIN, {"loss": 1.0, "top1": 50.0, "grad_norm": 1.23456})
     shown.train_row({**TRAIN, "ranks_wait_fraction": 0.125}, {})
     shown.val_row(VAL, best=True)
@@ -66,34 +63,20 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str], tmp_path:
     silent.say("hello")
     silent.val_row(VAL, best=True)
     silent.train_row(TRAIN, {})
-    silent.outcome(tmp_path, SUMMARY, compiles=True)
+    silent.outcome(tmp_path, SUMMARY)
     silent.end(tmp_path, SUMMARY, resumes=True)
     assert capsys.readouterr() == ("", "")
 
 
-def test_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = io.StringIO()
-    monkeypatch.setattr(screen, "isatty", lambda: True)
-    monkeypatch.setattr(sys, "stdout", screen)
-    shown = console()
-    shown.progress(50)
-    assert screen.getvalue() == "\r\033[K  step 50 of 200  25.0 %"
-    shown.say("hello")
-    shown.clear()
-    assert screen.getvalue() == "\r\033[K  step 50 of 200  25.0 %\r\033[Khello\n\r\033[K"
-
-
 @pytest.mark.parametrize(
-    ("changes", "compiles", "lines"),
+    ("changes", "lines"),
     [
         (
             {},
-            True,
             (
                 "status    finished after 1,500 steps, 10 epochs, in 1:05",
                 "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9",
-                "speed     2,950 images/s; 2,104 over all steps, including the first epoch and "
-                "compilation",
+                "speed     2,950 images/s; 2,104 over all steps",
                 "best      FOLDER/checkpoints/step-00001350.pt",
                 "time      50 % of 2:12 over 2 starts was training; validation 1:01, start 0:05",
                 "verdict   compute-bound",
@@ -107,25 +90,17 @@ def test_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
                 "best_checkpoint": None,
                 "starts": 1,
             },
-            False,
             (
                 "status    interrupted after 1,500 steps, 10 epochs, in 1:05",
                 "accuracy  not validated",
-                "speed     2,950 images/s; 2,104 over all steps, including the first epoch",
+                "speed     2,950 images/s; 2,104 over all steps",
                 "best      no checkpoint was validated",
                 "time      50 % of 2:12 was training; validation 1:01, start 0:05",
                 "resume    run the same command again to resume at step 1,500",
             ),
         ),
         (
-            {"epoch": 1.0},
-            True,
-            ("speed     2,950 images/s; 2,104 over all steps, including compilation",),
-        ),
-        ({"epoch": 0.5}, False, ("speed     2,950 images/s; 2,104 over all steps",)),
-        (
             {"images_per_second_with_first_epoch": 2950.1, "top1_raw": 70.0},
-            True,
             (
                 "speed     2,950 images/s",
                 "accuracy  top1 71.25 %, top5 90.50 %; best top1 72.50 % after epoch 9; raw model: "
@@ -134,12 +109,10 @@ def test_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             {"expectation": {**EXPECTED, "verdict": "within", "difference": 0.25}},
-            True,
             ("recipe    accuracy 71.25 %: within 71 +/- 0.5 (published, a paper)",),
         ),
         (
             {"expectation": {**EXPECTED, "spread": None, "verdict": "above", "difference": 0.25}},
-            True,
             (
                 "recipe    accuracy 71.25 %: 0.25 points above 71 (published, a paper, spread "
                 "unknown)",
@@ -149,13 +122,12 @@ def test_progress_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_outcome(
     changes: dict[str, Any],
-    compiles: bool,
     lines: tuple[str, ...],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = console()
-    shown.outcome(tmp_path, {**SUMMARY, **changes}, compiles=compiles)
+    shown.outcome(tmp_path, {**SUMMARY, **changes})
     shown.end(tmp_path, {**SUMMARY, **changes}, resumes=True)
     text = capsys.readouterr().out
     unreadable = "skipped   3 unreadable images: FOLDER/bad_files.txt"
@@ -172,7 +144,7 @@ def test_the_command_for_tensorboard(
 ) -> None:
     """In the default folder, it shows all runs by name."""
     (tmp_path / run / "tensorboard").mkdir(parents=True)
-    console().outcome(tmp_path / run, SUMMARY, compiles=True)
+    console().outcome(tmp_path / run, SUMMARY)
     expected = f"curves    tensorboard --logdir {shown.format(tmp_path)}\n"
     assert f"\n{expected}" in capsys.readouterr().out
 

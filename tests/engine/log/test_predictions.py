@@ -1,15 +1,16 @@
-"""Metrics of recorded predictions, compared with formulas written out image by image."""
+"""Metrics of recorded predictions, compared with formulas written out image by image; pictures."""
 
 import math
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image, ImageColor
 from torch import Tensor, nn
 
 from engine.distributed import World
-from engine.log import pictures
-from engine.log.predictions import COLUMNS, MOST_CLASSES, Predictions
+from engine.log.pictures import BLUE, RED, bars, confusion, tiles
+from engine.log.predictions import COLUMNS, Predictions
 from engine.validation import evaluate
 from pipeline.dataset import FakeDataset
 from scripts.evaluate import MirrorAverage
@@ -69,39 +70,41 @@ def test_expected_calibration_error(logits: Tensor, labels: Tensor) -> None:
             confidence = sum(found.confidences[i] for i in chosen) / len(chosen)
             error += len(chosen) / IMAGES * abs(accuracy - confidence)
     calibration = found.calibration()
-    assert calibration.images.tolist() == counts
-    assert calibration.error == pytest.approx(error, abs=1e-9) and error > 0.05
+    assert calibration["images"] == counts
+    assert calibration["error"] == pytest.approx(error, abs=1e-9) and error > 0.05
 
 
 def made(confidences: list[float], right: list[bool]) -> Predictions:
+    hits, values = np.array(right, float), np.array(confidences)
     labels = np.zeros(len(right), np.int64)
-    predictions = np.array([int(not good) for good in right])
-    values = np.array(confidences)
-    top5 = np.ones(len(right), bool)
-    return Predictions(labels, predictions, -values, values, np.array(right), top5)
+    return Predictions(
+        labels, (1 - hits).astype(np.int64), -values, values, hits, np.ones(len(hits))
+    )
 
 
 def test_calibration_by_hand() -> None:
     """Two bins: 0.9 and 0.95 are confident and half right, 0.5 is right."""
-    found = made([0.9, 0.95, 0.5], [True, False, True]).calibration(2)
-    assert found.images.tolist() == [1, 2]  # 0.5 belongs to (0, 0.5]
-    assert found.accuracy.tolist() == [1.0, 0.5]
-    assert found.confidence == pytest.approx([0.5, 0.925])
-    assert found.error == pytest.approx((1 * 0.5 + 2 * 0.425) / 3)
-    assert made([1.0, 1.0], [True, True]).calibration().error == 0
-    assert made([1.0, 1.0], [False, False]).calibration().error == 1
+    assert made([0.9, 0.95, 0.5], [True, False, True]).calibration(2) == {
+        "images": [1, 2],  # 0.5 belongs to (0, 0.5]
+        "accuracy": [1.0, 0.5],
+        "confidence": pytest.approx([0.5, 0.925]),
+        "error": pytest.approx((1 * 0.5 + 2 * 0.425) / 3),
+    }
+    assert made([1.0, 1.0], [True, True]).calibration()["error"] == 0
+    assert made([1.0, 1.0], [False, False]).calibration()["error"] == 1
 
 
 def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     found = recorded(logits, labels, 64)
-    table = found.table(CLASSES)
+    chosen, shares = found.confused(CLASSES)
+    assert chosen == list(range(CLASSES))
     pairs = found.confusions(CLASSES)
     rows = found.per_class(CLASSES)
     for label in range(CLASSES):
         own = [i for i in range(IMAGES) if labels[i] == label]
         for prediction in range(CLASSES):
             count = sum(found.predictions[i] == prediction for i in own)
-            assert table[label, prediction] == count
+            assert shares[label, prediction] == pytest.approx(count / len(own))
             assert ((label, prediction, count) in pairs) == (count > 0)
         top1 = 100 * sum(found.predictions[i] == label for i in own) / len(own)
         top5 = 100 * sum(bool(found.top5[i]) for i in own) / len(own)
@@ -137,9 +140,9 @@ def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
     assert found.per_class(CLASSES)[0]["top1"] == 0
-    assert found.calibration().accuracy.sum() == 0 and found.confidences.tolist() == [0] * 4
+    assert sum(found.calibration()["accuracy"]) == 0 and found.confidences.tolist() == [0] * 4
     nothing = Predictions.gather([], ALONE)
-    assert len(nothing.labels) == 0 and nothing.calibration().error == 0
+    assert len(nothing.labels) == 0 and nothing.calibration()["error"] == 0
 
 
 class Shares(World):
@@ -166,16 +169,81 @@ def test_several_ranks_give_the_order_of_the_split(logits: Tensor, labels: Tenso
     assert found.losses == pytest.approx(recorded(logits[:7], labels[:7], 7).losses)
 
 
-def test_reliability_diagram(logits: Tensor, labels: Tensor) -> None:
-    """A bar for each bin that has images."""
-    found = recorded(logits, labels, 64).calibration()
-    image = pictures.reliability("title", found.images, found.accuracy, found.error)
-    empty = pictures.reliability("title", 0 * found.images, found.accuracy, 0.0)
-    assert image.height - empty.height == 44 * np.count_nonzero(found.images)
+def test_most_confused_classes() -> None:
+    """In pairs, by the sum of both directions; of 100 classes with 50 images each."""
+    labels, predictions = np.repeat(np.arange(100), 50), np.repeat(np.arange(100), 50)
+    for count, (a, b) in {30: (70, 5), 20: (9, 70), 10: (40, 41), 3: (1, 2), 1: (3, 4)}.items():
+        predictions[50 * a + np.flatnonzero(predictions[50 * a : 50 * a + 50] == a)[:count]] = b
+    predictions[41 * 50 : 41 * 50 + 15] = 40
+    zeros = np.zeros(5000)
+    chosen, shares = Predictions(labels, predictions, zeros, zeros, zeros, zeros).confused(100)
+    assert chosen == [5, 70, 40, 41, 9, 1, 2, 3, 4]  # 30, 10 + 15, 20, 3, 1
+    assert shares[chosen.index(41), chosen.index(40)] == 15 / 50
+    right, _ = Predictions(labels, labels, zeros, zeros, zeros, zeros).confused(100)
+    assert right == list(range(50))
+
+
+STRANGE = [
+    "plain",
+    "a name far longer than any picture has room for " * 3,
+    "ねこ",
+    "\udcff\udcfe",
+    "",
+]
+
+
+def lengths(image: Image.Image, colour: str) -> list[int]:
+    """Return the number of pixels of a colour in each block of rows that contains it."""
+    rows = (np.asarray(image) == ImageColor.getrgb(colour)).all(2).sum(1)
+    return [int(rows[y]) for y in range(1, len(rows)) if rows[y] and not rows[y - 1]]
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    image = bars("title", [("a", 50.0, "50 %"), ("b", 100.0, "100 %"), ("c", 0.0, "none")])
+    a, b, c = lengths(image, BLUE)
+    assert 2 * a == pytest.approx(b, abs=2) and c <= 3
+    assert bars("nothing", []).width == 900
+
+
+@pytest.mark.parametrize("side", [20, 192, 400])
+def test_tiles_show_every_image_in_its_place(side: int) -> None:
+    pixels = torch.zeros(5, 3, side, side, dtype=torch.uint8)
+    for i in range(5):
+        pixels[i] = 40 * i + 7
+    captions = [[(name, "black"), ("-> plain", RED)] for name in STRANGE]
+    sheet = np.asarray(tiles("title", pixels, captions))
+    for i in range(5):
+        x, y = 8 + i % 4 * 200, 40 + i // 4 * 254
+        assert (sheet[y : y + 192, x : x + 192] == 40 * i + 7).all()
+        assert (sheet[y + 192, x : x + 192] == 255).all()
+        caption = sheet[y + 193 : y + 254, x : x + 192]
+        assert (caption == ImageColor.getrgb(RED)).all(2).any()
+
+
+def cell(image: Image.Image, row: int, column: int, count: int) -> tuple[int, ...]:
+    """Return the colour of a cell of a confusion matrix, at its edge, away from the number."""
+    side = max(22, min(64, 640 // count))
+    pixel = image.getpixel((220 + column * side + 1, 90 + row * side + 1))
+    assert isinstance(pixel, tuple)
+    return pixel
+
+
+def test_confusion_matrix() -> None:
+    shares = np.array([[0.8, 0.2, 0], [0, 1, 0], [1, 0, 0]])
+    image = confusion("title", shares, ["a", "b", "c"])
+    found = [[cell(image, row, column, 3) for column in range(3)] for row in range(3)]
+    white = (255, 255, 255)
+    assert {found[0][2], found[1][0], found[1][2], found[2][1], found[2][2]} == {white}
+    assert found[2][0] == ImageColor.getrgb(RED)  # all of c are predicted as a
+    assert found[1][1] == ImageColor.getrgb(BLUE)  # blue is correct
+    assert found[1][1][0] < found[0][0][0] < 255  # darker is more
+    assert found[2][0][1] < found[0][1][1] < found[0][1][0]
+    assert confusion("title", np.eye(5), STRANGE).width < 1000
+    assert confusion("title", np.eye(50), [f"n{i:08d}" for i in range(50)]).width <= 1400
 
 
 def test_pictures(logits: Tensor, labels: Tensor) -> None:
-    """The 16 images with the largest loss are loaded; a matrix of too many classes is not drawn."""
+    """The 16 images with the largest loss are loaded; the worst classes come first."""
     found = recorded(logits, labels, 64)
     loaded: list[int] = []
 
@@ -185,25 +253,28 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
             return np.full((8, 8, 3), index % 256, np.uint8), 0
 
     split = Images(IMAGES, CLASSES, 8)
-    names = ["cat", "n01443537", *"abcde"]
-    drawn = found.draw(names, split, ", title")
+    drawn = found.draw(["cat", "n01443537", *"abcde"], split, ", title")
     assert loaded == found.worst(16)
-    shown = ["cat", "goldfish", *"abcde"]
-    table = found.table(CLASSES)
-    assert drawn["confusion"] == pictures.confusion("confusions, title", table, shown)
-    right = table.diagonal()
-    expected = pictures.per_class("top-1 of each class, title", table.sum(1), right, shown)
-    assert drawn["per_class"] == expected
-    captions = [
-        (
-            shown[found.labels[i]],
-            shown[found.predictions[i]],
-            f"loss {found.losses[i]:.2f}, {100 * found.confidences[i]:.0f} %",
-        )
-        for i in loaded
-    ]
-    images = torch.tensor(loaded).remainder(256).byte()[:, None, None, None].expand(16, 3, 8, 8)
-    assert drawn["worst"] == pictures.worst("largest losses, title", images, captions)
-    many = [str(i) for i in range(MOST_CLASSES + 1)]
-    assert found.draw(many, split).keys() == {"worst", "per_class"}
-    assert Predictions.gather([], ALONE).draw(names, split).keys() == {"confusion", "per_class"}
+    sheet = np.asarray(drawn["worst"])
+    for i, index in enumerate(loaded):
+        assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
+    accuracy = sorted(row["top1"] for row in found.per_class(CLASSES))
+    widths = lengths(drawn["per_class"], BLUE)
+    assert widths == pytest.approx([520 * top1 / 100 for top1 in accuracy], abs=2)
+    bins = found.calibration()["accuracy"]
+    widths = lengths(drawn["reliability"], BLUE)
+    assert widths == pytest.approx([max(3, 520 * share) for share in bins], abs=2)
+    many = found.draw([str(i) for i in range(1000)], split)
+    assert many["confusion"].width < 1400
+    empty = Predictions.gather([], ALONE).draw(["cat", "dog"], split)
+    assert lengths(empty["per_class"], BLUE) == []
+
+
+def test_accuracy_of_many_classes() -> None:
+    """The 20 worst and the 5 best."""
+    labels = np.repeat(np.arange(100), 100)
+    hits = (np.arange(10_000) % 100 < np.random.default_rng(0).permutation(100)[labels]) * 1.0
+    found = Predictions(labels, labels, hits, hits, hits, hits)
+    image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["per_class"]
+    expected = [5.2 * top1 for top1 in (*range(20), *range(95, 100))]
+    assert lengths(image, BLUE) == pytest.approx(expected, abs=3)

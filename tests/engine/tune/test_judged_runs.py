@@ -22,7 +22,7 @@ from pipeline.clock import Timing
 from pipeline.dataset import FolderDataset
 from pipeline.feed import Feed, open_feed
 from pipeline.prefetcher import Batch
-from tests.engine.log.test_times import WAITED
+from tests.engine.log.test_measurements import WAITED
 
 
 class FakeClock:
