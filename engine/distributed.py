@@ -40,7 +40,6 @@ LONGEST_SECONDS = 1800.0
 GLOO = re.compile(r"Gloo |\[[^]]*\bgloo/")
 ANSWER_SECONDS = 7.0  # from a signal to the end of a process that has nothing to lose
 SLOWEST_DISK = 20e6  # bytes/s with which a checkpoint is given its time
-NOTHING_LOST = "nothing is lost: no step has been completed since the last checkpoint"
 ECHO_SECONDS = 2.0  # several ranks get one Ctrl-C twice: the terminal and torchrun send it
 
 
@@ -65,11 +64,7 @@ class World:
         return self.rank == 0
 
     def set_section(self, section: str | None) -> None:
-        """Note what this rank begins to do, for messages about ranks that wait for each other.
-
-        Args:
-            section: such as "step 12"; None if this rank waits for no other from now on.
-        """
+        """Note what this rank begins to do; see `Heartbeat.set_section`."""
         if self.heartbeat is not None:
             self.heartbeat.set_section(section)
 
@@ -101,15 +96,16 @@ class World:
         Raises:
             UserError: on every rank, if one rank raised it.
         """
-        result, own = None, None
+        result: list[T] = []
+        mistake = None
         try:
-            result = function()
+            result.append(function())
         except UserError as error:
-            own = error
-        for mistake in self.all_gather(own):
-            if mistake is not None:
-                raise mistake
-        return cast("T", result)
+            mistake = error
+        for each in self.all_gather(mistake):
+            if each is not None:
+                raise each
+        return result[0]
 
     def local_values(self, values: list[T]) -> list[T]:
         """Select the values of this node's ranks from one value per rank."""
@@ -137,9 +133,8 @@ class World:
         """Return the module to call in training: the model, or DDP around it.
 
         DDP exchanges gradients during the backward pass, which hides the time that the network
-        between nodes takes. It also splits the compiled step into several graphs and copies each
-        gradient separately. On one node, this costs more than it saves, so `average_gradients`
-        exchanges all gradients at once after the backward pass.
+        between nodes takes. On one node, it costs more than it saves: it splits the compiled step
+        into several graphs and copies each gradient. There, `average_gradients` exchanges them.
 
         DDP rebuilds its gradient buckets after the first backward pass; with three or more ranks,
         the sums then round differently. A first pass over `example`, a batch, makes the first step
@@ -174,12 +169,7 @@ def _copy_from_rank_0(tensors: Iterable[Tensor]) -> None:
 
 
 def without_sync(network: nn.Module, *, unless: bool) -> AbstractContextManager[None]:
-    """Keep DDP from averaging gradients in the backward passes of the `with` block.
-
-    Args:
-        network: what `World.wrap` returned.
-        unless: average as usual.
-    """
+    """Keep DDP from averaging gradients in the backward passes of the `with` block."""
     if unless or not isinstance(network, nn.parallel.DistributedDataParallel):
         return nullcontext()
     return network.no_sync()
@@ -190,8 +180,7 @@ def average_gradients(network: nn.Module) -> None:
 
     Does not wait for a GPU. The gradients are copied into one tensor, averaged by a single
     all-reduce, and then replaced by views of this tensor. Four H200s on NVLink exchange ResNet-50's
-    102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms. With DDP, a step took 0.4 ms
-    longer.
+    102 MB in 0.5 ms of a step of 35.5 ms, and the copy takes 0.1 ms.
 
     Args:
         network: what `World.wrap` returned.
@@ -248,7 +237,7 @@ def same_on_all_ranks(
         remedy: what the user should do if they differ.
 
     Raises:
-        UserError: names the first difference; every rank raises it.
+        UserError: names the first difference.
     """
     for rank, own in enumerate(values):
         for name in {**values[0], **own}:
@@ -262,24 +251,22 @@ def same_on_all_ranks(
 def _installation() -> dict[str, str]:
     """Return what must be equal on all ranks: communication and pixels depend on the versions.
 
-    Of each source file of the packages in use, and of train.py, the first digits of its SHA-256.
-    The patch release of Python affects nothing.
+    Of each source file of the packages in use, the first digits of its SHA-256.
     """
     root = Path(__file__).parents[1]
     packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
-    files = [root / "train.py", *(path for package in packages for path in package.rglob("*"))]
-    hashes = {
-        f"SHA-256 of {path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
-        for path in sorted(files)
-        if path.suffix in (".py", ".c") and path.is_file()
-    }
-    return {
+    files = [path for package in packages for path in package.rglob("*.[pc]*") if path.is_file()]
+    versions = {
         "Python version": ".".join(platform.python_version_tuple()[:2]),
         "torch version": str(torch.__version__),
         "numpy version": np.__version__,
         "Pillow version": PIL.__version__,
-        **hashes,
     }
+    for path in (root / "train.py", *sorted(files)):
+        if path.suffix in (".py", ".c"):
+            digest = hashlib.sha256(path.read_bytes()).hexdigest()
+            versions[f"SHA-256 of {path.relative_to(root)}"] = digest[:12]
+    return versions
 
 
 # Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
@@ -303,34 +290,29 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             errors of torch in the block.
     """
     launch = read_launch()
-    find_device = partial(resolve_device, device_choice, launch.local_rank, launch.local_size)
-    device = torch.device("cpu")
+    place = launch.rank, launch.size, launch.local_rank, launch.local_size
+    device, mistake = torch.device("cpu"), None
+    try:
+        device = resolve_device(device_choice, launch.local_rank, launch.local_size)
+    except UserError as error:
+        mistake = error  # every rank raises it, once they can talk to each other
     with ExitStack() as stack:
-        try:
-            device = find_device()
-        except UserError:
-            if launch.size == 1:
-                raise  # with several ranks, all of them raise it below
         if device.type == "cuda":
             torch.cuda.set_device(device)
             # A CUDA graph cannot capture work on the default stream, and DDP keeps using the
             # stream on which it is created.
             stack.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
         heartbeat = Heartbeat(launch.rank, timeout_seconds) if launch.size > 1 else None
-        world = World(
-            rank=launch.rank,
-            size=launch.size,
-            local_rank=launch.local_rank,
-            local_size=launch.local_size,
-            device=device,
-            heartbeat=heartbeat,
-        )
+        world = World(*place, device, heartbeat)
         if heartbeat is not None:
             stack.callback(heartbeat.set_section, None)
             stack.enter_context(_lost_ranks_explained(heartbeat))
             _init_process_group(device, launch, max(LONGEST_SECONDS, 2 * timeout_seconds))
             stack.callback(dist.destroy_process_group)
-            world.on_all_ranks(find_device)
+        for each in world.all_gather(mistake):
+            if each is not None:
+                raise each
+        if heartbeat is not None:
             same_on_all_ranks(
                 world.all_gather({"device": device.type, **_installation()}),
                 remedy="install the same program, versions and driver on every node",
@@ -340,11 +322,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
 
 
 def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
-    """Meet the other ranks at MASTER_ADDR and MASTER_PORT.
-
-    Raises:
-        RankError: nothing listens there, or another program does, or a rank does not come.
-    """
+    """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
     try:
         dist.init_process_group(
             # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
@@ -366,7 +344,9 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not _of_another_rank(error):
+        # gloo raises plain RuntimeErrors; a LoaderError may name a folder `igloo`.
+        of_gloo = type(error) is RuntimeError and GLOO.match(str(error))
+        if not (of_gloo or isinstance(error, dist.DistError)):
             raise
         what = "another rank ended; see its message above, or torchrun's message below"
         if "imed out" in str(error):
@@ -375,33 +355,21 @@ def _lost_ranks_explained(heartbeat: Heartbeat) -> Iterator[None]:
         raise RankError(f"{heartbeat.name} in {heartbeat.section}: {what}") from error
 
 
-def _of_another_rank(error: object) -> bool:
-    """Whether this is an error of torch about another rank."""
-    # gloo raises plain RuntimeErrors; a LoaderError may name a folder `igloo`.
-    of_gloo = type(error) is RuntimeError and GLOO.match(str(error)) is not None
-    return of_gloo or isinstance(error, dist.DistError)
-
-
 class StopSignal:
     """Receives SIGINT, SIGTERM, SIGUSR1 and SIGHUP, so that the loop can save and stop.
 
     A signal ends a wait for input at once. A step is always completed, and a second Ctrl-C
-    interrupts anything. SIGHUP stays ignored if it is, as under nohup.
-
-    With several ranks, a signal to one of them stops all after the same step: each `poll` takes the
-    maximum over the ranks. No rank begins a step before all of them have a batch for it: otherwise,
-    the others would wait for a rank without input in the middle of a step, where nothing can be
-    saved. The heartbeat passes a signal on to a rank that waits for input.
+    interrupts anything. A signal to one rank stops all after the same step: each `poll` takes the
+    maximum over the ranks, and no rank begins a step before all of them have a batch for it. The
+    heartbeat passes a signal on to a rank that waits for input.
 
     If the main thread does not finish within ANSWER_SECONDS, the process ends if nothing is lost by
-    it: all steps are in a checkpoint, as before the first step, which compiles; or the disk hangs,
-    and they will never be.
+    it: all steps are in a checkpoint, as before the first step, which compiles; or the disk hangs.
 
     Args:
         world: its ranks stop together.
-        failed: returns whether this rank cannot continue: a checkpoint could not be written, or too
-            many images cannot be read. If so, all ranks stop as after a signal, and the next save
-            raises the error.
+        failed: returns whether this rank cannot continue, as if it had received a signal: the next
+            save raises the error.
         unsaved: returns whether there are steps that are not in a checkpoint on disk.
 
     Attributes:
@@ -439,16 +407,14 @@ class StopSignal:
             heartbeat.forwards = True
         return self
 
-    def __exit__(self, _: object, error: object, __: object) -> None:
-        if self.received and _of_another_rank(error) and not self.unsaved():
-            self._end(NOTHING_LOST)  # as the other rank has, a moment before
+    def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def __bool__(self) -> bool:
         """Whether training stops now: the same on every rank."""
         return self.number != 0
 
-    def _receive(self, number: int, frame: FrameType | None) -> None:
+    def _receive(self, number: int, _: FrameType | None) -> None:
         echo = self.world.size > 1 and time.monotonic() - self._since < ECHO_SECONDS
         if number == signal.SIGINT == self.received and not echo:
             raise KeyboardInterrupt
@@ -458,6 +424,23 @@ class StopSignal:
         self.received = number
         if self._waiting:
             raise _WaitEnded
+
+    def _late(self, _: int, __: FrameType | None) -> None:
+        """End the process if nothing is lost, or if a save does not end. Called every second."""
+        if self._waiting:  # Python has ignored the exception, as it does in a destructor
+            raise _WaitEnded
+        reason = ""
+        if self._saving is not None:
+            began, patience, what = self._saving
+            if time.monotonic() - max(began, self._since) > patience:
+                reason = f"{what} has not been written: the disk does not respond; run the same "
+                reason += "command again to resume from the newest checkpoint"
+        elif not self.unsaved():
+            reason = "nothing is lost: no step has been completed since the last checkpoint"
+        if reason:
+            if self.world.is_main:
+                logger.error("%s: %s", signal.Signals(self.received).name, reason)
+            os._exit(128 + self.received)
 
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective.
@@ -503,32 +486,11 @@ class StopSignal:
             what: is written, for the message.
             num_bytes: to write, at most.
         """
-        patience = ANSWER_SECONDS + num_bytes / SLOWEST_DISK
-        self._saving = (time.monotonic(), patience, str(what))
+        self._saving = time.monotonic(), ANSWER_SECONDS + num_bytes / SLOWEST_DISK, str(what)
         try:
             yield
         finally:
             self._saving = None
-
-    def _late(self, _: int, __: FrameType | None) -> None:
-        """End the process if nothing is lost, or if a save does not end. Called every second."""
-        if self._waiting:  # Python has ignored the exception, as it does in a destructor
-            raise _WaitEnded
-        if self._saving is not None:
-            began, patience, what = self._saving
-            if time.monotonic() - max(began, self._since) > patience:
-                self._end(
-                    f"{what} has not been written after {time.monotonic() - began:.0f} s: the disk "
-                    "does not respond; run the same command again to resume from the newest "
-                    "checkpoint"
-                )
-        elif not self.unsaved():
-            self._end(NOTHING_LOST)
-
-    def _end(self, reason: str) -> None:
-        if self.world.is_main:
-            logger.error("%s: %s", signal.Signals(self.received).name, reason)
-        os._exit(128 + self.received)
 
 
 class _WaitEnded(BaseException):

@@ -270,7 +270,7 @@ def test_sigterm(name: str, start: Callable[[Stall], Stalled], figure: Figure) -
     assert run.process.returncode == (143 if stall.ranks == 1 else 1), text
     assert 'train.py", line' not in text  # no traceback but that of torchrun
     if name == "save":  # the checkpoint cannot be written: it is named instead
-        assert "checkpoints has not been written after " in text
+        assert "checkpoints has not been written: " in text
     elif not run.measures:
         check_saved(run.folder, signal.SIGTERM)
     for left in family(run.process.pid):
