@@ -72,9 +72,6 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
         model: on the meta device; left in the mode it was in.
         image_size: side of the image, pixels.
         key: key to name if the model does not take such images.
-
-    Raises:
-        UserError: the model does not take images of this size.
     """
     mode = model.training
     model.eval()
@@ -89,31 +86,6 @@ def count_flops(model: nn.Module, image_size: int, *, key: str = "data.image_siz
         ) from None
     models.train_mode(model, mode)
     return int(counter.get_total_flops())
-
-
-def check_single_image(model: nn.Module, image_size: int) -> None:
-    """Refuse to train on one image at a time if batch normalisation then sees a single value.
-
-    Args:
-        model: on the meta device; left in the mode it was in.
-        image_size: side of the smallest images, pixels.
-
-    Raises:
-        UserError: a feature map before a batch normalisation has one pixel.
-    """
-    mode = model.training
-    models.train_mode(model)
-    try:
-        with torch.no_grad():
-            model(torch.empty(1, 3, image_size, image_size, device="meta"))
-    except ValueError as error:  # of torch's batch normalisation
-        raise UserError(
-            f"loader.batch_size: with one image of {image_size} px at a time, batch "
-            "normalisation gets a single value per channel; increase loader.batch_size or "
-            "data.image_size"
-        ) from error
-    finally:
-        models.train_mode(model, mode)
 
 
 def has_bf16(device: torch.device) -> bool:
@@ -133,11 +105,8 @@ def precision_note(choice: str, device: torch.device) -> list[str]:
     """Return a note about train.precision on a GPU without bf16 hardware."""
     if device.type != "cuda" or has_bf16(device) or choice not in ("auto", "bf16"):
         return []
-    if choice == "auto":
-        return ["train.precision=auto is fp32 here: this GPU has no bf16 hardware"]
-    return [
-        "train.precision=bf16: this GPU emulates bf16, which is slow; give train.precision=fp32"
-    ]
+    effect = "is fp32 here" if choice == "auto" else "is slow here; give fp32"
+    return [f"train.precision={choice} {effect}: this GPU has no bf16 hardware"]
 
 
 def resolve_compile(
@@ -169,17 +138,17 @@ def resolve_compile(
         return stored["model.compile"], "as in the checkpoint"
     if world.device.type != "cuda":
         return "off", ""
-    if repeatable and stored:  # earlier versions used `default` and did not store it
-        return "default", "the checkpoint does not name a mode"
     gpu = torch.cuda.get_device_name(world.device)
     peak = peak_rate(gpu, precision=precision, flops_per_image=flops_per_image, ranks=1)
     rate = EAGER_SHARE * peak if peak else SLOWEST / (3 * flops_per_image)
     images = steps * config.loader.batch_size // world.size
     seconds = max(images / rate, steps * EAGER_STEP)
-    return choose_compile(seconds, known=peak is not None, repeatable=repeatable)
+    mode = choose_compile(seconds, known=peak is not None, repeatable=repeatable)
+    about = "about" if peak else "at most"
+    return mode, f"without it, the steps take {about} {seconds / 60:,.1f} min"
 
 
-def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[str, str]:
+def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> str:
     """Choose the mode of torch.compile on a GPU by the time that it saves.
 
     `default` must save more time than compiling without a cache takes. `tuned` must save twice what
@@ -191,17 +160,12 @@ def choose_compile(seconds: float, *, known: bool, repeatable: bool) -> tuple[st
         known: whether the GPU's speed is known; `seconds` is otherwise an upper bound.
         repeatable: exclude `tuned`: it selects kernels by their measured time, so two starts may
             round differently.
-
-    Returns:
-        The mode and the reason.
     """
     if DEFAULT_SAVES * seconds < DEFAULT_COSTS:
-        return "off", f"the steps take {'about' if known else 'at most'} {_rounded(seconds)}"
-    if not known:
-        return "default", "the speed of this GPU is not known"
-    if repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
-        return "default", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES))}"
-    return "tuned", f"the steps take about {_rounded(seconds * (1 - DEFAULT_SAVES - TUNED_SAVES))}"
+        return "off"
+    if not known or repeatable or TUNED_SAVES * seconds < 2 * TUNED_COSTS:
+        return "default"
+    return "tuned"
 
 
 def set_up_kernels(*, deterministic: bool, precision: str) -> None:
@@ -227,7 +191,3 @@ def compiled(function: F, mode: str) -> F:
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     options: dict[str, Any] = {"options": TUNED} if mode == "tuned" else {"mode": mode}
     return torch.compile(function, dynamic=False, **options)  # type: ignore[return-value]
-
-
-def _rounded(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:,.0f} min"

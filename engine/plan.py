@@ -9,13 +9,7 @@ import torch
 
 import models
 from conf.schema import Config, UserError
-from engine.compute import (
-    check_single_image,
-    choose_precision,
-    count_flops,
-    precision_note,
-    resolve_compile,
-)
+from engine.compute import choose_precision, count_flops, precision_note, resolve_compile
 from engine.distributed import World
 from engine.losses import balanced
 from engine.optim import Curve, build_optimizer
@@ -159,39 +153,40 @@ class Plan:
 
     def lines(self) -> list[str]:
         """Return the plan as lines for the console."""
+        ranks, parts = self.world_size, self.config.train.accumulate
+        share = self.batch_size // ranks
+        steps = f"{self.stop_step:,} of {self.batch_size} images"
+        if ranks > 1:
+            steps += f" ({share} on each of {ranks} ranks)"
+        if parts > 1:
+            steps += f" in {parts} micro-batches of {share // parts}"
+        steps += f", {self.steps_per_epoch:,.1f} per epoch, {self.config.train.epochs:g} epochs"
+        if self.stop_step < self.schedule_steps:
+            steps += f" are {self.schedule_steps:,} steps: stops early"
+        sizes = [
+            f"{size} px from epoch {epoch} (step {first:,})"
+            for epoch, (first, size) in zip(self.config.data.sizes, self.sizes.starts, strict=True)
+        ]
+        flops = self.flops_by_size[self.image_size]
         layout = ", channels_last" if self.channels_last else ""
         reason = f" ({self.compile_reason})" if self.compile_reason else ""
-        flops = self.flops_by_size[self.image_size]
-        rows = {
-            "data": f"{self.train_images:,} training and {self.val_images:,} validation images, "
-            f"{self.num_classes} classes",
-            "steps": _steps_line(self),
-            "model": f"{self.parameters / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP forward "
-            f"per {self.image_size} px image; validated at {self.val_size} px",
-            "sizes": _sizes_line(self),
-            "device": f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}",
-        }
-        lines = [f"{name:<8} {text}" for name, text in rows.items() if text]
-        return lines + self.loader.lines() + [f"{'note':<8} {note}" for note in self.notes]
-
-
-def _steps_line(plan: Plan) -> str:
-    ranks, parts, epochs = plan.world_size, plan.config.train.accumulate, plan.config.train.epochs
-    line = f"{plan.stop_step:,} of {plan.batch_size} images"
-    if ranks > 1:
-        line += f" ({plan.batch_size // ranks} on each of {ranks} ranks)"
-    if parts > 1:
-        line += f" in {parts} micro-batches of {plan.batch_size // ranks // parts}"
-    line += f", {plan.steps_per_epoch:,.1f} per epoch"
-    if plan.stop_step < plan.schedule_steps:
-        return f"{line}; stops early: {epochs:g} epochs are {plan.schedule_steps:,} steps"
-    return f"{line}, {epochs:g} epochs"
-
-
-def _sizes_line(plan: Plan) -> str:
-    epochs = zip(plan.config.data.sizes, plan.sizes.starts, strict=True)
-    parts = [f"{size} px from epoch {epoch} (step {first:,})" for epoch, (first, size) in epochs]
-    return f"trained at {', '.join(parts)}" if parts else ""
+        rows = [
+            (
+                "data",
+                f"{self.train_images:,} training and {self.val_images:,} validation images, "
+                f"{self.num_classes} classes",
+            ),
+            ("steps", steps),
+            (
+                "model",
+                f"{self.parameters / 1e6:.2f} M parameters, {flops / 1e9:.2f} GFLOP forward "
+                f"per {self.image_size} px image; validated at {self.val_size} px",
+            ),
+            ("sizes", f"trained at {', '.join(sizes)}" if sizes else ""),
+            ("device", f"{self.device}, {self.precision}{layout}, compile {self.compile}{reason}"),
+        ]
+        lines = [f"{name:<8} {text}" for name, text in rows if text]
+        return lines + self.loader.lines() + [f"note     {note}" for note in self.notes]
 
 
 def make_plan(
@@ -213,13 +208,10 @@ def make_plan(
     steps = count_steps(epochs=config.train.epochs, train_images=images, batch_size=size)
     stop_step = min(steps, config.train.max_steps or steps)
     if config.profile.steps and config.profile.steps[0] >= stop_step:
-        first, last = config.profile.steps
         raise UserError(
-            f"profile.steps=[{first},{last}]: the run ends after {stop_step:,} steps, "
-            f"numbered 0 to {stop_step - 1:,}; give earlier ones"
+            f"profile.steps={config.profile.steps}: the run ends after {stop_step:,} steps, "
+            "counted from 0; give earlier ones"
         )
-    done, stored = resumed
-
     with torch.device("meta"):
         model = models.build(
             config.model.name,
@@ -232,9 +224,6 @@ def make_plan(
     flops |= {side: count_flops(model, side, key="data.sizes") for side in datasets.smaller}
     if datasets.val_size not in flops:  # fails here, not later
         count_flops(model, datasets.val_size, key="data.val_size, augment.val")
-    synchronised = config.model.sync_bn and world.size > 1
-    if size == world.size * config.train.accumulate and not synchronised:
-        check_single_image(model, min(flops))
     decay = config.train.ema_decay
     average = None if decay is None else MovingAverage(model, decay)
     held = state_bytes(TrainState(model, build_optimizer(model, config.optim), average))
@@ -244,13 +233,13 @@ def make_plan(
     channels_last = config.model.channels_last
     if channels_last == "auto":
         channels_last = on_gpu and models.is_convnet(model)
-    # bf16 images halve what the first layer reads.
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    done, stored = resumed
     loader = plan_loader(
         config,
         datasets,
         world,
-        dtype=dtype,
+        # bf16 images halve what the first layer reads
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         channels_last=channels_last,
         stored_pixels=stored.get("pixels", "cpu") if stored else None,
     )
@@ -263,8 +252,9 @@ def make_plan(
         flops_per_image=flops[datasets.train_size],
     )
     warmup_steps = round(config.schedule.warmup_epochs * images / size)
-    balance = config.train.class_weights == "balanced"
-    counts = datasets.train.class_counts(len(datasets.classes)) if balance else []
+    class_weights: tuple[float, ...] = ()
+    if config.train.class_weights == "balanced":
+        class_weights = balanced(datasets.train.class_counts(len(datasets.classes)))
     return Plan(
         config=config,
         world_size=world.size,
@@ -287,13 +277,12 @@ def make_plan(
         parameters=sum(p.numel() for p in model.parameters()),
         flops_by_size=flops,
         state_bytes=held,
-        class_weights=balanced(counts) if balance else (),
+        class_weights=class_weights,
         notes=(
             *config.notes,
-            *other_gpus(world),
             *precision_note(config.train.precision, world.device),
             *few_steps(size, config.optim.lr, images, world.size),
-            *data_notes(config, datasets),
+            *other_notes(config, datasets, world),
         ),
     )
 
@@ -307,36 +296,24 @@ def count_steps(*, epochs: float, train_images: int, batch_size: int) -> int:
 
 
 def check_batch(config: Config, train_images: int, world: World) -> None:
-    """Refuse a batch that does not fit the data or the ranks, and micro-batches that differ.
-
-    Raises:
-        UserError: the batch is larger than the training split, or not divisible by the number of
-            ranks; train.accumulate does not divide the batch of a rank; or several ranks on a CPU
-            ask for SyncBatchNorm, which torch has for GPUs only.
-    """
-    batch_size, accumulate = config.loader.batch_size, config.train.accumulate
-    if batch_size > train_images:
+    """Refuse a batch that does not fit the data or the ranks, and micro-batches that differ."""
+    size, ranks, accumulate = config.loader.batch_size, world.size, config.train.accumulate
+    if size > train_images:
         raise UserError(
-            f"loader.batch_size={batch_size}: larger than the training split ({train_images} "
-            "images); give at most that"
+            f"loader.batch_size={size}: larger than the training split ({train_images} images); "
+            "give at most that"
         )
-    if batch_size % world.size:
-        most = train_images // world.size
-        nearest = min(max(1, round(batch_size / world.size)), most) * world.size
+    if size % ranks:
         raise UserError(
-            f"loader.batch_size={batch_size}: the global batch must be a multiple of the "
-            f"{world.size} ranks; set it to {nearest}, the nearest one"
+            f"loader.batch_size={size}: the global batch must be a multiple of the {ranks} ranks; "
+            f"set it to {max(1, size // ranks) * ranks}"
         )
-    share = batch_size // world.size
-    if share % accumulate:
-        divisors = [n for n in range(1, share + 1) if share % n == 0]
-        nearest = min(divisors, key=lambda n: (abs(n - accumulate), -n))
+    if size // ranks % accumulate:
         raise UserError(
-            f"train.accumulate={accumulate}: does not divide the batch of a rank into equal "
-            f"parts ({share} images: loader.batch_size={batch_size} on {world.size} rank(s)); "
-            f"give {nearest}"
+            f"train.accumulate={accumulate}: does not divide the batch of a rank into equal parts "
+            f"(loader.batch_size={size} on {ranks} rank(s)); give a divisor of {size // ranks}"
         )
-    if config.model.sync_bn and world.size > 1 and world.device.type == "cpu":
+    if config.model.sync_bn and ranks > 1 and world.device.type == "cpu":
         raise UserError(
             "model.sync_bn=true: torch has SyncBatchNorm for GPUs only; leave it out on the CPU"
         )
@@ -364,26 +341,22 @@ def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) ->
     ]
 
 
-def other_gpus(world: World) -> list[str]:
-    """Say how to use all GPUs of the machine if a single process uses one of them."""
+def other_notes(config: Config, datasets: Datasets, world: World) -> list[str]:
+    """Return notes on unused GPUs, transforms that ignore a key and splits with equal images."""
+    notes = []
     count = torch.cuda.device_count() if world.device.type == "cuda" and world.size == 1 else 0
-    if count < 2:
-        return []
-    command = f"torchrun --nproc-per-node {count} train.py ..."
-    return [f"this machine has {count} GPUs and the run uses one; `{command}` uses all of them"]
-
-
-def data_notes(config: Config, datasets: Datasets) -> list[str]:
-    """Return notes on splits with the same images and on transforms that ignore a size's key."""
-    sizes = [
+    if count > 1:
+        command = f"torchrun --nproc-per-node {count} train.py ..."
+        notes = [f"this machine has {count} GPUs and the run uses one; `{command}` uses all"]
+    for name, made, key, size in (
         ("augment.train", datasets.train_size, "data.image_size", config.data.image_size),
         ("augment.val", datasets.val_size, "data.val_size", config.data.val_size),
-    ]
-    notes = [
-        f"{name} makes images of {made} px although {key}={size}; write size: ${{{key}}} in it"
-        for name, made, key, size in sizes
-        if made != size
-    ]
+    ):
+        if made != size:
+            notes.append(
+                f"{name} makes images of {made} px although {key}={size}; write size: ${{{key}}} "
+                "in it"
+            )
     if datasets.train.fingerprint() == datasets.val.fingerprint():
         notes.append(
             "data.val holds the training images, so its accuracy says nothing about new images; "

@@ -60,8 +60,7 @@ SAME = "; give every rank the same command and the same data"
 OTHER_IMAGES = rf"data\.train: is 36 images, .* on rank 1 and 36 images, .* on rank 0{SAME}"
 MISTAKES = {
     "batch": Mistake(
-        r"loader\.batch_size=8: the global batch must be a multiple of the 3 ranks; set it to 9, "
-        "the nearest one",
+        r"loader\.batch_size=8: the global batch must be a multiple of the 3 ranks; set it to 6",
         ranks=3,
     ),
     "key": Mistake(
