@@ -22,7 +22,7 @@ def diverged(reason: str) -> TrainingError:
     return TrainingError(
         f"{reason}; these weights were not saved: lower optim.lr, lengthen schedule.warmup_epochs "
         "or set optim.clip_norm, and start over with checkpoint.resume=never or continue from the "
-        "newest checkpoint with checkpoint.resume=PATH checkpoint.accept_changes=true"
+        "newest checkpoint with checkpoint.accept_changes=true"
     )
 
 
@@ -63,7 +63,6 @@ class MovingAverage(nn.Module):
         """Update the average with the weights after an optimiser step.
 
         Args:
-            model: the model.
             unless: float32 [], 1 to keep the averaged weights as they are, else 0. Buffers that
                 are not finite are averaged all the same.
         """
@@ -138,23 +137,20 @@ class TrainState:
 
     def load_state_dict(self, stored: dict[str, Any]) -> None:
         self.model.load_state_dict(stored["model"])
-        if self.ema is not None:
-            # If the average is turned on at a resume, it starts from the current weights.
-            average = stored["model"] if stored["ema"] is None else stored["ema"]
-            self.ema.module.load_state_dict(average)
-            if stored["ema"] is not None:
-                self.ema.n_averaged.copy_(stored["ema_steps"])
+        if self.ema is not None and stored["ema"] is not None:
+            self.ema.module.load_state_dict(stored["ema"])
+            self.ema.n_averaged.copy_(stored["ema_steps"])
+        elif self.ema is not None:  # turned on at this resume: it starts from the current weights
+            self.ema.module.load_state_dict(stored["model"])
         # None in a checkpoint of an earlier version, or if the images have changed.
         if self.losses is not None and stored.get("losses") is not None:
             self.losses.load_state_dict(stored["losses"])
         # The optimiser's state, such as momentum, comes from the checkpoint; its options, such as
         # weight decay, come from the current config.
         # Options such as `capturable` also decide on which device the state is kept.
+        old, now = stored["optimizer"]["param_groups"], self.optimizer.param_groups
         groups = [
-            {"params": group["params"], **chosen}
-            for group, chosen in zip(
-                stored["optimizer"]["param_groups"], _options(self.optimizer), strict=True
-            )
+            {**chosen, "params": group["params"]} for group, chosen in zip(old, now, strict=True)
         ]
         self.optimizer.load_state_dict({**stored["optimizer"], "param_groups": groups})
         self.step = stored["step"]
@@ -163,16 +159,6 @@ class TrainState:
         self.spent.update(stored["spent"])
         self.origin = stored["origin"]
         self.history = list(stored["history"])
-
-
-def _options(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the options of each parameter group, such as lr and weight_decay."""
-    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-
-
-def _set_options(optimizer: torch.optim.Optimizer, options: list[dict[str, Any]]) -> None:
-    for group, chosen in zip(optimizer.param_groups, options, strict=True):
-        group.update(chosen)
 
 
 @contextmanager
@@ -186,7 +172,7 @@ def untouched(state: TrainState) -> Iterator[None]:
     live = [*state.tensors(), *tensors(state.divergence)]
     live += [v for values in moments.values() for v in values.values() if isinstance(v, Tensor)]
     kept = [tensor.detach().clone() for tensor in live]
-    options = _options(optimizer)
+    options = [dict(group) for group in optimizer.param_groups]
     gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(gpus):
         try:
@@ -197,7 +183,8 @@ def untouched(state: TrainState) -> Iterator[None]:
                     tensor.copy_(value)
             optimizer.state.clear()
             optimizer.state.update(moments)
-            _set_options(optimizer, options)
+            for group, chosen in zip(optimizer.param_groups, options, strict=True):
+                group.update(chosen)
             optimizer.zero_grad(set_to_none=True)
 
 
@@ -208,8 +195,7 @@ def state_bytes(state: TrainState) -> int:
     """
     options = state.optimizer.defaults
     moments = 2 if "betas" in options else int(bool(options.get("momentum")))
-    held = sum(tensor.nbytes for tensor in state.tensors())
-    return held + moments * trained_bytes(state)
+    return sum(tensor.nbytes for tensor in state.tensors()) + moments * trained_bytes(state)
 
 
 def trained_bytes(state: TrainState) -> int:

@@ -9,7 +9,7 @@ bitwise equal. For the rules, see https://docs.pytorch.org/docs/stable/notes/cud
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,8 +34,7 @@ ORDINARY_STEPS_DDP = 12
 VALIDATION_SHARE = 0.25
 
 
-@dataclass(frozen=True)
-class _Captured:
+class _Captured(NamedTuple):
     """A graph with the batch that it reads and the values that it writes at each replay."""
 
     shape: Hashable
@@ -54,8 +53,7 @@ class StepGraph:
     Args:
         step: launches the kernels of a step on a batch; it must not wait for the GPU. All
             tensors that it uses, except the batch, must keep their addresses. Between steps, also
-            after an error, there must be no gradients: they are memory of a step, and those of a
-            capture that failed were never computed.
+            after an error, there must be no gradients: those of a failed capture are not computed.
         before: called with the number of the step before its kernels are launched: sets the
             values that change from step to step, such as the learning rate, in their tensors.
         ordinary_steps: number of steps without a graph before a capture.
@@ -121,7 +119,9 @@ class StepGraph:
 
     def _capture(self, batch: Batch, shape: Hashable) -> None:
         """Capture the step, or set `refused`. Nothing is computed: the caller replays the graph."""
-        if not _memory_remains(self._needed):
+        free, _ = torch.cuda.mem_get_info()
+        free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        if free <= (1 + VALIDATION_SHARE) * self._needed:
             self._refuse("the GPU's memory is nearly full, and a graph keeps the memory of a step")
             return
         static, graph = batch.clone(), torch.cuda.CUDAGraph()
@@ -163,10 +163,3 @@ def compile_later_sizes(
                 for _ in range(step.ordinary_steps):
                     step(batch)
     step.reset()
-
-
-def _memory_remains(needed: int) -> bool:
-    """Whether the graph of a step that needs so many bytes leaves memory for a validation."""
-    free, _ = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return free + unused > (1 + VALIDATION_SHARE) * needed

@@ -109,10 +109,6 @@ def replaced_by_a_link(path: Path) -> None:
     path.symlink_to(other)
 
 
-def truncated(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
-
-
 def damaged(path: Path) -> None:
     """One bit has changed on the disk."""
     content = bytearray(path.read_bytes())
@@ -144,11 +140,6 @@ def copied(folder: Path) -> None:
     shutil.copytree(original, folder)
 
 
-def a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path, 0o600)
-
-
 DAMAGED = "it is damaged or copied, or was made by another version of torch"
 OPEN = "another user ow"
 
@@ -162,13 +153,10 @@ OPEN = "another user ow"
         ("rank0.bin", replaced_by_a_link, "[Errno 40] Too many levels of symbolic links"),
         ("rank0.json", replaced_by_a_link, "[Errno 40] Too many levels of symbolic links"),
         ("", replaced_by_a_link, OPEN),
-        ("rank0.bin", a_pipe, DAMAGED),
-        ("rank0.bin", truncated, DAMAGED),
         ("rank0.bin", damaged, DAMAGED),
         ("rank0.bin", of_another_torch, DAMAGED),
         ("rank0.bin", unknown_to_torch, ""),
-        ("rank0.json", truncated, ""),
-        ("rank0.json", lambda path: path.write_text("[]"), DAMAGED),
+        ("rank0.json", lambda path: path.write_text("{"), ""),
         ("", copied, DAMAGED),
     ],
 )
@@ -185,11 +173,6 @@ def test_a_file_of_another_user_or_place_is_not_used(
     assert message.startswith(f"{run}/compiled/rank0.bin is not used ({reason}")
 
 
-def test_no_kernels_no_message(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    assert not CompileCache(tmp_path, ALONE).load()
-    assert messages(caplog) == []
-
-
 def test_a_full_disk_is_a_warning(
     run: Path,
     caplog: pytest.LogCaptureFixture,
@@ -198,6 +181,7 @@ def test_a_full_disk_is_a_warning(
     other = run.parent / "other"
     other.mkdir()
     cache = CompileCache(other, ALONE)
+    assert not cache.load() and not messages(caplog)  # there are none
     with file_size_limit(1_000):
         cache.save()
         cache.save()  # is not tried again
