@@ -8,6 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# With these options, fused SGD is params += updates, unless `found_inf` is set. No other operation
+# on lists of tensors can be skipped on the device.
+ADDS: dict[str, Any] = dict.fromkeys(("weight_decay", "momentum", "dampening"), 0) | dict(
+    lr=1, maximize=True, nesterov=False, is_first_step=False
+)
+
 
 class Lamb(torch.optim.Optimizer):
     """AdamW whose update of each tensor is scaled to the norm of the tensor.
@@ -15,12 +21,6 @@ class Lamb(torch.optim.Optimizer):
     As timm's Lamb with its default options, except that optim.clip_norm clips the gradients. Groups
     without weight decay (norms and biases) are not scaled. All of it runs on the device of the
     parameters, also if `lr` is a tensor.
-
-    Args:
-        groups: parameter groups with their `weight_decay`, which is added to the update.
-        lr: learning rate.
-        betas: decay rates of the two moments.
-        eps: term added to the denominator.
 
     Attributes:
         found_inf: float32 [], 1 to keep the parameters as they are, else 0; None: 0. The moments
@@ -44,28 +44,15 @@ class Lamb(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
-            if params:
-                updates = self._adam(params, betas=group["betas"], eps=group["eps"])
-                scale: Any = -group["lr"]
-                if group["weight_decay"] != 0:
-                    torch._foreach_add_(updates, params, alpha=group["weight_decay"])
-                    scale = list((scale * _trust_ratios(params, updates)).unbind())
-                torch._foreach_mul_(updates, scale)
-                # params += updates, unless `found_inf` is set. No other operation on lists of
-                # tensors can be skipped on the device.
-                torch._fused_sgd_(
-                    params,
-                    updates,
-                    [],
-                    weight_decay=0,
-                    momentum=0,
-                    lr=1,
-                    dampening=0,
-                    nesterov=False,
-                    maximize=True,
-                    is_first_step=False,
-                    found_inf=self.found_inf,
-                )
+            if not params:
+                continue
+            updates = self._adam(params, betas=group["betas"], eps=group["eps"])
+            scale: Any = -group["lr"]
+            if group["weight_decay"] != 0:
+                torch._foreach_add_(updates, params, alpha=group["weight_decay"])
+                scale = list((scale * _trust_ratios(params, updates)).unbind())
+            torch._foreach_mul_(updates, scale)
+            torch._fused_sgd_(params, updates, [], **ADDS, found_inf=self.found_inf)
 
     def _adam(
         self, params: list[Tensor], *, betas: tuple[float, float], eps: float
@@ -75,8 +62,8 @@ class Lamb(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {
                     "step": torch.zeros((), dtype=torch.float32, device=p.device),
-                    "exp_avg": torch.zeros_like(p, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(p, memory_format=torch.preserve_format),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
                 }
         grads = [p.grad for p in params if p.grad is not None]
         steps, means, squares = (

@@ -4,10 +4,10 @@ To add a loss, add a function to LOSSES and its name to train.loss in conf/schem
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 
 from conf.schema import Train
 
@@ -40,59 +40,39 @@ def balanced(class_counts: Sequence[int]) -> tuple[float, ...]:
 
 
 def cross_entropy(config: Train, class_weights: Tensor | None) -> Criterion:
-    if class_weights is None:
-        return partial(nn.functional.cross_entropy, label_smoothing=config.label_smoothing)
-    return partial(
-        weighted_cross_entropy,
-        class_weights=class_weights,
-        label_smoothing=config.label_smoothing,
-    )
+    """Cross-entropy with class weights, divided by the number of images."""
 
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        if class_weights is not None and targets.ndim == 1:
+            # For class numbers, torch divides by the sum of their weights: then the loss of a batch
+            # would not be the mean of those of its micro-batches or ranks.
+            targets = F.one_hot(targets, logits.shape[1]).to(logits.dtype)
+        return F.cross_entropy(
+            logits, targets, weight=class_weights, label_smoothing=config.label_smoothing
+        )
 
-def weighted_cross_entropy(
-    logits: Tensor, targets: Tensor, *, class_weights: Tensor, label_smoothing: float
-) -> Tensor:
-    """Cross-entropy with class weights, divided by the number of images.
-
-    For class numbers, torch divides by the sum of their weights: then the loss of a batch would not
-    be the mean of those of its micro-batches or ranks.
-    """
-    if targets.ndim == 1:
-        targets = nn.functional.one_hot(targets, logits.shape[1]).to(logits.dtype)
-    return nn.functional.cross_entropy(
-        logits, targets, weight=class_weights, label_smoothing=label_smoothing
-    )
+    return criterion
 
 
 def bce(config: Train, class_weights: Tensor | None) -> Criterion:
-    assert class_weights is None
-    return partial(
-        binary_cross_entropy,
-        label_smoothing=config.label_smoothing,
-        threshold=config.bce_threshold,
-    )
-
-
-def binary_cross_entropy(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float, threshold: float | None
-) -> Tensor:
     """Binary cross-entropy of every class, as of "ResNet strikes back" (arXiv 2110.00476).
 
     The mean over classes and images, as timm's --bce-loss. Smoothing, also of mixed targets, comes
     before the threshold.
-
-    Args:
-        logits: float32 [B, classes].
-        targets: int64 [B], or float32 [B, classes].
-        threshold: targets above it become 1, others 0; None keeps them.
     """
-    classes = logits.shape[1]
-    if targets.ndim == 1:
-        targets = nn.functional.one_hot(targets, classes).to(logits.dtype)
-    targets = targets * (1 - label_smoothing) + label_smoothing / classes
-    if threshold is not None:
-        targets = (targets > threshold).to(logits.dtype)
-    return nn.functional.binary_cross_entropy_with_logits(logits, targets)
+    assert class_weights is None
+    smoothing, threshold = config.label_smoothing, config.bce_threshold
+
+    def criterion(logits: Tensor, targets: Tensor) -> Tensor:
+        classes = logits.shape[1]
+        if targets.ndim == 1:
+            targets = F.one_hot(targets, classes).to(logits.dtype)
+        targets = targets * (1 - smoothing) + smoothing / classes
+        if threshold is not None:
+            targets = (targets > threshold).to(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits, targets)
+
+    return criterion
 
 
 LOSSES: dict[str, Callable[[Train, Tensor | None], Criterion]] = {
@@ -114,7 +94,7 @@ def image_losses(logits: Tensor, targets: Tensor, labels: Tensor) -> Tensor:
         labels: int64 [B].
     """
     logits = logits.detach()
-    losses = nn.functional.cross_entropy(logits, labels, reduction="none").clamp(max=LIMIT)
+    losses = F.cross_entropy(logits, labels, reduction="none").clamp(max=LIMIT)
     counts = torch.ones_like(labels)
     if targets.ndim == 2:
         counts = (targets.gather(1, labels[:, None])[:, 0] >= OWN_SHARE).long()

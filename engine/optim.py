@@ -22,13 +22,22 @@ Groups = list[dict[str, Any]]
 def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
     """Create the optimiser with at most two parameter groups: with and without weight decay.
 
-    With optim.layer_decay, there are as many for each block of the model. `lr_scale` of a group
-    is the factor of its learning rate.
+    With optim.layer_decay, there are as many for each block of the model, and `lr_scale` of a group
+    is the factor of its learning rate: 1 for the head, layer_decay for the last block, its square
+    for the one before, and so on, as in BEiT (arXiv 2106.08254) and timm.
     """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    decayed = set(trained) if config.decay_norms else linear_weights(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    decayed = set(trained.values()) if config.decay_norms else linear_weights(model)
+    blocks: list[tuple[list[str], dict[str, float]]] = [(list(trained), {})]
+    if config.layer_decay not in (None, 1):
+        backwards = reversed(stages(model, fine=True))
+        blocks = [
+            (block.parameters, {"lr_scale": config.layer_decay**distance})
+            for distance, block in enumerate(backwards)
+        ]
     groups: Groups = []
-    for params, options in _blocks(model, trained, config.layer_decay):
+    for names, options in blocks:
+        params = [trained[name] for name in names if name in trained]
         with_decay = [p for p in params if p in decayed]
         without = [p for p in params if p not in decayed]
         groups += [
@@ -36,27 +45,7 @@ def build_optimizer(model: nn.Module, config: Optim) -> torch.optim.Optimizer:
             {"params": without, "weight_decay": 0.0, **options},
         ]
     groups = [group for group in groups if group["params"]]
-    return OPTIMIZERS[config.name](groups, config, trained[0].device.type == "cuda")
-
-
-def _blocks(
-    model: nn.Module, trained: list[nn.Parameter], decay: float | None
-) -> list[tuple[list[nn.Parameter], dict[str, float]]]:
-    """Return the parameters with each learning rate, and the options of their groups.
-
-    The factor is 1 for the head, `decay` for the last block, its square for the one before, and so
-    on, as in BEiT (arXiv 2106.08254) and timm.
-    """
-    if decay in (None, 1):
-        return [(trained, {})]
-    parameters = dict(model.named_parameters())
-    return [
-        (
-            [parameters[name] for name in block.parameters if parameters[name].requires_grad],
-            {"lr_scale": decay**distance},
-        )
-        for distance, block in enumerate(reversed(stages(model, fine=True)))
-    ]
+    return OPTIMIZERS[config.name](groups, config, groups[0]["params"][0].is_cuda)
 
 
 def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
@@ -66,14 +55,9 @@ def sgd(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
 
 
 def adamw(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.betas[0], config.betas[1]),
-        eps=config.eps,
-        fused=fused,
-        capturable=fused,  # the step may be part of a CUDA graph
-    )
+    betas = config.betas[0], config.betas[1]
+    options = {"fused": fused, "capturable": fused}  # the step may be part of a CUDA graph
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=config.eps, **options)
 
 
 def lamb(groups: Groups, config: Optim, fused: bool) -> torch.optim.Optimizer:

@@ -27,21 +27,18 @@ def mixed() -> Tensor:
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_labels_are_the_same_as_one_hot_targets(name: str, smoothing: float) -> None:
+def test_labels_and_batches(name: str, smoothing: float) -> None:
+    """Labels equal one-hot targets; the loss of a batch is the mean of its halves.
+
+    Micro-batches and ranks rely on it.
+    """
     criterion = build_criterion(Train(loss=name, label_smoothing=smoothing))
     onehot = torch.nn.functional.one_hot(labels(), CLASSES).float()
     torch.testing.assert_close(criterion(logits(), labels()), criterion(logits(), onehot))
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_the_loss_of_a_batch_is_the_mean_of_its_halves(name: str) -> None:
-    """Micro-batches and ranks rely on it."""
-    criterion = build_criterion(Train(loss=name, label_smoothing=0.1))
     for targets in (labels(), mixed()):
-        halves = [
-            criterion(*pair) for pair in zip(logits().chunk(2), targets.chunk(2), strict=True)
-        ]
-        torch.testing.assert_close(criterion(logits(), targets), torch.stack(halves).mean())
+        pairs = zip(logits().chunk(2), targets.chunk(2), strict=True)
+        halves = torch.stack([criterion(*pair) for pair in pairs])
+        torch.testing.assert_close(criterion(logits(), targets), halves.mean())
 
 
 def test_balanced_weights_are_scikit_learns() -> None:

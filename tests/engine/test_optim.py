@@ -1,15 +1,16 @@
 """Which parameters have weight decay, and learning rates against values calculated by hand."""
 
-import math
 import re
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from conf.schema import Optim, Schedule, group_names
+from engine.lamb import Lamb
 from engine.optim import OPTIMIZERS, SCHEDULES, Curve, build_optimizer
 from models import build, freeze, rewrite_layers
 from models.resnet import resnet_tiny
@@ -61,64 +62,28 @@ def test_weights_of_linear_and_convolution_layers_are_decayed(name: str) -> None
         rewrite_layers(model, channels_last=True)
 
 
-def test_attention_with_three_projection_weights_is_decayed() -> None:
-    """nn.MultiheadAttention has them if keys have another width. The rest is not decayed."""
-    found = decays(
-        nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4, vdim=4),
-        Optim(weight_decay=0.5, decay_norms=False),
-    )
-    assert {name for name, decay in found.items() if decay} == {
-        "q_proj_weight",
-        "k_proj_weight",
-        "v_proj_weight",
-        "out_proj.weight",
-    }
-    assert {"bias_k", "bias_v", "in_proj_bias", "out_proj.bias"} == {
-        name for name, decay in found.items() if not decay
-    }
-
-
-def test_embeddings_are_not_decayed() -> None:
-    found = decays(
-        nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 2, 3)),
-        Optim(weight_decay=0.5, decay_norms=False),
-    )
-    assert found == {"0.weight": 0.0, "1.weight": 0.5, "1.bias": 0.0}
-
-
-def test_norms_and_biases_are_not_decayed() -> None:
-    model = resnet_tiny(10, 32)
+@pytest.mark.parametrize(
+    ("model", "decayed"),
+    [
+        # nn.MultiheadAttention has three projection weights if keys have another width.
+        (
+            nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4, vdim=4),
+            {"q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"},
+        ),
+        (nn.Sequential(nn.Embedding(3, 4), nn.Conv1d(4, 2, 3)), {"1.weight"}),
+        (nn.BatchNorm1d(3), set()),
+    ],
+)
+def test_other_layers(model: nn.Module, decayed: set[str]) -> None:
     found = decays(model, Optim(weight_decay=0.5, decay_norms=False))
-    assert found.keys() == dict(model.named_parameters()).keys()
-    decayed = {name for name, decay in found.items() if decay == 0.5}
-    assert decayed == {
-        n for n in found if n.endswith("weight") and "bn" not in n and "downsample.1" not in n
-    }
-    assert {found["layer2.0.downsample.1.weight"], found["fc.bias"], found["bn1.weight"]} == {0.0}
+    assert found == {n: 0.5 * (n in decayed) for n, _ in model.named_parameters()}
 
 
-def test_all_parameters_are_decayed_as_in_pytorch_examples() -> None:
-    model = resnet_tiny(10, 32)
-    optimizer = build_optimizer(model, Optim(weight_decay=0.5))
-    assert len(optimizer.param_groups) == 1
-    assert set(decays(model, Optim(weight_decay=0.5)).values()) == {0.5}
-
-
-def test_every_parameter_is_in_one_group() -> None:
-    with torch.device("meta"):
-        model = vit_s16(10, 32)
-    for config in (Optim(name="adamw", decay_norms=False), Optim(decay_norms=True)):
-        groups = build_optimizer(model, config).param_groups
-        ids = [id(p) for group in groups for p in group["params"]]
-        assert sorted(ids) == sorted(id(p) for p in model.parameters())
-
-
-def test_frozen_parameters_are_left_out() -> None:
+def test_norms_are_decayed_as_in_pytorch_examples() -> None:
     model = resnet_tiny(10, 32)
     model.conv1.requires_grad_(False)
-    assert "conv1.weight" not in decays(model, Optim(decay_norms=False))
-    only_norms = nn.BatchNorm1d(3)
-    assert len(build_optimizer(only_norms, Optim(decay_norms=False)).param_groups) == 1
+    found = decays(model, Optim(weight_decay=0.5))
+    assert set(found.values()) == {0.5} and "bn1.weight" in found and "conv1.weight" not in found
 
 
 def scales(model: nn.Module, decay: float | None) -> dict[str, float]:
@@ -180,33 +145,20 @@ def test_every_optimiser_lowers_a_loss(name: str) -> None:
     assert losses == sorted(losses, reverse=True) and losses[-1] < losses[0]
 
 
-def test_sgd_options() -> None:
-    optimizer = build_optimizer(
-        nn.Linear(2, 2), Optim(name="sgd", lr=0.3, momentum=0.8, nesterov=True, weight_decay=0.1)
-    )
-    assert isinstance(optimizer, torch.optim.SGD)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.8, "nesterov": True}),
+        (torch.optim.AdamW, {"betas": (0.8, 0.95), "eps": 1e-6}),
+        (Lamb, {"betas": (0.8, 0.95), "eps": 1e-5}),
+    ],
+)
+def test_options(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    options |= {"lr": 0.3, "weight_decay": 0.1}
+    optimizer = build_optimizer(nn.Linear(2, 2), Optim(name=kind.__name__.lower(), **options))
+    assert type(optimizer) is kind
     (group,) = optimizer.param_groups
-    assert {k: group[k] for k in ("lr", "momentum", "nesterov", "weight_decay", "dampening")} == {
-        "lr": 0.3,
-        "momentum": 0.8,
-        "nesterov": True,
-        "weight_decay": 0.1,
-        "dampening": 0,
-    }
-
-
-def test_adamw_options() -> None:
-    optimizer = build_optimizer(
-        nn.Linear(2, 2), Optim(name="adamw", lr=0.3, betas=[0.8, 0.95], eps=1e-6, weight_decay=0.1)
-    )
-    assert isinstance(optimizer, torch.optim.AdamW)
-    (group,) = optimizer.param_groups
-    assert (group["lr"], group["betas"], group["eps"], group["weight_decay"]) == (
-        0.3,
-        (0.8, 0.95),
-        1e-6,
-        0.1,
-    )
+    assert {name: group[name] for name in options} == options
 
 
 def test_a_step_of_sgd_by_hand() -> None:
@@ -230,77 +182,44 @@ def curve(
     return Curve(Schedule(name=name, **options), 2.0, warmup, total, per_epoch)
 
 
-def values(curve: Curve, *steps: int) -> list[float]:
-    return [curve.at(step) for step in steps]
-
-
-def test_constant() -> None:
-    assert values(curve("constant"), 0, 50, 99, 1000) == [2, 2, 2, 2]
-
-
-def test_warmup_rises_in_equal_steps_and_ends_at_the_peak() -> None:
-    assert values(curve("constant", warmup=4), 0, 1, 2, 3, 4, 5) == [0.5, 1.0, 1.5, 2.0, 2.0, 2.0]
-    assert values(curve("linear", warmup=4, total=14), 3, 4, 5) == [2.0, 2.0, 1.8]
-
-
-def test_step_drops_after_whole_epochs() -> None:
-    drops = curve("step", total=90, step_epochs=3, step_gamma=0.1)
-    assert values(drops, 0, 29) == [2, 2]
-    assert values(drops, 30, 59, 60, 89) == pytest.approx([0.2, 0.2, 0.02, 0.02])
-
-
-def test_step_drops_where_epochs_do_not_end_at_a_step() -> None:
-    """1,281,167 / 256 = 5004.56 steps per epoch: epoch 30 ends in step 150,136, counted from 0."""
-    drops = curve("step", per_epoch=1_281_167 / 256, total=450_411, step_epochs=30)
-    assert values(drops, 150_136, 300_273) == pytest.approx([2, 0.2])
-    assert values(drops, 150_137, 300_274) == pytest.approx([0.2, 0.02])
-
-
-def test_step_drop_that_falls_on_a_whole_step_is_not_late() -> None:
-    """55 / (50 * 1.1) is 0.9999999999999999 in floating point."""
-    drops = curve("step", per_epoch=50, step_epochs=1.1)
-    assert values(drops, 54, 55, 109, 110) == pytest.approx([2, 0.2, 0.2, 0.02])
-    drops = curve("step", per_epoch=100 / 3, step_epochs=0.1)
-    assert values(drops, 9, 10) == pytest.approx([0.02, 0.002])
-
-
-def test_cosine() -> None:
-    cosine = curve("cosine", warmup=20, total=100)
-    assert values(cosine, 20, 40, 60, 80, 100) == pytest.approx(
-        [2, 1 + math.sqrt(0.5), 1, 1 - math.sqrt(0.5), 0]
-    )
-    assert cosine.at(19) == 2
-    assert values(curve("cosine", final_lr=0.5), 0, 50, 100) == pytest.approx([2, 1.25, 0.5])
-
-
-def test_linear() -> None:
-    assert values(curve("linear"), 0, 25, 50, 99, 100) == pytest.approx([2, 1.5, 1, 0.02, 0])
-    assert values(curve("linear", final_lr=1.0), 0, 50, 100) == pytest.approx([2, 1.5, 1])
-
-
-@pytest.mark.parametrize("name", ["cosine", "linear"])
-def test_the_rate_is_constant_after_the_end(name: str) -> None:
-    """The learning rate does not rise again if a run has more steps than its schedule."""
-    assert values(curve(name, final_lr=0.25), 100, 150, 10_000) == pytest.approx([0.25] * 3)
+@pytest.mark.parametrize(
+    ("one", "expected"),
+    [
+        (curve("constant"), {0: 2, 99: 2, 1000: 2}),
+        (curve("constant", warmup=4), {0: 0.5, 1: 1, 2: 1.5, 3: 2, 4: 2, 5: 2}),
+        (curve("linear", warmup=4, total=14), {3: 2, 4: 2, 5: 1.8}),
+        (
+            curve("step", total=90, step_epochs=3, step_gamma=0.1),
+            {0: 2, 29: 2, 30: 0.2, 59: 0.2, 60: 0.02, 89: 0.02},
+        ),
+        # 1,281,167 / 256 = 5004.56 steps per epoch: epoch 30 ends in step 150,136, counted from 0.
+        (
+            curve("step", per_epoch=1_281_167 / 256, total=450_411, step_epochs=30),
+            {150_136: 2, 150_137: 0.2, 300_273: 0.2, 300_274: 0.02},
+        ),
+        # 55 / (50 * 1.1) is 0.9999999999999999 in floating point.
+        (curve("step", per_epoch=50, step_epochs=1.1), {54: 2, 55: 0.2, 109: 0.2, 110: 0.02}),
+        (curve("step", per_epoch=100 / 3, step_epochs=0.1), {9: 0.02, 10: 0.002}),
+        (
+            curve("cosine", warmup=20, total=100),
+            {19: 2, 20: 2, 40: 1 + 0.5**0.5, 60: 1, 80: 1 - 0.5**0.5, 100: 0},
+        ),
+        # The rate does not rise again if a run has more steps than its schedule.
+        (curve("cosine", final_lr=0.5), {0: 2, 50: 1.25, 100: 0.5, 150: 0.5, 10_000: 0.5}),
+        (curve("linear"), {0: 2, 25: 1.5, 50: 1, 99: 0.02, 100: 0}),
+        (curve("linear", final_lr=1.0), {0: 2, 50: 1.5, 100: 1, 150: 1}),
+    ],
+)
+def test_learning_rates_by_hand(one: Curve, expected: dict[int, float]) -> None:
+    assert {step: one.at(step) for step in expected} == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (10, 5), (5, 5)])
-def test_short_runs(name: str, warmup: int, total: int) -> None:
-    rates = values(curve(name, warmup=warmup, total=total, step_epochs=1), *range(total + 2))
-    assert all(math.isfinite(rate) and 0 <= rate <= 2 for rate in rates)
-    assert rates[0] > 0
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_rate_is_a_function_of_the_step(name: str) -> None:
-    one, other = curve(name, warmup=7, step_epochs=2), curve(name, warmup=7, step_epochs=2)
-    forwards = [one.at(step) for step in range(100)]
-    assert [other.at(step) for step in reversed(range(100))] == forwards[::-1]
-    assert len(set(forwards[:7])) == 7
-
-
-@pytest.mark.parametrize("name", ["constant", "step", "cosine", "linear"])
-def test_the_rate_does_not_rise_after_the_warmup(name: str) -> None:
-    after = values(curve(name, warmup=7, step_epochs=2), *range(7, 100))
-    assert after == sorted(after, reverse=True)
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (1, 1), (10, 5), (5, 5), (7, 100)])
+def test_any_length(name: str, warmup: int, total: int) -> None:
+    """The rate rises in the warm-up and never afterwards."""
+    one = curve(name, warmup=warmup, total=total, step_epochs=1)
+    rates = [one.at(step) for step in range(total + 2)]
+    assert all(0 <= rate <= 2 for rate in rates) and rates[0] > 0
+    assert rates[:warmup] == sorted(set(rates[:warmup]))
+    assert rates[warmup:] == sorted(rates[warmup:], reverse=True)
