@@ -27,23 +27,17 @@ class Expectation:
     """What the recipe of a run is expected to reach on the run's data.
 
     Args:
-        config: of the run; `config.expect` may be None.
+        config: of the run.
         data: numbers of classes, training and validation images.
         continues: the run continues another one, or had other values at first. It is not compared.
     """
 
     def __init__(self, config: Config, data: tuple[int, int, int], *, continues: bool) -> None:
         expect = config.expect
-        if expect is not None and data != (
-            expect.classes,
-            expect.train_images,
-            expect.val_images,
-        ):
-            expect = None
-        # The run is the recipe.
-        self._final = None if config.changed or continues else expect
+        if expect is None or data != (expect.classes, expect.train_images, expect.val_images):
+            continues = True
         tuned = all(key.startswith(OPTIMISER) for key in config.changed)
-        # The run may be compared with the recipe's curve.
+        self._final = None if config.changed or continues else expect  # the run is the recipe
         self._reference = expect.reference if expect and tuned and not continues else None
         self._changed = [f"{key}={value}" for key, value in config.changed.items()]
         self._warned = False
@@ -61,17 +55,18 @@ class Expectation:
         now = epoch, row["top1"]
         return self.columns(epoch), self.warning(now, (before, previous.get("top1", 0.0)))
 
-    def columns(self, epoch: int | None) -> dict[str, float]:
+    def columns(self, epoch: int | None, sigmas: float = SIGMAS) -> dict[str, float]:
         """Return the columns of a validation's row: mean and limits of top-1 after this epoch.
 
         Args:
             epoch: 1, 2, ...; None if the validation is not at the end of an epoch.
+            sigmas: distance of the limits from the mean.
         """
         reference = self._reference
         if reference is None or epoch is None or not 1 <= epoch <= len(reference.top1):
             return {}
         mean = reference.top1[epoch - 1]
-        width = half_width(reference.std[epoch - 1], reference.runs)
+        width = half_width(reference.std[epoch - 1], reference.runs, sigmas)
         return {
             "reference_top1": mean,
             "reference_top1_min": max(0.0, mean - width),
@@ -81,38 +76,33 @@ class Expectation:
     def warning(
         self, now: tuple[int | None, float], before: tuple[int | None, float]
     ) -> str | None:
-        """Return a warning if a validation lies below the limit, and the one before below 2 sigma.
-
-        Return it only once.
+        """Return, once, a warning about a validation below the limit after one below 2 sigma.
 
         Args:
             now, before: epoch and top-1 (percent) of a validation and of the one before.
         """
-        (epoch, top1), (epoch_before, top1_before) = now, before
-        here, there, reference = self.columns(epoch), self.columns(epoch_before), self._reference
+        here, there = self.columns(now[0]), self.columns(before[0], CONFIRMING_SIGMAS)
         if self._warned or not here or not there:
             return None
-        assert epoch and epoch_before and reference
-        width = half_width(reference.std[epoch_before - 1], reference.runs, CONFIRMING_SIGMAS)
-        confirming = max(0.0, there["reference_top1"] - width)
-        if top1 >= here["reference_top1_min"] or top1_before >= confirming:
+        assert now[0] and self._reference
+        if now[1] >= here["reference_top1_min"] or before[1] >= there["reference_top1_min"]:
             return None
         self._warned = True
         check = "the labels, the learning rate and your code changes"
         if self._changed:
             check = f"the labels and what differs from the recipe ({', '.join(self._changed)})"
         return (
-            f"top1 {top1:.1f} % after epoch {epoch} is below the {SIGMAS} sigma limit of this "
-            f"recipe, {here['reference_top1_min']:.1f} ({reference.runs} runs reached "
-            f"{here['reference_top1']:.1f} +/- {reference.std[epoch - 1]:.1f}), and the "
-            f"previous validation, {top1_before:.1f} %, was also low: check {check}; training "
+            f"top1 {now[1]:.1f} % after epoch {now[0]} is below the {SIGMAS} sigma limit of this "
+            f"recipe, {here['reference_top1_min']:.1f} ({self._reference.runs} runs reached "
+            f"{here['reference_top1']:.1f} +/- {self._reference.std[now[0] - 1]:.1f}), and the "
+            f"previous validation, {before[1]:.1f} %, was also low: check {check}; training "
             "continues, Ctrl-C stops it"
         )
 
     def compare(self, top1: float) -> dict[str, Any] | None:
-        """Return what summary.json says about the expectation: its facts, and the difference.
+        """Return what summary.json says about the expectation; None if the run is not the recipe.
 
-        None if the run is not the recipe.
+        It is the facts of the recipe, the difference and the verdict.
         """
         if self._final is None:
             return None

@@ -26,7 +26,8 @@ class StepProfiler:
     def __init__(
         self, steps: list[int], folder: Path, device: torch.device, say: Callable[[str], None]
     ) -> None:
-        self.steps, self.folder, self.device, self.say = steps, folder, device, say
+        self.steps, self.folder, self.say = steps, folder, say
+        self.on_gpu = device.type == "cuda"
         self._profile: Any = None
         self._first = 0
         self._done = False
@@ -46,35 +47,33 @@ class StepProfiler:
 
     def start(self, step: int) -> None:
         """Start the profile with this step; waits for the device."""
-        self._wait_for_device()
-        gpu = [ProfilerActivity.CUDA] if self.device.type == "cuda" else []
-        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._first = step
+        if self.on_gpu:
+            torch.cuda.synchronize()
+        gpu = [ProfilerActivity.CUDA] if self.on_gpu else []
+        self._profile = profile(activities=[ProfilerActivity.CPU, *gpu], acc_events=True)
         self._profile.start()
 
     def stop(self, steps: int) -> None:
         """End the profile after this number of steps and write it; waits for the device."""
-        self._wait_for_device()
+        if self.on_gpu:
+            torch.cuda.synchronize()
         found = self._profile
         self.close()
-        stem = self.folder / f"steps-{self._first}-{steps - 1}"
-        column = "self_cuda_time_total" if self.device.type == "cuda" else "self_cpu_time_total"
+        path = self.folder / f"steps-{self._first}-{steps - 1}.json.gz"
+        column = "self_cuda_time_total" if self.on_gpu else "self_cpu_time_total"
         table = found.key_averages().table(sort_by=column, row_limit=10, max_name_column_width=60)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(f"{stem}.json.gz")
-            stem.with_suffix(".txt").write_text(table)
+            found.export_chrome_trace(str(path))
+            path.with_name(path.name.replace(".json.gz", ".txt")).write_text(table)
         except (OSError, RuntimeError) as error:
             logger.warning("the profile cannot be written (%s); training continues", error)
             return
-        self.say(f"profile  {stem}.json.gz (open in ui.perfetto.dev) and {stem.name}.txt")
+        self.say(f"profile  {path} (open in ui.perfetto.dev) and a table, .txt")
 
     def close(self) -> None:
         """End a running profile: one that still runs when Python exits crashes the process."""
         if self.running:
             self._profile.stop()
             self._profile, self._done = None, True
-
-    def _wait_for_device(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()

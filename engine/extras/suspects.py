@@ -30,10 +30,8 @@ class SampleLosses(nn.Module):
     images; `collect` moves all sums to rank 0.
 
     Args:
-        images: number of training images.
-        classes: number of classes.
+        images, classes: numbers of training images and of classes.
         first_epoch: the first epoch that counts, as numbered in the samples.
-        device: device of the batches.
 
     Attributes:
         sums: int32 [images, 2], the sum of the losses in 1/UNIT, and their number.
@@ -78,11 +76,7 @@ class SampleLosses(nn.Module):
             self.sums.zero_()
 
     def csv(self, dataset: Dataset, classes: Sequence[str]) -> str:
-        """Return path, label, mean loss and predicted class of the suspects, the worst first.
-
-        The last two columns are the readable names of label and predicted class.
-
-        "" if no loss has counted: the run ended in the first half of its epochs.
+        """Return a table of the suspects, the worst first; "" if no loss has counted.
 
         Args:
             dataset: the training split.
