@@ -24,8 +24,7 @@ from pipeline.parameters import choice, number, span, whole
 from pipeline.torchvision_transforms import V2_TRANSFORMS
 
 Transform = Callable[[Picture, random.Random], Picture]
-# A drawn operation: its name in OPERATIONS and its signed strength in its own unit.
-Drawn = tuple[str, float]
+Drawn = tuple[str, float]  # name in OPERATIONS, signed strength in the unit of this operation
 
 
 def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
@@ -35,16 +34,12 @@ def sample_rng(seed: int, epoch: int, index: int) -> random.Random:
 
 
 class Compose:
-    """Apply transforms in order.
-
-    Args:
-        transforms: the result of `build`.
-    """
+    """Apply transforms, the result of `build`, in order."""
 
     def __init__(self, transforms: Sequence[Transform]) -> None:
         self.transforms = list(transforms)
         last = self.transforms[-1] if self.transforms else None
-        self._operations = last if isinstance(last, RandAugment | TrivialAugment) else None
+        self._drawing = last if isinstance(last, RandAugment | TrivialAugment) else None
 
     @property
     def image_size(self) -> int | None:
@@ -55,7 +50,7 @@ class Compose:
     @property
     def operations(self) -> int:
         """Number of operations that `draw` draws for an image."""
-        return self._operations.operations if self._operations else 0
+        return self._drawing.operations if self._drawing else 0
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         for transform in self.transforms:
@@ -67,11 +62,11 @@ class Compose:
 
         The random numbers are those of a call.
         """
-        if self._operations is None:
+        if self._drawing is None:
             return self(picture, rng), []
         for transform in self.transforms[:-1]:
             picture = transform(picture, rng)
-        return picture, self._operations.draw(picture.size, rng)
+        return picture, self._drawing.draw(picture.size, rng)
 
 
 class RandomResizedCrop:
@@ -82,8 +77,7 @@ class RandomResizedCrop:
         scale: range of the region's area as a fraction of the image's area.
         ratio: range of the region's width / height.
         interpolation: bilinear, bicubic, or random to draw one of them for each image, as timm's
-            RandomResizedCropAndInterpolation. With all of them, a JPEG decoder first shrinks a
-            region of at least twice the size by 2, 4 or 8.
+            RandomResizedCropAndInterpolation.
     """
 
     def __init__(
@@ -100,10 +94,10 @@ class RandomResizedCrop:
         self.interpolation = choice("interpolation", interpolation, (*INTERPOLATIONS, "random"))
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        size, box = (self.image_size, self.image_size), self.box(*picture.size, rng)
-        interpolation = self.interpolation
+        box, interpolation = self.box(*picture.size, rng), self.interpolation
         if interpolation == "random":
             interpolation = INTERPOLATIONS[rng.random() < 0.5]
+        size = self.image_size, self.image_size
         return picture.resized(size, box, interpolation=interpolation, quick=True)
 
     def box(self, width: int, height: int, rng: random.Random) -> Box:
@@ -146,23 +140,17 @@ class Resize:
         self.fixed: tuple[int, int] | None = None
         if isinstance(size, list | tuple):
             if len(size) != 2 or ratio != 1:
-                raise ValueError(
-                    f"size={size}: give one number, or [height, width] without crop_ratio"
-                )
+                raise ValueError(f"size={size}: give [height, width] without crop_ratio")
             height, width = (_checked_size(side) for side in size)
-            self.fixed = width, height
-            self.image_size = width if width == height else None
+            self.fixed, self.image_size = (width, height), width if width == height else None
         else:
             self.size = round(_checked_size(size) / ratio)
         self.interpolation = choice("interpolation", interpolation, INTERPOLATIONS)
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        if self.fixed is not None:
-            size = self.fixed
-        else:
-            width, height = picture.size
-            short = min(width, height)
-            size = int(self.size * width / short), int(self.size * height / short)
+        width, height = picture.size
+        short = min(width, height)
+        size = self.fixed or (int(self.size * width / short), int(self.size * height / short))
         return picture.resized(size, interpolation=self.interpolation)
 
 
@@ -201,23 +189,6 @@ class RandomCrop:
         return picture.cropped((left, top, left + size, top + size))
 
 
-class Rotation:
-    """Rotate around the centre by a random angle, as torchvision's RandomRotation.
-
-    The corners become black.
-
-    Args:
-        degrees: the angle is between -degrees and degrees.
-    """
-
-    def __init__(self, *, degrees: float) -> None:
-        self.degrees = number("degrees", degrees, 0, 180)
-
-    def __call__(self, picture: Picture, rng: random.Random) -> Picture:
-        angle = rng.uniform(-self.degrees, self.degrees)
-        return Picture(np.asarray(picture.pillow().rotate(angle)))
-
-
 class HorizontalFlip:
     """Flip left to right with probability p."""
 
@@ -244,12 +215,7 @@ class RandAugment:
     """
 
     def __init__(
-        self,
-        *,
-        count: int = 2,
-        magnitude: float = 9,
-        magnitude_std: float = 0.0,
-        p: float = 1.0,
+        self, *, count: int = 2, magnitude: float = 9, magnitude_std: float = 0, p: float = 1
     ) -> None:
         self.operations = whole("count", count, 1, 100)
         self.magnitude = number("magnitude", magnitude, 0, STRENGTHS)
@@ -261,25 +227,23 @@ class RandAugment:
 
     def draw(self, size: tuple[int, int], rng: random.Random) -> list[Drawn]:
         """Draw the operations of an image of this (width, height)."""
-        drawn = []
-        for _ in range(self.operations):
-            if self.p < 1 and rng.random() >= self.p:
-                drawn.append(("identity", 0.0))
-                continue
-            magnitude = self.magnitude
-            if self.magnitude_std > 0:
-                # Rounded, because the GPU path keeps the numbers of each operation and strength.
-                magnitude = round(rng.gauss(magnitude, self.magnitude_std))
-                magnitude = min(max(magnitude, 0), STRENGTHS)
-            drawn.append(_draw(size, rng, magnitude / STRENGTHS, wide=False))
-        return drawn
+        return [self._draw_one(size, rng) for _ in range(self.operations)]
+
+    def _draw_one(self, size: tuple[int, int], rng: random.Random) -> Drawn:
+        if self.p < 1 and rng.random() >= self.p:
+            return "identity", 0.0
+        magnitude = self.magnitude
+        if self.magnitude_std > 0:
+            # Rounded, because the GPU path keeps the numbers of each operation and strength.
+            magnitude = round(rng.gauss(magnitude, self.magnitude_std))
+            magnitude = min(max(magnitude, 0), STRENGTHS)
+        return _draw(size, rng, magnitude / STRENGTHS, wide=False)
 
 
 class TrivialAugment:
     """Apply one random operation of random strength, as torchvision's TrivialAugmentWide.
 
-    The search space is the wide one of arXiv 2103.10158. At the end of the training list, a GPU
-    applies the operation: pipeline/gpu/augment.py.
+    Its units are the wide ones of arXiv 2103.10158. A GPU applies it as it does RandAugment.
     """
 
     operations = 1
@@ -292,6 +256,8 @@ class TrivialAugment:
         strength = int(rng.random() * (STRENGTHS + 1)) / STRENGTHS
         return [_draw(size, rng, strength, wide=True)]
 
+
+STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
 
 # name -> affine matrix (a, b, c, d, e, f) of a signed strength: the pixel (x, y) of the result is
 # the pixel (a x + b y + c, d x + e y + f) of the image.
@@ -309,16 +275,9 @@ def _affine(name: str) -> "Operation":
     )
 
 
-STRENGTHS = 30  # steps from the weakest to the strongest: torchvision's 31 bins, counted from 0
-
-
 def solarize_threshold(strength: float) -> float:
     """The lowest level to invert: a multiple of 0.5."""
     return round(255 * (1 - abs(strength)), 6)  # restores the last bit that a product may lose
-
-
-def _solarize(image: Image.Image, strength: float) -> Image.Image:
-    return ImageOps.solarize(image, solarize_threshold(strength))  # type: ignore[arg-type]
 
 
 Operation = Callable[[Image.Image, float], Image.Image]
@@ -337,7 +296,7 @@ OPERATIONS: dict[str, tuple[Operation, Unit, Unit]] = {
     "contrast": (lambda image, v: ImageEnhance.Contrast(image).enhance(1 + v), 0.9, 0.99),
     "sharpness": (lambda image, v: ImageEnhance.Sharpness(image).enhance(1 + v), 0.9, 0.99),
     "posterize": (lambda image, v: ImageOps.posterize(image, 8 - round(abs(v))), 4, 6),
-    "solarize": (_solarize, 1, 1),
+    "solarize": (lambda image, v: ImageOps.solarize(image, solarize_threshold(v)), 1, 1),  # type: ignore[arg-type]
     "autocontrast": (lambda image, v: ImageOps.autocontrast(image), 0, 0),
     "equalize": (lambda image, v: ImageOps.equalize(image), 0, 0),
 }
@@ -352,16 +311,13 @@ def _draw(size: tuple[int, int], rng: random.Random, strength: float, *, wide: b
 
 
 def signed_strength(name: str, strength: float, size: tuple[int, int], *, wide: bool) -> float:
-    """Convert a strength to the unit of an operation.
+    """Convert a strength in [-1, 1] to the unit of an operation on an image of (width, height).
 
     Args:
-        name: a name in OPERATIONS.
-        strength: from -1 to 1.
-        size: (width, height) of the image.
         wide: use TrivialAugment's units instead of RandAugment's.
     """
-    _, of_rand, of_trivial = OPERATIONS[name]
-    unit = of_trivial if wide else of_rand
+    _, narrow_unit, wide_unit = OPERATIONS[name]
+    unit = wide_unit if wide else narrow_unit
     return strength * (unit(size) if callable(unit) else unit)
 
 
@@ -382,7 +338,6 @@ TRANSFORMS: dict[str, Callable[..., Transform]] = {
     "resize": Resize,
     "center_crop": CenterCrop,
     "random_crop": RandomCrop,
-    "rotation": Rotation,
     "horizontal_flip": HorizontalFlip,
     "rand_augment": RandAugment,
     "trivial_augment": TrivialAugment,
@@ -406,9 +361,8 @@ def build(entries: Sequence[Any], table: dict[str, Callable[..., Any]], *, key: 
 
 def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> Any:
     has_parameters = isinstance(entry, dict) and len(entry) == 1
-    name, parameters = next(iter(entry.items())) if has_parameters else (entry, None)
-    parameters = {} if parameters is None else parameters
-    if not isinstance(name, str) or not isinstance(parameters, dict):
+    name, parameters = next(iter(entry.items())) if has_parameters else (entry, {})
+    if not isinstance(name, str) or not isinstance(parameters, dict | None):
         raise UserError(
             f"{key}: {entry!r} is not a transform; write `name` or `name: {{parameter: value}}`"
         )
@@ -417,16 +371,13 @@ def _build_one(entry: Any, table: dict[str, Callable[..., Any]], key: str) -> An
             f"{key}: there is no transform {name}; choose from {', '.join(table)}"
             f"{did_you_mean(name, table)}"
         )
-    signature = inspect.signature(table[name])
     try:
-        signature.bind(**parameters)
-    except TypeError as error:
-        accepted = ", ".join(signature.parameters) or "no parameters"
-        raise UserError(f"{key}: {name}: {error}; it takes {accepted}") from None
-    try:
-        return table[name](**parameters)
+        return table[name](**(parameters or {}))
     except (TypeError, ValueError, IndexError) as error:
-        raise UserError(f"{key}: {name}: {error}") from None
+        takes = ""
+        if isinstance(table[name], type):
+            takes = f"; it takes {', '.join(inspect.signature(table[name]).parameters)}"
+        raise UserError(f"{key}: {name}: {error}{takes}") from None
 
 
 def _checked_size(size: Any) -> int:

@@ -134,8 +134,7 @@ class MixupOrCutmix:
         switch_p: float = 0.5,
         per: str = "batch",
     ) -> None:
-        self.mixup_alpha = positive("mixup_alpha", mixup_alpha)
-        self.cutmix_alpha = positive("cutmix_alpha", cutmix_alpha)
+        self.alphas = positive("cutmix_alpha", cutmix_alpha), positive("mixup_alpha", mixup_alpha)
         self.p = number("p", p, 0, 1)
         self.switch_p = number("switch_p", switch_p, 0, 1)
         self.per_image = choice("per", per, ("batch", "image")) == "image"
@@ -144,11 +143,11 @@ class MixupOrCutmix:
         rng, count = part.rng, part.total if self.per_image else 1
         chosen = rng.random(count) < self.p
         cut = rng.random(count) < self.switch_p
-        alpha = np.where(cut, self.cutmix_alpha, self.mixup_alpha)
+        alpha = np.where(cut, *self.alphas)
         keep = np.where(chosen, rng.beta(alpha, alpha), 1.0)
         boxes, area = _pasted(np.where(cut, 1 - keep, 0.0), images.shape[-1], rng)
         weight = to_device(part.own(np.where(cut, 1.0, keep)), images)[:, None, None, None]
-        weight = torch.where(_inside(part.own(boxes), images), 0.0, weight)  # of each pixel
+        weight = torch.where(_inside(part.own(boxes), images), 0.0, weight)  # [B, 1, S, S]
         images = torch.lerp(part.partners(images), images, weight)
         weight = to_device(part.own(np.where(cut, 1 - area, keep)), images)[:, None]
         return images, torch.lerp(part.partners(targets), targets, weight)
@@ -215,15 +214,10 @@ def to_device(values: np.ndarray, like: Tensor) -> Tensor:
 def _pasted(
     share: np.ndarray, size: int, rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw the boxes of cutmix.
-
-    Args:
-        share: float [B], area of each box as a fraction of the image's area.
-        size: side of the images in pixels.
+    """Draw boxes of cutmix with the area share * size**2; a part may lie outside the image.
 
     Returns:
-        float [B, 4], left, top, right, bottom; and float [B], the fraction of the image's area that
-        lies in the box, of which a part may be outside.
+        float [B, 4], left, top, right, bottom inside; float [B], their fraction of the image.
     """
     half = np.floor(np.sqrt(share) * size / 2)
     centre = np.floor(rng.random((2, len(share))) * size)

@@ -4,13 +4,10 @@ torchvision takes a second to import, so it is imported only if a config names o
 training process to check the parameters, and in a worker at its first image.
 """
 
-import inspect
 import random
-from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from conf.packages import import_torchvision
@@ -42,7 +39,6 @@ NAMES = (
 )
 
 
-@dataclass(frozen=True)
 class TorchvisionTransform:
     """Apply a v2 transform to one image; it draws from torch's generator, seeded from the sample's.
 
@@ -51,8 +47,9 @@ class TorchvisionTransform:
         parameters: keyword arguments of its constructor.
     """
 
-    name: str
-    parameters: dict[str, Any]
+    def __init__(self, name: str, **parameters: Any) -> None:
+        self.name, self.parameters = name, parameters
+        self._transform  # noqa: B018 - refuses wrong parameters now
 
     def __call__(self, picture: Picture, rng: random.Random) -> Picture:
         pixels = as_tensor(picture.pixels()).permute(2, 0, 1)  # uint8 [3, H, W]
@@ -64,40 +61,14 @@ class TorchvisionTransform:
 
     @cached_property
     def _transform(self) -> Any:
-        return _constructor(self.name)(**self.parameters)
+        import_torchvision()
+        from torchvision.transforms import v2
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Without the cached transform: unpickling it would import torchvision when a worker starts.
-        return TorchvisionTransform, (self.name, self.parameters)
+        return getattr(v2, self.name)(**self.parameters)
 
-
-@dataclass(frozen=True)
-class V2Factory:
-    """Check the parameters of a v2 transform and build it; has the signature of its constructor."""
-
-    name: str
-
-    @property
-    def __signature__(self) -> inspect.Signature:
-        return inspect.signature(_constructor(self.name))
-
-    def __call__(self, **parameters: Any) -> TorchvisionTransform:
-        transform = TorchvisionTransform(self.name, parameters)
-        picture = Picture(np.random.default_rng(0).integers(0, 256, (224, 224, 3), np.uint8))
-        try:
-            # Invalid values often raise an error only when it is applied, and only for some draws.
-            for seed in range(8):
-                transform(picture, random.Random(seed))
-        except Exception as error:  # torchvision raises many kinds
-            raise ValueError(f"{str(error).rstrip('.')}; check {parameters}") from None
-        return transform
+    def __getstate__(self) -> dict[str, Any]:
+        # Without the v2 transform: unpickling it would import torchvision when a worker starts.
+        return {"name": self.name, "parameters": self.parameters}
 
 
-V2_TRANSFORMS = {f"v2.{name}": V2Factory(name) for name in NAMES}
-
-
-def _constructor(name: str) -> Any:
-    import_torchvision()
-    from torchvision.transforms import v2
-
-    return getattr(v2, name)
+V2_TRANSFORMS = {f"v2.{name}": partial(TorchvisionTransform, name) for name in NAMES}

@@ -13,7 +13,6 @@ from PIL import Image
 
 from conf.packages import import_torchvision
 from conf.schema import UserError
-from pipeline import augment
 from pipeline.augment import (
     NAMES,
     OPERATIONS,
@@ -77,35 +76,22 @@ def test_crop_lies_within_the_image_and_reaches_every_corner() -> None:
     assert boxes.max(axis=0)[2:].tolist() == [400, 300]
 
 
-@pytest.mark.parametrize("ratio", [(3 / 4, 4 / 3), (1.5, 3.0)], ids=["usual", "wide"])
-@pytest.mark.parametrize("size", [(500, 375), (64, 64)])
-def test_crop_is_distributed_as_torchvision_draws_it(
-    transforms: ModuleType, size: tuple[int, int], ratio: tuple[float, float]
-) -> None:
+def test_crop_is_distributed_as_torchvision_draws_it(transforms: ModuleType) -> None:
     """With boxes that are always wide, the test detects swapped width and height."""
+    size, ratio = (500, 375), [1.5, 3.0]
     crop, rng = RandomResizedCrop(size=8, ratio=ratio), random.Random(0)
-    ours = np.array([crop.box(*size, rng) for _ in range(3000)])
+    x, y, right, bottom = np.array([crop.box(*size, rng) for _ in range(3000)]).T
     torch.manual_seed(0)
     draw, like = transforms.RandomResizedCrop.get_params, torch.empty(3, size[1], size[0])
-    theirs = [draw(like, [0.08, 1.0], list(ratio)) for _ in range(3000)]
-    top, left, tall, wide = np.array(theirs).T
-    x, y, right, bottom = ours.T
+    top, left, tall, wide = np.array([draw(like, [0.08, 1.0], ratio) for _ in range(3000)]).T
     pairs = [(x, left), (y, top), (right - x, wide), (bottom - y, tall)]
     pairs.append(((right - x) / (bottom - y), wide / tall))
     assert all(same_distribution(*pair) for pair in pairs)
     assert not same_distribution(x, left + 0.05 * size[0])  # the test has the power to tell
-
-
-@pytest.mark.parametrize("size", [(30, 1000), (1000, 30)])
-def test_crop_of_an_image_of_impossible_ratio_is_torchvisions(
-    transforms: ModuleType, size: tuple[int, int]
-) -> None:
-    """After ten tries, the crop is the largest centred region."""
-    crop = RandomResizedCrop(size=8, scale=(1.0, 1.0))
-    left, top, right, bottom = crop.box(*size, random.Random(0))
-    like = torch.empty(3, size[1], size[0])
-    theirs = transforms.RandomResizedCrop.get_params(like, [1.0, 1.0], [3 / 4, 4 / 3])
-    assert (top, left, bottom - top, right - left) == tuple(theirs)
+    for size in ((30, 1000), (1000, 30)):  # after ten tries, the largest centred region
+        x, y, right, bottom = RandomResizedCrop(size=8, scale=(1, 1)).box(*size, random.Random(0))
+        theirs = draw(torch.empty(3, size[1], size[0]), [1.0, 1.0], [3 / 4, 4 / 3])
+        assert (y, x, bottom - y, right - x) == tuple(theirs)
 
 
 # Pixels.
@@ -140,39 +126,26 @@ def test_random_interpolation_draws_one_of_both_after_the_region() -> None:
     assert 35 < bicubic < 65
 
 
-@pytest.mark.parametrize("size", [(300, 260), (64, 64), (500, 65), (64, 700), (97, 101), (75, 64)])
+@pytest.mark.parametrize("size", [(300, 260), (64, 64), (500, 65), (97, 101)])
 def test_resize_and_center_crop_are_torchvisions(
     transforms: ModuleType, size: tuple[int, int]
 ) -> None:
-    image = PHOTO.resize(size)
-    crop = transforms.CenterCrop(56)
-    for side, shape in ((64, 64), ([64, 64], [64, 64]), ([48, 80], [48, 80])):
+    image, crop = PHOTO.resize(size), transforms.CenterCrop(56)
+    for side, shape in ((64, 64), ([48, 80], [48, 80])):
         resize, theirs = one("resize", size=side), transforms.Resize(shape)(image)
-        ours = made(resize, image)
-        assert abs(ours.astype(int) - np.asarray(theirs, int)).max() <= 1
-        ours = made(Compose([resize, one("center_crop", size=56)]), image)
-        assert abs(ours.astype(int) - np.asarray(crop(theirs), int)).max() <= 1
-
-
-def test_crop_ratio_and_interpolation_of_a_resize() -> None:
-    bicubic = made(one("resize", size=70, crop_ratio=0.875, interpolation="bicubic"), PHOTO)
-    theirs = PHOTO.resize((int(80 * 300 / 260), 80), Image.Resampling.BICUBIC)
-    difference = abs(bicubic.astype(int) - np.asarray(theirs, int))
-    assert difference.max() <= 2 and difference.mean() < 0.05
+        pairs = [(made(resize, image), theirs)]
+        pairs.append((made(Compose([resize, one("center_crop", size=56)]), image), crop(theirs)))
+        for ours, expected in pairs:
+            assert abs(ours.astype(int) - np.asarray(expected, int)).max() <= 1
+    bicubic = made(one("resize", size=70, crop_ratio=0.875, interpolation="bicubic"), image)
+    theirs = transforms.Resize(80, transforms.InterpolationMode.BICUBIC)(image)
+    assert abs(bicubic.astype(int) - np.asarray(theirs, int)).mean() < 0.05
 
 
 def test_center_crop_pads_a_small_image_with_black() -> None:
     small = np.asarray(PHOTO.resize((20, 30)))
     pixels = made(one("center_crop", size=40), PHOTO.resize((20, 30)))
     np.testing.assert_array_equal(pixels, np.pad(small, ((5, 5), (10, 10), (0, 0))))
-
-
-def test_rotation_is_torchvisions(transforms: ModuleType) -> None:
-    angles = [random.Random(seed).uniform(-15, 15) for seed in range(20)]
-    assert min(angles) < -10 and max(angles) > 10
-    for seed, angle in enumerate(angles):
-        theirs = transforms.functional.rotate(PHOTO, angle)
-        np.testing.assert_array_equal(made(one("rotation", degrees=15), PHOTO, seed), theirs)
 
 
 def test_horizontal_flip() -> None:
@@ -199,18 +172,10 @@ def test_random_crop_uses_every_position_and_pads_with_black() -> None:
 PARAMETERS: dict[str, dict[str, Any]] = {
     **{name: {"size": 40} for name in ("random_resized_crop", "resize", "center_crop")},
     "random_crop": {"size": 40},
-    "rotation": {"degrees": 15},
-    "v2.ColorJitter": {"brightness": 0.4, "hue": 0.1},
-    "v2.GaussianBlur": {"kernel_size": 5},
-    "v2.RandomAdjustSharpness": {"sharpness_factor": 2},
-    "v2.RandomAffine": {"degrees": 20, "translate": [0.1, 0.1]},
-    "v2.RandomPosterize": {"bits": 3},
-    "v2.RandomRotation": {"degrees": 20},
-    "v2.RandomSolarize": {"threshold": 100},
 }
 
 
-@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if not name.startswith("v2.")])
 def test_every_transform_makes_the_size_it_declares(name: str) -> None:
     transform = one(name, **PARAMETERS.get(name, {}))
     for seed, image in enumerate((PHOTO, PHOTO.resize((41, 200)), PHOTO.resize((40, 40)))):
@@ -347,22 +312,13 @@ def test_strengths_are_drawn_from_a_rounded_normal_distribution() -> None:
 @pytest.mark.parametrize(
     ("entry", "message"),
     [
-        (
-            "horizontal_flp",
-            r"no transform horizontal_flp; choose from random_resized_crop, .*; "
-            r"did you mean horizontal_flip\?",
-        ),
+        ("horizontal_flp", r"choose from random_resized_crop, .*; did you mean horizontal_flip\?"),
         ("__import__", "choose from random_resized_crop"),
         ({"horizontal_flip": {"prob": 1}}, "horizontal_flip: .*'prob'; it takes p$"),
-        ({"trivial_augment": {"size": 3}}, "'size'; it takes no parameters$"),
-        ({"random_resized_crop": {"size": 8, "self": 1}}, "'self'"),
-        ("center_crop", "center_crop: missing a required .*'size'; it takes size$"),
+        ("center_crop", "center_crop: .*missing .*'size'; it takes size$"),
         *(
             (entry, "is not a transform; write `name` or")
-            for entry in (
-                *({"center_crop": 8}, {"center_crop": [8]}, {}, None, 3, ["horizontal_flip"]),
-                {"center_crop": {"size": 8}, "resize": {"size": 8}},
-            )
+            for entry in ({"center_crop": 8}, {}, None, {"center_crop": {}, "resize": {}})
         ),
     ],
 )
@@ -373,19 +329,18 @@ def test_invalid_entry_is_refused(entry: Any, message: str) -> None:
 
 NAN, INF = math.nan, math.inf
 INVALID: dict[str, dict[str, tuple[Any, ...]]] = {
-    "center_crop": {"size": (0, -1, 4097, 2.5, "8", None, NAN, [8])},
-    "resize": {"size": (0, [8], [8, 8, 8], [8, 0]), "interpolation": ("nearest", "random")},
-    "rotation": {"degrees": (-1, 181, NAN, [15], None)},
+    "center_crop": {"size": (0, 4097, 2.5, "8", None)},
+    "resize": {"size": (0, [8], [8, 0]), "interpolation": ("nearest", "random")},
     "random_resized_crop": {
-        "scale": ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], [0.1, NAN], 0.5, [0.5], "ab", None),
+        "scale": ([0, 1], [0.5, 0.2], [0.1, 1.1], [NAN, 1], 0.5, "ab"),
         "ratio": ([2, 1], [-1, 1], [1, INF], [1, 1, 1]),
         "interpolation": ("nearest",),
     },
-    "horizontal_flip": {"p": (-0.1, 1.1, NAN, "x", None, [1])},
-    "random_crop": {"padding": (-1, 1.5, NAN, None)},
+    "horizontal_flip": {"p": (-0.1, 1.1, NAN, None)},
+    "random_crop": {"padding": (-1, 1.5)},
     "rand_augment": {
-        "count": (0, 1.5, NAN, None),
-        **dict.fromkeys(("magnitude", "magnitude_std"), (-1, 31, NAN, None)),
+        "count": (0, 1.5),
+        **dict.fromkeys(("magnitude", "magnitude_std"), (-1, 31)),
         "p": (-0.1, 1.1),
     },
 }
@@ -398,5 +353,5 @@ def test_invalid_parameter_is_refused(name: str) -> None:
             given = PARAMETERS.get(name, {}) | {key: value}
             with pytest.raises(UserError, match=f"^augment.val: {name}: {key}=.*: give "):
                 build([{name: given}], TRANSFORMS, key="augment.val")
-    with pytest.raises(UserError, match=r"size=\[8, 8\]: give one number, or"):
-        augment.build([{"resize": {"size": [8, 8], "crop_ratio": 0.9}}], TRANSFORMS, key="x")
+    with pytest.raises(UserError, match=r"size=\[8, 8\]: give \[height, width\] without"):
+        one("resize", size=[8, 8], crop_ratio=0.9)

@@ -306,7 +306,7 @@ CROP = "{random_resized_crop: {size: 24, interpolation: bicubic}}"
         (f"[{CROP}, {{rand_augment: {{count: 3}}}}]", None, 3),
         ("[{resize: {size: [24, 24]}}, horizontal_flip]", None, 0),
         ("[{random_crop: {size: 24, padding: 2}}]", None, 0),  # only some images need pixels
-        (f"[{{rotation: {{degrees: 5}}}}, {CROP}]", "rotation", 0),
+        (f"[{{v2.RandomRotation: {{degrees: 5}}}}, {CROP}]", "v2.RandomRotation", 0),
         (f"[{CROP}, rand_augment, horizontal_flip]", "rand_augment", 0),
         (f"[{CROP}, {{v2.ColorJitter: {{hue: 0.1}}}}]", "v2.ColorJitter", 0),
     ],

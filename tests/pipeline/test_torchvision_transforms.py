@@ -2,8 +2,6 @@
 
 import pickle
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,26 +13,10 @@ from PIL import Image
 from conf import cli
 from conf.packages import import_torchvision
 from conf.schema import UserError
-from pipeline.augment import TRANSFORMS, Compose, build
+from pipeline.augment import TRANSFORMS, build
 from pipeline.build import build_datasets
 from pipeline.decode import Picture, open_picture
 from pipeline.torchvision_transforms import NAMES
-
-AUGMENT = (
-    "augment.train=[{random_resized_crop: {size: 32}}, {v2.RandAugment: {num_ops: 2}},"
-    " {v2.ColorJitter: {brightness: 0.4}}, horizontal_flip]"
-)
-# Unpickles a list of transforms as a worker does, then uses it.
-WORKER = """
-import pickle, random, sys
-import numpy as np
-import pipeline.worker
-from pipeline.decode import Picture, open_picture
-transform = pickle.loads(bytes.fromhex(sys.argv[1]))
-print("torchvision" in sys.modules)
-transform(Picture(np.zeros((8, 8, 3), np.uint8)), random.Random(0))
-print("torchvision" in sys.modules)
-"""
 
 
 def one(name: str, **parameters: Any) -> Any:
@@ -69,7 +51,7 @@ def test_pixels_are_torchvisions_for_the_seed_that_the_sample_draws(
     transform, changed = one(f"v2.{name}", **parameters), 0
     path = next((image_root / "train" / "dots").iterdir())
     image = v2.functional.pil_to_tensor(Image.open(path))
-    for seed in range(12):
+    for seed in range(4 if name == "ElasticTransform" else 12):
         opened = open_picture(path.read_bytes(), "pillow")
         ours = transform(opened, random.Random(seed)).pixels()
         torch.manual_seed(random.Random(seed).getrandbits(63))
@@ -90,25 +72,21 @@ def test_draws_come_from_the_sample_and_leave_torchs_generator_as_it_was() -> No
     assert not np.array_equal(transform(picture(), random.Random(2)).pixels(), first)
 
 
-@pytest.mark.slow
-def test_torchvision_is_imported_at_the_first_image() -> None:
-    transform = Compose([one("v2.RandomVerticalFlip", p=1)])
-    transform(picture(), random.Random(0))
-    given = pickle.dumps(transform).hex()
-    command = [sys.executable, "-c", WORKER, given]
-    folder = Path(__file__).parents[2]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["False", "True"]
+def test_a_list_is_sent_to_a_worker_without_the_imported_transform() -> None:
+    transform = one("v2.RandomErasing", p=1)
+    expected = transform(picture(), random.Random(1)).pixels()
+    given = pickle.dumps(transform)
+    assert b"torchvision.transforms" not in given
+    np.testing.assert_array_equal(
+        pickle.loads(given)(picture(), random.Random(1)).pixels(), expected
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "parameters", "message"),
     [
-        ("v2.RandAugment", {"count": 2}, "v2.RandAugment: .*'count'; it takes num_ops, "),
-        ("v2.RandomPosterize", {}, "v2.RandomPosterize: missing .*'bits'; it takes bits, p"),
-        ("v2.RandAugment", {"num_ops": "two"}, "v2.RandAugment: .*; check {'num_ops': 'two'}"),
-        ("v2.RandAugment", {"magnitude": 99}, "v2.RandAugment: .*; check {'magnitude': 99}"),
-        ("v2.RandomErasing", {"p": 3}, "v2.RandomErasing: .*; check {'p': 3}"),
+        ("v2.RandAugment", {"count": 2}, "v2.RandAugment: .*'count'"),
+        ("v2.RandomPosterize", {}, "v2.RandomPosterize: .*missing .*'bits'"),
         ("v2.Compose", {}, "there is no transform v2.Compose; choose from "),
         ("v2.__class__", {}, "there is no transform v2.__class__; choose from "),
     ],
@@ -121,7 +99,7 @@ def test_wrong_parameter_is_refused(name: str, parameters: dict[str, Any], messa
 @pytest.mark.parametrize(
     ("last", "message"),
     [
-        ("v2.ElasticTransform", "fails on an image: "),
+        ("{v2.RandAugment: {magnitude: 99}}", "fails on an image: "),
         ("{v2.RandomRotation: {degrees: 30, expand: true}}", "makes images of .* px, not 16x16; "),
     ],
 )

@@ -68,7 +68,7 @@ def results(predictor: Predictor, *paths: Path) -> list[Result]:
     [
         "[{resize: {size: 36}}, {center_crop: {size: 32}}]",
         "[{resize: {size: 36, interpolation: bicubic}}, {center_crop: {size: 32}}]",
-        "[{rotation: {degrees: 45}}, {resize: {size: [32, 32]}}]",
+        "[{v2.RandomInvert: {p: 1}}, {resize: {size: [32, 32]}}]",
     ],
 )
 def test_same_predictions_as_the_pipeline(folder: Path, image_root: Path, transforms: str) -> None:
