@@ -3,8 +3,8 @@
     python train.py data.root=/imagenet loader.workers=auto
     torchrun --nproc-per-node 8 train.py data.root=/imagenet
 
-This file contains the algorithm from top to bottom: the loop, the step and its loss, the model and
-the plan. Fork it: no module that it imports depends on it.
+This file contains the algorithm from top to bottom: the loop, the step and its loss, the validation
+and the model. Fork it: no module that it imports depends on it.
 """
 
 if __name__ == "__main__":
@@ -14,12 +14,9 @@ if __name__ == "__main__":
     CONFIG = start(__doc__)
 
 import gc
-import logging
-import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,18 +26,17 @@ from torch import Tensor, nn
 
 import models
 from conf import cli
-from conf.compose import load
 from conf.launch import exit_with
 from conf.rooms import has_room, require_room
-from conf.schema import CHOOSE_SAMPLES, Config, config_values
+from conf.schema import Config
 from engine.checkpoint import find
-from engine.compute import compiled, set_up_kernels
+from engine.compute import compiled, garbage_collection_paused, set_up_kernels
 from engine.distributed import (
     StopSignal,
     World,
     average_gradients,
     join_world,
-    same_on_all_ranks,
+    share_config,
     without_sync,
 )
 from engine.log.runlog import RunLog, check_log
@@ -56,21 +52,12 @@ from engine.step_graph import (
     Values,
     compile_later_sizes,
 )
-from engine.validation import METRICS, evaluate, hits
+from engine.validation import METRICS, evaluate, hits, validation_batches
 from pipeline.build import Datasets, build_datasets
 from pipeline.feed import Feed, open_feed
 from pipeline.loader import start_forkserver
 from pipeline.machine import reached_limit
 from pipeline.prefetcher import Batch
-
-# Nodes may differ in these keys; all other keys must be equal on every rank.
-MAY_DIFFER = (
-    *CHOOSE_SAMPLES,
-    "loader.workers",
-    "loader.prefetch_factor",
-    "loader.pin_memory",
-    "loader.start_method",
-)
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -83,32 +70,29 @@ def train(config: Config) -> dict[str, Any]:
     """
     started = time.monotonic()
     with ExitStack() as stack:
-        use = stack.enter_context
-        world = use(join_world(config.train.device, config.loader.timeout_seconds))
+        enter = stack.enter_context
+        world = enter(join_world(config.train.device, config.loader.timeout_seconds))
         config = resolve_config(config, world)
-        run = use(RunDirectory(config, world))
+        run = enter(RunDirectory(config, world))
         datasets, plan, state = prepare(config, run, world)  # finds nearly all user errors
         changes = run.open(state, run_identity(config, datasets, plan), stop_step=plan.stop_step)
-        log = use(RunLog(plan, run, state, world, started=started))
+        log = enter(RunLog(plan, run, state, world, started=started))
         log.introduce(changes)
         if log.finished is not None:
             return log.already_finished()
-        texts = {"config.yaml": cli.to_yaml(config), "overrides.yaml": cli.to_yaml(config.typed)}
-        run.begin(plan, texts)
+        run.begin(plan)
 
-        feed = use(open_feed(config, datasets, plan.loader, world))
-        step = use(build_step(plan, state, world))
-        stop = use(StopSignal(world, log.failed, unsaved=lambda: state.step != run.saved_step))
-        use(out_of_memory_explained(plan, state, world))
+        feed = enter(open_feed(config, datasets, plan.loader, world))
+        step = enter(build_step(plan, state, world))
+        stop = enter(StopSignal(world, log.failed, unsaved=lambda: state.step != run.saved_step))
+        enter(out_of_memory_explained(plan, state, world))
         verdict = tune_loader(feed, step, plan, state, run, stop, log)
-        validate = partial(validation, state, feed=feed, plan=plan, world=world, log=log, stop=stop)
-        use(log.watch(feed, stop, verdict))
-
-        if state.last.get("step") != state.step and plan.due(state.step).validate:
-            # An earlier start was stopped before it could validate.
-            validate()
+        enter(log.watch(feed, stop, verdict))
+        enter(garbage_collection_paused())
+        if plan.due(state.step).validate and state.last.get("step") != state.step:
+            validate(state, plan, feed, world, log, stop)  # a signal has prevented it
             save(state, run, log, stop)
-        use(garbage_collection_paused())
+
         # A signal ends the loop before the same step on all ranks, also while one waits for input.
         for batch in stop.interruptible(feed.train.batches(state.step, plan.stop_step)):
             log.begin_step(batch)
@@ -119,8 +103,8 @@ def train(config: Config) -> dict[str, Any]:
             if due.epoch:
                 log.end_epoch()
             if due.validate and not stop.poll():
-                validate()
-            if due.save and not stop:
+                validate(state, plan, feed, world, log, stop)
+            if due.save:
                 save(state, run, log, stop)
         if not run.has(state):
             save(state, run, log, stop)
@@ -128,30 +112,28 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def build_step(plan: Plan, state: TrainState, world: World) -> StepGraph:
-    """Return the function that trains on one batch: `train_step` with a compiled loss."""
-    config = plan.config
+    """Return the function that trains on one batch: `train_step`, on a GPU as a CUDA graph."""
+    config, on_gpu = plan.config, world.device.type == "cuda"
     network = world.wrap(state.model, torch.zeros(1, 3, plan.image_size, plan.image_size))
     weights = torch.tensor(plan.class_weights, device=world.device) if plan.class_weights else None
-    criterion = build_criterion(config.train, weights)
-    on_gpu = world.device.type == "cuda"
+    loss = plan.autocast()(compiled(training_loss, plan.compile))
     # A CUDA graph reads the learning rate from memory; torch's fused optimisers expect float32.
     lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=world.device)
-    step = partial(
-        train_step,
-        state,
-        network,
-        partial(plan.autocast()(compiled(training_loss, plan.compile)), criterion=criterion),
-        lr=lr,
-        clip_norm=config.optim.clip_norm,
-        accumulate=config.train.accumulate,
-    )
 
     def before(step: int) -> None:
         seed_step(config.train.seed, step, world.rank)
         lr.fill_(plan.curve.at(step))
 
     return StepGraph(
-        step,
+        partial(
+            train_step,
+            state,
+            network,
+            partial(loss, criterion=build_criterion(config.train, weights)),
+            lr=lr,
+            clip_norm=config.optim.clip_norm,
+            accumulate=config.train.accumulate,
+        ),
         before=before,
         ordinary_steps=ORDINARY_STEPS if network is state.model else ORDINARY_STEPS_DDP,
         refused=None if on_gpu else "training runs on the CPU",
@@ -259,8 +241,8 @@ def validation_values(network: nn.Module, images: Tensor, labels: Tensor) -> Val
     }
 
 
-def validation(
-    state: TrainState, *, feed: Feed, plan: Plan, world: World, log: RunLog, stop: StopSignal
+def validate(
+    state: TrainState, plan: Plan, feed: Feed, world: World, log: RunLog, stop: StopSignal
 ) -> None:
     """Validate each image once, and note in the state whether the model is the best so far.
 
@@ -269,37 +251,25 @@ def validation(
     recorded: the next start validates again.
     """
     networks = [state.model] if state.ema is None else [state.ema.module, state.model]
-    rows: list[Values] = []
+    values: list[Values] = []
     with log.pause("validation"):
         began = time.perf_counter()
         for network in networks:
             world.broadcast_buffers(network)
         batches = validation_batches(feed, stop, plan.config.train.accumulate)
         with plan.autocast(), feed.for_validation():
-            found, *raw = evaluate(networks, validation_values, batches, world, rows)
+            found, *raw = evaluate(networks, validation_values, batches, world, values)
         if found.images == plan.val_images:
             row = {"step": state.step, "epoch": plan.epoch(state.step)}
-            for suffix, metrics in zip(("", "_raw"), (found, *raw), strict=False):
-                row |= {f"{name}{suffix}": getattr(metrics, name) for name in METRICS}
+            row |= {name: getattr(found, name) for name in METRICS}
+            row |= {f"{name}_raw": getattr(each, name) for each in raw for name in METRICS}
             best = not state.best or row["top1"] > state.best["top1"]
             previous, state.last = state.last, row
             state.best = row if best else state.best
             seconds = time.perf_counter() - began
             counts = {"split": "val", "images": plan.val_images, "seconds": seconds}
-            log.validated({**row, **counts}, rows, best=best, previous=previous)
+            log.validated({**row, **counts}, values, best=best, previous=previous)
     stop.poll()
-
-
-def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's validation images and labels until the end, or until a signal.
-
-    In parts as in training, because a whole batch may not fit the GPU. A rank that ends early needs
-    no other rank for it: the count of images is then too low on all of them.
-    """
-    batches = feed.val.batches(0, feed.val_batches)
-    while (batch := stop.wait_for(lambda: next(batches, None))) is not None:
-        for part in batch.split(parts):
-            yield part.images, part.labels
 
 
 def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) -> None:
@@ -310,48 +280,18 @@ def save(state: TrainState, run: RunDirectory, log: RunLog, stop: StopSignal) ->
     stop.poll()
 
 
-@contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Collect garbage at checkpoints only: within a step, it would delay kernel launches."""
-    gc.collect()
-    gc.freeze()  # objects that live as long as the run are not examined again
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-        gc.unfreeze()
-
-
-def decide_finetuning(config: Config, images: int, num_ranks: int) -> dict[str, dict[str, Any]]:
-    """Return what recipe=finetune leaves to the program: the reason to print -> key -> value.
-
-    Args:
-        images: number of training images.
-    """
-    require_room("engine.extras.finetune", f"recipe={config.recipe}")
-    from engine.extras.finetune import decide
-
-    return decide(config, images, num_ranks)
-
-
 def resolve_config(config: Config, world: World) -> Config:
-    """Add what fine-tuning decides, and use rank 0's `run` keys on all ranks.
-
-    ${now:} gives each rank a different time.
+    """Add what fine-tuning decides, and check that all ranks have the same config.
 
     Raises:
-        UserError: other keys differ between the ranks; or the weights or images cannot be read.
+        UserError: a key differs between the ranks; or weights or images cannot be read.
     """
     if config.adapt:
-        images = world.on_all_ranks(lambda: len(build_datasets(config).train))
-        values = world.on_all_ranks(lambda: decide_finetuning(config, images, world.size))
-        decided = world.on_all_ranks(lambda: load(config.typed, decided=values))
-        config = replace(decided, run=config.run)  # named after what is typed
-    config = replace(config, run=world.broadcast(lambda: config.run))
-    keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
-    same_on_all_ranks(world.all_gather(keys))
-    return config
+        require_room("engine.extras.finetune", f"recipe={config.recipe}")
+        from engine.extras.finetune import adapt
+
+        config = adapt(config, world)
+    return share_config(config, world)
 
 
 def prepare(config: Config, run: RunDirectory, world: World) -> tuple[Datasets, Plan, TrainState]:
@@ -413,16 +353,15 @@ def build_state(plan: Plan, world: World) -> TrainState:
     return TrainState(model, build_optimizer(model, config.optim), ema, losses)
 
 
-@contextmanager
-def out_of_memory_explained(plan: Plan, state: TrainState, world: World) -> Iterator[None]:
+def out_of_memory_explained(
+    plan: Plan, state: TrainState, world: World
+) -> AbstractContextManager[None]:
     """Replace CUDA's out-of-memory error by one line; without engine/tune, leave it as it is."""
     if not has_room("engine.tune"):
-        yield
-        return
+        return nullcontext()
     from engine.tune.out_of_memory import explain_out_of_memory
 
-    with explain_out_of_memory(plan, state, world):
-        yield
+    return explain_out_of_memory(plan, state, world)
 
 
 def tune_loader(
@@ -435,8 +374,6 @@ def tune_loader(
     log: RunLog,
 ) -> Any:
     """Set decoder and workers for loader.workers=auto, and compile the step for later sizes.
-
-    These steps do not change `state`.
 
     Returns:
         What judges the speed of the run, for `RunLog.watch`; None without engine/tune.
@@ -452,13 +389,12 @@ def tune_loader(
 
 def main(config: Config) -> int:
     """Train; return the exit status: 0 finished, 1 failed, 2 user error, 128 + signal."""
-    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    cli.log_to_stderr(level, force=True)
 
     def status() -> int:
         signal_number = train(config)["signal"]
         return 128 + signal_number if signal_number else 0
 
+    cli.log_to_stderr(force=True)
     return cli.exit_status(status, limits=reached_limit)
 
 

@@ -175,8 +175,9 @@ class _PrintableLines(logging.Formatter):
         return "\n".join(map(printable, super().format(record).split("\n")))
 
 
-def log_to_stderr(level: int = logging.INFO, *, force: bool = False) -> None:
-    """Set up logging as `logging.basicConfig` does, with messages that a terminal can show."""
+def log_to_stderr(*, force: bool = False) -> None:
+    """Set up logging with messages that a terminal can show; only rank 0 prints all of them."""
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.ERROR
     handler = logging.StreamHandler()
     handler.setFormatter(_PrintableLines("%(levelname)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler], force=force)

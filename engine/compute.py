@@ -1,8 +1,10 @@
 """How a device computes a model: operations per image, precision, kernels, torch.compile."""
 
+import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -181,6 +183,19 @@ def set_up_kernels(*, deterministic: bool, precision: str) -> None:
     if deterministic:
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # required by cuBLAS, read nowhere else
     torch.use_deterministic_algorithms(deterministic)
+
+
+@contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """Collect garbage at checkpoints only: within a step, it would delay kernel launches."""
+    gc.collect()
+    gc.freeze()  # objects that live as long as the run are not examined again
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def compiled(function: F, mode: str) -> F:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import models
 from conf.launch import Launch, read_launch
-from conf.schema import RunError, UserError, show
+from conf.schema import CHOOSE_SAMPLES, Config, RunError, UserError, config_values, show
 from conf.signals import handle_stops
 from engine.heartbeat import Heartbeat
 
@@ -34,6 +34,11 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
+# Nodes may differ in these keys; all other keys must be equal on every rank.
+MAY_DIFFER = {
+    *CHOOSE_SAMPLES,
+    *(f"loader.{key}" for key in ("workers", "prefetch_factor", "pin_memory", "start_method")),
+}
 # A rank that responds may take this long for its part of a collective: it compiles, or saves.
 LONGEST_SECONDS = 1800.0
 # How its errors begin: "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection ..."
@@ -246,6 +251,18 @@ def same_on_all_ranks(
                 raise UserError(
                     f"{name}: is {show(value)} on rank {rank} and {show(first)} on rank 0; {remedy}"
                 )
+
+
+def share_config(config: Config, world: World) -> Config:
+    """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time.
+
+    Raises:
+        UserError: other keys differ between the ranks.
+    """
+    config = replace(config, run=world.broadcast(lambda: config.run))
+    keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
+    same_on_all_ranks(world.all_gather(keys))
+    return config
 
 
 def _installation() -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+from conf.compose import to_yaml
 from conf.schema import (
     CHOOSE_SAMPLES,
     RESULT,
@@ -232,22 +233,21 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """Store which kind of decoder loader.decoder=auto has chosen; later starts keep it."""
         self._content["identity"]["pixels"] = pixels
 
-    def begin(self, plan: Plan, files: dict[str, str]) -> None:
-        """Write files such as config.yaml, and remove an earlier start's summary. Collective.
+    def begin(self, plan: Plan) -> None:
+        """Write config.yaml and overrides.yaml, and remove an earlier start's summary. Collective.
 
         Also loads the kernels that an earlier start has compiled.
 
         Args:
             plan: checkpoints store its record.
-            files: content by name.
 
         Raises:
             CheckpointError: a file cannot be written.
         """
 
         def begin() -> None:
-            for name, text in files.items():
-                self.write(name, text)
+            self.write("config.yaml", to_yaml(self.config))
+            self.write("overrides.yaml", to_yaml(self.config.typed))
             for name in ("summary.json", "diverged.json"):
                 (self.path / name).unlink(missing_ok=True)
 

@@ -1,13 +1,14 @@
 """Validation that counts every image once, for any number of images, ranks and batch size."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 import models
-from engine.distributed import World
+from engine.distributed import StopSignal, World
+from pipeline.feed import Feed
 
 Measure = Callable[[nn.Module, Tensor, Tensor], dict[str, Tensor]]
 """`train.validation_values`."""
@@ -80,3 +81,15 @@ def evaluate(
         count = max(images, 1)
         results.append(Metrics(loss / count, 100 * top1 / count, 100 * top5 / count, int(images)))
     return results
+
+
+def validation_batches(feed: Feed, stop: StopSignal, parts: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's validation images and labels until the end, or until a signal.
+
+    In parts as in training, because a whole batch may not fit the GPU. A rank that ends early needs
+    no other rank for it: the count of images is then too low on all of them.
+    """
+    batches = feed.val.batches(0, feed.val_batches)
+    while (batch := stop.wait_for(lambda: next(batches, None))) is not None:
+        for part in batch.split(parts):
+            yield part.images, part.labels

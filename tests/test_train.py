@@ -746,18 +746,18 @@ def test_signal_in_the_last_step_of_an_epoch(
 ) -> None:
     """The checkpoint comes first, because a cluster may kill the job; the next start validates."""
     folder = tmp_path / "run"
-    step, validate, validated = train.train_step, train.validation, list[int]()
+    step, validate, validated = train.train_step, train.validate, list[int]()
 
     def signalled(state: TrainState, *arguments: Any, **options: Any) -> torch.Tensor:
         if state.step == 4:
             signal.raise_signal(signal.SIGTERM)
         return step(state, *arguments, **options)
 
-    def recorded(state: TrainState, **options: Any) -> None:
+    def recorded(state: TrainState, *arguments: Any) -> None:
         validated.append(state.step)
-        validate(state, **options)
+        validate(state, *arguments)
 
-    monkeypatch.setattr(train, "validation", recorded)
+    monkeypatch.setattr(train, "validate", recorded)
     with monkeypatch.context() as patch:
         patch.setattr(train, "train_step", signalled)
         assert train.main(compose(image_root, folder)) == 128 + signal.SIGTERM

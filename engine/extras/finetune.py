@@ -5,13 +5,17 @@ are the same at every start of a run, because they depend only on the file, the 
 (the batch) the number of ranks, and they are part of the run's identity.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import models
+from conf.compose import load
 from conf.schema import Config, UserError, typed_keys
 from engine import checkpoint
+from engine.distributed import World
 from engine.plan import suited_batch
+from pipeline.build import build_datasets
 
 Values = dict[str, Any]
 """Dotted key -> value."""
@@ -26,6 +30,14 @@ LARGEST_BATCH = 256
 # (arXiv 1706.02677), but not lower for smaller ones: with 18 images and a batch of 8, 0.0003
 # reached 46 % and 0.01 94 % in 20 epochs (images of tests/test_finetune.py).
 LR = 0.015
+
+
+def adapt(config: Config, world: World) -> Config:
+    """Return the config with what `decide` returns as one more layer. Collective."""
+    images = world.on_all_ranks(lambda: len(build_datasets(config).train))
+    values = world.on_all_ranks(lambda: decide(config, images, world.size))
+    decided = world.on_all_ranks(lambda: load(config.typed, decided=values))
+    return replace(decided, run=config.run)  # named after what is typed
 
 
 def decide(config: Config, images: int, ranks: int = 1) -> dict[str, Values]:

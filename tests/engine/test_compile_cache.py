@@ -202,7 +202,7 @@ def test_only_the_kernels_of_the_run_itself_are_loaded(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(torch_cache))
     with directory(path, given) as opened:
         opened.open(state_of(), IDENTITY)
-        opened.begin(PLAN, {})
+        opened.begin(PLAN)
     assert any(torch_cache.rglob("*")) == (resume == "auto")
     assert (path / "compiled").exists() == (resume == "auto")
 
