@@ -27,7 +27,6 @@ from engine.distributed import World, same_on_all_ranks
 from engine.plan import Plan
 from engine.state import TrainingError, TrainState, diverged
 from pipeline.build import Datasets
-from pipeline.dataset import in_form_of
 from pipeline.loader_plan import pixels_of
 from pipeline.splits import refuse_inside
 
@@ -354,8 +353,6 @@ def _changes(
         # earlier versions did not store it.
         stored.pop("model.compile", None)
         now.pop("model.compile", None)
-    for name in now.keys() & {"data.train", "data.val"}:
-        now[name] = in_form_of(stored.get(name), now[name])
     changes = compare(stored, now, path, accept_changes=config.checkpoint.accept_changes)
     if changes and stop_step is not None and content["step"] >= stop_step:
         raise UserError(

@@ -52,19 +52,27 @@ def build_datasets(config: Config) -> Datasets:
     Raises:
         UserError: a transform, a folder or its content is wrong.
     """
-    train, train_size = train_transform(config)
+    train, train_size = build_transform(config.augment.train, "augment.train")
     augment.build(config.augment.batch, BATCH_TRANSFORMS, key="augment.batch")
-    smaller = _smaller_transforms(config)
-    val, val_size = val_transform(config)
-    splits = _splits(config, config.data, train, val)
-    if len(splits[2]) < 2:
+    smaller = {}
+    for size in list(config.data.sizes.values())[:-1]:  # the last one is data.image_size
+        entries = with_size(config.augment.train, config.data.image_size, size)
+        smaller[size], made = build_transform(entries, "augment.train")
+        if made != size:
+            raise UserError(
+                f"data.sizes: augment.train makes images of {made} px, not {size} px; write "
+                "size: ${data.image_size} in it"
+            )
+    val, val_size = build_transform(config.augment.val, "augment.val")
+    train_split, val_split, classes = _splits(config, config.data, train, val)
+    if len(classes) < 2:
         key = "root" if config.data.classes is None else "classes"
         raise UserError(
             f"data.{key}={show(getattr(config.data, key))}: all images have the class "
-            f"{splits[2][0]}; a classifier needs at least two classes, each in its own folder"
+            f"{classes[0]}; a classifier needs at least two classes, each in its own folder"
         )
-    others = {size: splits[0].with_transform(transform) for size, transform in smaller.items()}
-    return Datasets(*splits, train_size, val_size, others)
+    others = {size: train_split.with_transform(each) for size, each in smaller.items()}
+    return Datasets(train_split, val_split, classes, train_size, val_size, others)
 
 
 def build_val(config: Config) -> Datasets:
@@ -75,7 +83,7 @@ def build_val(config: Config) -> Datasets:
     Raises:
         UserError: a transform, a folder or its content is wrong.
     """
-    transform, size = val_transform(config)
+    transform, size = build_transform(config.augment.val, "augment.val")
     data = config.data
     if not data.val_fraction:
         data = replace(data, train=data.val)
@@ -84,26 +92,19 @@ def build_val(config: Config) -> Datasets:
     return Datasets(nothing, val, classes, 1, size)
 
 
-def train_transform(config: Config) -> tuple[Compose, int]:
-    """Build the transforms of the training; return them and the side of the images in pixels.
+def build_transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
+    """Build a list of transforms, and apply it to a few images: some fail, or change the size.
+
+    Args:
+        entries: augment.train or augment.val.
+        key: its name, for messages.
+
+    Returns:
+        The transforms, and the side of the images that they make in pixels.
 
     Raises:
         UserError: a transform is wrong.
     """
-    return _transform(config.augment.train, "augment.train")
-
-
-def val_transform(config: Config) -> tuple[Compose, int]:
-    """Build the transforms of the validation; return them and the side of the images in pixels.
-
-    Raises:
-        UserError: a transform is wrong.
-    """
-    return _transform(config.augment.val, "augment.val")
-
-
-def _transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
-    """Build a list, and apply it to a few images: some transforms fail, or change the size."""
     transform = Compose(augment.build(entries, augment.TRANSFORMS, key=key))
     size = transform.image_size
     if size is None:
@@ -123,24 +124,6 @@ def _transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
                 f"center_crop: {{size: {size}}}"
             )
     return transform, size
-
-
-def _smaller_transforms(config: Config) -> dict[int, Compose]:
-    """Build augment.train for each of data.sizes but the last, which is data.image_size.
-
-    Raises:
-        UserError: a transform fails, or ignores data.image_size.
-    """
-    smaller = {}
-    for size in list(config.data.sizes.values())[:-1]:
-        entries = with_size(config.augment.train, config.data.image_size, size)
-        smaller[size], made = _transform(entries, "augment.train")
-        if made != size:
-            raise UserError(
-                f"data.sizes: augment.train makes images of {made} px, not {size} px; write "
-                "size: ${data.image_size} in it"
-            )
-    return smaller
 
 
 # Training split, validation split, names of the classes.

@@ -7,39 +7,26 @@ pipeline/build.py, and conf/data/NAME.yaml.
 """
 
 import copy
-import errno
 import hashlib
-import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Any, TypeVar
 
 import numpy as np
 
 from conf.schema import MAX_PIXELS, UserError
 from pipeline import decode
 from pipeline.augment import Compose, Drawn, sample_rng
-from pipeline.decode import Picture, UnreadableError, describe
-from pipeline.index import Index
+from pipeline.decode import UnreadableError, describe
+from pipeline.index import THREADS, Index
 from pipeline.shared import SharedArray
 
 # Short side in pixels of smaller copies for training at 224 px (scripts/prepare.py --side).
 SHRUNK_SIDE = 352
 SAMPLED, END_BYTES = 256, 4096  # files of a split whose ends are part of its fingerprint
-CONTENT = ", content "  # before their hash
-# Errors of a network file system or a disk that may be over a moment later. Python itself repeats
-# a read that a signal interrupted (EINTR).
-TRANSIENT = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT}
-# Seconds before another attempt. For all images of a task, less than loader.timeout_seconds.
-PAUSES = (0.1, 0.5, 2.0)
-# Errors that a file keeps until somebody changes it. Other errors, such as too many open files, say
-# nothing about the file, so the identity of a run must not depend on them.
-LASTING = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
-T = TypeVar("T")
 
 
 class BadImageError(RuntimeError):
@@ -49,8 +36,8 @@ class BadImageError(RuntimeError):
 class Dataset(ABC):
     """One split; also a map-style dataset for torch's own DataLoader.
 
-    A subclass calls `super().__init__()`, defines `__len__`, `load`, `name` and `fingerprint`, and
-    overrides the other methods if they apply to it.
+    A subclass calls `super().__init__()` and defines `__len__`, `load`, `name` and `fingerprint`;
+    the other methods and attributes are for what it can do beyond that.
 
     Attributes:
         operations: operations of RandAugment that `load_and_draw` leaves to the GPU, for each
@@ -78,32 +65,52 @@ class Dataset(ABC):
     def fingerprint(self) -> str:
         """Identify the samples, wherever they are stored; a run resumes only if it is the same."""
 
-    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
-        """Return pixels and label as `load`, but only draw the `operations`."""
-        return *self.load(epoch, index), []
+    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
+        """Return `load` for the epoch given to `set_epoch`."""
+        return self.load(int(self._epoch.array[0]), index)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of `dataset[index]`, 0 at first.
+
+        Call it before each epoch of torch's DataLoader, as with DistributedSampler. Running workers
+        see the change.
+        """
+        self._epoch.array[0] = epoch
+
+    @property
+    def labels(self) -> np.ndarray | None:
+        """Labels of all samples, int64 [len]; None if they are not known without loading."""
+        return None
 
     def label(self, index: int) -> int:
-        """Return the label of a sample. Override it if that is possible without decoding."""
-        return self.load(0, index)[1]
+        """Return the label of a sample."""
+        return self.load(0, index)[1] if self.labels is None else int(self.labels[index])
 
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the samples to try in place of an unreadable one (data.on_error=skip), in order.
 
-        They must not depend on which ones have been tried before, or by whom: the result of a run
-        must not depend on the number of workers.
+        They are the others of its class if the labels are known: those behind it, then those from
+        the first. They must not depend on which ones have been tried before, or by whom: the result
+        of a run must not depend on the number of workers.
         """
-        return ((index + step) % len(self) for step in range(1, len(self)))
-
-    def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
-        """Create the files if they are missing; called once the rest of the config is checked."""
+        labels = np.zeros(len(self)) if self.labels is None else self.labels
+        same = np.flatnonzero(labels == labels[index])
+        place = int(np.searchsorted(same, index))
+        yield from [*same[place + 1 :].tolist(), *same[:place].tolist()]
 
     def class_counts(self, num_classes: int) -> list[int]:
         """Return the number of samples of each class.
 
         Raises:
-            UserError: they are not known; a dataset overrides this method to tell them.
+            UserError: the labels are not known.
         """
-        raise UserError("train.class_weights: this dataset does not tell its labels; leave it out")
+        if self.labels is None:
+            raise UserError("train.class_weights: this dataset does not tell its labels")
+        return np.bincount(self.labels, minlength=num_classes).tolist()
+
+    def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
+        """Return pixels and label as `load`, but only draw the `operations`."""
+        return *self.load(epoch, index), []
 
     def with_transform(self, transform: Compose) -> "Dataset":
         """Return a dataset of the same samples with other transforms, for data.sizes.
@@ -117,17 +124,8 @@ class Dataset(ABC):
         """Return the mean file size in bytes; 0 if there are no files."""
         return 0.0
 
-    def __getitem__(self, index: int) -> tuple[np.ndarray, int]:
-        """Return `load` for the epoch given to `set_epoch`."""
-        return self.load(int(self._epoch.array[0]), index)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of `dataset[index]`, 0 at first.
-
-        Call it before each epoch of torch's DataLoader, as with DistributedSampler. Running workers
-        see the change.
-        """
-        self._epoch.array[0] = epoch
+    def prepare(self) -> None:  # noqa: B027 - most datasets have nothing to create
+        """Create the files if they are missing; called once the rest of the config is checked."""
 
 
 class FolderDataset(Dataset):
@@ -164,24 +162,6 @@ class FolderDataset(Dataset):
     def __len__(self) -> int:
         return len(self.index)
 
-    def name(self, index: int) -> str:
-        return self.index.path(index)
-
-    def label(self, index: int) -> int:
-        return int(self.index.labels.array[index])
-
-    def class_counts(self, num_classes: int) -> list[int]:
-        return np.bincount(self.index.labels.array, minlength=num_classes).tolist()
-
-    def with_transform(self, transform: Compose) -> Dataset:
-        other = copy.copy(self)  # shares the sample table
-        other.transform, other.operations = transform, transform.operations
-        return other
-
-    def read(self, index: int) -> bytes:
-        """Return the content of a file; try again after a transient error of the storage."""
-        return with_retries(lambda: self.index.read(index))
-
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
         """Read, decode and augment a sample.
 
@@ -189,49 +169,40 @@ class FolderDataset(Dataset):
             BadImageError: the file cannot be read or decoded. An error of a transform is raised
                 unchanged.
         """
-        with self._opened(index) as picture:
+        with self.naming_file(index):
+            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
             pixels = self.transform(picture, sample_rng(self.seed, epoch, index)).pixels()
         return pixels, self.label(index)
 
     def load_and_draw(self, epoch: int, index: int) -> tuple[np.ndarray, int, list[Drawn]]:
-        with self._opened(index) as picture:
+        with self.naming_file(index):
+            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
             made, drawn = self.transform.draw(picture, sample_rng(self.seed, epoch, index))
             pixels = made.pixels()
         return pixels, self.label(index), drawn
 
-    @contextmanager
-    def _opened(self, index: int) -> Iterator[Picture]:
-        """Open a file for the transforms of the block, in which most files are decoded.
-
-        Raises:
-            BadImageError: the file cannot be read or decoded.
-        """
-        with self.naming_file(index):
-            picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
-        try:
-            yield picture
-        except UnreadableError as error:
-            raise BadImageError(f"{self.name(index)}: {error}") from error
+    def read(self, index: int) -> bytes:
+        return self.index.read(index)
 
     @contextmanager
     def naming_file(self, index: int) -> Iterator[None]:
-        """Turn an error of reading or decoding into one that names the file."""
+        """Turn an error of reading or decoding into a BadImageError, which names the file."""
         try:
             yield
-        # Pillow's plugins raise many kinds of error on broken files: struct.error, IndexError, ...
-        except Exception as error:
-            gone = isinstance(error, (FileNotFoundError, NotADirectoryError))
-            advice = ": the data changed since the scan; restore the file, or start again"
-            raise BadImageError(
-                f"{self.name(index)}: {describe(error)}{advice if gone else ''}"
-            ) from error
+        except (OSError, UnreadableError) as error:
+            raise BadImageError(f"{self.name(index)}: {describe(error)}") from error
 
-    def replacements(self, index: int) -> Iterator[int]:
-        """Yield the other images of the same class: those behind it, then those from the first."""
-        labels = self.index.labels.array  # a pass over them all, once an unreadable image is met
-        same = np.flatnonzero(labels == labels[index])
-        place = int(np.searchsorted(same, index))
-        yield from [*same[place + 1 :].tolist(), *same[:place].tolist()]
+    def name(self, index: int) -> str:
+        return self.index.path(index)
+
+    @property
+    def labels(self) -> np.ndarray:
+        return self.index.labels.array
+
+    def with_transform(self, transform: Compose) -> Dataset:
+        other = copy.copy(self)  # shares the sample table
+        other.transform, other.operations = transform, transform.operations
+        return other
 
     def mean_bytes(self) -> float:
         """Estimate the mean file size in bytes from a sample of the files."""
@@ -242,47 +213,39 @@ class FolderDataset(Dataset):
         """Hash the names and labels of all files, and sizes and content of a sample of them.
 
         The sizes distinguish copies with the same names, such as smaller ones; the content, files
-        that were replaced in place. Earlier versions did not hash the content, so it stands apart
-        (see `in_form_of`).
+        that were replaced in place.
 
         Raises:
             UserError: the storage fails now, so the same files could have another hash later.
         """
-        sizes, content = self._sampled
-        digest = hashlib.sha256(f"{self.index.fingerprint()} {sizes}".encode())
-        return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}{CONTENT}{content}"
+        sizes, content, table = self._sampled
+        digest = hashlib.sha256(f"{table} {sizes}".encode())
+        return f"{len(self):,} images, SHA-256 {digest.hexdigest()[:16]}, content {content}"
 
-    @cached_property
-    def _sampled(self) -> tuple[list[int], str]:
-        """Sizes in bytes of up to 256 files spread over the split, and a hash of their ends."""
-        places = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
-        with ThreadPoolExecutor(16) as pool:  # network storage takes milliseconds for each
-            found = list(pool.map(lambda place: _size_and_ends(self.index, place), places))
+    @cached_property  # a start asks several times; ImageNet's table has tens of megabytes
+    def _sampled(self) -> tuple[list[int], str, str]:
+        """Sizes in bytes of up to 256 files, a hash of their ends, and the hash of the table."""
+        rows = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
+        with ThreadPoolExecutor(THREADS) as pool:  # network storage takes milliseconds for each
+            found = list(pool.map(self._size_and_ends, rows))
         digest = hashlib.sha256()
         for _, ends in found:
             digest.update(hashlib.sha256(ends).digest())
-        return [size for size, _ in found], digest.hexdigest()[:12]
+        return [size for size, _ in found], digest.hexdigest()[:12], self.index.fingerprint()
 
-
-def _size_and_ends(index: Index, place: int) -> tuple[int, bytes]:
-    """Return the size of a file, and its first and last bytes; 0 and none of a missing file.
-
-    Raises:
-        UserError: a later start may get another answer; names the file.
-    """
-    path = index.path(place)
-    if os.path.exists(path) and not os.path.isfile(path):
-        return 0, b""  # reading a FIFO would wait
-    try:
-        data = with_retries(lambda: index.read(place))
-    except LASTING:
-        return index.size(place), b""
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot be read ({error.strerror or error}), so the images "
-            "cannot be identified; repair the storage or restore the file, then start again"
-        ) from error
-    return len(data), data if len(data) <= 2 * END_BYTES else data[:END_BYTES] + data[-END_BYTES:]
+    def _size_and_ends(self, row: int) -> tuple[int, bytes]:
+        """Return the size of a file, and its first and last bytes; 0 and none if it is missing."""
+        try:
+            data = self.index.read(row)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+            return 0, b""
+        except OSError as error:
+            raise UserError(
+                f"{self.index.path(row)}: cannot be read ({error.strerror or error}), so the "
+                "images cannot be identified; repair the storage, then start again"
+            ) from error
+        is_whole = len(data) <= 2 * END_BYTES
+        return len(data), data if is_whole else data[:END_BYTES] + data[-END_BYTES:]
 
 
 class FakeDataset(Dataset):
@@ -298,6 +261,7 @@ class FakeDataset(Dataset):
         super().__init__()
         self.num_samples = num_samples
         self.num_classes = num_classes
+        self._labels = SharedArray.copy_of(np.arange(num_samples) % num_classes)
         # A few different images, so that a matrix product is not timed on constants.
         rng = np.random.default_rng(0)
         self._pixels = rng.integers(0, 256, (8, size, size, 3), dtype=np.uint8)
@@ -306,19 +270,17 @@ class FakeDataset(Dataset):
         return self.num_samples
 
     def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        return self._pixels[index % len(self._pixels)], self.label(index)
+        return self._pixels[index % len(self._pixels)], index % self.num_classes
 
     def name(self, index: int) -> str:
         return f"fake sample {index}"
 
-    def label(self, index: int) -> int:
-        return index % self.num_classes
+    @property
+    def labels(self) -> np.ndarray:
+        return self._labels.array
 
     def fingerprint(self) -> str:
         return f"{len(self)} fake images"
-
-    def class_counts(self, num_classes: int) -> list[int]:
-        return np.bincount(np.arange(len(self)) % num_classes, minlength=num_classes).tolist()
 
     def with_transform(self, transform: Compose) -> Dataset:
         assert transform.image_size is not None, "checked when the transforms were built"
@@ -341,24 +303,3 @@ def time_decoding(
     made = dataset.transform.draw(picture, rng)[0] if draw_only else dataset.transform(picture, rng)
     made.pixels()
     return time.thread_time() - began
-
-
-def with_retries(read: Callable[[], T]) -> T:
-    """Call `read`; after a transient error of the storage, pause and call it again.
-
-    Raises:
-        OSError: it failed each time, or for another reason.
-    """
-    for pause in PAUSES:
-        try:
-            return read()
-        except OSError as error:
-            if error.errno not in TRANSIENT:
-                raise
-        time.sleep(pause)
-    return read()
-
-
-def in_form_of(stored: Any, fingerprint: str) -> str:
-    """Return a fingerprint without the content if `stored` is of a version that had none."""
-    return fingerprint if CONTENT in str(stored) else fingerprint.partition(CONTENT)[0]

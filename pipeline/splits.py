@@ -3,7 +3,7 @@
 import fnmatch
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
@@ -29,8 +29,8 @@ def has_split(data: Data, split: str) -> bool:
     return any(_holds(root, split) for root in roots_of(data))
 
 
-def _holds(root: str | Path, *splits: str) -> bool:
-    return all(stored_as(os.path.abspath(os.path.join(root, split))) for split in splits)
+def _holds(root: str | Path, split: str) -> bool:
+    return bool(stored_as(os.path.abspath(os.path.join(root, split))))
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -45,11 +45,12 @@ def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> Non
     """
     if data.root is None or data.source == "fake":
         return
-    roots, inner = roots_of(data), os.path.realpath(output)
-    splits = [os.path.join(root, split) for root in roots for split in (data.train, data.val)]
-    if data.val_fraction:  # without a training split, the root itself holds the class folders
-        splits += [root for root in roots if not has_split(data, data.train)]
-    for split in map(os.path.realpath, splits):
+    splits = [data.train, data.val]
+    if data.val_fraction and not has_split(data, data.train):
+        splits.append("")  # the root itself holds the class folders
+    inner = os.path.realpath(output)
+    for place in (os.path.join(root, split) for root in roots_of(data) for split in splits):
+        split = os.path.realpath(place)
         if os.path.commonpath([split, inner]) == split:
             raise UserError(
                 f"{given}: is inside {split}, where every folder is a class of images; "
@@ -70,18 +71,18 @@ def load_splits(data: Data) -> tuple[Index, Index]:
     if data.val_fraction:
         whole = _united([_whole(root, data) for root in roots], "data.root")
         _refuse_splits_as_classes(whole, f"data.val_fraction={data.val_fraction:g}")
-        return hold_out(_chosen(whole, data.classes), data.val_fraction)
-    splits = tuple(dict.fromkeys((data.train, data.val)))
+        return hold_out(_of_classes(whole, data.classes), data.val_fraction)
     for root in roots:
-        if not any(_holds(root, split) for split in splits):
-            raise UserError(_missing(root, splits[0], data))
-    for split in splits:
+        if not _holds(root, data.train) and not _holds(root, data.val):
+            raise UserError(_missing(root, data.train, data))
+    for split in (data.train, data.val):
         if not has_split(data, split):
             several = f"data.root={show(roots)}: no folder holds {split}; add one"
             raise UserError(several if len(roots) > 1 else _missing(roots[0], split, data))
-    key = "data.val" if data.train == data.val else "data.train"
-    train = _chosen(_united([os.path.join(root, data.train) for root in roots], key), data.classes)
-    val = _chosen(_united([os.path.join(r, data.val) for r in roots], "data.val"), data.classes)
+    train, val = (
+        _of_classes(_united([os.path.join(root, split) for root in roots], key), data.classes)
+        for key, split in (("data.train", data.train), ("data.val", data.val))
+    )
     check_splits(train, val)
     return train, val
 
@@ -115,37 +116,36 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
         UserError: a class has one image only.
     """
     labels = index.labels.array
-    counts = np.bincount(labels, minlength=len(index.classes))
-    if counts.min() < 2:
-        alone = index.classes[int(counts.argmin())]
-        raise UserError(
-            f"data.val_fraction={fraction:g}: class {alone} has one image only, which cannot be in "
-            "both splits; add images, or leave the class out with data.classes"
-        )
-    by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-    val = np.zeros(len(labels), bool)
-    for rows in by_class:
-        val[rows[chosen([index.name(row) for row in rows.tolist()], fraction)]] = True
-    parts = (np.flatnonzero(~val), np.flatnonzero(val))
-    train, held = (index.take(rows, index.classes, labels[rows]) for rows in parts)
-    return train, held
+    bounds = np.searchsorted(labels, range(len(index.classes) + 1)).tolist()
+    held = np.zeros(len(labels), bool)
+    for name, first, stop in zip(index.classes, bounds, bounds[1:], strict=False):
+        if stop - first < 2:
+            raise UserError(
+                f"data.val_fraction={fraction:g}: class {name} has one image only, which cannot be "
+                "in both splits; add images, or leave the class out with data.classes"
+            )
+        names = [index.name(row) for row in range(first, stop)]
+        held[first + np.array(chosen(names, fraction))] = True
+    train, val = (
+        joined(index.root, [index], index.classes, rows, labels[rows])
+        for rows in (np.flatnonzero(~held), np.flatnonzero(held))
+    )
+    return train, val
 
 
-def chosen(names: Sequence[str], fraction: float, seed: int = 0) -> list[int]:
+def chosen(names: Sequence[str], fraction: float) -> list[int]:
     """Choose the validation images of one class by a hash of their names.
 
     Args:
         names: of two or more images, with the name of their class.
         fraction: to choose, at least one image and not all of them.
-        seed: another seed chooses other images.
 
     Returns:
         Positions in `names`.
     """
-    salt = (seed % 2**64).to_bytes(8, "little")
 
     def digest(position: int) -> bytes:
-        return blake2b(os.fsencode(names[position]), digest_size=8, salt=salt).digest()
+        return blake2b(os.fsencode(names[position]), digest_size=8).digest()
 
     count = min(max(1, round(fraction * len(names))), len(names) - 1)
     return sorted(range(len(names)), key=digest)[:count]
@@ -169,23 +169,22 @@ def _whole(root: str, data: Data) -> str:
 
 
 def _refuse_splits_as_classes(index: Index, given: str) -> None:
-    """Refuse a class like `train_images` whose images are all in folders inside it.
+    """Refuse a class like `train_images` whose first image is in a folder inside it.
 
     Raises:
         UserError: names it.
     """
     for label, name in enumerate(index.classes):
-        if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())):
-            rows = np.flatnonzero(index.labels.array == label)
-            if all(index.name(row).count("/") > 1 for row in rows.tolist()):
-                raise UserError(
-                    f"{given}: {index.root} holds {name}, which is a split and not a class: all "
-                    "its images are in folders inside it; write data.train=FOLDER and, if there "
-                    "is a validation split, data.val=FOLDER"
-                )
+        first = index.name(int(np.searchsorted(index.labels.array, label)))
+        if SPLIT_WORDS & set(re.split(r"[^a-z]+", name.lower())) and first.count("/") > 1:
+            raise UserError(
+                f"{given}: {index.root} holds {name}, which is a split and not a class: its images "
+                "are in folders inside it; write data.train=FOLDER and, if there is a validation "
+                "split, data.val=FOLDER"
+            )
 
 
-def _united(places: Iterable[str], key: str) -> Index:
+def _united(places: Sequence[str], key: str) -> Index:
     """Scan a split in all places that hold it, of which there is at least one."""
     # Each place once: an absolute path is the same below each root, and a root may be a link.
     wanted = list({os.path.realpath(place): place for place in places}.values())
@@ -195,73 +194,64 @@ def _united(places: Iterable[str], key: str) -> Index:
         return indexes[0]
     names = sorted({name for index in indexes for name in index.classes}, key=os.fsencode)
     position = {name: label for label, name in enumerate(names)}
-    own = [np.array([position[name] for name in index.classes]) for index in indexes]
     labels = np.concatenate(
-        [new[index.labels.array] for new, index in zip(own, indexes, strict=True)]
+        [np.array([position[n] for n in index.classes])[index.labels.array] for index in indexes]
     )
     rows = np.argsort(labels, kind="stable")
     root = ", ".join(index.root for index in indexes)
     return joined(root, indexes, tuple(names), rows, labels[rows])
 
 
-def _chosen(index: Index, classes: Any) -> Index:
+def _of_classes(index: Index, classes: Any) -> Index:
     """Keep the images of the classes in data.classes, all if it is null; number the labels anew.
+
+    A file has one class per line; after its name may be anything, such as a description.
 
     Raises:
         UserError: a name is not one of a class.
     """
     if classes is None:
         return index
-    kept = _names_in(classes, index)
-    positions = np.array([kept.index(c) if c in kept else -1 for c in index.classes])
-    labels = positions[index.labels.array]
-    rows = np.flatnonzero(labels >= 0)
-    return index.take(rows, tuple(kept), labels[rows])
-
-
-def _names_in(classes: Any, index: Index) -> list[str]:
-    """Return the classes that data.classes means, sorted as in the table.
-
-    A file has one class per line; after its name may be anything, such as a description.
-    """
     given = f"data.classes={show(classes)}"
-    path = os.path.expanduser(classes) if isinstance(classes, str) else ""
     words = [classes] if isinstance(classes, str) else classes
-    if os.path.isfile(path):
-        text = Path(path).read_text(encoding="utf-8-sig", errors="surrogateescape")
+    if isinstance(classes, str) and os.path.isfile(os.path.expanduser(classes)):
+        path = Path(classes).expanduser()
+        text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
         lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] != "#"]
         words = [line if line in index.classes else line.split()[0] for line in lines]
     kept = set()
     for word in words:
         found = {word} & set(index.classes) or set(fnmatch.filter(index.classes, word))
         if not found:
-            no_file = " and no file" if path and not os.path.isfile(path) else ""
             raise UserError(
-                f"{given}: there is no class{no_file} {word}: {index.root} holds "
+                f"{given}: there is no class or file {word}: {index.root} holds "
                 f"{len(index.classes)} classes, such as {index.classes[0]}"
                 f"{did_you_mean(word, index.classes) or '; give names of classes, or a pattern'}"
             )
         kept |= found
     if not kept:
         raise UserError(f"{given}: is empty; write one class per line")
-    return [name for name in index.classes if name in kept]
+    names = [name for name in index.classes if name in kept]
+    positions = np.array([names.index(name) if name in kept else -1 for name in index.classes])
+    labels = positions[index.labels.array]
+    rows = np.flatnonzero(labels >= 0)
+    return joined(index.root, [index], tuple(names), rows, labels[rows])
 
 
 def _missing(root: str, split: str, data: Data) -> str:
     """Say that a root does not hold a split, and suggest a folder nearby that does."""
-    given = f"data.root={root}"
     if os.path.isfile(root):
         return (
-            f"{given}: is one file; write data.val_fraction=0.1 to hold out a tenth of its images, "
-            "or give the folder that holds the files of both splits"
+            f"data.root={root}: is one file; write data.val_fraction=0.1 to hold out a tenth of "
+            "its images, or give the folder that holds the files of both splits"
         )
     if not os.path.isdir(root):
-        return f"{given}: no such folder; it must hold train/<class>/* and val/<class>/*"
+        return f"data.root={root}: no such folder; it must hold train/<class>/* and val/<class>/*"
     # Kaggle's archive has the splits in ILSVRC/Data/CLS-LOC.
     near = (place for pattern in ("*", "*/*", "*/*/*") for place in Path(root).glob(pattern))
     for place in (Path(root).absolute().parent, *islice(near, 1000)):
-        if _holds(place, data.train, data.val):
-            return f"{given}: holds no {split}; write data.root={place}"
+        if _holds(place, data.train) and _holds(place, data.val):
+            return f"data.root={root}: holds no {split}; write data.root={place}"
     key = "data.train" if split == data.train else "data.val"
     names = sorted(path.name for path in Path(root).iterdir() if path.name != data.train)
     return (

@@ -112,7 +112,7 @@ import models
 from engine.distributed import resolve_device
 from pipeline import augment, decode
 from pipeline.augment import Compose
-from pipeline.build import build_val, val_transform
+from pipeline.build import build_transform, build_val
 from pipeline.dataset import FolderDataset
 from pipeline.machine import cores
 from pipeline.prefetcher import ImageFormat
@@ -470,7 +470,7 @@ def run(options: argparse.Namespace) -> int:
     out = options.out or Path(f"{name}.{options.to}")
     if out.exists() and out.samefile(trained.path):
         raise UserError(f"--out {out}: is the checkpoint itself; give another name")
-    _, size = val_transform(trained.config)
+    _, size = build_transform(trained.config.augment.val, "augment.val")
     trained.check_size(size)
     files = validation_files(trained, options.overrides, needed=options.self_check)
     images, origin = (

@@ -103,7 +103,7 @@ from conf.files import open_regular
 from engine.distributed import resolve_device
 from pipeline import decode, machine
 from pipeline.augment import sample_rng
-from pipeline.build import val_transform
+from pipeline.build import build_transform
 from pipeline.class_names import readable
 from pipeline.decode import describe
 from pipeline.index import EXTENSIONS
@@ -161,7 +161,7 @@ class Predictor:
 
     def __init__(self, trained: Trained, device: torch.device, *, top: int) -> None:
         config, data, loader = trained.config, trained.config.data, trained.config.loader
-        self.transform, self.size = val_transform(config)
+        self.transform, self.size = build_transform(config.augment.val, "augment.val")
         if self.size != trained.image_size:
             trained.check_size(self.size)
         self.decoder = decode.resolve("auto" if loader.decoder in decode.ON_GPU else loader.decoder)

@@ -22,6 +22,7 @@ from PIL import Image
 
 from conf.schema import Data, UserError, show
 from pipeline.augment import Compose
+from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FolderDataset
 from pipeline.index import Index
 
@@ -194,7 +195,8 @@ class UndrawnDataset(FolderDataset):
             label: [f"{label}/{number:04d}.jpg".encode() for number in numbers]
             for label in sorted(CLASSES)
         }
-        super().__init__(Index.of_files(str(root.absolute() / split), files), transform, **options)
+        folder = Folder(str(root.absolute() / split))
+        super().__init__(Index.of_files(folder, files), transform, **options)
 
     def prepare(self) -> None:
         root = Path(self.index.root).parent

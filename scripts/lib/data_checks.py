@@ -1,6 +1,7 @@
 """The checks of scripts/doctor.py on the images."""
 
 import hashlib
+import os
 import re
 import time
 from collections import Counter, defaultdict
@@ -192,7 +193,7 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
     Compares sizes, then the ends of files of equal size, then whole files.
     """
     groups: dict[object, tuple[list[int], list[int]]] = {0: (rows, list(range(len(train))))}
-    keys: tuple[Callable[[Index, int], object], ...] = (Index.size, ends, content)
+    keys: tuple[Callable[[Index, int], object], ...] = (size, ends, content)
     for key in keys:
         finer: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
         for old, group in groups.items():
@@ -203,6 +204,14 @@ def duplicates_of(val: Index, rows: list[int], train: Index) -> list[tuple[int, 
                         finer[old, value][side].append(row)
         groups = {both: group for both, group in finer.items() if group[0] and group[1]}
     return sorted((row, group[1][0]) for group in groups.values() for row in group[0])
+
+
+def size(index: Index, row: int) -> int:
+    """Return the size of a file in bytes; 0 if there is none."""
+    length = index.place(row)[2]  # in a tar or zip file
+    with suppress(OSError):
+        return length or os.stat(index.path(row)).st_size
+    return 0
 
 
 def ends(index: Index, row: int) -> bytes:

@@ -392,7 +392,7 @@ def test_links_in_tar_files_are_images(tmp_path: Path) -> None:
         f"{w}_{i}.JPEG": jpeg(n) for n, w in enumerate(IDS.values()) for i in (1, 2, 3)
     }
     write(tmp_path / "2", {"all.tar": with_links(IMAGES, {"a/x.jpg": (tarfile.SYMTYPE, "/x.jpg")})})
-    assert "all.tar: a/x.jpg is a link to /x.jpg, which is not in it; " in refused(tmp_path / "2")
+    assert "a/x.jpg is a link to x.jpg, which is not in it" in refused(tmp_path / "2")
 
 
 # Parquet.

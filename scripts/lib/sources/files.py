@@ -123,8 +123,6 @@ def tree_of_tar(path: str, start: int = 0) -> Tree:
             raise UserError(f"{path}: is compressed; run gunzip on it and start again")
     try:
         members = tar_members(path, lambda name: os.fsdecode(name).lower().endswith(USED), start)
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
     except (tarfile.TarError, struct.error) as error:
         raise damaged(path, error) from None
     found: Tree = {}
