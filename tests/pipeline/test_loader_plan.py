@@ -20,6 +20,7 @@ from pipeline import loader_plan as plan
 from pipeline import machine
 from pipeline.augment import TRANSFORMS, Compose, build
 from pipeline.build import build_datasets
+from pipeline.containers import Folder
 from pipeline.dataset import Dataset, FakeDataset, FolderDataset
 from pipeline.decode import resolve
 from pipeline.feed import open_feed
@@ -68,7 +69,7 @@ class Files(FolderDataset):
     """A training list without its files, which are as large as those of ImageNet."""
 
     def __init__(self, count: int, kilobytes: float = 110) -> None:
-        super().__init__(Index.of_files("/none", {"a": [b"a/1.jpg"] * count}), Compose([]))
+        super().__init__(Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * count}), Compose([]))
         self.kilobytes = kilobytes
 
     def mean_bytes(self) -> float:
@@ -290,7 +291,9 @@ class NoFiles(FolderDataset):
 
     def __init__(self, config: Config) -> None:
         transforms = build(config.augment.train, TRANSFORMS, key="augment.train")
-        super().__init__(Index.of_files("/none", {"a": [b"a/1.jpg"] * 1000}), Compose(transforms))
+        super().__init__(
+            Index.of_files(Folder("/none"), {"a": [b"a/1.jpg"] * 1000}), Compose(transforms)
+        )
 
     def mean_bytes(self) -> float:
         return 1e5
