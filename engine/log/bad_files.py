@@ -16,15 +16,12 @@ NAME = "bad_files.txt"
 class BadFiles:
     """Lists each unreadable training image once, over all starts of a run.
 
-    The limit applies to the images of one start, because files may be repaired before the next.
-
     Args:
         loader: of the training images.
-        world: its ranks call `share` together.
         folder: the run directory.
         tracker: writes the file, on rank 0.
-        limit: training stops if a larger fraction of the training images is unreadable; None if
-            training stops at the first one anyway (data.on_error=raise).
+        limit: training stops if a larger fraction of the training images is unreadable in one
+            start, before which files may have been repaired; None with data.on_error=raise.
 
     Attributes:
         listed: path -> reason, of all starts; complete on rank 0.

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.log.bad_files import NAME as BAD_FILES
-
 IN_TABLE = {"loss", "top1", "top5"}  # the table shows no others; top5 is that of the validation
 HEADER = (
     f"{'epoch':>10} {'step':>9} {'loss':>8} {'top1 %':>7} {'img/s':>8} {'wait %':>6} {'lr':>9} "
@@ -58,21 +56,26 @@ class Console:
             f"{row.get('top1', math.nan):>7.2f} {rest}"
         )
 
-    def outcome(self, folder: Path, summary: Mapping[str, Any]) -> None:
-        """Print the results of a run, from its run directory and the content of summary.json."""
-        status = f"{summary['status']} after {summary['step']:,} steps, {summary['epoch']:.4g}"
+    def outcome(self, folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> None:
+        """Print the results of a run, where its files are and where the time went.
+
+        Args:
+            folder: the run directory.
+            summary: the content of summary.json.
+            resumes: the same command resumes an interrupted run.
+        """
+        steps = f"{summary['step']:,} steps, {summary['epoch']:.4g} epochs"
         lines = [
-            f"status    {status} epochs, in {duration(summary['seconds'])}",
-            f"accuracy  {_accuracy(summary)}",
+            "",
+            f"status    {summary['status']} after {steps}, in {duration(summary['seconds'])}",
         ]
-        if compared := summary.get("expectation"):  # the run is its recipe
+        lines.append(f"accuracy  {_accuracy(summary)}")
+        if compared := summary["expectation"]:  # the run is its recipe
             lines.append(f"recipe    accuracy {summary['top1']:.2f} %: {_comparison(compared)}")
-        rate, overall = (
-            f"{summary[key]:,.0f}"
-            for key in ("images_per_second", "images_per_second_with_first_epoch")
-        )
-        warm = f"; {overall} over all steps" if overall != rate else ""
-        lines += [f"speed     {rate} images/s{warm}", f"run       {folder}"]
+        rate = f"{summary['images_per_second']:,.0f}"
+        overall = f"{summary['images_per_second_with_first_epoch']:,.0f}"
+        warm_up = "" if overall == rate else f"; {overall} over all steps"
+        lines += [f"speed     {rate} images/s{warm_up}", f"run       {folder}"]
         curves = folder / "tensorboard"
         if curves.is_dir():
             if folder.parent.name == "runs":  # then each run has its name, else only "."
@@ -80,25 +83,23 @@ class Console:
             lines.append(f"curves    tensorboard --logdir {shlex.quote(str(curves))}")
         best = summary["best_checkpoint"]
         best = f"{folder}/checkpoints/{best}" if best else "no checkpoint was validated"
-        self.say("", *lines, f"best      {best}")
-
-    def end(self, folder: Path, summary: Mapping[str, Any], *, resumes: bool) -> None:
-        """Print how to resume, where the time of a run went, and the verdict.
-
-        Args:
-            resumes: the same command resumes an interrupted run.
-        """
+        lines.append(f"best      {best}")
+        if (folder / "suspects.csv").is_file():
+            what = "the training images with the highest mean loss; the first labels may be wrong"
+            lines.append(f"suspects  {folder / 'suspects.csv'}: {what}")
         if unreadable := summary["unreadable_images"]:
-            self.say(f"skipped   {unreadable:,} unreadable images: {folder / BAD_FILES}")
+            path = folder / "bad_files.txt"
+            lines.append(f"skipped   {unreadable:,} unreadable images: {path}")
         if summary["signal"] and resumes:
-            self.say(f"resume    run the same command again to resume at step {summary['step']:,}")
+            step = summary["step"]
+            lines.append(f"resume    run the same command again to resume at step {step:,}")
         lost = [f"{kind} {duration(seconds)}" for kind, seconds in summary["seconds_lost"].items()]
         starts = f" over {summary['starts']} starts" if summary["starts"] > 1 else ""
-        self.say(
+        lines.append(
             f"time      {100 * summary['effective_time']:.0f} % of "
-            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}",
-            *(f"verdict   {line}" for line in summary["verdict"]),
+            f"{duration(summary['total_seconds'])}{starts} was training; {', '.join(lost)}"
         )
+        self.say(*lines, *(f"verdict   {line}" for line in summary["verdict"]))
 
 
 def duration(seconds: float) -> str:

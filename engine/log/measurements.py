@@ -110,7 +110,7 @@ class Measurements(AbstractContextManager["Measurements"]):
     def __init__(
         self, feed: Feed, verdict: Any, plan: Plan, state: TrainState, world: World, *, began: float
     ) -> None:
-        self.feed, self.plan, self.state, self.world = feed, plan, state, world
+        self.feed, self.plan, self.world = feed, plan, world
         self._verdict, self._totals = verdict, state.spent
         self._first_step = self._step = state.step
         self._kind = "start"  # of the time outside of `lost`
@@ -138,8 +138,8 @@ class Measurements(AbstractContextManager["Measurements"]):
         finally:
             self._count(kind)
 
-    def row(self, interval: Interval) -> tuple[dict[str, Any], dict[str, float]]:
-        """Return the log row of an interval, and figures by TensorBoard tag."""
+    def row(self, interval: Interval) -> dict[str, Any]:
+        """Return the log row of an interval."""
         plan, step = self.plan, interval.step
         timing = self.feed.train.clock.timing(interval.steps)
         assert timing is not None, "every step of an interval has been ended"
@@ -166,10 +166,16 @@ class Measurements(AbstractContextManager["Measurements"]):
         }
         if self.world.size > 1:
             row["ranks_wait_fraction"] = timing.ranks_fraction
-        if peak := self._peak_rate(plan.flops(step - 1)):
+        peak = peak_rate(
+            plan.device,
+            precision=plan.precision,
+            flops_per_image=plan.flops(step - 1),
+            ranks=plan.world_size,
+        )
+        if peak:
             row["mfu"] = rate / peak
         pids = self.feed.train.loader.pool.pids
-        return row, self._monitor.read() | memory_figures(pids, self.world.device)
+        return row | self._monitor.read() | memory_figures(pids, self.world.device)
 
     def verdict(self, period: Literal["epoch", "run"]) -> list[str]:
         """Return what limits the speed since the last call for an epoch, or in this start.
@@ -190,20 +196,17 @@ class Measurements(AbstractContextManager["Measurements"]):
         """
         self._count(self._kind)
         kinds = ("later", "first epoch", "starting")
-        rate = next(filter(None, map(self._rate, kinds)), 0.0)
-        peak = self._peak_rate(self.plan.mean_flops(self.state.step))
         spent = {kind: round(self._totals.get(kind, 0.0), 3) for kind in LOST}
         lost = {kind: value for kind, value in spent.items() if value or kind != "profile"}
         training = self._totals.get("training", 0.0)
         total = training + sum(lost.values())
         return {
-            "images_per_second": rate,
+            "images_per_second": next(filter(None, map(self._rate, kinds)), 0.0),
             "images_per_second_with_first_epoch": self._rate(*kinds),
             "total_seconds": total,
             "seconds_lost": lost,
             "starts": int(self._totals["starts"]),
             "effective_time": training / max(total, 1e-9),
-            "mfu": rate / peak if peak else None,
             "workers": self.feed.train.loader.pool.active,
             "verdict": self.verdict("run"),
         }
@@ -224,14 +227,6 @@ class Measurements(AbstractContextManager["Measurements"]):
             for unit in ("images", "seconds")
         )
         return images / seconds if seconds else 0.0
-
-    def _peak_rate(self, flops_per_image: int) -> float | None:
-        return peak_rate(
-            self.plan.device,
-            precision=self.plan.precision,
-            flops_per_image=flops_per_image,
-            ranks=self.plan.world_size,
-        )
 
 
 @contextmanager

@@ -6,12 +6,12 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 from PIL import Image, ImageColor, ImageDraw, ImageFont
-from torch import Tensor
 
 BLUE, RED, GREY = "#4c72b0", "#c44e52", "#808080"
 LARGE, SMALL = 18, 14  # font sizes, pixels
 TILE = 192  # side of an image in `tiles`, pixels
 Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
+Pixels = npt.NDArray[np.uint8]
 
 
 @cache
@@ -42,20 +42,22 @@ def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Image.Image:
     return image
 
 
-def tiles(title: str, images: Tensor, captions: Sequence[Sequence[tuple[str, str]]]) -> Image.Image:
+def tiles(
+    title: str, images: Sequence[Pixels], captions: Sequence[Sequence[tuple[str, str]]]
+) -> Image.Image:
     """Draw images in rows of four, each with up to three lines of (text, colour) below it.
 
     Args:
-        images: uint8 [N, 3, S, S].
+        images: each uint8 [S, S, 3].
     """
     width, height, top = TILE + 8, TILE + 62, 40
     image, draw = sheet(8 + 4 * width, top + height * -(-len(images) // 4), title, left=8)
-    # The pixels of small images stay visible.
-    filter = Image.Resampling.NEAREST if images.shape[-1] < TILE else Image.Resampling.BILINEAR
     for i, (pixels, lines) in enumerate(zip(images, captions, strict=True)):
         x, y = 8 + i % 4 * width, top + i // 4 * height
-        shown = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
-        image.paste(shown.resize((TILE, TILE), filter), (x, y))
+        # The pixels of small images stay visible.
+        small = len(pixels) < TILE
+        filter = Image.Resampling.NEAREST if small else Image.Resampling.BILINEAR
+        image.paste(Image.fromarray(pixels).resize((TILE, TILE), filter), (x, y))
         for line, (text, colour) in enumerate(lines):
             place = (x, y + TILE + 3 + 17 * line)
             draw.text(place, _shortened(text, TILE), colour, font(SMALL))

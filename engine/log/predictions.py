@@ -1,8 +1,4 @@
-"""The predictions for all images of a split, and what follows from them.
-
-Per-class accuracy, confusions, calibration and the images with the largest loss: for the log of a
-run and for scripts/evaluate.py.
-"""
+"""The predictions for all images of a split, and what follows: for the log and evaluate.py."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -146,33 +142,14 @@ class Predictions:
             when: the end of each title.
         """
         names = [readable(name) for name in classes]
-        chosen, shares = self.confused(len(names))
-        title = f"confusions{when}"
-        if len(chosen) < len(names):
-            title += f": the {len(chosen)} of {len(names):,} classes most often confused"
-        return {
-            "worst": self._draw_worst(names, dataset, f"largest losses{when}"),
-            "confusion": pictures.confusion(title, shares, [names[i] for i in chosen]),
-            "per_class": self._draw_classes(names, f"top-1 of each class{when}"),
-            "reliability": self._draw_reliability(when),
-        }
-
-    def _draw_worst(self, names: Sequence[str], dataset: Dataset, title: str) -> Image.Image:
-        """Draw the images with the largest loss, with class, prediction and loss."""
-        captions, images = [], torch.empty(0, 3, 1, 1)
-        places = self.worst(WORST_IMAGES)
-        for i in places:
+        images, captions = [], []
+        for i in self.worst(WORST_IMAGES):
+            images.append(dataset.load(0, i)[0])
             name, found = names[self.labels[i]], names[self.predictions[i]]
             remark = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
             judged = GREY if found == name else RED
             captions.append([(name, "black"), (f"-> {found}", judged), (remark, GREY)])
-        if places:
-            loaded = [torch.from_numpy(dataset.load(0, i)[0]) for i in places]
-            images = torch.stack(loaded).permute(0, 3, 1, 2)
-        return pictures.tiles(title, images, captions)
-
-    def _draw_classes(self, names: Sequence[str], title: str) -> Image.Image:
-        """Draw the accuracy of the classes, the worst first: of many, the worst and the best."""
+        chosen, shares = self.confused(len(names))
         rows = [
             (name, row["top1"], f"{row['top1']:.1f} % of {row['images']:,}")
             for name, row in zip(names, self.per_class(len(names)), strict=True)
@@ -180,17 +157,18 @@ class Predictions:
         ]
         rows.sort(key=lambda row: row[1])
         if len(rows) > NAMED_WORST + NAMED_BEST:
-            title += f": the {NAMED_WORST} worst and the {NAMED_BEST} best of {len(rows):,}"
             rows = rows[:NAMED_WORST] + rows[-NAMED_BEST:]
-        return pictures.bars(title, rows)
-
-    def _draw_reliability(self, when: str) -> Image.Image:
-        """Draw the accuracy by confidence: a calibrated one is as high."""
-        found, rows = self.calibration(), []
-        bins = zip(found["images"], found["accuracy"], strict=True)
-        for i, (images, accuracy) in enumerate(bins):
-            low, high = 100 * i / BINS, 100 * (i + 1) / BINS
-            label = f"{100 * accuracy:.1f} % of {images:,}"
-            rows.append((f"confidence {low:.0f}-{high:.0f} %", 100 * accuracy, label))
-        error = 100 * found["error"]
-        return pictures.bars(f"accuracy by confidence{when}: ECE {error:.2f} %", rows)
+        bins, found = [], self.calibration()
+        for i, (count, accuracy) in enumerate(zip(found["images"], found["accuracy"], strict=True)):
+            label = f"{100 * accuracy:.1f} % of {count:,}"
+            bins.append((f"confidence {100 * (i + 1) / BINS:.0f} %", 100 * accuracy, label))
+        error = f"ECE {100 * found['error']:.2f} %"
+        few = f" ({len(chosen)} of {len(names):,})" if len(chosen) < len(names) else ""
+        return {
+            "worst": pictures.tiles(f"largest losses{when}", images, captions),
+            "confusion": pictures.confusion(
+                f"most confused classes{few}{when}", shares, [names[i] for i in chosen]
+            ),
+            "per_class": pictures.bars(f"top-1, the worst classes first{when}", rows),
+            "reliability": pictures.bars(f"accuracy by confidence: {error}{when}", bins),
+        }

@@ -15,7 +15,7 @@ from torch import Tensor
 from conf import strict_json
 from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
-from conf.schema import RESULT, Config, in_effect, show, walk
+from conf.schema import Config
 from engine.distributed import StopSignal, World
 from engine.log import pictures
 from engine.log.bad_files import BadFiles
@@ -25,9 +25,10 @@ from engine.log.predictions import Predictions
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
 from engine.rundir import RunDirectory, finished_summary
-from engine.state import TrainingError, TrainState, diverged, params_sha256, state_bytes
+from engine.state import TrainState, diverged, params_sha256, state_bytes
 from pipeline.class_names import readable
 from pipeline.feed import Feed
+from pipeline.loader import Loader
 from pipeline.prefetcher import Batch, ImageFormat
 
 # Without log rows, the host looks for non-finite gradients this often.
@@ -52,7 +53,6 @@ class RunLog:
     """Reports a run while the loop trains.
 
     Args:
-        plan, run, world: of this run.
         state: read for the reports; only `spent`, the seconds by kind, is modified.
         started: time.monotonic() when the program began.
 
@@ -67,32 +67,29 @@ class RunLog:
         self._started, config = started, plan.config
         ended = state.step >= plan.stop_step
         self.finished = finished_summary(run.path, state.step) if ended else None
-        self.say = (console := Console(world.is_main, config.train.epochs)).say
-        self.console = console
-        values = {
-            name: (show(value) if value is None else value) if in_effect(config, f) else None
-            for name, f, value in walk(config)
-            if f.metadata["affects"] & RESULT
-        }
+        self.console = Console(world.is_main, config.train.epochs)
+        self.say = self.console.say
         self.tracker = Tracker(
             run.path if world.is_main and self.finished is None else None,
             start_step=state.step,
             trackers=config.log.trackers,
-            values={"recipe": config.recipe, **values},
+            config=config,
         )
         self.meter = Meter(world)
         self.bad_files: BadFiles | None = None
         self._first_step = self._last_step = state.step
-        self.profiler, self.expectation = self._profiler(), _expectation(plan, state)
+        self.expectation: Any = None  # what the recipe should reach, if it says so
+        if config.expect is not None and has_room("engine.extras.expectation"):
+            from engine.extras.expectation import Expectation
 
-    def _profiler(self) -> Any:
-        """Return the profiler of the optional room, if it is wanted."""
-        steps = self.plan.config.profile.steps
-        if not steps or not self.world.is_main:
-            return None
-        from engine.extras.profiler import StepProfiler
+            data = plan.num_classes, plan.train_images, plan.val_images
+            self.expectation = Expectation(config, data, continues=bool(state.history))
+        self.profiler: Any = None
+        if config.profile.steps and world.is_main:
+            from engine.extras.profiler import StepProfiler
 
-        return StepProfiler(steps, self.run.path / "profile", self.world.device, self.say)
+            path = run.path / "profile"
+            self.profiler = StepProfiler(config.profile.steps, path, world.device, self.say)
 
     def __enter__(self) -> "RunLog":
         return self
@@ -123,13 +120,12 @@ class RunLog:
         """Say that an earlier start finished this run; return its summary."""
         assert self.finished is not None
         step = self.state.step
-        early = step < self.plan.schedule_steps
-        more = "a larger train.max_steps to continue, " if early else ""
+        more = "a larger train.max_steps to continue, " if step < self.plan.schedule_steps else ""
         self.say(
             f"this run is finished after {step:,} steps: give {more}another run.name to train "
             "again, or checkpoint.resume=never to start over in this directory"
         )
-        self.console.outcome(self.run.path, self.finished)
+        self.console.outcome(self.run.path, self.finished, resumes=False)
         return self.finished
 
     @contextmanager
@@ -160,10 +156,8 @@ class RunLog:
                 self.profiler.start(batch.step)
             train.clock.skip()
         if self.run.is_first_start and batch.step == self._first_step and self.tracker.has_board:
-            names = [readable(name) for name in self.plan.classes]
-            picture = self.tracker.guard("pictures", draw_batch, batch, train.format, names)
-            if picture is not None:
-                self.tracker.picture("train/images", picture, batch.step + 1, photos=True)
+            drawn = draw_batch(batch, train.format, self.plan.classes)
+            self.tracker.picture("train/images", drawn, batch.step + 1, photos=True)
             train.clock.skip()
         train.clock.mark("ready")
 
@@ -235,12 +229,12 @@ class RunLog:
         if not self.world.is_main:
             return
         self.console.val_row(row, best=best)
-        columns: dict[str, float] = {}
         if self.expectation is not None:
             columns, warning = self.expectation.judge(row, previous, self.plan)
+            row = row | columns
             if warning:
                 self.say(f"warning  {warning}")
-        self.tracker.row(row | columns, {})
+        self.tracker.row(row)
         dataset = self.feed.val.loader.dataset
         self.tracker.predictions(found, self.plan.classes, dataset, self.state.step)
 
@@ -258,42 +252,19 @@ class RunLog:
             self.meter.send(self._last_step)
             interval = self.meter.read()
         if interval is not None:
-            row, figures = self.measured.row(interval)
+            row = self.measured.row(interval)
             if self.bad_files is not None and self.bad_files.limit is not None:
-                figures["data/unreadable_images"] = self.bad_files.write()
-            self.tracker.row(row, figures)
+                row["data/unreadable_images"] = self.bad_files.write()
+            self.tracker.row(row)
             self.console.train_row(row, interval.values)
         if found is not None:
-            raise self._diverged(*found)
+            loader, path = self.feed.train.loader, self.run.path / "diverged.json"
+            content, reason = describe_divergence(*found, self.plan, loader, self.world)
+            self.tracker.record(path.name, content)
+            raise diverged(f"{reason} ({path} lists them)")
         if interval is not None and not math.isfinite(loss := interval.values["loss"]):
             # It may overflow with finite gradients.
             raise diverged(f"the loss is {loss} at step {interval.step} (lr {row['lr']:g})")
-
-    def _diverged(self, step: int, loss: float) -> TrainingError:
-        """Write diverged.json about the first step whose gradients were not finite. Collective.
-
-        Args:
-            step: 1, 2, ...
-            loss: of this rank in that step.
-        """
-        loader, lr = self.feed.train.loader, self.plan.curve.at(step - 1)
-        samples = [
-            {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
-            for epoch, index in loader.samples(step - 1).tolist()
-        ]
-        ranks: list[dict[str, Any]] = self.world.all_gather({"loss": loss, "samples": samples})
-        # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
-        bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
-        self.tracker.record("diverged.json", {"step": step, "lr": lr, "ranks": bad})
-        loss = bad[0]["loss"]
-        what, given = f"the loss is {loss}", f"lr {lr:g}"
-        if math.isfinite(loss):
-            what, given = "a gradient is not finite", f"{given}, loss {loss:g}"
-        images = [f"{one['index']} ({one['path']})" for rank in bad for one in rank["samples"]]
-        return diverged(
-            f"{what} at step {step} ({given}) with the images {', '.join(images[:NAMED_IMAGES])}, "
-            f"... ({len(images):,} images in {self.run.path / 'diverged.json'})"
-        )
 
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
@@ -326,19 +297,39 @@ class RunLog:
             }
             if self.world.is_main:
                 self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
-        if not signal_number:
-            self.tracker.results(summary)
-        self.console.outcome(path, summary)
         if not signal_number and self.world.is_main and state.losses is not None:
             table = state.losses.csv(self.feed.train.loader.dataset, plan.classes)
             if table:  # nothing was counted in a short run
                 self.run.write("suspects.csv", table)
-                self.say(
-                    f"suspects  {path / 'suspects.csv'}: the training images with the highest mean "
-                    "loss; the label of the first ones may be wrong"
-                )
-        self.console.end(path, summary, resumes=plan.config.checkpoint.resume == "auto")
+        self.console.outcome(path, summary, resumes=plan.config.checkpoint.resume == "auto")
         return summary
+
+
+def describe_divergence(
+    step: int, loss: float, plan: Plan, loader: Loader, world: World
+) -> tuple[dict[str, Any], str]:
+    """Describe the first step whose gradients were not finite, as JSON and as text. Collective.
+
+    Args:
+        step: 1, 2, ...
+        loss: of this rank in that step.
+    """
+    lr = plan.curve.at(step - 1)
+    samples = [
+        {"epoch": epoch, "index": index, "path": loader.dataset.name(index)}
+        for epoch, index in loader.samples(step - 1).tolist()
+    ]
+    ranks: list[dict[str, Any]] = world.all_gather({"loss": loss, "samples": samples})
+    # Gradients are averaged over the ranks: only the losses tell whose images are the cause.
+    bad = [one for one in ranks if not math.isfinite(one["loss"])] or ranks
+    loss = bad[0]["loss"]
+    what, given = f"the loss is {loss}", f"lr {lr:g}"
+    if math.isfinite(loss):
+        what, given = "a gradient is not finite", f"{given}, loss {loss:g}"
+    images = [f"{one['index']} ({one['path']})" for rank in bad for one in rank["samples"]]
+    named = ", ".join(images[:NAMED_IMAGES])
+    reason = f"{what} at step {step} ({given}) with {len(images):,} images, such as {named}"
+    return {"step": step, "lr": lr, "ranks": bad}, reason
 
 
 def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
@@ -366,25 +357,10 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
     }
 
 
-def draw_batch(batch: Batch, format: ImageFormat, names: Sequence[str]) -> Image.Image:
-    """Draw the first images of a batch, with their classes; waits for the device.
-
-    Args:
-        format: has scale and shift, which convert the images back to uint8 pixels.
-        names: of the classes.
-    """
+def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> Image.Image:
+    """Draw the first images of a batch, without normalisation; waits for the device."""
     pixels = batch.images[:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
+    shown = pixels.round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
     labels = batch.labels[:SHOWN_IMAGES].tolist()
-    captions = [[(names[label], "black")] for label in labels]
-    title = f"input of step {batch.step + 1}"
-    return pictures.tiles(title, pixels.round().clamp(0, 255).byte().cpu(), captions)
-
-
-def _expectation(plan: Plan, state: TrainState) -> Any:
-    """Return what the recipe is expected to reach, if it says so and the optional room is there."""
-    if plan.config.expect is None or not has_room("engine.extras.expectation"):
-        return None
-    from engine.extras.expectation import Expectation
-
-    data = plan.num_classes, plan.train_images, plan.val_images
-    return Expectation(plan.config, data, continues=bool(state.history))
+    captions = [[(readable(classes[label]), "black")] for label in labels]
+    return pictures.tiles(f"input of step {batch.step + 1}", list(shown), captions)

@@ -137,14 +137,11 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
 
 
 def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str, float]:
-    """Return the memory in use, by TensorBoard tag.
+    """Return the memory in use, by TensorBoard tag; without /proc (macOS), not that of processes.
 
-    Of processes (without /proc, as on macOS, none), `rss` is the resident memory that is neither a
-    file's nor shared: the page cache and the batch buffers do not count. `pinned` is all
-    page-locked memory of this process. The allocator's values are host-side counters: reading them
-    does not synchronise. `fragmentation` is the fraction of the reserved memory in inactive splits,
-    the free parts of blocks that are partly in use: they can neither be returned to the driver nor
-    be merged for a large tensor.
+    `pinned` is all page-locked memory of this process. The allocator's values are host-side
+    counters: reading them does not synchronise. Inactive splits are the free parts of blocks that
+    are partly in use: they can neither be returned to the driver nor be merged for a large tensor.
     """
     figures = {"host/pinned_gib": page_locked_bytes() / GIB}
     with suppress(OSError):  # also if a worker has just ended
@@ -165,10 +162,10 @@ def memory_figures(worker_pids: Iterable[int], device: torch.device) -> dict[str
 
 
 def anonymous_bytes(pid: int | str) -> int:
-    """Return the resident memory of a process that is neither a file's nor shared.
+    """Return the resident memory of a process without the page cache and the batch buffers.
 
-    Reading statm takes 20 microseconds. smaps_rollup also knows which pages are still shared after
-    a fork, but it walks the page tables: 2 to 8 ms, during which a worker cannot map memory.
+    Reading statm takes 20 microseconds. smaps_rollup walks the page tables: 2 to 8 ms, during which
+    a worker cannot map memory.
     """
     _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
     return (resident - shared) * os.sysconf("SC_PAGE_SIZE")

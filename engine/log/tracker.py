@@ -17,7 +17,7 @@ from PIL import Image
 
 from conf import strict_json
 from conf.rooms import require_room
-from conf.schema import show
+from conf.schema import Config
 from engine.checkpoint import replace_file, write_json
 from engine.log.predictions import Predictions
 from pipeline.class_names import readable
@@ -46,8 +46,6 @@ LAYOUT = {
         ],
     }
 }
-# The last values of these tags are the results in HPARAMS.
-RESULTS = ("val/loss", "val/top1", "val/top5", "final/best_top1", "final/images_per_second")
 
 
 class Tracker(AbstractContextManager["Tracker"]):
@@ -58,7 +56,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         start_step: the step from which this start resumes. Later rows of metrics.jsonl are dropped,
             and TensorBoard hides the later values of earlier starts: no step has two.
         trackers: see log.trackers. wandb reads what is written for TensorBoard.
-        values: what affects the result: key -> value, None if a key is not in effect.
+        config: shown by wandb.
     """
 
     def __init__(
@@ -67,9 +65,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         *,
         start_step: int = 0,
         trackers: Sequence[str] = ("tensorboard",),
-        values: Mapping[str, Any] | None = None,
+        config: Config | None = None,
     ) -> None:
-        self.folder, self.values = folder, values or {}
+        self.folder = folder
         self._failed: set[str] = set()  # outputs that are not written any more
         self._rows: Any = None
         self._board: Any = None  # SummaryWriter
@@ -79,7 +77,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
         if "wandb" in trackers:
             open_wandb = wandb_board(trackers).open_wandb
-            if close := self.guard("Weights & Biases", open_wandb, folder, self.values):
+            if close := self.guard("Weights & Biases", open_wandb, folder, config):
                 self._open.callback(self.guard, "Weights & Biases", close)
         if trackers:
             self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
@@ -114,28 +112,20 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._open.callback(self.guard, "TensorBoard", board.close)
         self._board = board
 
-    def row(self, row: Mapping[str, Any], figures: Mapping[str, float]) -> None:
-        """Write a row.
-
-        Args:
-            row: for metrics.jsonl and TensorBoard.
-            figures: tag -> value; metrics.jsonl has them with _ instead of /.
-        """
+    def row(self, row: Mapping[str, Any]) -> None:
+        """Write a row. A key with / is a tag of TensorBoard; metrics.jsonl has _ instead."""
         if self._rows is not None:
-            content = {**row, **{tag.replace("/", "_"): value for tag, value in figures.items()}}
             rounded = {
-                key: float(f"{value:.6g}") if isinstance(value, float) else value
-                for key, value in content.items()
+                key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
+                for key, value in row.items()
             }
-            line = strict_json.dumps(rounded) + "\n"
-            self.guard("metrics.jsonl", self._rows.write, line)
+            self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
 
         def add_curves(board: Any) -> None:
             for key, value in row.items():
                 if key not in NO_CURVE:
-                    board.add_scalar(TAGS.get(key, f"{row['split']}/{key}"), value, row["step"])
-            for tag, value in figures.items():
-                board.add_scalar(tag, value, row["step"])
+                    tag = key if "/" in key else TAGS.get(key, f"{row['split']}/{key}")
+                    board.add_scalar(tag, value, row["step"])
 
         self._to_board(add_curves)
 
@@ -144,11 +134,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
     def picture(self, tag: str, image: Image.Image, step: int, *, photos: bool = False) -> None:
-        """Write an image for TensorBoard.
-
-        Args:
-            photos: compress as JPEG, which takes a tenth of the size and of the time of a PNG.
-        """
+        """Write an image for TensorBoard: `photos` as JPEG, a tenth of the size and time of PNG."""
 
         def add(board: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -166,26 +152,6 @@ class Tracker(AbstractContextManager["Tracker"]):
             board.file_writer.add_summary(summary, step)
 
         self._to_board(add)
-
-    def results(self, summary: Mapping[str, Any]) -> None:
-        """Write the results of a finished run, the content of summary.json, for TensorBoard."""
-
-        def add_results(board: Any) -> None:
-            from torch.utils.tensorboard.summary import hparams
-
-            for key in ("best_top1", "images_per_second"):
-                if summary[key] is not None:
-                    board.add_scalar(f"final/{key}", summary[key], summary["step"])
-            shown = {
-                key: value if type(value) in (int, float) else show(value)
-                for key, value in self.values.items()
-                if value is not None
-            }
-            # SummaryWriter.add_hparams would write into another folder.
-            for part in hparams(shown, dict.fromkeys(RESULTS)):
-                board.file_writer.add_summary(part)
-
-        self._to_board(add_results)
 
     def predictions(
         self, found: Predictions, classes: Sequence[str], dataset: Dataset, step: int
@@ -238,9 +204,9 @@ class Tracker(AbstractContextManager["Tracker"]):
         except Exception as error:
             missing = isinstance(error, ModuleNotFoundError) and error.name
             remedy = f"; pip install {missing}" if missing else ""
-            kind = type(error).__name__
-            text = "%s cannot be written (%s: %s); training continues without it%s"
-            logger.warning(text, name, kind, error, remedy)
+            what = f"{type(error).__name__}: {error}"
+            text = "%s cannot be written (%s); training continues without it%s"
+            logger.warning(text, name, what, remedy)
         self._failed.add(name)
         return None
 

@@ -1,19 +1,18 @@
 """Optional: send a run to Weights & Biases, https://docs.wandb.ai.
 
 wandb's own process reads the event files of TensorBoard and sends what they hold: no call here is
-part of training. wandb reads its own environment variables, such as WANDB_PROJECT and WANDB_MODE,
-and the login of `wandb login`.
+part of training. wandb reads its own environment variables, such as WANDB_PROJECT and WANDB_MODE.
 """
 
 import logging
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from conf.schema import UserError
+from conf.schema import RESULT, Config, UserError, in_effect, walk
 from engine.checkpoint import replace_file
 
 logger = logging.getLogger(__name__)
@@ -23,11 +22,7 @@ START_SECONDS, FINISH_SECONDS = 30, 30
 
 
 def check_installed(asked_for: str) -> None:
-    """Check that wandb can be imported.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Raise UserError if wandb cannot be imported."""
     spec = find_spec("wandb")
     if spec is None or spec.origin is None:  # a folder called wandb is no package
         raise UserError(
@@ -36,14 +31,11 @@ def check_installed(asked_for: str) -> None:
         )
 
 
-def open_wandb(folder: Path, values: Mapping[str, Any]) -> Callable[[], None]:
+def open_wandb(folder: Path, config: Config) -> Callable[[], None]:
     """Start or continue the run of a run directory, before TensorBoard opens its files.
 
     The run's ID is stored in the directory, so that it stays the same if the directory moves, and
     is another one after checkpoint.resume=never.
-
-    Args:
-        values: key -> value; a key that is None is left out.
 
     Returns:
         The function that ends the run, after TensorBoard has closed its files.
@@ -61,17 +53,20 @@ def open_wandb(folder: Path, values: Mapping[str, Any]) -> Callable[[], None]:
         finish_timeout=FINISH_SECONDS,
     )
     wandb.setup(settings=settings)
+    values: dict[str, Any] = {"recipe": config.recipe}
+    for name, field, value in walk(config):
+        if field.metadata["affects"] & RESULT and in_effect(config, field):
+            values[name] = value
     run = wandb.init(
         dir=str(folder),
         id=path.read_text().strip(),
         name=folder.resolve().name,
         resume="allow",
-        config={key: value for key, value in values.items() if value is not None},
+        config=values,
         allow_val_change=True,  # keys that may change when a run resumes
         sync_tensorboard=True,
         settings=settings,
     )
-    logger.info(
-        "Weights & Biases: %s", run.url or f"offline; `wandb sync {Path(run.dir).parent}` sends it"
-    )
+    offline = f"offline; `wandb sync {Path(run.dir).parent}` sends it"
+    logger.info("Weights & Biases: %s", run.url or offline)
     return run.finish

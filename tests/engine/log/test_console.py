@@ -20,6 +20,7 @@ SUMMARY: dict[str, Any] = {
     "epoch": 10.0,
     "top1": 71.25,
     "top5": 90.5,
+    "expectation": None,
     "best_top1": 72.5,
     "best_epoch": 9.0,
     "best_checkpoint": "step-00001350.pt",
@@ -63,8 +64,7 @@ def test_other_ranks_print_nothing(capsys: pytest.CaptureFixture[str], tmp_path:
     silent.say("hello")
     silent.val_row(VAL, best=True)
     silent.train_row(TRAIN, {})
-    silent.outcome(tmp_path, SUMMARY)
-    silent.end(tmp_path, SUMMARY, resumes=True)
+    silent.outcome(tmp_path, SUMMARY, resumes=True)
     assert capsys.readouterr() == ("", "")
 
 
@@ -127,8 +127,7 @@ def test_outcome(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shown = console()
-    shown.outcome(tmp_path, {**SUMMARY, **changes})
-    shown.end(tmp_path, {**SUMMARY, **changes}, resumes=True)
+    shown.outcome(tmp_path, {**SUMMARY, **changes}, resumes=True)
     text = capsys.readouterr().out
     unreadable = "skipped   3 unreadable images: FOLDER/bad_files.txt"
     for line in (*lines, unreadable, "run       FOLDER"):
@@ -144,7 +143,7 @@ def test_the_command_for_tensorboard(
 ) -> None:
     """In the default folder, it shows all runs by name."""
     (tmp_path / run / "tensorboard").mkdir(parents=True)
-    console().outcome(tmp_path / run, SUMMARY)
+    console().outcome(tmp_path / run, SUMMARY, resumes=True)
     expected = f"curves    tensorboard --logdir {shown.format(tmp_path)}\n"
     assert f"\n{expected}" in capsys.readouterr().out
 

@@ -166,15 +166,15 @@ def test_lost_seconds_are_kept_over_starts(clock: Clock) -> None:
 def test_row_of_an_interval() -> None:
     found, timings = measurements({})
     timings.append(WAITED)
-    row, figures = found.row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}))
+    row = found.row(Interval(4, 4, {"loss": 2.5, "norm": 1.0}))
     assert row["images_per_second"] == 4 * 16 / 2 and row["seconds_left"] == 96 * 16 / 32
     assert (row["step"], row["epoch"], row["lr"]) == (4, 4 / 2.25, 3.0)
     assert (row["loss"], row["norm"], row["data_wait_fraction"]) == (2.5, 1.0, 0.9)
     assert (row["copy_ms"], row["step_ms"], row["copy_fraction"]) == (0.1, 1.0, 0.05)
-    assert not row.keys() & {"mfu", "ranks_wait_fraction"} and "host/pinned_gib" in figures
+    assert not row.keys() & {"mfu", "ranks_wait_fraction"} and "host/pinned_gib" in row
     found, timings = measurements({}, ranks=2, gpu="NVIDIA H200")
     timings.append(replace(WAITED, ranks_fraction=0.04))
-    row, _ = found.row(Interval(4, 4, {"loss": 2.5}))
+    row = found.row(Interval(4, 4, {"loss": 2.5}))
     assert row["ranks_wait_fraction"] == 0.04
     assert row["mfu"] == pytest.approx(32 * 3e12 / (2 * 989e12), rel=0.01)
 

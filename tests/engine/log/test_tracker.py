@@ -17,12 +17,11 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
-from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from engine.log.predictions import Predictions
 from engine.log.runlog import draw_batch
-from engine.log.tracker import RESULTS, Tracker
+from engine.log.tracker import Tracker
 from pipeline.dataset import FakeDataset
 from pipeline.prefetcher import Batch, ImageFormat
 
@@ -49,6 +48,7 @@ def train_row(step: int, loss: float = 1.0) -> dict[str, Any]:
         "copy_ms": 1.5,
         "step_ms": 20.0,
         "seconds_left": 3723.0,
+        **FIGURES,
     }
 
 
@@ -71,11 +71,10 @@ def start(folder: Path | None, start_step: int, steps: list[int], loss: float = 
             tracker.text("config", f"loss: {loss}")
             tracker.picture("train/images", Image.new("RGB", (4, 4)), 0)
         for step in steps:
-            tracker.row(train_row(step, loss), FIGURES)
+            tracker.row(train_row(step, loss))
             if step % 20 == 0:
-                tracker.row(val_row(step, top1=loss), {})
+                tracker.row(val_row(step, top1=loss))
                 tracker.predictions(predictions(), CLASSES, IMAGES, step)
-        tracker.results({"best_top1": 72.5, "images_per_second": None, "step": 99})
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -105,15 +104,15 @@ def charts(events: EventAccumulator) -> dict[tuple[str, str], str]:
 
 def test_rows_are_not_buffered(tmp_path: Path) -> None:
     with Tracker(tmp_path, trackers=[]) as tracker:
-        tracker.row(train_row(1), FIGURES)
+        tracker.row(train_row(1))
         (train,) = rows(tmp_path)
-        tracker.row(val_row(1), {})
+        tracker.row(val_row(1))
         assert rows(tmp_path) == [train, val_row(1)]
         tracker.text("config", "a: 1")
         tracker.picture("train/images", Image.new("RGB", (4, 4)), 0)
         tracker.predictions(predictions(), CLASSES, IMAGES, 7)
-    figures = {key.replace("/", "_"): value for key, value in FIGURES.items()}
-    assert train == {**train_row(1), "images_per_second": 1234.57, **figures}
+    expected = {key.replace("/", "_"): value for key, value in train_row(1).items()}
+    assert train == {**expected, "images_per_second": 1234.57}
     assert {path.name for path in tmp_path.iterdir()} == {"metrics.jsonl", "per_class.json"}
 
 
@@ -146,15 +145,15 @@ def test_incomplete_line_is_dropped(tmp_path: Path) -> None:
     for part in (*parts, b'{"loss": 1}'):
         (tmp_path / "metrics.jsonl").write_bytes(complete + part)
         with Tracker(tmp_path, start_step=20, trackers=[]) as tracker:
-            tracker.row(train_row(30), {})
+            tracker.row(train_row(30))
         assert [row["step"] for row in rows(tmp_path)] == [10, 20, 20, 30]
 
 
 def test_tags_and_values(tmp_path: Path) -> None:
     """A fork that returns one more value from `train_step` sees it without another change."""
     with Tracker(tmp_path) as tracker:
-        tracker.row({**train_row(20), "grad_norm": 1.23456789}, FIGURES)
-        tracker.row({**val_row(20), "ece": 0.25}, {})
+        tracker.row({**train_row(20), "grad_norm": 1.23456789})
+        tracker.row({**val_row(20), "ece": 0.25})
     assert [row.get("grad_norm") for row in rows(tmp_path)] == [1.23457, None]
     events = curves(tmp_path)
     assert set(events.Tags()["scalars"]) == {*TAGS, "train/grad_norm", "val/ece"}
@@ -176,8 +175,8 @@ def test_flushed_curves_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         RecordWriter, "write", lambda self, data: (time.sleep(0.02), write(self, data))
     )  # a slow disk
     with Tracker(tmp_path) as tracker:
-        tracker.row(train_row(10), FIGURES)
-        tracker.row(val_row(10), {})
+        tracker.row(train_row(10))
+        tracker.row(val_row(10))
         tracker.flush()
         events = curves(tmp_path)
         found = [curve(events, tag) for tag in ("train/loss", "memory/alloc_retries", "val/top5")]
@@ -221,14 +220,14 @@ def test_disk_that_fills_up(
     file_size_limit: Callable[[int], AbstractContextManager[None]],
 ) -> None:
     with Tracker(tmp_path) as tracker:
-        tracker.row(train_row(10), FIGURES)
+        tracker.row(train_row(10))
         with file_size_limit(10_000):
             for step in range(20, 1000, 10):
-                tracker.row(train_row(step), FIGURES)
+                tracker.row(train_row(step))
             noise = np.random.default_rng(0).integers(0, 256, (512, 512, 3), dtype=np.uint8)
             tracker.picture("train/images", Image.fromarray(noise), 0)
             for step in range(1000, 1100, 10):
-                tracker.row(train_row(step), FIGURES)
+                tracker.row(train_row(step))
             tracker.__exit__()
     assert 1 <= len(caplog.records) <= 2
     assert "metrics.jsonl cannot be written" in caplog.text and "File too large" in caplog.text
@@ -312,40 +311,7 @@ def test_failure_to_draw_keeps_the_curves(tmp_path: Path, caplog: pytest.LogCapt
     with Tracker(tmp_path) as tracker, caplog.at_level(logging.WARNING):
         for step in (20, 40):
             tracker.predictions(predictions(), CLASSES, Broken(3, 3, 8), step)
-            tracker.row(val_row(step), {})
+            tracker.row(val_row(step))
     (record,) = caplog.records
     assert record.getMessage().startswith("pictures cannot be written (ValueError: image 1 cannot")
     assert curve(curves(tmp_path), "val/top1") == [(20, 60), (40, 60)]
-
-
-def test_hyperparameters(tmp_path: Path) -> None:
-    """The start's event file holds all values and the results."""
-    values = {
-        "recipe": "demo",
-        "augment.train": [{"flip": {"p": 0.5}}],
-        "loader.batch_size": 64,
-        "model.name": "resnet50",
-        "optim.betas": None,  # not in effect
-        "optim.lr": 0.1,
-        "optim.nesterov": True,
-    }
-    with Tracker(tmp_path, values=values) as tracker:
-        tracker.row(val_row(20), {})
-        tracker.results({"best_top1": 72.5, "images_per_second": None, "step": 20})
-    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
-    events = curves(tmp_path)
-    assert curve(events, "final/best_top1") == [(20, 72.5)]
-    content = events.PluginTagToContent("hparams")
-    found = {key: HParamsPluginData.FromString(value) for key, value in content.items()}
-    shown = found["_hparams_/session_start_info"].session_start_info.hparams
-    assert {k: v.number_value or v.string_value for k, v in shown.items()} == {
-        "recipe": "demo",
-        "augment.train": "[{'flip': {'p': 0.5}}]",
-        "loader.batch_size": 64,
-        "model.name": "resnet50",
-        "optim.lr": 0.1,
-        "optim.nesterov": "true",
-    }
-    assert found["_hparams_/session_end_info"].session_end_info.status == 1  # success
-    experiment = found["_hparams_/experiment"].experiment
-    assert {metric.name.tag for metric in experiment.metric_infos} == set(RESULTS)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import train
+from conf.compose import load
 from conf.schema import UserError
 from engine.log.tracker import Tracker
 from tests.small_run import command, compose, run
@@ -61,10 +62,9 @@ def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 def start(folder: Path, start_step: int = 0) -> None:
     folder.mkdir(exist_ok=True)
-    values = {"recipe": "demo", "optim.betas": None}
-    with Tracker(folder, trackers=["wandb"], values=values, start_step=start_step) as tracker:
-        row = {"step": start_step + 10, "epoch": 1.0, "split": "train", "loss": 1.0}
-        tracker.row(row, {})
+    config = load(["recipe=demo", f"run.dir={folder}"])
+    with Tracker(folder, trackers=["wandb"], config=config, start_step=start_step) as tracker:
+        tracker.row({"step": start_step + 10, "epoch": 1.0, "split": "train", "loss": 1.0})
 
 
 def test_it_reads_the_files_of_tensorboard(tmp_path: Path, calls: Calls) -> None:
@@ -74,7 +74,6 @@ def test_it_reads_the_files_of_tensorboard(tmp_path: Path, calls: Calls) -> None
     assert setup["silent"] is True  # wandb asks nothing on the terminal
     assert 0 < setup["init_timeout"] <= 60 and 0 < setup["finish_timeout"] <= 60
     assert init["name"] == "run" and init["resume"] == "allow" and init["sync_tensorboard"]
-    assert init["config"] == {"recipe": "demo"}
     assert "tensorboard" not in init["files"] and "tensorboard" in finish["files"]
 
 
