@@ -15,7 +15,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -193,10 +192,10 @@ def open_picture(data: bytes, decoder: str, max_pixels: int = MAX_PIXELS) -> Pic
         UnreadableError: Pillow cannot read it, or it is too large.
     """
     try:
-        frame = colour_frame(data)
-        if frame is not None:
-            check_size(frame.size, max_pixels)
-            return Picture(JpegFile(data, frame.size, DECODERS[decoder]))
+        size = colour_size(data)
+        if size is not None:
+            check_size(size, max_pixels)
+            return Picture(JpegFile(data, size, DECODERS[decoder]))
         image = open_image(data, max_pixels)
         if image.format == "JPEG" and image.mode == "RGB":
             return Picture(JpegFile(data, image.size, DECODERS[decoder]))
@@ -269,15 +268,6 @@ def reduction(box: Box, size: tuple[int, int]) -> int:
 # Headers.
 
 
-class Frame(NamedTuple):
-    """The frame header of a JPEG with three components of 8 bits."""
-
-    size: tuple[int, int]  # (width, height) in pixels
-    sampling: tuple[tuple[int, int], ...]  # factors (across, down) of each component
-    marker: int  # one of FRAMES
-    end: int  # where the next segment begins
-
-
 def open_image(data: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
     """Read the header of a file in one of FORMATS; Pillow decodes the pixels at their first use.
 
@@ -313,18 +303,15 @@ def segments(data: bytes) -> Iterator[tuple[int, int, int]]:
         at = end
 
 
-def colour_frame(data: bytes) -> Frame | None:
-    """Read the frame header of a common colour JPEG; None if Pillow has to open the file.
+def colour_size(data: bytes) -> tuple[int, int] | None:
+    """Read (width, height) of a common colour JPEG; None if Pillow has to open the file.
 
     Pillow takes 50 us to read a header, as long as flipping three images.
     """
     for marker, at, end in segments(data):
-        if marker in FRAMES and at + 19 <= len(data):
+        if marker in FRAMES and end <= len(data):
             bits, height, width, components = struct.unpack_from(">BHHB", data, at + 4)
-            sampling = tuple(divmod(data[at + place], 16) for place in (11, 14, 17))
-            if bits != 8 or components != 3 or not width * height or not all(map(all, sampling)):
-                return None
-            return Frame((width, height), sampling, marker, end)
+            return (width, height) if (bits, components) == (8, 3) and width * height else None
         if marker not in SKIPPED or data.startswith(b"MPF\0", at + 4):  # several images
             return None
     return None

@@ -16,10 +16,12 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from pipeline.gpu.encoded import EncodedRows
 from pipeline.gpu.geometry import ADDRESS, BICUBIC, HEIGHT, LENGTH, OFFSET, PITCH, WIDTH
 from pipeline.loader import TASK_ROWS, HostBatch, Loader
 from pipeline.prefetcher import DeviceSlot, finish_pixels
@@ -28,13 +30,9 @@ logger = logging.getLogger(__name__)
 
 FIRST_SHARE = 0.6  # share of a hybrid batch for the JPEG engines until the rates are known
 MOST_SHARE = 1 - 1 / TASK_ROWS  # leaves workers one image per task, to time them
-STATUSES = (  # nvjpegStatus_t
-    *("success", "not initialized", "invalid parameter", "bad JPEG", "JPEG not supported"),
-    *("allocator failure", "execution failed"),
-    "architecture mismatch: this GPU has no JPEG engines",
-    *("internal error", "implementation not supported", "incomplete bitstream"),
-)
+NO_ENGINES = 7  # NVJPEG_STATUS_ARCH_MISMATCH
 OLDEST = 12  # major version of nvJPEG that has the flag NO_PIPELINE
+ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
 
 
 class EngineError(RuntimeError):
@@ -62,16 +60,15 @@ class Engines:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
-        self.version = ".".join(str(self._property(kind)) for kind in range(3))
-        if self._property(0) < OLDEST:
-            raise EngineError(f"nvJPEG {self.version} is too old; install version {OLDEST}")
+        major, flags = ctypes.c_int(), ctypes.c_uint(self.NO_PIPELINE)
+        self._call("nvjpegGetProperty", 0, ctypes.byref(major))
+        if major.value < OLDEST:
+            raise EngineError(f"nvJPEG {major.value} is too old; install version {OLDEST}")
         self._handle, self._state = ctypes.c_void_p(), ctypes.c_void_p()
-        flags, handle = ctypes.c_uint(self.NO_PIPELINE), ctypes.byref(self._handle)
-        status = library.nvjpegCreateEx(self.HARDWARE_BACKEND, None, None, flags, handle)
-        self._check(status, "nvjpegCreateEx")
-        status = library.nvjpegJpegStateCreate(self._handle, ctypes.byref(self._state))
-        self._check(status, "nvjpegJpegStateCreate")
-        self._count = 0
+        handle, state = ctypes.byref(self._handle), ctypes.byref(self._state)
+        self._call("nvjpegCreateEx", self.HARDWARE_BACKEND, None, None, flags, handle)
+        self._call("nvjpegJpegStateCreate", self._handle, state)
+        self._count = 0  # files of the last batch
 
     def decode(
         self, files: np.ndarray, lengths: np.ndarray, targets: np.ndarray, stream: torch.cuda.Stream
@@ -86,52 +83,35 @@ class Engines:
         Raises:
             EngineError: a file is damaged or the engines do not support it.
         """
-        n, library = len(files), self.library
-        if n != self._count:
-            status = library.nvjpegDecodeBatchedInitialize(
-                self._handle, self._state, n, 1, self.RGB_INTERLEAVED
-            )
-            self._check(status, "nvjpegDecodeBatchedInitialize")
-            self._count = n
-        arrays = (ctypes.c_void_p(array.ctypes.data) for array in (files, lengths, targets))
-        status = library.nvjpegDecodeBatched(
-            self._handle, self._state, *arrays, ctypes.c_void_p(stream.cuda_stream)
-        )
-        if status:
+        count, both = len(files), (self._handle, self._state)
+        if count != self._count:
             self._count = 0
-        self._check(status, "nvjpegDecodeBatched")
+            self._call("nvjpegDecodeBatchedInitialize", *both, count, 1, self.RGB_INTERLEAVED)
+        self._count = 0  # until it has worked
+        arrays = [ctypes.c_void_p(array.ctypes.data) for array in (files, lengths, targets)]
+        self._call("nvjpegDecodeBatched", *both, *arrays, ctypes.c_void_p(stream.cuda_stream))
+        self._count = count
 
     def close(self) -> None:
         """Free the decoder. No decoding may be in progress."""
         self.library.nvjpegJpegStateDestroy(self._state)
         self.library.nvjpegDestroy(self._handle)
 
-    def _property(self, kind: int) -> int:
-        """A part of the version: 0 major, 1 minor, 2 patch (libraryPropertyType)."""
-        value = ctypes.c_int()
-        status = self.library.nvjpegGetProperty(kind, ctypes.byref(value))
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self.library, name)(*arguments)
         if status:
-            raise EngineError(f"nvjpegGetProperty returned status {status}")
-        return value.value
-
-    def _check(self, status: int, call: str) -> None:
-        if status:
-            meaning = STATUSES[status] if status < len(STATUSES) else "unknown"
-            raise EngineError(
-                f"{call} of nvJPEG {self.version} returned status {status} ({meaning})"
-            )
+            reason = ": this GPU has no JPEG engines" if status == NO_ENGINES else ""
+            raise EngineError(f"{name} of nvJPEG returned status {status}{reason}")
 
 
 @cache
 def find_library() -> ctypes.CDLL | None:
     """nvJPEG from NVIDIA's wheel, torchvision's wheel or the CUDA toolkit; None if missing."""
     packages = Path(torch.__file__).parents[1]
-    wheels = [
-        *sorted(packages.glob("nvidia/*/lib/libnvjpeg.so*")),
-        *sorted(packages.glob("torchvision.libs/libnvjpeg*.so*")),
-    ]
-    toolkit = ["libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]
-    for name in [*map(str, wheels), *toolkit]:
+    names = ["libnvjpeg.so.13", "libnvjpeg.so.12", "/usr/local/cuda/lib64/libnvjpeg.so"]
+    for pattern in ("torchvision.libs/libnvjpeg*.so*", "nvidia/*/lib/libnvjpeg.so*"):
+        names = [*sorted(map(str, packages.glob(pattern))), *names]
+    for name in names:
         with suppress(OSError):
             return ctypes.CDLL(name)
     return None
@@ -141,11 +121,7 @@ _unused: list[Engines] = []  # opened by `why_no_engines`; a GpuDecoder takes th
 
 
 def _open_engines() -> Engines:
-    """Open the engines of the current device.
-
-    Raises:
-        EngineError: nvJPEG or the engines are missing.
-    """
+    """Open the engines of the current device, or raise EngineError."""
     if _unused:
         return _unused.pop()
     library = find_library()
@@ -169,9 +145,6 @@ def why_no_engines(device: torch.device) -> str | None:
     return None
 
 
-ALIGNMENT = 256  # bytes; each decoded image starts at a multiple of it
-
-
 class GpuDecoder:
     """Decodes the encoded rows of a batch, then crops and normalises all rows.
 
@@ -187,13 +160,12 @@ class GpuDecoder:
     """
 
     def __init__(self, device: torch.device, batch_size: int) -> None:
-        self.engines = _open_engines()
-        self.device = device
+        self.engines, self.device = _open_engines(), device
+        self.seconds_per_image = 0.0
         # nvjpegImage_t: four device pointers, four pitches.
         self._targets = np.zeros((batch_size, 8), np.uint64)
         self._decoded = torch.empty(0, dtype=torch.uint8, device=device)
-        self._settled = torch.cuda.Event()
-        self.seconds_per_image = 0.0
+        self._done = torch.cuda.Event()
         self._raw: torch.Tensor | None = None  # uint8 [B, S, S, 3]: rows that workers decoded
 
     def make_batch(
@@ -238,10 +210,10 @@ class GpuDecoder:
             targets[:, 0], targets[:, 4] = address, table[files_here, PITCH]
             source = files.ctypes.data + table[files_here, OFFSET].astype(np.uint64)
             lengths = table[files_here, LENGTH].astype(np.uint64)
-            self._settled.synchronize()  # the engines decode one batch at a time
+            self._done.synchronize()  # the engines decode one batch at a time
             began = time.perf_counter()
             self.engines.decode(source, lengths, targets, torch.cuda.current_stream(self.device))
-            self._settled.record()
+            self._done.record()
             self.seconds_per_image = (time.perf_counter() - began) / len(source)
         rows = geometry.to(self.device, non_blocking=True)
         for bicubic in np.unique(table[:, BICUBIC]):  # both only with interpolation: random
@@ -285,11 +257,8 @@ class EngineUpload:
     """
 
     def __init__(self, loader: Loader, decoder: GpuDecoder) -> None:
-        rows = loader.pool.sources[loader.source].encoded
-        assert rows is not None, "the source has no buffers for files"
-        self.loader = loader
-        self.decoder = decoder
-        self.rows = rows
+        self.loader, self.decoder = loader, decoder
+        self.rows: EncodedRows = loader.pool.sources[loader.source].encoded
         self.taken = 0
         self.refused: EngineError | None = None
         self.hybrid = False
@@ -301,10 +270,6 @@ class EngineUpload:
         The share is the smallest with which the workers decode the rest at `enough` images/s, so
         that decoding takes as little of the GPU as possible. If workers and engines together are
         slower, it is the share with which both finish together.
-
-        Args:
-            hybrid: whether the workers decode, too.
-            enough: images/s of a rank.
         """
         self.hybrid, self._enough = hybrid, enough
         self.loader.encoded_share = FIRST_SHARE if hybrid else 1.0
@@ -336,17 +301,17 @@ class EngineUpload:
         self, host: HostBatch, out: torch.Tensor, scale: torch.Tensor, shift: torch.Tensor
     ) -> None:
         """Decode and crop a batch into `out`, and set the share of the engines in later ones."""
-        files = self.rows.files.array[host.slot]
         geometry = torch.from_numpy(self.rows.geometry.array[host.slot])
         pixels = host.images.permute(0, 2, 3, 1)
+        batch = (self.rows.files.array[host.slot], geometry, pixels, out, scale, shift)
         try:
-            self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
+            self.decoder.make_batch(*batch)
             self.taken += 1
         except EngineError as error:
             self.refused = error
             logger.warning("%s: the CPU decoder decodes this batch instead", error)
             self.loader.load_in_process(host)
-            self.decoder.make_batch(files, geometry, pixels, out, scale, shift)
+            self.decoder.make_batch(*batch)
         if self.hybrid:
             self._balance()
 
@@ -356,9 +321,9 @@ class EngineUpload:
         replies = list(pool.recent[self.loader.source])[-50:]
         decoded = sum(reply.decoded for reply in replies)
         if decoded and self.decoder.seconds_per_image:
-            engines = 1 / self.decoder.seconds_per_image
-            seconds = sum(reply.seconds for reply in replies if reply.decoded) / decoded
-            workers = max(1, pool.active) / max(seconds, 1e-9)
+            engines = 1 / self.decoder.seconds_per_image  # images/s
+            seconds = sum(reply.seconds for reply in replies if reply.decoded)
+            workers = max(1, pool.active) * decoded / max(seconds, 1e-9)
             together = engines / (engines + workers)
             needed = max(0.0, 1 - workers / self._enough)
             self.loader.encoded_share = min(together, needed, MOST_SHARE)

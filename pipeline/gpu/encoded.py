@@ -4,13 +4,13 @@ Journey of a batch, 2-4 for `loader.decoder=gpu` and `hybrid`. Worker processes 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from pipeline.augment import Compose, Drawn, as_rows, sample_rng
 from pipeline.dataset import Dataset, FolderDataset
-from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_frame
+from pipeline.decode import DECODERS, JpegFile, Picture, UnreadableError, colour_size
 from pipeline.gpu.geometry import (
     CLIP_BOTTOM,
     CLIP_RIGHT,
@@ -27,21 +27,13 @@ from pipeline.gpu.geometry import (
 from pipeline.shared import SharedArray
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """A sample for the GPU's JPEG engines.
+class Encoded(NamedTuple):
+    """A sample for the GPU's JPEG engines."""
 
-    Attributes:
-        file: the JPEG.
-        geometry: float64 [COLUMNS], where each pixel is from.
-        size: (width, height) after the transforms, in pixels.
-        drawn: the operations of RandAugment that follow them.
-    """
-
-    file: JpegFile
-    geometry: np.ndarray
-    size: tuple[int, int]
-    drawn: list[Drawn]
+    data: bytes  # the file
+    geometry: np.ndarray  # float64 [COLUMNS], all but OFFSET, ADDRESS and PITCH
+    size: tuple[int, int]  # (width, height) after the transforms, in pixels
+    drawn: list[Drawn]  # the operations of RandAugment that follow them
 
 
 def load_encoded(dataset: FolderDataset, epoch: int, index: int) -> Encoded | None:
@@ -55,21 +47,19 @@ def load_encoded(dataset: FolderDataset, epoch: int, index: int) -> Encoded | No
     """
     with dataset.naming_file(index):
         data = dataset.read(index)
-        frame = colour_frame(data)
-    if frame is None or not engines_support(data, frame):
+        size = colour_size(data)
+    if size is None or size[0] * size[1] > dataset.max_pixels or not engines_support(data):
         return None
-    if frame.size[0] * frame.size[1] > dataset.max_pixels:
-        return None
-    file = JpegFile(data, frame.size, DECODERS[dataset.decoder])
-    rng = sample_rng(dataset.seed, epoch, index)
     geometry = np.zeros(COLUMNS)
+    geometry[[LENGTH, WIDTH, HEIGHT]] = len(data), *size
+    source = Picture(JpegFile(data, size, DECODERS[dataset.decoder]))
     try:
-        picture, drawn = dataset.transform.draw(Picture(file), rng)
+        picture, drawn = dataset.transform.draw(source, sample_rng(dataset.seed, epoch, index))
     except UnreadableError:
         return None
     if not write_geometry(picture, geometry):
         return None
-    return Encoded(file, geometry, picture.size, drawn)
+    return Encoded(data, geometry, picture.size, drawn)
 
 
 def first_on_pixels(transform: Compose) -> int | None:
@@ -77,16 +67,16 @@ def first_on_pixels(transform: Compose) -> int | None:
 
     None if `load_encoded` is worth trying: at least some images stay encoded.
     """
-    image = np.zeros((300, 400, 3), np.uint8)
-    file = JpegFile(b"", (400, 300), lambda *_: image)
+    image, row = np.zeros((300, 400, 3), np.uint8), np.zeros(COLUMNS)
+    source = Picture(JpegFile(b"", (400, 300), lambda *_: image))
     transforms = transform.transforms
     for place in range(len(transforms)):
         chain = Compose(transforms[: place + 1])
-        draw = chain.draw if len(chain.transforms) == len(transforms) else None
+        is_last = place + 1 == len(transforms)  # only there can a GPU apply drawn operations
         for trial in range(8):
             rng = sample_rng(0, 0, trial)
-            made = draw(Picture(file), rng)[0] if draw else chain(Picture(file), rng)
-            if write_geometry(made, np.zeros(COLUMNS)):
+            made = chain.draw(source, rng)[0] if is_last else chain(source, rng)
+            if write_geometry(made, row):
                 break
         else:
             return place
@@ -94,15 +84,19 @@ def first_on_pixels(transform: Compose) -> int | None:
 
 
 def file_buffers(slots: int, batch_size: int, file_bytes: int) -> dict[str, tuple[Any, Any]]:
-    """Shape and dtype of the buffers of EncodedRows.
-
-    Args:
-        file_bytes: bytes per row.
-    """
+    """Shape and dtype of the buffers of EncodedRows, with `file_bytes` per row."""
     return {
         "files": ((slots, batch_size * file_bytes), np.uint8),
         "geometry": ((slots, batch_size, COLUMNS), np.float64),
     }
+
+
+def file_bytes_per_row(mean_bytes: float) -> int:
+    """Bytes to reserve for the file of a row.
+
+    The rows of a task pool theirs: 1.5 times the mean size of the files is nearly always enough.
+    """
+    return max(1 << 15, int(1.5 * mean_bytes))
 
 
 @dataclass(frozen=True)
@@ -133,43 +127,41 @@ class EncodedRows:
     def writer(
         self, dataset: Dataset, operations: SharedArray | None, slot: int, rows: range
     ) -> "FileWriter | None":
-        """Return what copies the files of a task; None if the dataset reads no files."""
+        """Return what copies the files of a task; None if the dataset reads no files.
+
+        Args:
+            operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if
+                the workers apply them.
+        """
         if not isinstance(dataset, FolderDataset):
             return None
-        return FileWriter(self, dataset, operations, slot, rows)
+        row_bytes = self.files.array.shape[1] // self.geometry.array.shape[1]
+        free = self.files.array[slot, rows.start * row_bytes : rows.stop * row_bytes]
+        drawn = None if operations is None else operations.array[slot]
+        return FileWriter(self, dataset, drawn, slot, rows.start * row_bytes, free)
 
 
+@dataclass
 class FileWriter:
     """Copies files into the rows of one task.
 
-    Args:
+    Attributes:
         buffers: where to.
         dataset: reads the files.
-        operations: float64 [slots, B, count, 2], for operations that the GPU applies; None if the
-            workers apply them.
+        operations: float64 [B, count, 2] of the slot, or None.
         slot: slot of the ring.
-        rows: the rows of the task.
-
-    Attributes:
+        offset: place of `free` in the bytes of the slot.
+        free: uint8, the bytes of the task that hold no file yet.
         count: rows that hold a file.
     """
 
-    def __init__(
-        self,
-        buffers: EncodedRows,
-        dataset: FolderDataset,
-        operations: SharedArray | None,
-        slot: int,
-        rows: range,
-    ) -> None:
-        self.buffers = buffers
-        self.dataset = dataset
-        self.operations = operations
-        self.slot = slot
-        self.count = 0
-        row_bytes = buffers.files.array.shape[1] // buffers.geometry.array.shape[1]
-        self._offset = rows.start * row_bytes
-        self._end = rows.stop * row_bytes
+    buffers: EncodedRows
+    dataset: FolderDataset
+    operations: np.ndarray | None
+    slot: int
+    offset: int
+    free: np.ndarray
+    count: int = 0
 
     def write(self, row: int, epoch: int, index: int) -> int | None:
         """Copy a sample's file into the batch.
@@ -181,28 +173,18 @@ class FileWriter:
         sample = load_encoded(self.dataset, epoch, index)
         if sample is None or (sample.drawn and self.operations is None):
             return None
-        data = sample.file.data
-        end = self._offset + len(data)
+        length, side = len(sample.data), self.buffers.size
         # Decoding an image of another size raises an error that names the file.
-        if end > self._end or sample.size != (self.buffers.size, self.buffers.size):
+        if length > len(self.free) or sample.size != (side, side):
             return None
-        sample.geometry[[LENGTH, OFFSET, WIDTH, HEIGHT]] = (
-            len(data),
-            self._offset,
-            *sample.file.size,
-        )
+        sample.geometry[OFFSET] = self.offset
         self.buffers.geometry.array[self.slot, row] = sample.geometry
-        self.buffers.files.array[self.slot, self._offset : end] = np.frombuffer(data, np.uint8)
+        self.free[:length] = np.frombuffer(sample.data, np.uint8)
         if self.operations is not None:
-            self.operations.array[self.slot, row] = as_rows(sample.drawn)
-        self._offset = end
-        self.count += 1
+            self.operations[row] = as_rows(sample.drawn)
+        self.free, self.offset, self.count = (
+            self.free[length:],
+            self.offset + length,
+            self.count + 1,
+        )
         return self.dataset.label(index)
-
-
-def file_bytes_per_row(mean_bytes: float) -> int:
-    """Bytes to reserve for the file of a row.
-
-    The rows of a task pool theirs: 1.5 times the mean size of the files is nearly always enough.
-    """
-    return max(1 << 15, int(1.5 * mean_bytes))

@@ -10,10 +10,10 @@ from pipeline.decode import (
     BASELINE,
     SKIPPED,
     START_OF_SCAN,
-    Frame,
     JpegFile,
     Picture,
     has_end,
+    segments,
 )
 
 # Columns of a slot's geometry, float64 [B, COLUMNS]; integers below 2**53 are exact.
@@ -31,13 +31,8 @@ COLUMNS = 16
 
 # Second bytes of JPEG markers. The last one may say that the components are red, green and blue.
 QUANTISATION, ADOBE = 0xDB, 0xEE
-# Sampling factors that hardware JPEG decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0.
-CHROMA = {
-    ((1, 1), (1, 1), (1, 1)),
-    ((2, 1), (1, 1), (1, 1)),
-    ((2, 2), (1, 1), (1, 1)),
-    ((1, 2), (1, 1), (1, 1)),
-}
+# Sampling factors of the components that hardware decoders support: 4:4:4, 4:2:2, 4:2:0 and 4:4:0.
+CHROMA = (b"\x11\x11\x11", b"\x21\x11\x11", b"\x22\x11\x11", b"\x12\x11\x11")
 
 
 def write_geometry(picture: Picture, row: np.ndarray) -> bool:
@@ -60,10 +55,8 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
         if step.size != (right - left, bottom - top):
             if (scale_x, scale_y) != (1.0, 1.0) or mirrored:
                 return False  # two resizes are not equal to one
-            clip, bicubic = (
-                (x + left, y + top, x + right, y + bottom),
-                step.interpolation == "bicubic",
-            )
+            clip = x + left, y + top, x + right, y + bottom
+            bicubic = step.interpolation == "bicubic"
             scale_x, scale_y = (right - left) / step.size[0], (bottom - top) / step.size[1]
         elif mirrored:
             left = width - right
@@ -76,28 +69,25 @@ def write_geometry(picture: Picture, row: np.ndarray) -> bool:
     return True
 
 
-def engines_support(data: bytes, frame: Frame) -> bool:
-    """Whether the JPEG engines decode a file: baseline, in one scan, and of a usual kind.
+def engines_support(data: bytes) -> bool:
+    """Whether the JPEG engines decode a colour JPEG: baseline, in one scan, and of a usual kind.
 
     The engines do not report a truncated file, so this looks for its end marker.
     """
-    if frame.marker != BASELINE or frame.sampling not in CHROMA or not has_end(data):
-        return False
-    at = 2
-    while data.startswith(b"\xff", at):
-        marker, length = data[at + 1], int.from_bytes(data[at + 2 : at + 4], "big")
-        end = at + 2 + length
+    frames = 0
+    for marker, at, end in segments(data):
+        length = end - at - 2
         if marker == START_OF_SCAN:
-            return length == 12 and data[at + 4] == 3
+            return frames == 1 and length == 12 and data[at + 4] == 3 and has_end(data)
         if marker == BASELINE:
-            usual = end == frame.end  # no second frame
+            frames += 1
+            usual = data[at + 11 : at + 18 : 3] in CHROMA
         elif marker == QUANTISATION:  # whole tables of bytes, numbered 0 to 3
             usual = length % 65 == 2 and all(number < 4 for number in data[at + 4 : end : 65])
         elif marker == ADOBE:
-            usual = data[at + 15] != 0
+            usual = data[at + 15 : at + 16] != b"\0"
         else:
             usual = marker in SKIPPED
-        if not usual or end >= len(data):
+        if not usual:
             return False
-        at = end
     return False

@@ -121,7 +121,7 @@ def test_the_kernels_need_a_gpu() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("size", [1, 2, 3, 33, 48, 224])
+@pytest.mark.parametrize("size", [1, 2, 33, 224])
 @pytest.mark.parametrize("name", NAMES)
 def test_operation_makes_the_pixels_of_pillow(image_root: Path, name: str, size: int) -> None:
     images = example_images(size, image_root / "train" / "dots" / "03.jpg")
@@ -166,31 +166,18 @@ def test_operations_of_a_batch_are_applied_in_their_order(
 
 
 @pytest.mark.gpu
-def test_deterministic_algorithms_are_enough(image_root: Path) -> None:
-    """None of the kernels is refused."""
-    images = example_images(48, image_root / "train" / "dots" / "02.jpg")
-    names = [*NAMES, "equalize", "rotate"]
-    operations = np.stack([as_rows([(name, 0.4)]) for name in names])
-    batch = np.concatenate([images, images])
-    expected = on_gpu(batch, operations)
-    torch.use_deterministic_algorithms(True)
-    try:
-        np.testing.assert_array_equal(on_gpu(batch, operations), expected)
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-@pytest.mark.gpu
 def test_operations_do_not_wait_for_the_device() -> None:
     images = torch.zeros(16, 3, 32, 32, dtype=torch.uint8, device="cuda")
     names = [[(name, 0.5)] for name in (*NAMES, "rotate", "equalize")]
     operations = np.stack([as_rows(drawn) for drawn in names])
     apply_operations(images, operations)
     torch.cuda.set_sync_debug_mode("error")
+    torch.use_deterministic_algorithms(True)  # refuses none of the kernels
     try:
         apply_operations(images, operations)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

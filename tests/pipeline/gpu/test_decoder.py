@@ -2,7 +2,9 @@
 
 import io
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -36,12 +38,8 @@ RANDOM: list[Any] = [
     {"random_resized_crop": {"size": 48, "interpolation": "random"}},
     "horizontal_flip",
 ]
-CUBIC: list[Any] = [
-    {"resize": {"size": 56, "interpolation": "bicubic"}},
-    {"center_crop": {"size": 48}},
-]
-SQUASH: list[Any] = [{"resize": {"size": [48, 48]}}]
-LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "bicubic": CUBIC, "squash": SQUASH}
+SQUASH: list[Any] = [{"resize": {"size": [48, 48], "interpolation": "bicubic"}}]
+LISTS = {"train": TRAIN, "val": VAL, "random": RANDOM, "squash": SQUASH}
 
 
 def transform(entries: list[Any]) -> Compose:
@@ -90,24 +88,10 @@ def apply(row: np.ndarray, pixels: np.ndarray, side: int) -> np.ndarray:
     """The result of the kernel for a row of the geometry, uint8 [side, side, 3]."""
     g, (height, width, _) = geometry, pixels.shape
     bicubic = bool(row[g.BICUBIC])
-    across = weights(
-        row[g.SOURCE_LEFT],
-        row[g.SCALE_X],
-        side,
-        int(row[g.CLIP_LEFT]),
-        int(row[g.CLIP_RIGHT]),
-        width,
-        bicubic=bicubic,
-    )
-    down = weights(
-        row[g.SOURCE_TOP],
-        row[g.SCALE_Y],
-        side,
-        int(row[g.CLIP_TOP]),
-        int(row[g.CLIP_BOTTOM]),
-        height,
-        bicubic=bicubic,
-    )
+    left, top, right, bottom = row[g.CLIP_LEFT : g.CLIP_BOTTOM + 1].astype(int)
+    x, y, scale_x, scale_y = row[g.SOURCE_LEFT : g.SCALE_Y + 1]
+    across = weights(x, scale_x, side, left, right, width, bicubic=bicubic)
+    down = weights(y, scale_y, side, top, bottom, height, bicubic=bicubic)
     lines = np.einsum("hwc,xw->hxc", pixels.astype(float), across)
     made = np.einsum("yh,hxc->yxc", down, levels(lines) if bicubic else lines)
     return levels(made[:, ::-1] if row[g.MIRRORED] else made).astype(np.uint8)
@@ -125,7 +109,7 @@ def row_of(picture: decode.Picture) -> np.ndarray:
 
 
 @pytest.mark.parametrize("entries", LISTS.values(), ids=LISTS)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_drawn_geometry_is_that_of_the_cpu_path(entries: list[Any], seed: int) -> None:
     """Equal to one level with equal random numbers: the CPU path rounds in both directions."""
     image = np.asarray(draw_image("waves", np.random.default_rng(seed)))
@@ -148,14 +132,6 @@ def test_bicubic_is_cut_off_after_each_direction_as_on_the_cpu(side: int) -> Non
     assert abs(apply(row_of(drawn), pixels, side).astype(int) - expected).max() <= 1
 
 
-def test_random_interpolation_draws_both_filters() -> None:
-    chain = transform(RANDOM)
-    rows = np.stack([row_of(chain(file_of((130, 90)), sample_rng(1, 2, i))) for i in range(40)])
-    bicubic, mirrored = rows[:, geometry.BICUBIC] == 1, rows[:, geometry.MIRRORED] == 1
-    assert 8 < bicubic.sum() < 32
-    assert 0 < (bicubic & mirrored).sum() < bicubic.sum()  # the draws are independent
-
-
 def test_order_of_crop_and_mirror_is_kept() -> None:
     cropped = file_of((100, 80)).mirrored().cropped((10, 0, 40, 20))
     row = row_of(cropped)
@@ -166,7 +142,6 @@ def test_order_of_crop_and_mirror_is_kept() -> None:
 def test_geometry_that_the_kernel_cannot_make() -> None:
     picture, row = file_of((100, 80)), np.zeros(geometry.COLUMNS)
     assert not write_geometry(picture.cropped((-1, 0, 40, 20)), row)
-    assert not write_geometry(picture.resized((50, 50)).cropped((0, 0, 51, 20)), row)
     assert not write_geometry(picture.resized((50, 50)).resized((20, 20)), row)
     assert not write_geometry(picture.mirrored().resized((20, 20)), row)
     assert not write_geometry(decode.Picture(np.zeros((80, 100, 3), np.uint8)), row)
@@ -192,14 +167,12 @@ ADOBE = b"Adobe\0\x64\0\0\0\0"
 USUAL: dict[str, bytes] = {
     **{f"sampling {number}": encoded(IMAGE, subsampling=number) for number in range(3)},
     "tail": encoded(IMAGE) + b"tail",
-    "note": with_segment(encoded(IMAGE), 0xE1, b"note"),
     "table": with_segment(encoded(IMAGE), 0xDB, bytes((3, *range(64)))),
     "Adobe, YCbCr": with_segment(encoded(IMAGE), 0xEE, ADOBE + b"\1"),
 }
 UNUSUAL: dict[str, bytes] = {
     "progressive": encoded(IMAGE, progressive=True),
     "grey": encoded(IMAGE.convert("L")),
-    "CMYK": encoded(IMAGE.convert("CMYK")),
     "PNG": encoded(IMAGE, "PNG"),
     "truncated": encoded(IMAGE)[:-200],
     "4:1:1": encoded(IMAGE).replace(b"\1\x22\0", b"\1\x41\0"),
@@ -210,18 +183,15 @@ UNUSUAL: dict[str, bytes] = {
     "two frames": with_segment(
         encoded(IMAGE), 0xC0, encoded(IMAGE)[encoded(IMAGE).index(b"\xff\xc0") + 4 :][:15]
     ),
-    "short scan header": encoded(IMAGE).replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0b\3"),
     "one component in the scan": encoded(IMAGE).replace(b"\xff\xda\0\x0c\3", b"\xff\xda\0\x0c\1"),
     "12 bits": encoded(IMAGE).replace(b"\xff\xc0\0\x11\x08", b"\xff\xc0\0\x11\x0c"),
-    "end marker first": b"\xff\xd9" + encoded(IMAGE)[2:],
 }
 
 
 @pytest.mark.parametrize("kind", [*USUAL, *UNUSUAL])
 def test_engines_get_only_usual_files(kind: str) -> None:
     data = (USUAL | UNUSUAL)[kind]
-    frame = decode.colour_frame(data)
-    assert (frame is not None and engines_support(data, frame)) == (kind in USUAL)
+    assert bool(decode.colour_size(data) and engines_support(data)) == (kind in USUAL)
 
 
 def test_files_for_the_engines_are_read_as_by_the_cpu_path(image_root: Path) -> None:
@@ -229,9 +199,9 @@ def test_files_for_the_engines_are_read_as_by_the_cpu_path(image_root: Path) -> 
     dataset = FolderDataset(index, transform([*TRAIN, "rand_augment"]), seed=3)
     sample = load_encoded(dataset, 0, 1)
     assert sample is not None and sample.size == (48, 48)
-    assert sample.file.data == Path(dataset.name(1)).read_bytes()
+    assert sample.data == Path(dataset.name(1)).read_bytes()
     assert sample.drawn == dataset.load_and_draw(0, 1)[2]
-    width, height = sample.file.size
+    width, height = sample.geometry[[geometry.WIDTH, geometry.HEIGHT]].astype(int).tolist()
     small = FolderDataset(index, transform(TRAIN), max_pixels=width * height - 1)
     assert load_encoded(small, 0, 1) is None
 
@@ -256,7 +226,7 @@ def loader_of(
 
 @pytest.mark.parametrize(
     ("share", "file_bytes", "files"),
-    [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (0.0, 1 << 17, 0), (1.0, 64, 0)],
+    [(1.0, 1 << 17, 8), (0.5, 1 << 17, 4), (1.0, 64, 0)],
 )
 def test_slot_holds_files_and_geometry(
     image_root: Path, share: float, file_bytes: int, files: int
@@ -338,7 +308,7 @@ def test_a_batch_that_the_engines_refuse_is_decoded_in_the_training_process(
 class Library:
     """Stands in for nvJPEG: its calls return a status; it notes their names."""
 
-    def __init__(self, version: tuple[int, int, int] = (12, 3, 3), **statuses: int) -> None:
+    def __init__(self, version: int = 12, **statuses: int) -> None:
         self.version, self.statuses = version, statuses
         self.calls: list[str] = []
 
@@ -350,33 +320,40 @@ class Library:
         return call
 
     def nvjpegGetProperty(self, kind: int, value: Any) -> int:  # noqa: N802
-        value._obj.value = self.version[kind]
+        value._obj.value = self.version
         return self.statuses.get("nvjpegGetProperty", 0)
 
 
-def test_errors_of_nvjpeg_name_the_version_and_the_status() -> None:
-    with pytest.raises(
-        EngineError,
-        match=r"nvjpegCreateEx of nvJPEG 12\.3\.3 returned status 7 \(architecture mismatch",
-    ):
-        Engines(Library(nvjpegCreateEx=7))  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match=r"status 99 \(unknown\)"):
-        Engines(Library(nvjpegJpegStateCreate=99))  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match=r"^nvJPEG 11\.9\.0 is too old; install version 12$"):
-        Engines(Library((11, 9, 0)))  # type: ignore[arg-type]
-    with pytest.raises(EngineError, match="nvjpegGetProperty returned status 1"):
-        Engines(Library(nvjpegGetProperty=1))  # type: ignore[arg-type]
+def engines(*arguments: Any, **statuses: int) -> Engines:
+    return Engines(Library(*arguments, **statuses))  # type: ignore[arg-type]
+
+
+def test_errors_of_nvjpeg_name_the_call_and_the_status() -> None:
+    with pytest.raises(EngineError, match=r"nvjpegCreateEx of .* status 7: this GPU has no JPEG"):
+        engines(nvjpegCreateEx=7)
+    with pytest.raises(EngineError, match=r"^nvJPEG 11 is too old; install version 12$"):
+        engines(11)
+    with pytest.raises(EngineError, match="nvjpegGetProperty of nvJPEG returned status 1"):
+        engines(nvjpegGetProperty=1)
 
 
 def test_engines_free_what_they_create() -> None:
-    library = Library()
-    Engines(library).close()  # type: ignore[arg-type]
-    assert library.calls == [
-        "nvjpegCreateEx",
-        "nvjpegJpegStateCreate",
-        "nvjpegJpegStateDestroy",
-        "nvjpegDestroy",
-    ]
+    made = engines()
+    made.close()
+    created, freed = ["nvjpegCreateEx", "nvjpegJpegStateCreate"], ["nvjpegJpegStateDestroy"]
+    assert made.library.calls == [*created, *freed, "nvjpegDestroy"]  # type: ignore[attr-defined]
+
+
+def test_engines_are_prepared_anew_after_another_number_of_files_or_an_error() -> None:
+    made, calls = engines(), []
+    stream: Any = SimpleNamespace(cuda_stream=0)
+    for count, status in ((2, 0), (2, 0), (3, 6), (3, 0)):
+        made.library.statuses["nvjpegDecodeBatched"] = status  # type: ignore[attr-defined]
+        array = np.zeros(count, np.uint64)
+        with pytest.raises(EngineError) if status else nullcontext():
+            made.decode(array, array, array, stream)
+        calls.append(made.library.calls[2:].count("nvjpegDecodeBatchedInitialize"))  # type: ignore[attr-defined]
+    assert calls == [1, 1, 2, 3]
 
 
 def test_nvidias_own_package_is_the_first_choice(
