@@ -19,43 +19,25 @@ SAMPLE_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Timing:
-    """Where the time of some batches went.
-
-    Attributes:
-        batches: number of batches.
-        seconds: from the end of the step before the first batch to the end of the last step,
-            without pauses.
-        wait_fraction: share of `seconds` in which the device was idle because the next batch was
-            not ready.
-        late_fraction: share in which the device was idle although the batch was ready, because the
-            host had not launched the next kernels.
-        copy_fraction: share in which copy, normalisation and batch transforms ran: while the step
-            runs on a GPU, between the steps on a CPU.
-        compute_fraction: share that remains for the step.
-        drained_fraction: share of the batches before which the GPU had finished all its work.
-        copy_ms: median of copy, normalisation and batch transforms.
-        step_ms, step_p95_ms, step_worst_ms: median, 95th percentile and maximum of the step.
-        ranks_fraction: share in which the step waited for other ranks to have their batches.
-        core_fraction: share of the time since the last call of `timing` in which the thread that
-            runs the steps waited for a CPU core; 0 if the kernel does not report it.
-        parts: for each measured step, two times in ms: from the moment when all ranks have their
-            batches until this rank has computed its gradients, and from there to the update of the
-            weights.
-    """
+    """Where the time of some batches went; the fractions are shares of `seconds`."""
 
     batches: int
-    seconds: float
-    wait_fraction: float
-    late_fraction: float
+    seconds: float  # from the end of the step before the first batch, without pauses
+    wait_fraction: float  # the device was idle because the next batch was not ready
+    late_fraction: float  # it was idle although the batch was ready: the host launched late
+    # Copy, normalisation and batch transforms: during the steps on a GPU, between them on a CPU.
     copy_fraction: float
-    compute_fraction: float
-    drained_fraction: float
-    copy_ms: float
-    step_ms: float
-    step_p95_ms: float
-    step_worst_ms: float
-    ranks_fraction: float = 0.0
+    compute_fraction: float  # what remains for the step
+    drained_fraction: float  # of the batches: the GPU had finished all its work before the step
+    copy_ms: float  # median
+    step_ms: float  # median
+    step_p95_ms: float  # 95th percentile
+    step_worst_ms: float  # maximum
+    ranks_fraction: float = 0.0  # the step waited for other ranks to have their batches
+    # Of the time since the last reading: the thread that runs the steps waited for a CPU core.
     core_fraction: float = 0.0
+    # Of each measured step, in ms: from the moment when all ranks have their batches until this
+    # rank has computed its gradients, and from there to the update of the weights.
     parts: tuple[tuple[float, float], ...] = ()
 
 
@@ -135,12 +117,7 @@ class StepClock:
             self._measured = now
 
     def mark(self, point: Literal["ready", "computed", "averaged"]) -> None:
-        """Mark a point within the current step.
-
-        Args:
-            point: `ready`: all ranks have their batches; `computed`: this rank has computed its
-                gradients; `averaged`: the gradients have been averaged over the ranks.
-        """
+        """Mark when all ranks have their batches, or when gradients are computed or averaged."""
         if self._current is None:
             return
         if point == "ready":

@@ -23,21 +23,14 @@ from pipeline.shared import Pinned
 
 @dataclass(frozen=True)
 class Feed:
-    """Batches on the device for both splits, which share one pool of workers.
-
-    Attributes:
-        val_batches: number of validation batches of this rank.
-        plan: buffers are allocated for `plan.ceiling` workers.
-        pinned: the page-locked buffers; None if they are ordinary memory.
-        engines: pipeline.gpu.EngineUpload; None if no decoder in `plan` uses them.
-    """
+    """Batches on the device for both splits, which share one pool of workers."""
 
     train: Prefetcher
     val: Prefetcher
-    val_batches: int
+    val_batches: int  # number of validation batches of this rank
     plan: LoaderPlan
-    pinned: Pinned | None = None
-    engines: Any = None
+    pinned: Pinned | None = None  # the page-locked buffers; None if they are ordinary memory
+    engines: Any = None  # pipeline.gpu.EngineUpload; None if no decoder in `plan` uses them
 
     def decode_with(self, decoder: str, *, enough: float = math.inf) -> None:
         """Decode the training images of later iterations with a CPU decoder, gpu or hybrid.

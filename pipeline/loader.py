@@ -45,26 +45,17 @@ FEW_SAMPLES = 3  # up to this many slow samples are a problem of the files, not 
 
 @dataclass(frozen=True)
 class HostBatch:
-    """One complete slot. Valid until `release` has been called and its event has completed.
+    """One complete slot. Valid until `release` has been called and its event has completed."""
 
-    Attributes:
-        images: uint8 [B, 3, S, S], channels_last; undefined in rows that are still encoded.
-        labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
-        samples: int64 [B, 2], the (epoch, index) of each row; undefined in rows without a sample.
-        step: the sampler's step.
-        slot: position in the ring.
-        operations: float64 [B, count, 2], the drawn operations that are still to be applied to the
-            images, as of `augment.as_rows`; None if there are none.
-        release: call with the event of the copy out of the slot, or None if the host read it.
-    """
-
-    images: torch.Tensor
-    labels: torch.Tensor
-    samples: torch.Tensor
-    step: int
-    slot: int
+    images: torch.Tensor  # uint8 [B, 3, S, S], channels_last; undefined in rows still encoded
+    labels: torch.Tensor  # int64 [B]; EMPTY_ROW where a short validation batch has no sample
+    samples: torch.Tensor  # int64 [B, 2], the (epoch, index) of each row
+    step: int  # of the sampler
+    slot: int  # position in the ring
+    # float64 [B, count, 2], the drawn operations that are still to be applied to the images, as of
+    # `augment.as_rows`; None if there are none.
     operations: np.ndarray | None
-    release: Callable[[Any], None]
+    release: Callable[[Any], None]  # call with the event of the copy, or None if the host read it
 
 
 def buffer_layout(
@@ -73,11 +64,9 @@ def buffer_layout(
     """Shape and dtype of each buffer of a ring: `slots` batches of square images.
 
     Args:
-        batch_size: rows of a batch.
         size: side of the images, in pixels.
-        slots: batches in the ring.
-        file_bytes: bytes per row for files that the GPU decodes; 0 for none.
-        operations: operations per row that the GPU applies; 0 for none.
+        file_bytes: per row, for files that the GPU decodes; 0 for none.
+        operations: per row, number of operations that the GPU applies; 0 for none.
     """
     layout: dict[str, tuple[tuple[int, ...], Any]] = {
         "pixels": ((slots, batch_size, size, size, 3), np.uint8),
@@ -97,20 +86,18 @@ def start_source(
     size: int,
     skip_unreadable: bool = False,
     smaller: Mapping[int, Dataset] | None = None,
-    **sizes: int,
+    **layout: int,
 ) -> Source:
-    """Allocate the ring of a dataset; `size` and `sizes` as for `buffer_layout`, see Source."""
-    layout = buffer_layout(size=size, **sizes)
-    buffers: Any = {name: SharedArray(shape, dtype) for name, (shape, dtype) in layout.items()}
+    """Allocate the ring of a dataset; `size` and `layout` as for `buffer_layout`."""
+    shapes = buffer_layout(size=size, **layout)
+    buffers: Any = {name: SharedArray(*shape) for name, shape in shapes.items()}
     if "files" in buffers:
         files, geometry = buffers.pop("files"), buffers.pop("geometry")
         buffers["encoded"] = gpu_room().EncodedRows(files, geometry, size)
     return Source(dataset, size, **buffers, skip_unreadable=skip_unreadable, smaller=smaller or {})
 
 
-def slots_needed(
-    *, batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int
-) -> int:
+def slots_needed(batch_size: int, workers: int, prefetch_factor: int, prefetch_batches: int) -> int:
     """Slots that keep every worker busy while `prefetch_batches` + 1 batches are being copied."""
     in_progress = -(-workers * prefetch_factor * min(TASK_ROWS, batch_size) // batch_size)
     return max(1, in_progress) + 1 + prefetch_batches + 1
@@ -133,17 +120,10 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     the end of the run: an idle one costs memory only, and ten new ones take seconds to start.
 
     Args:
-        sources: a task refers to its source by the position in this sequence.
         workers: number of processes to start; all of them are active.
         prefetch_factor: tasks sent to a worker ahead of its replies.
         timeout_seconds: the run fails if no worker replies for this long during a wait for tasks.
         start_method: fork, forkserver or spawn.
-
-    Attributes:
-        active: number of workers that receive tasks, the first ones of `workers`.
-        recent: the newest replies of each source.
-        unreadable: the training samples that were replaced because they cannot be read: index ->
-            message.
     """
 
     def __init__(
@@ -160,13 +140,14 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.timeout_seconds = timeout_seconds
         self.start_method = start_method
         self.waiting: deque[Task] = deque()
+        # The newest replies of each source.
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
-        self.unreadable: dict[int, str] = {}
+        self.unreadable: dict[int, str] = {}  # training samples that were replaced -> message
         self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
         self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
         self._last_reply = time.monotonic()
         self.workers: list[Worker] = []
-        self.active = 0
+        self.active = 0  # workers that receive tasks: the first ones
         atexit.register(self.close)  # else multiprocessing would wait for the workers at exit
         try:
             if workers:
@@ -331,14 +312,14 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             assert dead.process.pid, "started; 0 would be this whole process group"
             os.kill(dead.process.pid, signal.SIGKILL)
         dead.process.join(STOP_SECONDS)
-        cause = cause_of_death(dead.process.exitcode)
-        if dead.tasks:  # it had not started the tasks behind the first
-            task = dead.tasks[0]
+        code = dead.process.exitcode
+        cause = "SIGKILL; is the host out of memory?" if code == -9 else f"exit status {code}"
+        for task in [*dead.tasks][:1]:  # it had not started the tasks behind the first
             task.deaths += 1
             if task.deaths >= DEATHS_PER_TASK:
                 near = _current(self, task)
                 raise LoaderError(f"loader workers died twice ({cause}) on the samples near {near}")
-        logger.warning("loader worker %d died (%s); replaced by a new one", dead.process.pid, cause)
+        logger.warning("loader worker %d died (%s); a new one takes over", dead.process.pid, cause)
         dead.pipe.close()
         started = Worker(*start_worker(self.start_method, self.sources))
         self.workers[self.workers.index(dead)] = started
@@ -364,14 +345,6 @@ def _current(pool: WorkerPool, task: Task) -> str:
     rows = source.labels.array[task.slot, task.row : task.row + len(task.samples)]
     position = int(np.argmax(rows == EMPTY_ROW))
     return source.dataset.name(int(task.samples[position, 1]))
-
-
-def cause_of_death(code: int | None) -> str:
-    if code is None or code >= 0:
-        return f"exit status {code}"
-    if code == -signal.SIGKILL:
-        return "SIGKILL; the usual cause is that the host is out of memory"
-    return signal.Signals(-code).name
 
 
 class Loader:

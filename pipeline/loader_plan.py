@@ -54,46 +54,25 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True)
 class LoaderPlan:
-    """How the loader of one rank will run.
+    """How the loader of one rank will run."""
 
-    Attributes:
-        workers: to train with; if `measured`, the upper bound from the cores.
-        processes: workers to start; validation uses all of them.
-        cores: number of workers that the cores are enough for, regardless of the config.
-        reason: how `workers` was found.
-        decoders: names of the decoders among which the measurement chooses. Until then, and without
-            a measurement, the first one is used.
-        engines_unused: why the GPU's JPEG engines are not used although loader.decoder is auto, gpu
-            or hybrid, for the console; empty if they are, and for auto on a CPU.
-        measured: whether loader.workers=auto is measured before the first step.
-        not_measured: why it is not; "" if it is, or if the user set loader.workers.
-        ceiling: largest number of workers, for which the buffers are allocated.
-        slots: batches in each of the two rings of buffers.
-        file_bytes: per row of the training ring, for files that the GPU decodes; 0 for none.
-        operations: per row of the training ring, number of operations that the GPU applies.
-        buffer_bytes: of both rings, in memory shared with the workers.
-        worker_bytes: estimated private memory of the worker processes.
-        free_bytes: free memory of the machine for this rank.
-        dtype, channels_last: of the images on the device.
-    """
-
-    workers: int
-    processes: int
-    cores: int
-    reason: str
-    decoders: tuple[str, ...]
-    engines_unused: str
-    measured: bool
-    not_measured: str
-    ceiling: int
-    slots: int
-    file_bytes: int
-    operations: int
-    buffer_bytes: int
-    worker_bytes: int
-    free_bytes: int
-    dtype: torch.dtype
-    channels_last: bool
+    workers: int  # to train with; if `measured`, the upper bound from the cores
+    processes: int  # workers to start; validation uses all of them
+    cores: int  # number of workers that the cores are enough for, regardless of the config
+    reason: str  # how `workers` was found
+    decoders: tuple[str, ...]  # to compare; without a measurement, the first one is used
+    engines_unused: str  # why the GPU's JPEG engines are not used, for the console
+    measured: bool  # whether loader.workers=auto is measured before the first step
+    not_measured: str  # why it is not; "" if it is, or if the user set loader.workers
+    ceiling: int  # largest number of workers, for which the buffers are allocated
+    slots: int  # batches in each of the two rings of buffers
+    file_bytes: int  # per row of the training ring, for files that the GPU decodes; 0 for none
+    operations: int  # per row of the training ring, that the GPU applies
+    buffer_bytes: int  # of both rings, in memory shared with the workers
+    worker_bytes: int  # estimated private memory of the worker processes
+    free_bytes: int  # free memory of the machine for this rank
+    dtype: torch.dtype  # of the images on the device
+    channels_last: bool  # of the images on the device
 
     @property
     def decoder(self) -> str:
@@ -209,16 +188,14 @@ def choose_decoders(
     stored_pixels: str | None = None,
     measured: bool = False,
 ) -> tuple[tuple[str, ...], str]:
-    """Resolve loader.decoder on this machine.
+    """Resolve loader.decoder on this machine; for `stored_pixels`, see `plan_loader`.
 
     Args:
-        stored_pixels: `pixels` of the checkpoint to resume, to which auto keeps; None without a
-            checkpoint.
         measured: whether a measurement can choose between several decoders.
 
     Returns:
-        The decoders to choose from, the first one to begin with. And for the console, why the
-        engines of a GPU are not used; else nothing.
+        The decoders to choose from, the first one to begin with; and why the engines of a GPU are
+        not used, for the console.
 
     Raises:
         UserError: the decoder is not installed, or gpu and hybrid find no JPEG engines.
@@ -289,8 +266,7 @@ def workers_for(decoder: str, cores: int) -> int:
     """Return how many of the workers for which there are cores to train with.
 
     A few read files for the engines: at least two, because one reads 6,800 images/s (H200, files in
-    the page cache), and the training process does not need a whole core. With hybrid, another
-    thread of the training process waits for the engines.
+    the page cache). With hybrid, another thread of the training process waits for the engines.
     """
     if decoder == "gpu":
         return min(READERS, max(2, cores))
@@ -319,11 +295,7 @@ def worker_budget(local_size: int = 1) -> tuple[int, str]:
 def plan_buffers(
     config: Config, datasets: Datasets, world: Ranks, *, fewest: int, most: int, decoder: str
 ) -> dict[str, Any]:
-    """Estimate the memory that `open_feed` allocates, for as many workers as fit.
-
-    Args:
-        fewest, most: number of workers.
-        decoder: gpu and hybrid need buffers for files.
+    """Estimate the memory that `open_feed` allocates, for as many workers from `most` on as fit.
 
     Returns:
         The fields of `LoaderPlan` from `ceiling` to `free_bytes`.
@@ -338,34 +310,29 @@ def plan_buffers(
         extra["file_bytes"] = gpu_room().file_bytes_per_row(train.mean_bytes())
     if train.operations and has_room("pipeline.gpu") and gpu_room().has_kernels(world.device):
         extra["operations"] = train.operations  # that the workers draw and the GPU applies
-    buffers = (
-        *buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra).values(),
-        *buffer_layout(batch_size=share, size=datasets.val_size, slots=1).values(),
+    layouts = (
+        buffer_layout(batch_size=share, size=datasets.train_size, slots=1, **extra),
+        buffer_layout(batch_size=share, size=datasets.val_size, slots=1),
     )
-    slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in buffers)
+    shapes = [shape for layout in layouts for shape in layout.values()]
+    slot_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in shapes)
     factor = MAX_PREFETCH_FACTOR if loader.prefetch_factor == "auto" else loader.prefetch_factor
     free = machine.free_memory() // world.local_size
     for workers in range(most, fewest - 1, -1):
-        slots = slots_needed(
-            batch_size=share,
-            workers=workers,
-            prefetch_factor=factor,
-            prefetch_batches=loader.prefetch_batches,
-        )
-        buffer_bytes = slots * slot_bytes
-        worker_bytes = workers * WORKER_BYTES[loader.start_method]
-        if buffer_bytes + worker_bytes <= free:
-            return {
-                "ceiling": workers,
-                "slots": slots,
-                **extra,
-                "buffer_bytes": buffer_bytes,
-                "worker_bytes": worker_bytes,
-                "free_bytes": free,
-            }
+        slots = slots_needed(share, workers, factor, loader.prefetch_batches)
+        found = {
+            "ceiling": workers,
+            "slots": slots,
+            "buffer_bytes": slots * slot_bytes,
+            "worker_bytes": workers * WORKER_BYTES[loader.start_method],
+            "free_bytes": free,
+        }
+        needed = found["buffer_bytes"] + found["worker_bytes"]
+        if needed <= free:
+            return {**found, **extra}
     each = f" for each of {world.local_size} ranks" if world.local_size > 1 else ""
     raise UserError(
-        f"loader.batch_size={loader.batch_size}: the loader needs at least "
-        f"{(buffer_bytes + worker_bytes) / GIB:.2f} GiB of batch buffers and workers{each}, and "
-        f"{free / GIB:.2f} GiB are free; lower it or loader.workers"
+        f"loader.batch_size={loader.batch_size}: the loader needs at least {needed / GIB:.2f} GiB "
+        f"of batch buffers and workers{each}, and {free / GIB:.2f} GiB are free; lower it or "
+        "loader.workers"
     )

@@ -1,8 +1,6 @@
 """Batches on the device, ahead of the step: copy, augment, normalise and mix on a side stream.
 
-Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device. The
-step never waits for a copy that could have been made earlier. The host waits for the device only to
-limit how far it runs ahead.
+Journey of a batch, 5: uint8 [B, 3, S, S] in a pinned slot -> float [B, 3, S, S] on the device.
 
 Safe in both directions: the step's stream waits for the event after the copy before it reads a
 batch, and the side stream waits for the event after the step before it overwrites the memory of
@@ -28,22 +26,15 @@ from pipeline.loader import HostBatch, Loader
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch for the step. On a GPU its memory is reused `depth` batches later: clone to keep it.
+    """A batch for the step. On a GPU its memory is reused `depth` batches later."""
 
-    Attributes:
-        images: [B, 3, S, S] in the training dtype, normalised.
-        labels: int64 [B]; EMPTY_ROW where a short validation batch has no sample.
-        targets: `labels`, or float32 [B, classes] when batch transforms mixed them. They stay the
-            same tensor in a copy or a part: otherwise a compiled step recompiles.
-        step: the sampler's step.
-        samples: int64 [B, 2], the (epoch, index) of each row.
-    """
-
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # [B, 3, S, S] in the training dtype, normalised
+    labels: Tensor  # int64 [B]; EMPTY_ROW where a short validation batch has no sample
+    # `labels`, or float32 [B, classes] when batch transforms mixed them. If they are the labels,
+    # they are in copies and parts, too: otherwise a compiled step recompiles.
     targets: Tensor
-    step: int
-    samples: Tensor
+    step: int  # of the sampler
+    samples: Tensor  # int64 [B, 2], the (epoch, index) of each row
 
     def clone(self) -> "Batch":
         """A copy in memory of its own."""
@@ -70,14 +61,7 @@ class Batch:
 
 
 class ImageFormat:
-    """Format of the images on the device.
-
-    Args:
-        device: where the images are.
-        mean: value to subtract from each channel, in [0, 1].
-        std: value to divide each channel by, in [0, 1].
-        dtype: bf16 halves the bytes that the first layer reads.
-        channels_last: memory format of the images.
+    """Format of the images on the device, normalised by `mean` and `std` in [0, 1].
 
     Attributes:
         scale, shift: float32 [3, 1, 1]; a pixel x in 0 ... 255 becomes scale * x + shift.
@@ -107,16 +91,13 @@ class DeviceSlot:
     Args:
         format: of the images.
         largest: side of the largest images in pixels. Smaller ones use the front of their memory.
-
-    Attributes:
-        consumed: the event after which the step no longer reads the batch.
     """
 
     def __init__(self, format: ImageFormat, largest: int = 0) -> None:
         self.format = format
         self.largest = largest
         self.reused = format.device.type == "cuda"
-        self.consumed: Any = None
+        self.consumed: Any = None  # the event after which the step no longer reads the batch
         self._memory: dict[str, Tensor] = {}
 
     def copy(self, name: str, value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -48,32 +48,21 @@ class LoaderError(RunError):
 
 @dataclass(frozen=True)
 class Source:
-    """A dataset and the ring of batch buffers for its samples.
-
-    Attributes:
-        pixels: uint8 [slots, B, S, S, 3].
-        labels: int64 [slots, B].
-        samples: int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from
-            the task's if the sample was unreadable and another one replaced it.
-        encoded: buffers for rows that the GPU decodes, pipeline.gpu.EncodedRows; None if the
-            workers decode all rows.
-        operations: float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
-            `augment.as_rows`; None if the workers apply them.
-        skip_unreadable: replace an unreadable sample by the first readable one of its
-            `Dataset.replacements` instead of failing.
-        smaller: side in pixels -> the dataset of the same samples as images of this size.
-        side: of the images; S, or that of `of_size`.
-    """
+    """A dataset and the ring of batch buffers for its samples."""
 
     dataset: Dataset
-    side: int
-    pixels: SharedArray
-    labels: SharedArray
+    side: int  # of the images in pixels: S, or that of `of_size`
+    pixels: SharedArray  # uint8 [slots, B, S, S, 3]
+    labels: SharedArray  # int64 [slots, B]
+    # int64 [slots, B, 2], the (epoch, index) that each row holds. The index differs from the task's
+    # if the sample was unreadable and another one replaced it.
     samples: SharedArray
-    encoded: Any = None
+    encoded: Any = None  # pipeline.gpu.EncodedRows for rows that the GPU decodes, if there are any
+    # float64 [slots, B, count, 2], the drawn operations that the GPU applies, as of
+    # `augment.as_rows`; None if the workers apply them.
     operations: SharedArray | None = None
-    skip_unreadable: bool = False
-    smaller: Mapping[int, Dataset] = field(default_factory=dict)
+    skip_unreadable: bool = False  # replace an unreadable sample instead of failing
+    smaller: Mapping[int, Dataset] = field(default_factory=dict)  # side -> the same samples
 
     def of_size(self, side: int) -> "Source":
         """This source with images of one of the sizes of `smaller`; itself for any other size."""
@@ -97,54 +86,31 @@ class Source:
 
 @dataclass(eq=False)
 class Task:
-    """Rows of one slot to fill.
+    """Rows of one slot to fill."""
 
-    Attributes:
-        source: position of the source in the pool.
-        slot: slot of the ring.
-        row: the first row.
-        samples: int64 [n, 2] of (epoch, index), one per row.
-        encoded: the first `encoded` rows stay encoded if the GPU's JPEG engines support the file.
-        size: of the images, for `Source.of_size`.
-        done: whether the rows are filled.
-        deaths: workers that died while they worked on it.
-    """
-
-    source: int
-    slot: int
-    row: int
-    samples: np.ndarray
-    encoded: int = 0
-    size: int = 0
+    source: int  # position in the pool
+    slot: int  # of the ring
+    row: int  # the first row
+    samples: np.ndarray  # int64 [n, 2] of (epoch, index), one per row
+    encoded: int = 0  # the first rows stay encoded if the GPU's JPEG engines support the file
+    size: int = 0  # of the images, for `Source.of_size`
     done: bool = False
-    deaths: int = 0
+    deaths: int = 0  # of workers that worked on it
 
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a task. A worker replies to its tasks in their order.
-
-    Attributes:
-        rows: samples of the task.
-        seconds: wall time.
-        cpu_seconds: CPU time.
-        core_seconds: time runnable without a core; the rest of `seconds` is waiting for storage.
-        slowest: seconds of the slowest sample and its index.
-        decoded: rows decoded by the worker; the GPU decodes the others.
-        skipped: unreadable samples that were replaced: index and message.
-        error: why the task failed; None if it did not.
-        trace: traceback of an error that is not about a file.
-    """
+    """The result of a task. A worker replies to its tasks in their order."""
 
     rows: int = 0
-    seconds: float = 0.0
+    seconds: float = 0.0  # wall time
     cpu_seconds: float = 0.0
-    core_seconds: float = 0.0
-    slowest: tuple[float, int] = (0.0, -1)
-    decoded: int = 0
-    skipped: list[tuple[int, str]] = field(default_factory=list)
-    error: str | None = None
-    trace: str = ""
+    core_seconds: float = 0.0  # runnable without a core; the rest is waiting for storage
+    slowest: tuple[float, int] = (0.0, -1)  # seconds of the slowest sample and its index
+    decoded: int = 0  # rows decoded by the worker; the GPU decodes the others
+    skipped: list[tuple[int, str]] = field(default_factory=list)  # index and message
+    error: str | None = None  # why the task failed
+    trace: str = ""  # of an error that is not about a file
 
 
 def run_task(task: Task, sources: Sequence[Source]) -> Reply:

@@ -141,22 +141,6 @@ def test_decoder_can_be_switched(image_root: Path) -> None:
 
 
 @pytest.mark.usefixtures("engines")
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_engines_use_the_interpolation_that_the_worker_drew(image_root: Path, share: float) -> None:
-    """The crops are so large that no decoder shrinks the image first."""
-    crop = "{random_resized_crop: {size: 160, interpolation: random}}"
-    made = []
-    for decoder in ("pillow", "gpu"):
-        with opened(
-            image_root, decoder, overrides=(f"augment.train=[{crop}, horizontal_flip]",)
-        ) as feed:
-            if decoder == "gpu":
-                feed.train.loader.encoded_share = share
-            made.append(images_of(feed))
-    assert all(map(torch.equal, *made))
-
-
-@pytest.mark.usefixtures("engines")
 @pytest.mark.parametrize(
     ("enough", "share"),
     [(math.inf, 0.75), (4000.0, 0.75), (2000.0, 0.5), (1250.0, 0.2), (500.0, 0.0)],
@@ -354,11 +338,9 @@ def operated_batches(feed: Feed, plain: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("engines")
-@pytest.mark.parametrize("share", [1.0, 0.5])
-def test_images_that_the_engines_decode_get_their_operations(
-    image_root: Path, share: float
-) -> None:
+def test_images_that_the_engines_decode_get_their_operations(image_root: Path) -> None:
     """Those of a batch that the workers decode, too."""
+    share = 0.5
     with opened(image_root, "gpu", overrides=(PLAIN, *LEVELS)) as feed:
         feed.train.loader.encoded_share = share
         plain = images_of(feed)
@@ -367,7 +349,7 @@ def test_images_that_the_engines_decode_get_their_operations(
         assert feed.engines is not None
         made = images_of(feed)
         engines: Any = feed.engines.decoder
-        assert (sum(engines.files) > 9 * 3) == (share == 1.0) and sum(engines.files) > 0
+        assert 0 < sum(engines.files) <= 9 * 3
         for ours, expected in zip(made, operated_batches(feed, plain), strict=True):
             torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4)
 

@@ -9,12 +9,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,7 +27,15 @@ from pipeline.loader import HostBatch, Loader, WorkerPool, slots_needed, start_s
 from pipeline.sampler import TrainSampler, ValSampler
 from pipeline.shared import Pinned, SharedArray, page_locked_bytes
 from pipeline.worker import EMPTY_ROW, LoaderError, Task
-from tests.processes import descendants, is_running, needs_linux, process_state, processes
+from tests.processes import (
+    HANGS_SECONDS,
+    descendants,
+    is_running,
+    needs_linux,
+    process_state,
+    processes,
+    wait_until,
+)
 
 REPOSITORY = Path(__file__).parents[2]
 SIZE = 24
@@ -37,27 +44,11 @@ START_METHODS = [
     pytest.param("fork", marks=pytest.mark.slow),
     pytest.param("spawn", marks=pytest.mark.slow),
 ]
-# A timeout, not a measurement: long enough for the slowest machine.
-PATIENCE_SECONDS = 60
 
 
-def until(condition: Callable[[], Any]) -> Any:
-    """Poll until `condition` returns a true value; return it."""
-    give_up = time.monotonic() + PATIENCE_SECONDS
-    while not (value := condition()):
-        assert time.monotonic() < give_up, "timed out"
-        time.sleep(0.005)
-    return value
-
-
-def open_dataset(root: Path, *, side: int = SIZE) -> FolderDataset:
-    transform = Compose(
-        build(
-            [{"random_resized_crop": {"size": side}}, "horizontal_flip"],
-            TRANSFORMS,
-            key="augment.train",
-        )
-    )
+def open_dataset(root: Path) -> FolderDataset:
+    names = [{"random_resized_crop": {"size": SIZE}}, "horizontal_flip"]
+    transform = Compose(build(names, TRANSFORMS, key="augment.train"))
     return FolderDataset(load_index(root, key="data.train"), transform, seed=7)
 
 
@@ -71,17 +62,14 @@ def open_loader(
     slots: int = 4,
     hold: int = 1,
     skip: bool = False,
-    rank: int = 0,
-    world_size: int = 1,
 ) -> Iterator[Loader]:
     source = start_source(
-        dataset, batch_size=batch_size // world_size, size=SIZE, slots=slots, skip_unreadable=skip
+        dataset, batch_size=batch_size, size=SIZE, slots=slots, skip_unreadable=skip
     )
-    sampler = TrainSampler(
-        num_samples=len(dataset), batch_size=batch_size, seed=3, rank=rank, world_size=world_size
-    )
+    sampler = TrainSampler(num_samples=len(dataset), batch_size=batch_size, seed=3)
+    limit = HANGS_SECONDS
     with WorkerPool(
-        [source], workers=workers, start_method=start_method, timeout_seconds=PATIENCE_SECONDS
+        [source], workers=workers, start_method=start_method, timeout_seconds=limit
     ) as pool:
         yield Loader(pool, 0, sampler.samples, hold=hold)
 
@@ -121,24 +109,19 @@ def changeable(image_root: Path, tmp_path: Path) -> Path:
     return shutil.copytree(image_root / "train", tmp_path / "train")
 
 
-class Threads(FakeDataset):
-    """Pixels are the number of threads of torch."""
-
-    def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
-        return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
-
-
 def test_workers_compute_in_one_thread() -> None:
     """A forked worker starts with the number of threads of the training process."""
+
+    class Threads(FakeDataset):
+        def load(self, epoch: int, index: int) -> tuple[np.ndarray, int]:
+            return np.full((SIZE, SIZE, 3), torch.get_num_threads(), np.uint8), 0
+
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        source = start_source(
-            Threads(num_samples=8, num_classes=1, size=SIZE), batch_size=8, size=SIZE, slots=2
-        )
-        with WorkerPool(
-            [source], workers=1, start_method="fork", timeout_seconds=PATIENCE_SECONDS
-        ) as pool:
+        dataset = Threads(num_samples=8, num_classes=1, size=SIZE)
+        source = start_source(dataset, batch_size=8, size=SIZE, slots=2)
+        with WorkerPool([source], workers=1, start_method="fork") as pool:
             pool.wait([pool.submit(0, 0, 0, np.zeros((8, 2), np.int64))])
     finally:
         torch.set_num_threads(before)
@@ -157,21 +140,19 @@ class Trap:
 
     def catch(self, pool: WorkerPool) -> int:
         """Wait until a worker is reading the FIFO; return its id."""
+        wait_until(self._has_reader)
+        found: list[int] = []
+        wait_until(lambda: bool(found.extend(filter(self._is_read_by, pool.pids)) or found))
+        return found[0]
 
-        def opened() -> int | None:
-            try:
-                return os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
-            except OSError as error:
-                if error.errno != errno.ENXIO:  # no reader yet
-                    raise
-                return None
-
-        self.writer = until(opened)  # kept open, or the worker would read an empty file
-        return until(
-            lambda: next(
-                (w.process.pid for w in pool.workers if self._is_read_by(w.process.pid)), None
-            )
-        )
+    def _has_reader(self) -> bool:
+        try:  # kept open, or the worker would read an empty file
+            self.writer = os.open(self.path, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # no reader yet
+                raise
+            return False
+        return True
 
     def _is_read_by(self, pid: int) -> bool:
         """Whether it reads the FIFO; a forked worker may have inherited the other end."""
@@ -189,10 +170,10 @@ class Trap:
 
     def kill(self, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)  # it must not see that the FIFO has ended
-        until(lambda: process_state(pid) == "T")
+        wait_until(lambda: process_state(pid) == "T")
         os.close(self.writer)  # before its replacement is forked, which would inherit it
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not is_running(pid))
+        wait_until(lambda: not is_running(pid))
 
     def release(self) -> None:
         """Let the blocked worker read the image."""
@@ -210,14 +191,7 @@ class Trap:
 
 @pytest.mark.parametrize(
     ("workers", "start_method"),
-    [
-        (0, "forkserver"),
-        (1, "fork"),
-        (2, "fork"),
-        (2, "forkserver"),
-        pytest.param(2, "spawn", marks=pytest.mark.slow),
-        (4, "forkserver"),
-    ],
+    [(0, "fork"), (3, "forkserver"), pytest.param(2, "spawn", marks=pytest.mark.slow)],
 )
 def test_batches_are_equal_for_any_number_of_workers_and_start_method(
     image_root: Path, workers: int, start_method: str
@@ -261,7 +235,7 @@ def test_iteration_waits_for_tasks_of_the_one_before(changeable: Path) -> None:
         released = thread.submit(release_late)
         batch = next(loader.batches(5, 6))  # in slot 1 again
         released.result()
-        until(lambda: loader.pool.done(tasks))
+        wait_until(lambda: loader.pool.done(tasks))
         check(batch, dataset, loader.samples(5))
 
 
@@ -292,7 +266,7 @@ def test_training_and_validation_share_the_workers(image_root: Path) -> None:
 # Buffers.
 
 
-@pytest.mark.parametrize(("workers", "hold"), [(0, 1), (2, 1), (2, 3)])
+@pytest.mark.parametrize(("workers", "hold"), [(0, 1), (2, 3)])
 def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, hold: int) -> None:
     """The consumer reads each batch as late as allowed, after taking `hold` others."""
     dataset = open_dataset(image_root / "train")
@@ -304,7 +278,7 @@ def test_buffers_are_reused_only_when_released(image_root: Path, workers: int, h
             held.append(batch)
             if len(held) == hold + 1:
                 # The workers are as far ahead as possible; without workers, nothing runs ahead.
-                until(lambda: not workers or loader.pool.done(begun(loader)))
+                wait_until(lambda: not workers or loader.pool.done(begun(loader)))
                 check(held[0], dataset, loader.samples(held[0].step))
                 held.pop(0).release(None)
         assert len(places) == 5
@@ -340,9 +314,7 @@ def test_slot_is_reused_only_after_the_copy_out_of_it(image_root: Path) -> None:
 def test_ring_has_room_for_the_workers_and_the_prefetcher(
     batch_size: int, workers: int, prefetch_factor: int
 ) -> None:
-    slots = slots_needed(
-        batch_size=batch_size, workers=workers, prefetch_factor=prefetch_factor, prefetch_batches=2
-    )
+    slots = slots_needed(batch_size, workers, prefetch_factor, 2)
     ahead = slots - 3  # the prefetcher may hold two and the step one
     assert ahead >= 1
     assert ahead * -(-batch_size // 32) >= workers * prefetch_factor  # tasks: every worker is busy
@@ -373,10 +345,7 @@ def test_killed_worker_is_replaced_and_batches_stay_equal(
         assert len([w for w in loader.pool.workers if is_running(w.process.pid)]) == 2
         assert not is_running(pid)
     assert len(caplog.records) == 1
-    assert (
-        f"loader worker {pid} died (SIGKILL; the usual cause is that the host is out of memory)"
-        in caplog.text
-    )
+    assert f"loader worker {pid} died (SIGKILL; is the host out of memory?)" in caplog.text
 
 
 def test_task_that_kills_two_workers_is_named(changeable: Path) -> None:
@@ -431,30 +400,19 @@ def test_killed_forkserver_is_replaced(image_root: Path, caplog: pytest.LogCaptu
             batch.release(None)  # at once: waiting for the next batch detects that the workers died
             if batch.step == 1:
                 os.kill(server, signal.SIGKILL)
-                until(lambda: not is_running(server))
+                wait_until(lambda: not is_running(server))
         assert not any(is_running(pid) for pid in orphans)
     for batch in taken:
         check(batch, dataset, loader.samples(batch.step))
-    assert [f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans] == [
-        True,
-        True,
-    ]
+    assert all(f"loader worker {pid} died (exit status 255)" in caplog.text for pid in orphans)
 
 
 GROUP = """
 import os, signal, sys, threading
-from pathlib import Path
 import numpy as np
 from pipeline.dataset import FakeDataset
 from pipeline.loader import (WorkerPool, start_source)
-
-def state(pid):
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-def descendants(pid):
-    children = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    own = [int(child) for child in " ".join(children).split()]
-    return own + [grandchild for child in own for grandchild in descendants(child)]
+from tests.processes import descendants, is_running
 
 def send_all():
     while not finished.is_set():
@@ -477,8 +435,7 @@ with WorkerPool([source], workers=2, start_method=sys.argv[1]) as pool:
     finished.set()
     sender.join()
     assert received == set(numbers), received
-    dead = [(pid, state(pid)) for pid in started if state(pid) in "ZX"]
-    assert dead == []
+    assert all(map(is_running, started))
     assert signal.pthread_sigmask(signal.SIG_BLOCK, []) == set()
 """
 
@@ -490,14 +447,10 @@ def test_workers_ignore_signals_to_the_process_group(start_method: str) -> None:
     Signals come by the hundred from before the first worker is started.
     """
     needs_linux()
-    command = [sys.executable, "-c", GROUP, start_method]
     done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_SECONDS,
-        process_group=0,
+        [sys.executable, "-c", GROUP, start_method],
+        **{"cwd": REPOSITORY, "capture_output": True, "text": True, "process_group": 0},
+        timeout=HANGS_SECONDS,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -570,9 +523,7 @@ class Buggy:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize(
-    "error", [KeyError("gamma"), MemoryError(), OSError("no lookup table"), ZeroDivisionError()]
-)
+@pytest.mark.parametrize("error", [KeyError("gamma"), OSError("no lookup table")])
 @pytest.mark.parametrize("before", [True, False], ids=["before decoding", "after decoding"])
 def test_an_error_in_a_transform_is_never_skipped_and_keeps_its_traceback(
     image_root: Path,
@@ -720,10 +671,10 @@ os.mkfifo(index.path(0))
 transform = Compose(build([{"center_crop": {"size": 24}}], TRANSFORMS, key="augment.train"))
 source = start_source(FolderDataset(index, transform), batch_size=1, size=24, slots=3)
 pool = WorkerPool([source], workers=2, start_method=sys.argv[2], timeout_seconds=1000)
-pool.submit(0, 0, 0, np.array([[0, 0]]))  # this worker blocks
+blocked = pool.submit(0, 0, 0, np.array([[0, 0]]))
 pool.wait([pool.submit(0, 1, 0, np.array([[0, 1]]))])
 print(index.path(0), flush=True)
-pool.wait([0])
+pool.wait([blocked])
 """
 
 
@@ -739,7 +690,7 @@ def test_no_process_outlives_a_killed_run(changeable: Path, start_method: str) -
             assert all(is_running(pid) for pid in family)
             process.kill()
             process.wait()
-            until(lambda: not any(is_running(pid) for pid in family))
+            wait_until(lambda: not any(is_running(pid) for pid in family))
 
 
 @pytest.mark.parametrize("start_method", START_METHODS)
@@ -747,10 +698,8 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
     source = start_source(open_dataset(image_root / "train"), batch_size=8, size=SIZE, slots=3)
     WorkerPool([source], workers=1, start_method=start_method).close()  # starts the forkserver
     before = descendants(os.getpid())
-    limits, used = (
-        resource.getrlimit(resource.RLIMIT_NOFILE),
-        set(map(int, os.listdir("/dev/fd"))),
-    )
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = set(map(int, os.listdir("/dev/fd")))
     free = [number for number in range(1000) if number not in used]
     resource.setrlimit(resource.RLIMIT_NOFILE, (free[20], limits[1]))  # room for 20 more
     try:
@@ -758,7 +707,7 @@ def test_workers_that_cannot_all_be_started_leave_none(image_root: Path, start_m
             WorkerPool([source], workers=40, start_method=start_method)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    until(lambda: not any(map(is_running, descendants(os.getpid()) - before)))
+    wait_until(lambda: not any(map(is_running, descendants(os.getpid()) - before)))
 
 
 @pytest.mark.parametrize("room", [9, 1])

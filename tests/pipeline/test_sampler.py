@@ -1,13 +1,13 @@
 """The order of samples is a function of (seed, step, world size)."""
 
 from collections import Counter
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import pytest
 import torch
 
-from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler
+from pipeline.sampler import SizeSchedule, TrainSampler, ValSampler, scattered
 from tests.libraries import timm_module
 
 
@@ -17,30 +17,18 @@ def rows(sampler: TrainSampler | ValSampler, steps: range) -> list[tuple[int, in
 
 def test_order_is_the_same_on_every_machine() -> None:
     """A run that resumes elsewhere, or with another numpy, must continue in the same order."""
-    assert TrainSampler(num_samples=10, batch_size=5, seed=0).samples(1).tolist() == [
-        [0, 5],
-        [0, 9],
-        [0, 0],
-        [0, 8],
-        [0, 1],
-    ]
+    epochs, indices = TrainSampler(num_samples=10, batch_size=5, seed=0).samples(1).T
+    assert (epochs.tolist(), indices.tolist()) == ([0] * 5, [5, 9, 0, 8, 1])
 
 
 def test_seeds_and_epochs_have_orders_of_their_own() -> None:
-    orders = {
-        tuple(rows(TrainSampler(num_samples=50, batch_size=50, seed=seed), range(1)))
-        for seed in range(10)
-    }
-    epochs = TrainSampler(num_samples=50, batch_size=50, seed=0)
-    orders |= {
-        tuple((0, index) for _, index in epochs.samples(epoch).tolist()) for epoch in range(10)
-    }
+    samplers = [TrainSampler(num_samples=50, batch_size=50, seed=seed) for seed in range(10)]
+    orders = {tuple(sampler.samples(0)[:, 1]) for sampler in samplers}
+    orders |= {tuple(samplers[0].samples(epoch)[:, 1]) for epoch in range(10)}
     assert len(orders) == 10 + 10 - 1  # epoch 0 of seed 0 is in both
 
 
-@pytest.mark.parametrize(
-    ("num_samples", "batch_size"), [(37, 8), (36, 12), (5, 16), (1, 4), (100, 1), (7, 7)]
-)
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16), (1, 4), (7, 7)])
 def test_every_sample_once_an_epoch_though_batches_straddle(
     num_samples: int, batch_size: int
 ) -> None:
@@ -56,13 +44,9 @@ def test_every_sample_once_an_epoch_though_batches_straddle(
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("repeats", [1, 3])
 def test_ranks_together_take_what_one_rank_takes(world_size: int, repeats: int) -> None:
-    alone = TrainSampler(num_samples=37, batch_size=8, seed=5, repeats=repeats)
-    ranks = [
-        TrainSampler(
-            num_samples=37, batch_size=8, seed=5, rank=r, world_size=world_size, repeats=repeats
-        )
-        for r in range(world_size)
-    ]
+    options = {"num_samples": 37, "batch_size": 8, "seed": 5, "repeats": repeats}
+    alone = TrainSampler(**options)
+    ranks = [TrainSampler(rank=r, world_size=world_size, **options) for r in range(world_size)]
     for step in range(30):
         shares = [rank.samples(step) for rank in ranks]
         assert {share.shape for share in shares} == {(8 // world_size, 2)}
@@ -79,7 +63,7 @@ def test_resuming_late_in_a_long_run_is_exact() -> None:
 
 
 @pytest.mark.parametrize("repeats", [2, 3])
-@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (36, 12), (5, 16), (7, 7)])
+@pytest.mark.parametrize(("num_samples", "batch_size"), [(37, 8), (5, 16)])
 def test_repeated_augmentation(num_samples: int, batch_size: int, repeats: int) -> None:
     """Each epoch uses the first images of its order, and no sample has the augmentation of another.
 
@@ -107,30 +91,23 @@ def test_repetitions_are_not_neighbours() -> None:
 
 def test_repeated_augmentation_is_timms() -> None:
     """The same images as often, over all ranks, given the same order."""
-    sampling = timm_module("data.distributed_sampler")
-    theirs = [
-        list(
-            sampling.RepeatAugSampler(
-                range(96), num_replicas=4, rank=rank, num_repeats=3, selected_round=0
-            )
-        )
-        for rank in range(4)
-    ]
+    kind = timm_module("data.distributed_sampler").RepeatAugSampler
+    given = {"num_replicas": 4, "num_repeats": 3, "selected_round": 0}
+    theirs = [list(kind(range(96), rank=rank, **given)) for rank in range(4)]
     order = torch.randperm(96, generator=torch.Generator().manual_seed(0)).numpy()
     ours = []
+    options = {"num_samples": 96, "batch_size": 32, "seed": 0, "world_size": 4, "repeats": 3}
     for rank in range(4):
-        sampler = TrainSampler(
-            num_samples=96, batch_size=32, seed=0, rank=rank, world_size=4, repeats=3
-        )
+        sampler = TrainSampler(rank=rank, **options)
         sampler._order = lambda epoch: order
         ours.append([index for _, index in rows(sampler, range(3))])
     assert [len(share) for share in ours] == [len(share) for share in theirs]
     assert Counter(chain(*ours)) == Counter(chain(*theirs))
 
 
-@pytest.mark.parametrize("num_samples", [1, 2, 5, 16, 17, 50, 64])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("share", [1, 2, 7])
+@pytest.mark.parametrize("num_samples", [1, 5, 16, 17])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("share", [1, 7])
 def test_validation_takes_every_image_exactly_once(
     num_samples: int, world_size: int, share: int
 ) -> None:
@@ -158,7 +135,9 @@ def test_size_is_that_of_the_epoch_of_the_first_sample() -> None:
         assert size == sizes[max(first for first in sizes if first <= epoch)]
     assert schedule.steps(30) == dict(Counter(found))
     assert schedule.steps(3) == {160: 3, 176: 0, 192: 0}
-
-
-def test_no_sizes() -> None:
     assert SizeSchedule({}, num_samples=37, batch_size=8).at(7) == 0
+
+
+def test_scattered_positions() -> None:
+    found = list(islice(scattered(10), 20))
+    assert sorted(found[:10]) == sorted(found[10:]) == list(range(10)) != found[:10]
