@@ -12,11 +12,23 @@ from tests.processes import HANGS_SECONDS
 from tests.small_run import SMALL_RUN
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "models", "pipeline")
-COPIED += ("scripts", "tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
+COPIED = ("train.py", "pyproject.toml", "conf", "docs", "engine", "models", "pipeline", "scripts")
+COPIED += ("tests", "README.md", "Dockerfile", "Makefile", "requirements.txt", ".ci")
 ROW = re.compile(r"^\| (.+?) \| `(rm .+?)` \| (?:`(.+?)` )?\|$", re.MULTILINE)
-ROWS = ROW.findall((ROOT / "docs" / "fork.md").read_text())
-IN_MAKE_TEST = ("measuring", "profiler")
+# Part -> command, value that asks for it.
+ROWS = {part: row for part, *row in ROW.findall((ROOT / "docs" / "fork.md").read_text())}
+IN_MAKE_TEST = [part for part in ROWS if part.startswith(("measuring", "profiler"))]
+QUICK = ("tests/test_layout.py", "tests/conf/test_recipes.py", "tests/test_train_step.py")
+# Runs train.py with each command line in one process: imports take longer than the steps.
+COMMANDS = """
+import runpy, sys
+for line in sys.argv[1:]:
+    sys.argv = ["train.py", *line.split()]
+    try:
+        runpy.run_path("train.py", run_name="__main__")
+    except SystemExit as end:
+        print("status", end.code, flush=True)
+"""
 
 
 def run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -29,19 +41,8 @@ def run(copy: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_rows_are_found() -> None:
-    assert len(ROWS) >= 11
-
-
-@pytest.mark.parametrize(
-    ("command", "asked"),
-    [
-        pytest.param(*row, id=part, marks=() if part.startswith(IN_MAKE_TEST) else pytest.mark.slow)
-        for part, *row in ROWS
-    ],
-)
-def test_a_fork_without_it(command: str, asked: str, image_root: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "fork"
+def check_fork(copy: Path, parts: list[str], image_root: Path, tests: list[list[str]]) -> None:
+    """Delete parts in a copy, train, ask for each part, and run pytest with these arguments."""
     copy.mkdir()
     for source in (ROOT / name for name in COPIED):
         if source.is_dir():
@@ -49,18 +50,29 @@ def test_a_fork_without_it(command: str, asked: str, image_root: Path, tmp_path:
             shutil.copytree(source, copy / source.name, ignore=ignored)
         else:
             shutil.copy(source, copy)
-    subprocess.run(command.split(), cwd=copy, check=True)
+    for part in parts:
+        subprocess.run(ROWS[part][0].split(), cwd=copy, check=True)
 
-    options = [*SMALL_RUN, f"data.root={image_root}", "run.dir=run", "train.max_steps=3"]
-    trained = run(copy, "train.py", *options)
-    assert trained.returncode == 0, trained.stderr
-    if asked:
-        refused = run(copy, "train.py", *options, "run.dir=other", *asked.split())
-        assert refused.returncode == 2, refused.stderr
-        assert "not offered" in refused.stderr and refused.stderr.count("\n") == 1
-        assert not (copy / "other").exists()
-    tests = run(copy, "-m", "pytest", "-q", "--collect-only", "tests")
-    assert tests.returncode == 0, tests.stdout
-    quick = ["tests/test_layout.py", "tests/conf/test_recipes.py", "tests/test_train_step.py"]
-    tests = run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *quick)
-    assert tests.returncode == 0, tests.stdout
+    options = [*SMALL_RUN, f"data.root={image_root}", "loader.workers=0", "train.max_steps=2"]
+    asked = [row[1] for row in map(ROWS.get, parts) if row and row[1]]
+    lines = ["run.dir=run", *(f"run.dir=other {value}" for value in asked)]
+    done = run(copy, "-c", COMMANDS, *(" ".join([*options, line]) for line in lines))
+    assert re.findall(r"status (\d)", done.stdout) == ["0", *("2" for _ in asked)], done
+    assert re.findall("^train.py: .* not offered, .*", done.stderr, re.M) == [
+        line for line in done.stderr.splitlines() if "train.py" in line
+    ]
+    assert not (copy / "other").exists()
+    for arguments in tests:
+        done = run(copy, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments)
+        assert done.returncode == 0, done.stdout
+
+
+def test_a_fork_without_two_parts(image_root: Path, tmp_path: Path) -> None:
+    assert len(ROWS) >= 11 and len(IN_MAKE_TEST) == 2
+    check_fork(tmp_path / "fork", IN_MAKE_TEST, image_root, [["tests/test_train_step.py"]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", ROWS)
+def test_a_fork_without_it(part: str, image_root: Path, tmp_path: Path) -> None:
+    check_fork(tmp_path / "fork", [part], image_root, [["--collect-only", "tests"], [*QUICK]])
