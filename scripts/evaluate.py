@@ -325,7 +325,7 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
         ["class", "images", "top1", "top5", "loss", "name"],
         [[name, *row.values(), readable(name)] for name, row in rows],
     )
-    pairs = sorted(p.confusions(len(classes)), key=lambda pair: -pair[2])
+    pairs = p.confusions(len(classes))
     named = [(classes[label], classes[prediction], n) for label, prediction, n in pairs]
     write_csv(
         folder / "confusion.csv",

@@ -5,17 +5,16 @@ from functools import cache
 
 import numpy as np
 import numpy.typing as npt
-from PIL import Image, ImageColor, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont
 
 BLUE, RED, GREY = "#4c72b0", "#c44e52", "#808080"
 LARGE, SMALL = 18, 14  # font sizes, pixels
 TILE = 192  # side of an image in `tiles`, pixels
-Font = ImageFont.ImageFont | ImageFont.FreeTypeFont
 Pixels = npt.NDArray[np.uint8]
 
 
 @cache
-def font(size: int) -> Font:
+def font(size: int) -> ImageFont.ImageFont | ImageFont.FreeTypeFont:
     return ImageFont.load_default(size)
 
 
@@ -29,16 +28,15 @@ def sheet(
     return image, draw
 
 
-def bars(title: str, rows: Sequence[tuple[str, float, str]]) -> Image.Image:
-    """Draw a bar for each (name, value, label), with values up to 100."""
-    width, left, height = 900, 180, 26
-    image, draw = sheet(width, 80 + height * len(rows), title)
-    for i, (name, value, label) in enumerate(rows):
-        top = 56 + i * height
-        middle, right = top + 10, left + max(2, int((width - left - 200) * value / 100))
-        draw.rectangle((left, top, right, top + 20), BLUE)
-        draw.text((16, middle), _shortened(name, left - 24), "black", font(SMALL), "lm")
-        draw.text((right + 8, middle), label, "black", font(SMALL), "lm")
+def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> Image.Image:
+    """Draw a bar for each (name, percentage, number of images), 26 px apart."""
+    image, draw = sheet(900, 80 + 26 * len(rows), title)
+    for i, (name, percent, count) in enumerate(rows):
+        top, right = 56 + 26 * i, 300 + max(2, int(4.4 * percent))
+        draw.rectangle((300, top, right, top + 20), BLUE)
+        draw.text((16, top + 10), _shortened(name, 276), "black", font(SMALL), "lm")
+        label = f"{percent:.1f} % of {count:,}"
+        draw.text((right + 8, top + 10), label, "black", font(SMALL), "lm")
     return image
 
 
@@ -61,37 +59,6 @@ def tiles(
         for line, (text, colour) in enumerate(lines):
             place = (x, y + TILE + 3 + 17 * line)
             draw.text(place, _shortened(text, TILE), colour, font(SMALL))
-    return image
-
-
-def confusion(title: str, shares: npt.NDArray[np.floating], names: Sequence[str]) -> Image.Image:
-    """Draw a confusion matrix in percent of each class (row): correct in blue, wrong in red.
-
-    Args:
-        shares: float [N, N], share of a class's images by prediction (column).
-    """
-    count, left, top = len(names), 220, 90
-    cell = max(22, min(64, 640 // max(1, count)))
-    span, digits = count * cell, font(min(SMALL, cell // 2))
-    image, draw = sheet(max(760, left + span + 20), top + span + 20, title)
-    about = "rows: class, columns: prediction, % of the class's images"
-    draw.text((16, 38), about, GREY, font(SMALL))
-    colours = np.where(np.eye(count)[..., None], ImageColor.getrgb(BLUE), ImageColor.getrgb(RED))
-    # The root makes a few percent of wrong predictions visible.
-    pixels = 255 - np.sqrt(shares)[..., None] * (255 - colours)
-    if count:
-        matrix = Image.fromarray(pixels.round().astype(np.uint8))
-        image.paste(matrix.resize((span, span), Image.Resampling.NEAREST), (left, top))
-    for i, name in enumerate(names):
-        middle = i * cell + cell // 2
-        text = _shortened(f"{i + 1}  {name}", left - 20)
-        draw.text((left - 6, top + middle), text, "black", font(SMALL), "rm")
-        draw.text((left + middle, top - 12), f"{i + 1}", "black", digits, "mm")
-    for row, column in np.argwhere(shares >= 0.005).tolist():
-        centre = (left + column * cell + cell // 2, top + row * cell + cell // 2)
-        colour = "white" if shares[row, column] > 0.3 else "black"
-        draw.text(centre, f"{100 * shares[row, column]:.0f}", colour, digits, "mm")
-    draw.rectangle((left - 1, top - 1, left + span, top + span), outline=GREY)
     return image
 
 

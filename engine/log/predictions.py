@@ -1,6 +1,5 @@
 """The predictions for all images of a split, and what follows: for the log and evaluate.py."""
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +19,7 @@ from pipeline.dataset import Dataset
 BINS = 15  # of the expected calibration error, as in arXiv 1706.04599
 COLUMNS = ("label", "prediction", "loss", "confidence", "top1", "top5")
 WORST_IMAGES = 16  # to draw
-MAX_CONFUSED = 50  # classes in the confusion matrix; a larger one is hard to read
-NAMED_WORST, NAMED_BEST = 20, 5  # classes whose accuracy is drawn
+MOST_BARS, BEST_CLASSES = 25, 5  # of many classes, the 20 worst and the 5 best are drawn
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
@@ -85,33 +83,11 @@ class Predictions:
         }
 
     def confusions(self, classes: int) -> list[tuple[int, int, int]]:
-        """Return (label, prediction, images) for every pair that occurs, by label."""
+        """Return (label, prediction, images) of every pair, the most frequent first."""
         pairs, images = np.unique(self.labels * classes + self.predictions, return_counts=True)
-        rows = zip(pairs // classes, pairs % classes, images, strict=True)
-        return [(int(label), int(prediction), int(n)) for label, prediction, n in rows]
-
-    def confused(self, classes: int) -> tuple[list[int], Floats]:
-        """Return the most often confused classes, in pairs, and their confusion matrix.
-
-        Returns:
-            Up to MAX_CONFUSED classes, of fewer classes all of them; and float64 [N, N], the share
-            of each class's images by prediction.
-        """
-        pairs, images = self.confusions(classes), np.bincount(self.labels, minlength=classes)
-        chosen = list(range(classes))
-        if classes > MAX_CONFUSED:
-            wrong = Counter[tuple[int, int]]()
-            for label, other, count in pairs:
-                if label != other:
-                    wrong[min(label, other), max(label, other)] += count
-            found = [one for pair, _ in wrong.most_common() for one in pair]
-            chosen = list(dict.fromkeys(found or chosen))[:MAX_CONFUSED]
-        place = {one: i for i, one in enumerate(chosen)}
-        shares = np.zeros((len(chosen), len(chosen)))
-        for label, prediction, count in pairs:
-            if label in place and prediction in place:
-                shares[place[label], place[prediction]] = count / images[label]
-        return chosen, shares
+        rows = zip(pairs.tolist(), images.tolist(), strict=True)
+        found = [(pair // classes, pair % classes, count) for pair, count in rows]
+        return sorted(found, key=lambda row: -row[2])
 
     def per_class(self, classes: int) -> list[dict[str, Any]]:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
@@ -138,10 +114,10 @@ class Predictions:
 
         Args:
             classes: names of the classes.
-            dataset: the split, from which the images with the largest loss are loaded.
+            dataset: the split, from which the worst images are loaded.
             when: the end of each title.
         """
-        names = [readable(name) for name in classes]
+        names, per_class = [readable(name) for name in classes], self.per_class(len(classes))
         images, captions = [], []
         for i in self.worst(WORST_IMAGES):
             images.append(dataset.load(0, i)[0])
@@ -149,26 +125,28 @@ class Predictions:
             remark = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
             judged = GREY if found == name else RED
             captions.append([(name, "black"), (f"-> {found}", judged), (remark, GREY)])
-        chosen, shares = self.confused(len(names))
-        rows = [
-            (name, row["top1"], f"{row['top1']:.1f} % of {row['images']:,}")
-            for name, row in zip(names, self.per_class(len(names)), strict=True)
-            if row["images"]
+
+        accuracy = [
+            (name, one["top1"], one["images"])
+            for name, one in zip(names, per_class, strict=True)
+            if one["images"]
         ]
-        rows.sort(key=lambda row: row[1])
-        if len(rows) > NAMED_WORST + NAMED_BEST:
-            rows = rows[:NAMED_WORST] + rows[-NAMED_BEST:]
-        bins, found = [], self.calibration()
-        for i, (count, accuracy) in enumerate(zip(found["images"], found["accuracy"], strict=True)):
-            label = f"{100 * accuracy:.1f} % of {count:,}"
-            bins.append((f"confidence {100 * (i + 1) / BINS:.0f} %", 100 * accuracy, label))
-        error = f"ECE {100 * found['error']:.2f} %"
-        few = f" ({len(chosen)} of {len(names):,})" if len(chosen) < len(names) else ""
+        accuracy.sort(key=lambda bar: bar[1])
+        if len(accuracy) > MOST_BARS:
+            accuracy = accuracy[: MOST_BARS - BEST_CLASSES] + accuracy[-BEST_CLASSES:]
+        confused = []
+        for label, other, count in self.confusions(len(names)):
+            if label != other:
+                total = per_class[label]["images"]
+                confused.append((f"{names[label]} -> {names[other]}", 100 * count / total, total))
+        calibration, confidence = self.calibration(), []
+        for i, count in enumerate(calibration["images"]):
+            name = f"confidence up to {100 * (i + 1) / BINS:.0f} %"
+            confidence.append((name, 100 * calibration["accuracy"][i], count))
+        title = f"accuracy by confidence, ECE {100 * calibration['error']:.2f} %{when}"
         return {
             "worst": pictures.tiles(f"largest losses{when}", images, captions),
-            "confusion": pictures.confusion(
-                f"most confused classes{few}{when}", shares, [names[i] for i in chosen]
-            ),
-            "per_class": pictures.bars(f"top-1, the worst classes first{when}", rows),
-            "reliability": pictures.bars(f"accuracy by confidence: {error}{when}", bins),
+            "confusion": pictures.bars(f"most frequent confusions{when}", confused[:MOST_BARS]),
+            "per_class": pictures.bars(f"top-1, the worst classes first{when}", accuracy),
+            "reliability": pictures.bars(title, confidence),
         }
