@@ -21,10 +21,9 @@ from pipeline.clock import StepClock
 from pipeline.feed import Feed
 
 LOST = ("validation", "checkpoint", "start", "profile")
-FIGURES = (
-    *("late_fraction", "copy_fraction", "compute_fraction"),
-    *("copy_ms", "step_ms", "step_worst_ms"),
-)  # of Timing, under the same name in a log row
+# Of Timing, under the same name in a log row.
+FRACTIONS = ("late_fraction", "copy_fraction", "compute_fraction")
+TIMES = ("copy_ms", "step_ms", "step_worst_ms")
 
 
 @dataclass(frozen=True)
@@ -47,42 +46,27 @@ class Meter:
         self.world = world
         self.steps = 0
         self._names: list[str] = []
-        self._total = self._host = torch.empty(0)
-        # Step, number of steps, and the event that marks the end of the copy.
-        self._sent: tuple[int, int, torch.cuda.Event | None] | None = None
+        self._total = torch.empty(0)
+        # Step, number of steps, sums on the host, and the event that marks the end of their copy.
+        self._sent: tuple[int, int, Tensor, torch.cuda.Event | None] | None = None
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add one step.
+        """Add one step, the same names each time.
 
         Args:
             values: name -> float [] on the device, the mean over this rank's images.
-
-        Raises:
-            ValueError: the names differ from those of the steps before.
         """
-        if not self._names:
-            self._names = list(values)
-            device = self.world.device
-            self._total = torch.zeros(len(values), dtype=torch.float64, device=device)
-            self._host = torch.zeros(
-                len(values), dtype=torch.float64, pin_memory=device.type == "cuda"
-            )
-        if list(values) != self._names:
-            raise ValueError(
-                f"train_step returned {', '.join(values)}; earlier steps returned "
-                f"{', '.join(self._names)}: return the same names at every step"
-            )
-        self._total += torch.stack([value.detach() for value in values.values()])
+        step = torch.stack([value.detach() for value in values.values()]).double()
+        self._total = self._total + step if self.steps else step
+        self._names = list(values)
         self.steps += 1
 
     def send(self, step: int) -> None:
         """End an interval with step `step`: start the copy of its sums to the host."""
-        self._host.copy_(self.world.sum(self._total), non_blocking=True)
-        self._total.zero_()
+        host = self.world.sum(self._total).to("cpu", non_blocking=True)  # page-locked
         on_gpu = self.world.device.type == "cuda"
         copied = torch.cuda.current_stream().record_event() if on_gpu else None
-        self._sent = step, self.steps, copied
-        self.steps = 0
+        self._sent, self.steps = (step, self.steps, host, copied), 0
 
     def read(self) -> Interval | None:
         """Return the interval that was sent and not yet read, if any.
@@ -91,10 +75,10 @@ class Meter:
         """
         if self._sent is None:
             return None
-        (step, steps, copied), self._sent = self._sent, None
+        (step, steps, host, copied), self._sent = self._sent, None
         if copied is not None:
             copied.synchronize()
-        means = (self._host / (steps * self.world.size)).tolist()
+        means = (host / (steps * self.world.size)).tolist()
         return Interval(step, steps, dict(zip(self._names, means, strict=True)))
 
 
@@ -161,7 +145,7 @@ class Measurements(AbstractContextManager["Measurements"]):
             "lr": plan.curve.at(step - 1),
             "images_per_second": rate,
             "data_wait_fraction": timing.wait_fraction,
-            **{name: getattr(timing, name) for name in FIGURES},
+            **{name: getattr(timing, name) for name in FRACTIONS + TIMES},
             "seconds_left": (plan.stop_step - step) * plan.batch_size / rate,
         }
         if self.world.size > 1:
@@ -178,10 +162,7 @@ class Measurements(AbstractContextManager["Measurements"]):
         return row | self._monitor.read() | memory_figures(pids, self.world.device)
 
     def verdict(self, period: Literal["epoch", "run"]) -> list[str]:
-        """Return what limits the speed since the last call for an epoch, or in this start.
-
-        Collective.
-        """
+        """Return what limits the speed, in an epoch or in this start. Collective."""
         if self._verdict is None:
             return []
         slowdowns = self._monitor.slowdowns(of_epoch=period == "epoch")

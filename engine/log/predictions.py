@@ -113,7 +113,6 @@ class Predictions:
         """Draw the worst images, the confusions, the accuracy of each class and the calibration.
 
         Args:
-            classes: names of the classes.
             dataset: the split, from which the worst images are loaded.
             when: the end of each title.
         """

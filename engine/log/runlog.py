@@ -38,11 +38,7 @@ NAMED_IMAGES = 3  # of the batch of a step with non-finite gradients, in the mes
 
 
 def check_log(config: Config) -> None:
-    """Refuse what this copy of the program cannot report, before anything is created.
-
-    Raises:
-        UserError: wandb or an optional file of this program is missing.
-    """
+    """Raise UserError for what this copy of the program cannot report."""
     if "wandb" in config.log.trackers:
         wandb_board(config.log.trackers)
     if steps := config.profile.steps:
@@ -98,11 +94,7 @@ class RunLog:
         self.tracker.__exit__(*error)
 
     def introduce(self, changes: Sequence[str]) -> None:
-        """Say what the run will do.
-
-        Args:
-            changes: keys that differ from the resumed checkpoint's config, each as a sentence.
-        """
+        """Say what the run will do, and which keys differ from the resumed checkpoint's config."""
         run, resumed = self.run, ""
         if run.resumed is not None:
             name = run.resumed if run.is_first_start else run.resumed.name
@@ -132,9 +124,10 @@ class RunLog:
     def watch(self, feed: Feed, stop: StopSignal, verdict: Any) -> Iterator[None]:
         """Observe the training steps of the `with` block. For `verdict`, see `Measurements`."""
         self.feed, self._stop = feed, stop
-        data, world, path = self.plan.config.data, self.world, self.run.path
-        limit = data.max_bad_fraction if data.on_error == "skip" else None
-        self.bad_files = BadFiles(feed.train.loader, world, path, self.tracker, limit=limit)
+        data, world, loader = self.plan.config.data, self.world, feed.train.loader
+        if data.on_error == "skip":
+            limit = data.max_bad_fraction
+            self.bad_files = BadFiles(loader, world, self.run.path, self.tracker, limit)
         with Measurements(
             feed, verdict, self.plan, self.state, world, began=self._started
         ) as self.measured:
@@ -239,10 +232,7 @@ class RunLog:
         self.tracker.predictions(found, self.plan.classes, dataset, self.state.step)
 
     def _report(self, *, rest: bool = False) -> None:
-        """Write a log row if an interval of steps was sent and not yet reported.
-
-        Args:
-            rest: end an interval after the last step, too.
+        """Write a log row if an interval of steps was sent; with `rest`, of the last steps, too.
 
         Raises:
             TrainingError: a gradient or the mean loss is not finite.
@@ -253,7 +243,7 @@ class RunLog:
             interval = self.meter.read()
         if interval is not None:
             row = self.measured.row(interval)
-            if self.bad_files is not None and self.bad_files.limit is not None:
+            if self.bad_files is not None:
                 row["data/unreadable_images"] = self.bad_files.write()
             self.tracker.row(row)
             self.console.train_row(row, interval.values)
@@ -269,22 +259,19 @@ class RunLog:
     def finish(self, stop: StopSignal) -> dict[str, Any]:
         """Report the end of the run, once its last checkpoint is on disk; return the summary.
 
-        Args:
-            stop: the signal that ends this start, if any, perhaps during the last checkpoint.
+        A signal may still arrive during that checkpoint.
 
         Raises:
-            TrainingError, CheckpointError: the last checkpoint could not be written; or too many
-                images cannot be read.
+            TrainingError, CheckpointError: it could not be written, or too many images are bad.
         """
         state, plan, path = self.state, self.plan, self.run.path
-        assert self.bad_files is not None
         # Not what follows: wandb may take longer than the disk.
         with stop.saving(path, state_bytes(state)):
             self._report(rest=True)
             with self.measured.lost("checkpoint"):
                 self.run.wait()
             stop.poll()
-            if stop.number == stop.FAILED:
+            if stop.number == stop.FAILED and self.bad_files is not None:
                 self.bad_files.share()
             signal_number = stop.number
             summary = {
@@ -293,7 +280,7 @@ class RunLog:
                 **results(state, plan, self.expectation),
                 "seconds": time.monotonic() - self._started,
                 **self.measured.summary(),
-                "unreadable_images": len(self.bad_files.listed),
+                "unreadable_images": len(self.bad_files.listed) if self.bad_files else 0,
             }
             if self.world.is_main:
                 self.run.write("summary.json", strict_json.dumps(summary, indent=2) + "\n")
@@ -333,21 +320,15 @@ def describe_divergence(
 
 
 def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
-    """Return what summary.json says about the result of a run.
-
-    Args:
-        expectation: `engine.extras.expectation.Expectation`, or None.
-    """
+    """Return what summary.json says about the result of a run."""
     last, best_step = state.last, int(state.best.get("step", 0))
     # A signal during the last step leaves the validation of an earlier epoch.
     validated = expectation is not None and last.get("step") == plan.schedule_steps
     return {
         "step": state.step,
         "epoch": round(plan.epoch(state.step), 4),
-        "loss": last.get("loss"),
-        "top1": last.get("top1"),
-        "top5": last.get("top5"),
-        **{key: value for key, value in last.items() if key.endswith("_raw")},
+        **dict.fromkeys(("loss", "top1", "top5")),
+        **{key: value for key, value in last.items() if key not in ("step", "epoch")},
         "expectation": expectation.compare(last["top1"]) if validated else None,
         "best_top1": state.best.get("top1"),
         "best_epoch": round(plan.epoch(best_step), 4) if best_step else None,

@@ -21,11 +21,10 @@ logger = logging.getLogger(__name__)
 
 SAMPLE_SECONDS = 0.5
 GIB = 2**30
-POWER_LIMIT = 0x004
 # Reasons for reduced clocks, by bit in NVML's mask. An idle GPU and clocks set by a user are not
 # slowdowns.
 SLOWDOWNS = {
-    POWER_LIMIT: "power limit",
+    0x004: "power limit",
     0x080: "external power brake",
     0x200: "board limit",
     0x020: "thermal throttling by the driver",
@@ -64,8 +63,8 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
 
     def __init__(self, device: torch.device) -> None:
         self._samples: dict[str, list[float]] = {}  # by tag, since the last `read`
-        self._masks: Counter[int] = Counter()  # of reduced clocks, since the start
-        self._masks_before: Counter[int] = Counter()  # at the end of the last epoch
+        self._slow: Counter[str] = Counter()  # samples by reason, and all of them, since the start
+        self._slow_before: Counter[str] = Counter()  # at the end of the last epoch
         self._lock, self._stop = threading.Lock(), threading.Event()
         self._thread: threading.Thread | None = None
         if device.type != "cuda":
@@ -97,15 +96,13 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
                     continue
                 with self._lock:
                     if tag == THROTTLED:
-                        self._masks[value] += 1
-                        value = float(any(value & bit for bit in SLOWDOWNS))
+                        reasons = [text for bit, text in SLOWDOWNS.items() if value & bit]
+                        self._slow.update(["all", *reasons])
+                        value = float(bool(reasons))
                     self._samples.setdefault(tag, []).append(value)
 
     def read(self) -> dict[str, float]:
-        """Return the means since the last call, by TensorBoard tag.
-
-        Units are in the tags: percent, watts, degrees Celsius, MHz, and a fraction of the samples.
-        """
+        """Return the means since the last call, by TensorBoard tag; utilisation in percent."""
         with self._lock:
             samples, self._samples = self._samples, {}
         return {tag: fmean(values) for tag, values in samples.items()}
@@ -113,21 +110,17 @@ class GpuMonitor(AbstractContextManager["GpuMonitor"]):
     def slowdowns(self, *, of_epoch: bool) -> str:
         """Return why clocks were reduced since the start, or since the last call for an epoch.
 
-        For example: "thermal throttling by the driver, 83 % of the time". The power limit is left
-        out: at full load, it is normal.
+        The power limit is left out: at full load, it is normal.
         """
         with self._lock:
-            masks = self._masks.copy()
+            counts = self._slow.copy()
         if of_epoch:
-            masks, self._masks_before = masks - self._masks_before, masks
-        counts = Counter[str]()
-        for mask, count in masks.items():
-            for bit, reason in SLOWDOWNS.items():
-                if mask & bit and bit != POWER_LIMIT:
-                    counts[reason] += count
+            counts, self._slow_before = counts - self._slow_before, counts
+        samples = counts.pop("all", 0)
         return ", ".join(
-            f"{reason}, {100 * count / masks.total():.0f} % of the time"
+            f"{reason}, {100 * count / samples:.0f} % of the time"
             for reason, count in counts.most_common()
+            if reason != "power limit"
         )
 
     def __exit__(self, *_: object) -> None:

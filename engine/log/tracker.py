@@ -19,22 +19,17 @@ from conf import strict_json
 from conf.rooms import require_room
 from conf.schema import Config
 from engine.checkpoint import replace_file, write_json
+from engine.log.measurements import FRACTIONS, TIMES
 from engine.log.predictions import Predictions
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
 logger = logging.getLogger(__name__)
 
-# Keys of metrics.jsonl by the group of their curves, which have the tag <group>/<key>. Other keys
-# have the tag <split>/<key>.
-GROUPS = {
-    "throughput": ("images_per_second", "mfu"),
-    "time": (
-        *("data_wait_fraction", "ranks_wait_fraction", "late_fraction"),
-        *("copy_fraction", "compute_fraction", "copy_ms", "step_ms", "step_worst_ms"),
-    ),
-}
-TAGS = {key: f"{group}/{key}" for group, keys in GROUPS.items() for key in keys} | {"lr": "lr"}
+# Tags of keys of metrics.jsonl. Other keys have the tag <split>/<key>.
+IN_TIME = ("data_wait_fraction", "ranks_wait_fraction", *FRACTIONS, *TIMES)
+TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
+TAGS |= {key: f"time/{key}" for key in IN_TIME}
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 # CUSTOM SCALARS: training and validation in one chart. Group -> chart -> regular expressions.
 LAYOUT = {
@@ -103,7 +98,7 @@ class Tracker(AbstractContextManager["Tracker"]):
         default_hook = threading.excepthook
 
         def hook(args: threading.ExceptHookArgs) -> None:
-            """Print no traceback if TensorBoard's thread fails: its next call raises that error."""
+            # If TensorBoard's thread fails, its next call raises that error.
             if type(args.thread).__name__ != "_AsyncWriterThread":
                 default_hook(args)
 
@@ -212,11 +207,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
 
 def wandb_board(trackers: Sequence[str]) -> ModuleType:
-    """Return the module for Weights & Biases.
-
-    Raises:
-        UserError: this copy of the program has none, or wandb is not installed.
-    """
+    """Return the module for Weights & Biases; UserError if it or wandb is missing."""
     asked_for = f"log.trackers=[{','.join(trackers)}]"
     require_room("engine.log.wandb_board", asked_for)
     from engine.log import wandb_board
