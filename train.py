@@ -106,7 +106,7 @@ def train(config: Config) -> dict[str, Any]:
                 validate(state, plan, feed, world, log, stop)
             if due.save:
                 save(state, run, log, stop)
-        if not run.has(state):
+        if state.step != run.begun_step:
             save(state, run, log, stop)
         return log.finish(stop)
 

@@ -9,7 +9,6 @@ did. During training, a `Writer` does all of this in a thread, from a copy of th
 
 import copy
 import hashlib
-import io
 import json
 import logging
 import os
@@ -19,7 +18,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -45,9 +44,8 @@ class CheckpointError(RunError):
 class Writer:
     """Writes copies of the training state in a thread, one at a time, while training continues.
 
-    Training pauses only for the copy from the device to the host. The host memory holds one copy
-    and is reused for every checkpoint. With a GPU, it is page-locked, so that the host does not
-    wait for the copy either.
+    Training pauses only for the copy from the device to the host. The host memory is reused for
+    every checkpoint. With a GPU, it is page-locked: the host does not wait for the copy either.
 
     Args:
         device: the device on which the model is trained.
@@ -60,16 +58,10 @@ class Writer:
         self._copies: list[Tensor] = []  # on the host
 
     def start(self, content: dict[str, Any], write: Callable[[dict[str, Any]], None]) -> None:
-        """Copy `content` and call `write` with the copy in the thread.
+        """Copy `content` and call `write` with the copy in the thread. Raises what `wait` raises.
 
         Later changes of `content` do not change the copy: on a GPU, kernels that are launched
         after this call run after the copy.
-
-        Args:
-            content: plain containers, tensors, numbers and strings.
-
-        Raises:
-            Exception: the previous call of `write` raised it; nothing is copied.
         """
         self.wait()
         tensors = list({id(tensor): tensor for tensor in _tensors(content)}.values())
@@ -143,9 +135,8 @@ def save(folder: Path, content: dict[str, Any], *, keep: int, best_step: int | N
             folder.mkdir(parents=True)
             _sync_folder(folder.parent)
         manifest.unlink(missing_ok=True)  # if the step is saved again: it fits the old file only
-        digest = _write(path, lambda file: torch.save(content, file))
-        size = path.stat().st_size
-        entry = {"file": path.name, "step": content["step"], "bytes": size, "sha256": digest}
+        _write(path, lambda file: torch.save(content, file))
+        entry = {"file": path.name, "step": content["step"], "sha256": _sha256(path)}
         write_json(manifest, entry)
         write_json(folder / "last.json", entry)
         if best_step is None:
@@ -228,16 +219,10 @@ def plan_in(content: dict[str, Any]) -> dict[str, Any]:
 
 
 def verify(path: Path) -> None:
-    """Compare a checkpoint with its manifest, if it has one.
-
-    Raises:
-        CheckpointError: the checkpoint or its manifest is damaged.
-    """
-    if path.with_suffix(".json").exists():
-        with open_regular(path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        if digest != read_manifest(path.with_suffix(".json")).get("sha256"):
-            raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
+    """Raise CheckpointError if a checkpoint differs from its manifest. It may have none."""
+    manifest = path.with_suffix(".json")
+    if manifest.exists() and _sha256(path) != read_manifest(manifest).get("sha256"):
+        raise CheckpointError(f"{path}: damaged: its SHA-256 differs from the manifest")
 
 
 def find(path: Path) -> Path:
@@ -316,10 +301,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Replace a text file atomically.
-
-    A reader finds the old or the new text, also after a power cut.
-    """
+    """Replace a text file atomically."""
     _write(path, lambda file: file.write(text.encode(errors="surrogateescape")))
 
 
@@ -332,31 +314,19 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {}
 
 
-class _HashedFile(io.BufferedWriter):
-    """A file that is written from front to back and hashed at the same time.
-
-    Attributes:
-        sha256: hash of the bytes passed to `write`. It does not match if the disk stores others.
-    """
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(io.FileIO(path, "wb"))
-        self.sha256 = hashlib.sha256()
-
-    def write(self, data: Any) -> int:
-        self.sha256.update(data)
-        return super().write(data)
+def _sha256(path: Path) -> str:
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(path: Path, fill: Callable[[_HashedFile], Any]) -> str:
-    """Write a file atomically: a temporary file that `fill` writes, fsync, rename, fsync of folder.
+def _write(path: Path, fill: Callable[[BinaryIO], Any]) -> None:
+    """Write a file atomically: a temporary one that `fill` writes, fsync, rename, fsync of folder.
 
-    Returns:
-        The SHA-256 of the content.
+    A reader finds the old or the new content, also after a power cut.
     """
     temporary = path.with_name(path.name + ".tmp")
     try:
-        with _HashedFile(temporary) as file:
+        with open(temporary, "wb") as file:
             fill(file)
             file.flush()
             os.fsync(file.fileno())
@@ -365,7 +335,6 @@ def _write(path: Path, fill: Callable[[_HashedFile], Any]) -> str:
         temporary.unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
-    return file.sha256.hexdigest()
 
 
 def _sync_folder(folder: Path) -> None:

@@ -74,38 +74,49 @@ def run_identity(config: Config, datasets: Datasets, plan: Plan) -> dict[str, An
     }
 
 
-def compare(
-    stored: dict[str, Any], now: dict[str, Any], path: Path, *, accept_changes: bool = False
+def accepted_changes(
+    path: Path,
+    content: dict[str, Any],
+    identity: dict[str, Any],
+    *,
+    accept: bool = False,
+    stop_step: int | None = None,
 ) -> dict[str, str]:
     """Refuse to resume with changed values, unless the user accepts the changes.
 
     Args:
-        stored: values in the checkpoint that affect the result, by name.
-        now: the same values of this start.
-        path: the checkpoint's, for messages.
+        path, content: of the checkpoint.
+        identity: of this start; see `run_identity`.
+        accept: checkpoint.accept_changes.
+        stop_step: where training ends; changes would have no effect from there on.
 
     Returns:
-        The accepted changes: a sentence for each name.
-
-    Raises:
-        UserError: lists the differences and the remedies.
+        The changes: a sentence for each name.
     """
+    stored, now = dict(content["identity"]), dict(identity)
+    if not stored.keys() & now.keys() & {"model.compile"}:
+        # It affects the result with train.deterministic=true only, which may be switched.
+        stored.pop("model.compile", None)
+        now.pop("model.compile", None)
     changes = {}
     for name in {**now, **stored}:
         if stored.get(name) != now.get(name):
             was, value = show(stored.get(name, UNUSED)), show(now.get(name, UNUSED))
             changes[name] = f"{name} was {was}, is {value}"
     fixed = [name for name in changes if name in FIXED]
-    if not changes or (accept_changes and not fixed):
+    ended = stop_step is not None and content["step"] >= stop_step
+    if not changes or (accept and not fixed and not ended):
         return changes
-    reason = "these changes affect the result"
     remedies = [
         "give run.name=NAME to train in another directory",
         "start over in this one with checkpoint.resume=never (this moves the old run aside)",
     ]
     if fixed:
         reason = f"{fixed[0]} cannot change within a run"
+    elif accept:
+        reason = f"training has ended at step {content['step']:,}: they would have no effect"
     else:
+        reason = "these changes affect the result"
         remedies.append("continue from this checkpoint with checkpoint.accept_changes=true")
     raise UserError(
         f"cannot resume {path}: {'; '.join(changes.values())}; {reason}: {', or '.join(remedies)}"
@@ -124,8 +135,9 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
 
     Attributes:
         resumed: the checkpoint from which this start continues; None at step 0. Set by `open`.
-        saved_step: step of the newest checkpoint that is known to be on disk; the step at which
-            this start begins if there is none.
+        begun_step: step of the newest checkpoint, perhaps still being written; at first, the step
+            at which this start begins.
+        saved_step: step of the newest checkpoint that is known to be on disk, likewise.
     """
 
     def __init__(self, config: Config, world: World) -> None:
@@ -133,7 +145,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         self.path = Path(config.run.dir)
         self.checkpoints = self.path / "checkpoints"
         self.resumed: Path | None = None
-        self.saved_step = self._begun_step = 0  # the latter: of the last call of `save`
+        self.saved_step = self.begun_step = 0
         self._content: dict[str, Any] = {}  # of each checkpoint, besides step and state
         self._writer = checkpoint.Writer(world.device)
         self._lock: int | None = None
@@ -161,8 +173,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         """Claim the folder and load the checkpoint to resume, if there is one. Collective.
 
         Args:
-            identity: everything that affects the result, by the name to use in messages.
-            stop_step: where training ends; changes would have no effect from there on.
+            identity, stop_step: see `accepted_changes`.
 
         Returns:
             A sentence for each key that differs from the config in the checkpoint.
@@ -183,7 +194,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             return []
         if not self.world.is_main:
             _load(state, self.resumed, checkpoint.load(self.resumed), accepted)
-        self.saved_step = self._begun_step = state.step
+        self.saved_step = self.begun_step = state.step
         if state.losses is not None:
             state.losses.keep_on_rank_0(self.world)
         if self.is_first_start or accepted.keys() & VALIDATED_ON:
@@ -208,7 +219,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
         if self._found is not None:
             path, content = self._found
             before = content["config"]
-            changes = _changes(identity, path, content, self.config, stop_step)
+            accept = self.config.checkpoint.accept_changes
+            changes = accepted_changes(path, content, identity, accept=accept, stop_step=stop_step)
             _load(state, path, content, changes)
         self._found = None  # frees the memory
         with _usable(self.path):
@@ -235,13 +247,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def begin(self, plan: Plan) -> None:
         """Write config.yaml and overrides.yaml, and remove an earlier start's summary. Collective.
 
-        Also loads the kernels that an earlier start has compiled.
-
-        Args:
-            plan: checkpoints store its record.
-
-        Raises:
-            CheckpointError: a file cannot be written.
+        Also loads the kernels that an earlier start has compiled. Checkpoints store `plan.record`.
         """
 
         def begin() -> None:
@@ -256,13 +262,6 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             self._compiled = CompileCache(self.path, self.world)
             self._compiled.load()
 
-    def has(self, state: TrainState) -> bool:
-        """Whether this start has no steps to save: the last checkpoint has them, or there are none.
-
-        A checkpoint of no steps would fix what only the measurement before the first step chooses.
-        """
-        return state.step == self._begun_step
-
     def save(self, state: TrainState, flush: Callable[[], None] = lambda: None) -> None:
         """Copy the state and write a checkpoint in a thread. Collective.
 
@@ -272,8 +271,8 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             flush: called in the thread, before it writes.
 
         Raises:
-            TrainingError: the weights in the previous checkpoint were not finite.
-            CheckpointError: the previous checkpoint could not be written.
+            TrainingError, CheckpointError: the weights in the previous checkpoint were not finite,
+                or it could not be written.
         """
         self.world.broadcast_buffers(state.model)
         if state.losses is not None:
@@ -289,7 +288,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
             checkpoint.save(self.checkpoints, copied, keep=keep, best_step=best_step)
 
         self.world.broadcast(lambda: self._writer.start(content, write))
-        self.saved_step, self._begun_step = self._begun_step, state.step
+        self.saved_step, self.begun_step = self.begun_step, state.step
         if self._compiled is not None:
             self._compiled.save()
 
@@ -300,7 +299,7 @@ class RunDirectory(AbstractContextManager["RunDirectory"]):
     def wait(self) -> None:
         """Wait until the last checkpoint is on disk. Collective. Raises what `save` raises."""
         self.world.broadcast(self._writer.wait)
-        self.saved_step = self._begun_step
+        self.saved_step = self.begun_step
 
     def write(self, name: str, content: str) -> None:
         """Replace a file of the folder.
@@ -339,30 +338,6 @@ def finished_summary(run: Path, step: int) -> dict[str, Any] | None:
     return summary if (summary.get("status"), summary.get("step")) == ("finished", step) else None
 
 
-def _changes(
-    identity: dict[str, Any],
-    path: Path,
-    content: dict[str, Any],
-    config: Config,
-    stop_step: int | None,
-) -> dict[str, str]:
-    """Return the accepted changes since a checkpoint was written, or refuse them."""
-    stored, now = dict(content["identity"]), dict(identity)
-    if not stored.keys() & now.keys() & {"model.compile"}:
-        # It affects the result with train.deterministic=true only, which may be switched; and
-        # earlier versions did not store it.
-        stored.pop("model.compile", None)
-        now.pop("model.compile", None)
-    changes = compare(stored, now, path, accept_changes=config.checkpoint.accept_changes)
-    if changes and stop_step is not None and content["step"] >= stop_step:
-        raise UserError(
-            f"cannot resume {path}: training has ended at step {content['step']:,}, so these "
-            f"changes would have no effect: {'; '.join(changes.values())}; give run.name=NAME, "
-            "or start over with checkpoint.resume=never"
-        )
-    return changes
-
-
 def _load(state: TrainState, path: Path, content: dict[str, Any], changes: dict[str, str]) -> None:
     """Load what counts of a checkpoint after the accepted changes.
 
@@ -385,29 +360,21 @@ def _look_for(run: Path, resume: str) -> tuple[Path, dict[str, Any]] | None:
     if resume == "never":
         return None
     newest = checkpoint.load_newest(run / "checkpoints")
-    if resume == "auto":
-        return newest
-    if newest is not None and newest[1]["state"].get("origin") == os.path.realpath(resume):
-        return newest  # the same command again; the checkpoint it began with may be gone
-    try:
-        path, content = Path(resume), checkpoint.load(Path(resume))
-    except checkpoint.CheckpointError as error:
-        raise UserError(
-            f"checkpoint.resume: {error}; give the path of a checkpoint (step-*.pt), auto or never"
-        ) from None
-    if newest is None:
-        return path, content
-    problem = ""
-    if not path.parent.samefile(run / "checkpoints"):
-        problem = "holds a run that did not start from this checkpoint"
-    elif content["step"] < newest[1]["step"]:
-        problem = "holds a later one"
-    if problem:
-        raise UserError(
-            f"checkpoint.resume={resume}: {run} {problem}; leave the key out to continue from "
-            f"{newest[0].name}, or give another run.name to branch off"
-        )
-    return path, content
+    if newest is None and resume != "auto":
+        try:
+            return Path(resume), checkpoint.load(Path(resume))
+        except checkpoint.CheckpointError as error:
+            raise UserError(f"checkpoint.resume: {error}; give the path of a step-*.pt") from None
+    if newest is not None and resume != "auto":
+        # The same command again; the checkpoint it began with may be gone.
+        same = newest[1]["state"].get("origin"), str(newest[0].resolve())
+        if os.path.realpath(resume) not in same:
+            raise UserError(
+                f"checkpoint.resume={resume}: {run} holds a run that has not begun with this "
+                f"checkpoint, or a later one; leave the key out to continue from {newest[0].name}, "
+                "or give another run.name to branch off"
+            )
+    return newest
 
 
 def _refuse_foreign(path: Path, config: Config) -> None:

@@ -180,8 +180,8 @@ def test_changes_to_a_finished_run_cannot_be_accepted(program: Program) -> None:
     status, out, err = program("optim.lr=0.4", "checkpoint.accept_changes=true")
     assert (status, out) == (2, "")
     assert (
-        "step-00000009.pt: training has ended at step 9, so these changes would have no effect: "
-        "optim.lr was 0.2, is 0.4; give " in err
+        "step-00000009.pt: optim.lr was 0.2, is 0.4; training has ended at step 9: they would have "
+        "no effect: give " in err
     )
     assert content(Path("runs")) == before
     assert program("train.epochs=3", "checkpoint.accept_changes=true")[0] == 0
@@ -220,7 +220,7 @@ def test_branch_from_another_run(program: Program, tmp_path: Path) -> None:
     # A run with another origin refuses it.
     program("run.name=four", "train.max_steps=1", "train.seed=3")
     status, _, err = program(*branch, "run.name=four", "train.seed=3")
-    assert status == 2 and "holds a run that did not start from this checkpoint" in err
+    assert status == 2 and "holds a run that has not begun with this checkpoint" in err
     assert program(*branch, "run.name=three", "optim.lr=0.4")[0] == 2
     assert not Path("runs/three").exists()
     assert (

@@ -17,7 +17,7 @@ from conf.schema import Checkpoint, Config, Data, Run, UserError
 from engine import checkpoint
 from engine.checkpoint import CheckpointError
 from engine.distributed import World
-from engine.rundir import FIXED, RunDirectory, compare, finished_summary
+from engine.rundir import FIXED, RunDirectory, accepted_changes, finished_summary
 from engine.state import TrainState
 
 ROOT = Path(__file__).parents[2]
@@ -103,7 +103,7 @@ def test_new_run_starts_from_a_path(run: Path, tmp_path: Path) -> None:
     ten.rename(tmp_path / "elsewhere.pt")  # as if its run had removed it
     assert open_run(branch, str(ten)) == own  # the same command resumes
     (tmp_path / "elsewhere.pt").rename(ten)
-    message = r"checkpoint\.resume=.*: .*/branch holds a run that did not start from this checkpoin"
+    message = r"checkpoint\.resume=.*: .*/branch holds a run that has not begun with this checkpoin"
     with pytest.raises(UserError, match=message):
         open_run(branch, str(ten.with_name("step-00000020.pt")))
 
@@ -113,7 +113,7 @@ def test_path_in_the_same_run(run: Path) -> None:
     ten, twenty = (run / "checkpoints" / f"step-000000{step}.pt" for step in (10, 20))
     assert open_run(run, str(twenty)) == twenty
     before = tree(run)
-    with pytest.raises(UserError, match=r"holds a later one; .* continue from step-00000020\.pt"):
+    with pytest.raises(UserError, match=r"or a later one; .* continue from step-00000020\.pt"):
         open_run(run, str(ten))
     assert tree(run) == before
     twenty.write_bytes(b"partial")
@@ -143,7 +143,7 @@ REFUSALS = {
     "foreign folder": (r"run\.dir=.*/run: holds files that are not of a run", "auto"),
     "file": (r"run\.dir=.*/run: cannot be used: Not a directory", "auto"),
     "path that is not there": (r"checkpoint\.resume: gone\.pt: .*: No such file", "gone.pt"),
-    "path of a manifest": (r"checkpoint\.resume: .*; give the path of a che", "last.json"),
+    "path of a manifest": (r"checkpoint\.resume: .*; give the path of a step", "last.json"),
     "path of another training": (r"cannot resume .*: dataset was x, is abc", "other.pt"),
 }
 
@@ -198,29 +198,33 @@ def test_accepted_changes_are_returned(run: Path) -> None:
     assert state.history == ["accepted at step 20: dataset was abc, is def"]
     with directory(run, accept_changes=True) as opened, pytest.raises(UserError) as error:
         opened.open(state_of(), {**IDENTITY, "dataset": "def"}, stop_step=20)
-    assert "training has ended at step 20, so these changes would have no" in str(error.value)
+    assert "training has ended at step 20: they would have no effect" in str(error.value)
 
 
-def test_compare_lists_the_differences_and_remedies() -> None:
+def compare(stored: dict[str, Any], now: dict[str, Any], *, accept: bool = False) -> dict[str, str]:
+    content = {"identity": stored, "step": 7}
+    return accepted_changes(Path("step-7.pt"), content, now, accept=accept, stop_step=9)
+
+
+def test_changes_and_remedies_are_listed() -> None:
     now = {"data.val": "b", "optim.lr": 0.4, "train.seed": 0, "pixels": "cpu"}
-    path = Path("step-00000001.pt")
-    assert compare(dict(now), now, path) == {}
+    assert compare(dict(now), now) == {}
     stored = {"data.val": "c", "optim.lr": 0.2, "train.seed": 0, "optim.betas": [0.9]}
     with pytest.raises(UserError) as error:
-        compare(stored, now, path)
+        compare(stored, now)
     assert str(error.value) == (
-        "cannot resume step-00000001.pt: data.val was c, is b; optim.lr was 0.2, is 0.4; pixels "
+        "cannot resume step-7.pt: data.val was c, is b; optim.lr was 0.2, is 0.4; pixels "
         "was unused, is cpu; optim.betas was [0.9], is unused; "
         "these changes affect the result: give run.name=NAME to train in another directory, or "
         "start over in this one with checkpoint.resume=never (this moves the old run aside), or "
         "continue from this checkpoint with checkpoint.accept_changes=true"
     )
-    accepted = compare(stored, now, path, accept_changes=True)
+    accepted = compare(stored, now, accept=True)
     assert list(accepted) == ["data.val", "optim.lr", "pixels", "optim.betas"]
     assert accepted["optim.lr"] == "optim.lr was 0.2, is 0.4"
     for name in FIXED:  # tensors would not fit
         with pytest.raises(UserError, match=rf"; {name} cannot change within a run: ") as error:
-            compare({"a": 1, name: 1}, {"a": 2, name: 2}, path, accept_changes=True)
+            compare({"a": 1, name: 1}, {"a": 2, name: 2}, accept=True)
         assert "accept_changes" not in str(error.value)
 
 
