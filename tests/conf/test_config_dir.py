@@ -9,7 +9,7 @@ import yaml
 import train
 from conf import cli
 from conf.compose import load
-from conf.schema import UserError, config_values, group_names
+from conf.schema import UserError, config_values
 from scripts.lib.trained import open_trained
 from tests.conf.test_cli import DATA, refusal
 from tests.small_run import SMALL_RUN
@@ -32,35 +32,26 @@ def folder(tmp_path: Path) -> Path:
         path = folder / f"{name}.yaml"
         path.parent.mkdir(parents=True)
         path.write_text(content)
+    (folder / "trainer").mkdir()  # of another program: not read
+    (folder / "trainer" / "default.yaml").write_text("max_epochs: [")
     return folder
 
 
-def test_recipe_and_group(folder: Path) -> None:
-    config = cli.load([f"--config-dir={folder}", "recipe=mine"])
-    assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
-    assert config.schedule == cli.load(["recipe=demo"]).schedule
-    other = cli.load([f"--config-dir={folder}", DATA, "model=wide", "optim.lr=1"])
-    assert (other.model.name, other.optim.lr) == ("resnet50", 1)
-
-
-@pytest.mark.parametrize("option", [["--config-dir", "{}"], ["-cd", "{}"], ["--config-dir={}"]])
-def test_the_folder_is_kept_with_the_overrides(
-    option: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An absolute path: the overrides of a run also work in another folder."""
+@pytest.mark.parametrize("option", [["--config-dir", "{}"], ["-cd", "{}"], ["--config-dir=~/{}"]])
+def test_recipe_and_group(option: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An absolute path is kept with the overrides: those of a run also work in another folder."""
     monkeypatch.chdir(folder.parent)
+    monkeypatch.setenv("HOME", str(folder.parent))
     words = [word.format(folder.name) for word in option]
     config = cli.parse(["recipe=mine", *words], script="train.py", purpose="")
+    assert (config.model.name, config.optim.lr, config.run.name) == ("resnet50", 0.05, "mine")
+    assert config.schedule == cli.load(["recipe=demo"]).schedule
     assert sorted(config.typed) == sorted([f"--config-dir={folder}", "recipe=mine"])
+    other = cli.parse([*words, DATA, "model=wide", "optim.lr=1"], script="train.py", purpose="")
+    assert (other.model.name, other.optim.lr) == ("resnet50", 1)
     monkeypatch.chdir("/")
     assert cli.load(config.typed) == config
-
-
-def test_the_config_is_complete_without_the_folder(folder: Path) -> None:
-    """So evaluation and prediction do not need the folder."""
-    config = cli.load([f"--config-dir={folder}", "recipe=mine"])
-    shutil.rmtree(folder)
-    assert load(stored=config_values(config)).model == config.model
+    assert load(config.typed, decided={"because": {"optim.lr": 0.5}}).optim.lr == 0.5
 
 
 @pytest.mark.usefixtures("whole_runs")
@@ -77,11 +68,7 @@ def test_a_run_needs_the_folder_only_for_its_command(
     assert train.train(config)["status"] == "finished"  # the same command again
     shutil.rmtree(folder)
     assert open_trained(run, []).config.optim.lr == 0.05
-
-
-def test_values_that_the_program_decides(folder: Path) -> None:
-    config = cli.load([f"--config-dir={folder}", "recipe=mine"])
-    assert load(config.typed, decided={"because": {"optim.lr": 0.5}}).optim.lr == 0.5
+    assert load(stored=config_values(config)).model == config.model
 
 
 def test_in_the_scripts_with_paths(folder: Path, tmp_path: Path) -> None:
@@ -95,61 +82,25 @@ def test_in_the_scripts_with_paths(folder: Path, tmp_path: Path) -> None:
 
 
 def test_help_lists_the_choices(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit):
         cli.parse(["-cd", str(folder), "--help"], script="train.py", purpose="")
-    out = capsys.readouterr().out
-    assert stop.value.code == 0
-    line = next(line for line in out.splitlines() if line.startswith("  recipe="))
-    assert line.split("=")[1].replace("|", " ").split() == group_names("recipe", folder)
-    assert "mine" in line
+    assert " | mine\n" in capsys.readouterr().out
 
 
 def test_wrong_folders(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty").mkdir()
     for words, says in {
         ("--config-dir",): "argument -cd/--config-dir: expected one argument",
-        ("-cd", "/nowhere"): "--config-dir=/nowhere: has no folder augment or data or loader",
-        ("-cd", str(tmp_path / "empty")): "has no folder augment or data or loader",
+        ("-cd", str(tmp_path)): f"--config-dir={tmp_path}: has no folder augment or data or loader",
         ("-cd", str(folder), "recipe=min"): "no such recipe; choose one of ",
     }.items():
         assert says in refusal([DATA, *words], capsys)
 
 
-def test_a_folder_in_the_home_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shell expands ~ behind an equals sign."""
-    monkeypatch.setenv("HOME", str(folder.parent))
-    for word in ("--config-dir", "-cd"):
-        typed = [f"{word}=~/{folder.name}", "recipe=mine"]
-        assert cli.parse(typed, script="train.py", purpose="").recipe == "mine"
-    assert cli.load([f"--config-dir=~/{folder.name}", "recipe=mine"]).recipe == "mine"
-
-
-def test_files_outside_the_groups_are_not_read(folder: Path) -> None:
-    (folder / "trainer").mkdir()
-    (folder / "trainer" / "default.yaml").write_text("max_epochs: ???")
-    (folder / "notes.yaml").write_bytes(b"\xe4")
-    assert cli.load([f"--config-dir={folder}", "recipe=mine"]).recipe == "mine"
-
-
-def test_a_choice_whose_name_is_a_number(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_choice_whose_name_is_a_number(folder: Path) -> None:
     (folder / "recipe" / "10.yaml").write_text(RECIPE)
     (folder / "model" / "18.yaml").write_text("name: resnet18\n")
     config = cli.load([f"--config-dir={folder}", "recipe=10", "model=18"])
     assert (config.recipe, config.model.name) == ("10", "resnet18")
-    assert load([f"--config-dir={folder}", "model=18"], stored={}).model.name == "resnet18"
-    assert "recipe=11: no such recipe" in refusal(["-cd", str(folder), "recipe=11"], capsys)
-
-
-def test_a_group_of_the_recipe_that_is_written_wrongly(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Hydra does not name the file."""
-    (folder / "model" / "wide.yaml").write_text("3")
-    line = refusal(["-cd", str(folder), "recipe=mine"], capsys)
-    assert line.startswith(f"{folder}/model/wide.yaml: is not YAML (Invalid loaded object")
-    (folder / "model" / "wide.yaml").write_text("model: {name: resnet18}")
-    line = refusal(["-cd", str(folder), "recipe=mine"], capsys)
-    assert line.startswith("In 'model/wide': model.model: Key 'model' not in 'Model'")
 
 
 @pytest.mark.parametrize(
@@ -159,7 +110,8 @@ def test_a_group_of_the_recipe_that_is_written_wrongly(
         ("recipe/mine", "optim: {lr: 1}", "write `# @package _global_` in its first line"),
         ("recipe/mine", RECIPE + "train.epochs: 3", "recipe/mine"),
         ("recipe/mine", RECIPE + "log: {every_step: 3}", "Key 'every_step' not in 'Log'"),
-        ("recipe/mine", RECIPE + "log: {every_steps: ???", "mine.yaml: is not YAML (while"),
+        ("recipe/mine", RECIPE + "log: {every_steps: six}", "'recipe/mine': log.every_steps: Valu"),
+        ("recipe/mine", RECIPE + "log: {every_steps: 3", "mine.yaml: is not YAML (while"),
         ("recipe/mine", RECIPE.replace("wide", "wid"), "Could not find 'model/wid'"),
         ("recipe/mine", "# @package _global_\n# \udce4", "mine.yaml: is not YAML ('utf-8' codec"),
         ("recipe/mine", "# @package _global_\ndefaults: foo", "'recipe/mine', defaults must be a"),
