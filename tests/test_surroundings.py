@@ -2,7 +2,6 @@
 
 import fnmatch
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -82,13 +81,9 @@ def test_workflow_runs_the_checks_and_builds_the_image() -> None:
 def test_hooks_run_the_tools_of_make_lint() -> None:
     (repository,) = read_yaml(".pre-commit-config.yaml")["repos"]
     assert repository["repo"] == "local"  # nothing is downloaded
-    hooks = [shlex.split(hook["entry"])[:4] for hook in repository["hooks"]]
+    hooks = [re.findall(r"-m (\w+)", hook["entry"])[0] for hook in repository["hooks"]]
     recipe = (ROOT / "Makefile").read_text().partition("\nlint:")[2].partition("\n\n")[0]
-    tools = re.findall(r"-m (\w+)( \w+)?", recipe)
-    assert len(tools) == len(hooks)
-    for (tool, verb), hook in zip(tools, hooks, strict=True):
-        assert hook[:3] == [".venv/bin/python", "-m", tool]
-        assert not verb or hook[3] == verb.strip()
+    assert re.findall(r"-m (\w+)", recipe) == hooks
 
 
 def in_context(name: str) -> bool:

@@ -128,18 +128,19 @@ def test_five_steps_equal_numpy(mixed: bool, config: Config) -> None:
     assert len(set(clipped)) == 2, "clipping must act in some steps and not in others"
 
 
-def test_training_loss() -> None:
+@pytest.mark.parametrize("mixed", [False, True], ids=["labels", "mixed targets"])
+def test_training_loss(mixed: bool) -> None:
     torch.manual_seed(0)
     network = nn.Linear(8, 5)
     images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
-    loss, values = train.training_loss(
-        network, images, labels, labels, build_criterion(Train(label_smoothing=0.1))
-    )
-    logs = network(images).log_softmax(1)
+    onehot = nn.functional.one_hot(labels, 5).float()
+    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0) if mixed else labels
+    criterion = build_criterion(Train(label_smoothing=0.1))
+    loss, values = train.training_loss(network, images, targets, labels, criterion)
     # A tenth is distributed over all classes.
-    expected = -(0.9 * logs[range(6), labels] + 0.1 * logs.mean(1)).mean()
-    torch.testing.assert_close(loss, expected)
-    hits1, hits5, _ = counted(network(images), labels)
+    smooth = 0.9 * (targets if mixed else onehot) + 0.02
+    torch.testing.assert_close(loss, -(smooth * network(images).log_softmax(1)).sum(1).mean())
+    hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
     found = {name: values[name].item() for name in ("top1", "top5")}
     assert found == pytest.approx({"top1": 100 * hits1 / 6, "top5": 100 * hits5 / 6})
     assert values["images"].shape == (6, 3)
@@ -148,25 +149,10 @@ def test_training_loss() -> None:
     assert network.weight.grad is not None and network.weight.grad.abs().sum() > 0
 
 
-def test_training_loss_with_mixed_targets() -> None:
-    network = nn.Linear(8, 5)
-    images, labels = torch.randn(6, 8), torch.randint(0, 5, (6,))
-    onehot = nn.functional.one_hot(labels, 5).float()
-    targets = 0.7 * onehot + 0.3 * onehot.roll(1, 0)
-    loss, values = train.training_loss(network, images, targets, labels)
-    logs = network(images).log_softmax(1)
-    torch.testing.assert_close(loss, -(targets * logs).sum(1).mean())
-    hits1, hits5, _ = counted(network(images), labels)  # of the image's own label
-    assert [values[name].item() for name in ("top1", "top5")] == pytest.approx(
-        [100 * hits1 / 6, 100 * hits5 / 6]
-    )
-
-
 def test_loss_is_computed_in_float32() -> None:
-    network = nn.Linear(8, 5).bfloat16()
-    loss, values = train.training_loss(
-        network, torch.randn(6, 8).bfloat16(), torch.zeros(6).long(), torch.zeros(6).long()
-    )
+    zeros = torch.zeros(6).long()
+    images = torch.randn(6, 8).bfloat16()
+    loss, values = train.training_loss(nn.Linear(8, 5).bfloat16(), images, zeros, zeros)
     assert {loss.dtype, values["top1"].dtype, values["top5"].dtype} == {torch.float32}
 
 
