@@ -136,7 +136,7 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (root / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, root / name)
     source = root / "pipeline" / "demo" / "images.py"
-    counts = "TRAIN_IMAGES, VAL_IMAGES = {}, {}"
+    counts = 'COUNTS = {{"train": {}, "val": {}}}'
     text = source.read_text()
     assert counts.format(2000, 500) in text
     source.write_text(text.replace(counts.format(2000, 500), counts.format(IMAGES, VAL_IMAGES)))
