@@ -37,11 +37,7 @@ class Datasets:
     smaller: Mapping[int, Dataset] = field(default_factory=dict)
 
     def prepare(self) -> None:
-        """Create missing files, such as the images of data=demo.
-
-        Raises:
-            UserError: they cannot be written.
-        """
+        """Create missing files, such as the images of data=demo."""
         self.train.prepare()
         self.val.prepare()
 
@@ -79,9 +75,6 @@ def build_val(config: Config) -> Datasets:
     """Build the validation split alone: synthetic images of 1 px stand for the training images.
 
     data.root need not hold a training split, unless data.val_fraction takes images from it.
-
-    Raises:
-        UserError: a transform, a folder or its content is wrong.
     """
     transform, size = build_transform(config.augment.val, "augment.val")
     data = config.data
@@ -93,17 +86,10 @@ def build_val(config: Config) -> Datasets:
 
 
 def build_transform(entries: Sequence[Any], key: str) -> tuple[Compose, int]:
-    """Build a list of transforms, and apply it to a few images: some fail, or change the size.
-
-    Args:
-        entries: augment.train or augment.val.
-        key: its name, for messages.
+    """Build the list of a config key, and apply it to a few images: some fail, or change the size.
 
     Returns:
         The transforms, and the side of the images that they make in pixels.
-
-    Raises:
-        UserError: a transform is wrong.
     """
     transform = Compose(augment.build(entries, augment.TRANSFORMS, key=key))
     size = transform.image_size
@@ -131,7 +117,7 @@ Splits = tuple[Dataset, Dataset, tuple[str, ...]]
 
 
 def _splits(config: Config, data: Data, train: Compose, val: Compose) -> Splits:
-    """Build both splits with a function of DATASETS."""
+    """Call a function of DATASETS."""
     if data.source not in DATASETS:
         raise UserError(
             f"data.source={data.source}: there is no such dataset; choose from "

@@ -89,9 +89,8 @@ class Dataset(ABC):
     def replacements(self, index: int) -> Iterator[int]:
         """Yield the samples to try in place of an unreadable one (data.on_error=skip), in order.
 
-        They are the others of its class if the labels are known: those behind it, then those from
-        the first. They must not depend on which ones have been tried before, or by whom: the result
-        of a run must not depend on the number of workers.
+        The others of its class: those behind it, then those from the first. They do not depend on
+        what other workers have tried, so the result does not depend on the number of workers.
         """
         labels = np.zeros(len(self)) if self.labels is None else self.labels
         same = np.flatnonzero(labels == labels[index])
@@ -166,8 +165,7 @@ class FolderDataset(Dataset):
         """Read, decode and augment a sample.
 
         Raises:
-            BadImageError: the file cannot be read or decoded. An error of a transform is raised
-                unchanged.
+            BadImageError: the file cannot be read or decoded; not for an error of a transform.
         """
         with self.naming_file(index):
             picture = decode.open_picture(self.read(index), self.decoder, self.max_pixels)
@@ -214,9 +212,6 @@ class FolderDataset(Dataset):
 
         The sizes distinguish copies with the same names, such as smaller ones; the content, files
         that were replaced in place.
-
-        Raises:
-            UserError: the storage fails now, so the same files could have another hash later.
         """
         sizes, content, table = self._sampled
         digest = hashlib.sha256(f"{table} {sizes}".encode())
@@ -239,10 +234,10 @@ class FolderDataset(Dataset):
             data = self.index.read(row)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
             return 0, b""
-        except OSError as error:
+        except OSError as error:  # may be over at the next start, which must get the same hash
             raise UserError(
-                f"{self.index.path(row)}: cannot be read ({error.strerror or error}), so the "
-                "images cannot be identified; repair the storage, then start again"
+                f"{self.name(row)}: cannot be read ({error.strerror or error}), so the images "
+                "cannot be identified; repair the storage, then start again"
             ) from error
         is_whole = len(data) <= 2 * END_BYTES
         return len(data), data if is_whole else data[:END_BYTES] + data[-END_BYTES:]

@@ -121,16 +121,11 @@ class Index:
 
 
 def joined(
-    root: str,
-    indexes: Sequence[Index],
-    classes: tuple[str, ...],
-    rows: np.ndarray,
-    labels: np.ndarray,
+    indexes: Sequence[Index], classes: tuple[str, ...], rows: np.ndarray, labels: np.ndarray
 ) -> Index:
     """Make the table of some samples of several tables.
 
     Args:
-        root: of the new table, for messages.
         rows: int64 [n]: numbers of the samples, counted over all tables.
         labels: int64 [n]: their labels, positions in `classes`.
     """
@@ -138,14 +133,14 @@ def joined(
     places: list[np.ndarray] = []
     sources: list[Folder | Container] = []
     for index in indexes:
-        content, ends = index.paths.array.tobytes(), index.offsets.array.tolist()
-        names += [content[a:b] for a, b in pairwise(ends)]
+        content = index.paths.array.tobytes()
+        names += [content[a:b] for a, b in pairwise(index.offsets.array.tolist())]
         inner = np.zeros((len(index), 3), np.int64) if index.places is None else index.places.array
         places.append(inner + [len(sources), 0, 0])
         sources += index.sources
     arrays = _packed([[names[row] for row in rows]])
     arrays |= {"labels": labels, "places": np.concatenate(places)[rows]}
-    return _index(root, classes, tuple(sources), arrays)
+    return _index(", ".join(index.root for index in indexes), classes, tuple(sources), arrays)
 
 
 Arrays = dict[str, np.ndarray]
@@ -174,20 +169,22 @@ def stored_as(place: str) -> dict[str, list[str]]:
     """Find what holds a split: its name for messages -> the folder or the files.
 
     `/data/train` is a folder, train.tar, train.zip, train.csv, or shards train-00000.tar,
-    train-00001.tar, ...; the path of a file is only this file. More than one entry is a mistake of
-    the user.
+    train-00001.tar, ...; the path of a file is only this file, and one that ends in a slash only a
+    folder. More than one entry is a mistake of the user.
     """
-    folder, name = os.path.split(place)
-    if os.path.isfile(place):
-        return {name: [place]}
-    found = {f"{name}/": [place]} if os.path.isdir(place) else {}
-    found |= {name + kind: [place + kind] for kind in KINDS if os.path.isfile(place + kind)}
-    with suppress(OSError):  # the caller finds nothing, and says so
-        for each in sorted(os.listdir(folder)):
-            match = SHARD.fullmatch(each)
-            if match and match[1] == name:
-                shards = found.setdefault(f"{name}-*{match[5]}", [])
-                shards.append(os.path.join(folder, each))
+    path = os.path.abspath(place)
+    folder, name = os.path.split(path)
+    if os.path.isfile(path):
+        return {name: [path]}
+    found = {f"{name}/": [path]} if os.path.isdir(path) else {}
+    if place.endswith("/"):
+        return found
+    found |= {name + kind: [path + kind] for kind in KINDS if os.path.isfile(path + kind)}
+    for each in sorted(os.listdir(folder) if os.path.isdir(folder) else []):
+        match = SHARD.fullmatch(each)
+        if match and match[1] == name:
+            shards = found.setdefault(f"{name}-*{match[5]}", [])
+            shards.append(os.path.join(folder, each))
     return found
 
 
@@ -197,10 +194,7 @@ def _storage(place: str, key: str) -> tuple[str, list[str]]:
     Raises:
         UserError: there is none or more than one, or shards are missing.
     """
-    path = os.path.abspath(place)
-    stored = stored_as(path)
-    if place.endswith("/") and os.path.isdir(path):
-        stored = {"/": [path]}
+    stored = stored_as(place)
     if len(stored) > 1:
         raise UserError(
             f"{key}={place}: there are {' and '.join(stored)}, which may hold different images; "
@@ -209,15 +203,14 @@ def _storage(place: str, key: str) -> tuple[str, list[str]]:
     name, files = next(iter(stored.items()), ("", []))
     if not name.endswith(("/", *KINDS)):
         raise UserError(f"{key}={place}: no such folder; it must hold one folder per class")
-    if "*" in name:
-        shards = [match for match in map(SHARD.fullmatch, files) if match]
-        numbers = sorted(int(match[2]) for match in shards)
-        count = max(int(match[4] or len(files)) for match in shards)
-        if numbers[0] > 1 or numbers != list(range(numbers[0], numbers[0] + count)):
-            raise UserError(
-                f"{key}={place}: some of the shards {name} are missing: there are {len(files)}, "
-                f"numbered {numbers[0]} to {numbers[-1]}; copy the missing ones"
-            )
+    shards = [match for match in map(SHARD.fullmatch, files) if match and "*" in name]
+    numbers = sorted(int(match[2]) for match in shards)
+    count = max((int(match[4] or len(files)) for match in shards), default=0)
+    if numbers not in (list(range(count)), list(range(1, count + 1))):
+        raise UserError(
+            f"{key}={place}: some of the shards {name} are missing: there are {len(files)}, "
+            f"numbered {numbers[0]} to {numbers[-1]}; copy the missing ones"
+        )
     return name, files
 
 
@@ -227,8 +220,7 @@ def load_index(folder: str | os.PathLike[str], *, key: str, cache_dir: Path | No
     Links are followed; a class counts each folder once.
 
     Args:
-        folder: holds one folder per class; or what `stored_as` finds under this name. A path that
-            ends in a slash is only a folder.
+        folder: holds one folder per class; or what `stored_as` finds under this name.
         key: the config key of the folder, for messages.
         cache_dir: folder of the cached scans; None is the user's cache directory.
 
@@ -284,7 +276,7 @@ def _scan_folder(root: str, key: str) -> Arrays:
             f"({b', '.join(EXTENSIONS[:4]).decode()}, ...); fill it or remove it"
         )
     folders = [base, *chain.from_iterable(folders for _, folders in found)]
-    return _scan(classes, folders, _stamps(folders))
+    return _scan(classes, folders)
 
 
 def _scan_class(base: bytes, name: bytes) -> tuple[list[bytes], list[bytes]]:
@@ -317,7 +309,7 @@ def _scan_containers(root: str, files: Sequence[str], key: str) -> Arrays:
     """List the images in tar or zip files."""
     logger.info("listing the images in %s; the list is cached", root)
     names = list(map(os.fsencode, files))
-    stamps = _stamps(names)  # before the lists: `Container` refuses a file that changes later
+    stamps = _stamps(names)  # before the listing: `Container` refuses a file that changes later
     with ThreadPoolExecutor(THREADS) as pool:
         tables = list(pool.map(partial(list_members, key=key, wanted=_is_image), files))
     found: dict[bytes, tuple[int, int, int]] = {}
@@ -344,7 +336,7 @@ def _scan_containers(root: str, files: Sequence[str], key: str) -> Arrays:
     classes = dict(sorted(classes.items()))  # `-` sorts before `/`, so a-b/ comes before a/
     inner = {name: [p.split(b"/", around)[-1] for p in classes[name]] for name in classes}
     places = [found[path] for path in chain.from_iterable(classes.values())]
-    return {**_scan(inner, names, stamps), "places": np.array(places, np.int64)}
+    return {**_scan(inner, names), "stamps": stamps, "places": np.array(places, np.int64)}
 
 
 def _is_image(member: bytes) -> bool:
@@ -357,29 +349,16 @@ def _is_image(member: bytes) -> bool:
     return name.lower().endswith(EXTENSIONS) and not hidden
 
 
-def _scan(
-    classes: Mapping[bytes, Sequence[bytes]], files: Sequence[bytes], stamps: np.ndarray
-) -> Arrays:
-    """Make the arrays of a cache file.
-
-    Args:
-        classes: class name -> sorted paths; the classes are sorted too.
-        files: the folders or containers that were scanned, and their stamps.
-    """
-    return {
-        "format": np.array(CACHE_FORMAT),
-        "classes": np.array(list(classes)),
-        "files": np.array(files),
-        "stamps": stamps,
-        **_packed(list(classes.values())),
-    }
+def _scan(classes: Mapping[bytes, Sequence[bytes]], files: Sequence[bytes]) -> Arrays:
+    """Make the arrays of a cache file of the classes' sorted paths, and the files scanned."""
+    names = {"classes": np.array(list(classes)), "files": np.array(files)}
+    return {**names, "stamps": _stamps(files), **_packed(list(classes.values()))}
 
 
 def _stamps(files: Sequence[bytes]) -> np.ndarray:
     """Return what changes with each file or folder, its mtime in ns and its size: int64 [n, 2]."""
     with ThreadPoolExecutor(THREADS) as pool:
-        infos = list(pool.map(os.stat, files))
-    return np.array([(info.st_mtime_ns, info.st_size) for info in infos], np.int64)
+        return np.array([(i.st_mtime_ns, i.st_size) for i in pool.map(os.stat, files)], np.int64)
 
 
 def _read_cache(cache: Path) -> Arrays | None:
@@ -387,10 +366,8 @@ def _read_cache(cache: Path) -> Arrays | None:
     try:
         with np.load(cache, allow_pickle=False) as stored:
             scan = dict(stored)
-        if scan["format"] != CACHE_FORMAT:
-            return None
         same = np.array_equal(_stamps(scan["files"].tolist()), scan["stamps"])
-        return scan if same else None
+        return scan if same and scan["format"] == CACHE_FORMAT else None
     except Exception:  # zipfile and numpy raise almost anything on a damaged file
         return None
 
@@ -401,7 +378,7 @@ def _write_cache(cache: Path, scan: Arrays) -> None:
     try:
         cache.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
-            np.savez(file, **scan)  # type: ignore[arg-type]
+            np.savez(file, format=CACHE_FORMAT, **scan)  # type: ignore[arg-type]
         temporary.replace(cache)
     except OSError as error:
         with suppress(OSError):

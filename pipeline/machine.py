@@ -2,8 +2,7 @@
 
 `os.cpu_count()` and the size of the RAM are upper bounds: an affinity mask, the limits of a
 container and the other ranks of the node leave less. Control groups are read in versions 1 and 2,
-with all their parents, whose limits also apply. macOS has no affinity mask, no control groups and
-no /proc: there, the functions use what the system does report, as their docstrings say.
+with all their parents, whose limits also apply. macOS has none of these.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import errno
 import math
 import os
 import resource
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,7 +41,10 @@ def threads_per_core(cpus: Path = CPUS) -> int:
     allowed = _affinity()
     try:
         listed = (cpus / f"cpu{min(allowed)}" / "topology" / "thread_siblings_list").read_text()
-        siblings = {cpu for part in listed.strip().split(",") for cpu in _span(part)}
+        siblings = set()
+        for part in listed.split(","):  # such as 0,8 or 0-1
+            first, _, last = part.partition("-")
+            siblings |= set(range(int(first), int(last or first) + 1))
     except (OSError, ValueError):
         return 1
     return len(siblings & allowed)
@@ -77,12 +78,9 @@ def free_memory(
     for folder in _groups("memory", proc, mount):
         for limit, used, total in MEMORY_FILES:
             with contextlib.suppress(OSError, ValueError, KeyError):  # "max" is no limit
-                cached = _table(folder / "memory.stat")
-                held = (
-                    int((folder / used).read_text())
-                    - cached[f"{total}inactive_file"]
-                    - cached[f"{total}active_file"]
-                )
+                stat = _table(folder / "memory.stat")
+                cached = stat[f"{total}inactive_file"] + stat[f"{total}active_file"]
+                held = int((folder / used).read_text()) - cached
                 free = min(free, int((folder / limit).read_text()) - held)
     return max(0, free)
 
@@ -99,52 +97,30 @@ def spare_files() -> int:
 
 
 def reached_limit(error: BaseException) -> str | None:
-    """Say in one line which limit of this process caused an error, and what to do about it.
-
-    None if it was none of open files, processes, or the folder for temporary files.
-    """
-    text = str(error)
+    """Say which limit of open files or processes caused an error, and what to do; None if none."""
     if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
         allowed = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         return f"the limit of {allowed} open files is too low; raise ulimit -n"
-    if isinstance(error, BlockingIOError) or "can't start new thread" in text:
+    if isinstance(error, BlockingIOError) or "can't start new thread" in str(error):
         return "cannot start more processes or threads; raise ulimit -u, or lower loader.workers"
-    if "AF_UNIX path too long" in text:
-        folder = tempfile.gettempdir()
-        return f"TMPDIR={folder}: is too long for a socket; give a shorter path, such as /tmp"
-    if "No usable temporary directory" in text:
-        return (
-            "there is no writable folder for temporary files; "
-            "check TMPDIR, free space and ulimit -f"
-        )
     return None
 
 
 def _groups(controller: str, proc: Path, mount: Path) -> Iterator[Path]:
     """Folders of this process's control group and its parents, the innermost first."""
-    try:
-        lines = proc.read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        names, found, path = rest.partition(":")
-        if not found or (names and controller not in names.split(",")):
-            continue
-        top = mount / controller if names else mount  # version 2 has one tree without names
-        folder = top / path.strip("/")
-        while folder.is_relative_to(top):
-            yield folder
-            folder = folder.parent
+    with contextlib.suppress(OSError):
+        for line in proc.read_text().splitlines():
+            _, names, path = line.split(":", 2)
+            if names and controller not in names.split(","):
+                continue
+            top = mount / controller if names else mount  # version 2 has one tree without names
+            folder = top / path.strip("/")
+            while folder.is_relative_to(top):
+                yield folder
+                folder = folder.parent
 
 
 def _table(path: Path) -> dict[str, int]:
     """Parse lines of `name value` or `name: value kB`."""
     pairs = (line.replace(":", " ").split()[:2] for line in path.read_text().splitlines())
     return {name: int(value) for name, value in pairs}
-
-
-def _span(part: str) -> range:
-    """Parse `3` or `0-1`."""
-    first, _, last = part.partition("-")
-    return range(int(first), int(last or first) + 1)

@@ -30,7 +30,7 @@ def has_split(data: Data, split: str) -> bool:
 
 
 def _holds(root: str | Path, split: str) -> bool:
-    return bool(stored_as(os.path.abspath(os.path.join(root, split))))
+    return bool(stored_as(os.path.join(root, split)))
 
 
 def refuse_inside(output: str | os.PathLike[str], data: Data, given: str) -> None:
@@ -127,7 +127,7 @@ def hold_out(index: Index, fraction: float) -> tuple[Index, Index]:
         names = [index.name(row) for row in range(first, stop)]
         held[first + np.array(chosen(names, fraction))] = True
     train, val = (
-        joined(index.root, [index], index.classes, rows, labels[rows])
+        joined([index], index.classes, rows, labels[rows])
         for rows in (np.flatnonzero(~held), np.flatnonzero(held))
     )
     return train, val
@@ -188,7 +188,7 @@ def _united(places: Sequence[str], key: str) -> Index:
     """Scan a split in all places that hold it, of which there is at least one."""
     # Each place once: an absolute path is the same below each root, and a root may be a link.
     wanted = list({os.path.realpath(place): place for place in places}.values())
-    found = [place for place in wanted if stored_as(os.path.abspath(place))] or wanted[:1]
+    found = [place for place in wanted if stored_as(place)] or wanted[:1]
     indexes = [load_index(place, key=key) for place in found]
     if len(indexes) == 1:
         return indexes[0]
@@ -198,8 +198,7 @@ def _united(places: Sequence[str], key: str) -> Index:
         [np.array([position[n] for n in index.classes])[index.labels.array] for index in indexes]
     )
     rows = np.argsort(labels, kind="stable")
-    root = ", ".join(index.root for index in indexes)
-    return joined(root, indexes, tuple(names), rows, labels[rows])
+    return joined(indexes, tuple(names), rows, labels[rows])
 
 
 def _of_classes(index: Index, classes: Any) -> Index:
@@ -235,7 +234,7 @@ def _of_classes(index: Index, classes: Any) -> Index:
     positions = np.array([names.index(name) if name in kept else -1 for name in index.classes])
     labels = positions[index.labels.array]
     rows = np.flatnonzero(labels >= 0)
-    return joined(index.root, [index], tuple(names), rows, labels[rows])
+    return joined([index], tuple(names), rows, labels[rows])
 
 
 def _missing(root: str, split: str, data: Data) -> str:

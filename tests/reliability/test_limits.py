@@ -1,9 +1,8 @@
-"""Limits of the system: too few open files, a long TMPDIR. One line, and nothing is created."""
+"""Limits of the system: too few open files. One line, and nothing is created."""
 
 import os
 import resource
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,6 @@ from tests.processes import HANGS_SECONDS, needs_linux
 from tests.small_run import command
 
 ROOT = Path(__file__).parents[2]
-START = "from pipeline.loader import LoaderError, start_forkserver\n"
 
 
 def test_too_few_open_files() -> None:
@@ -50,12 +48,10 @@ def run_limited(
 
 
 CASES = {
-    "long TMPDIR": ("", "long", 1, "is too long for a socket; give a shorter path"),
     "TMPDIR that does not exist": ("", "nowhere", 0, ""),
     "12 open files": ("ulimit -n 12", "", 2, "Too many open files"),
     "16 open files": ("ulimit -n 16", "", 2, "limit of 16 open files is too low; raise ulimit -n"),
     "24 open files": ("ulimit -n 24", "", 2, "open files allow 0; give at most that, or raise"),
-    "no file may grow": ("ulimit -f 0", "", 1, "check TMPDIR, free space and ulimit -f"),
     "files of 8 KiB": ("ulimit -f 16", "", 2, "raise ulimit -f or the memory limit"),
 }
 
@@ -65,30 +61,14 @@ def check(done: subprocess.CompletedProcess[str], status: int, message: str) -> 
     assert message in done.stderr.splitlines()[-1] if status else True
 
 
-def test_folder_for_temporary_files_with_a_long_path(tmp_path: Path) -> None:
-    """Python 3.14 uses /tmp instead."""
-    needs_linux()
-    place = tmp_path / ("x" * 120)
-    place.mkdir()
-    code = f"{START}try:\n    start_forkserver()\nexcept LoaderError as error:\n    print(error)\n"
-    done = run_limited([sys.executable, "-c", code], tmp_path, TMPDIR=str(place))
-    assert "Traceback" not in done.stderr
-    if done.stdout:
-        assert f"TMPDIR={place}: is too long for a socket; give a shorter path" in done.stdout
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_training_under_a_limit(case: str, image_root: Path, tmp_path: Path) -> None:
     needs_linux()
     limits, folder, status, message = CASES[case]
-    long = tmp_path / ("x" * 120)
-    long.mkdir()
-    place = {"": "/tmp", "long": str(long), "nowhere": str(tmp_path / "nowhere")}[folder]
+    place = {"": "/tmp", "nowhere": str(tmp_path / "nowhere")}[folder]
     run = tmp_path / "runs" / "a"
     line = command(image_root, run, "train.max_steps=1")
     done = run_limited(line, tmp_path, limits, TMPDIR=place)
-    if case == "long TMPDIR" and done.returncode == 0:
-        pytest.skip("this Python uses /tmp instead")
     check(done, status, message)
     assert run.exists() == (status == 0)
