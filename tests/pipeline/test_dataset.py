@@ -7,11 +7,9 @@ import itertools
 import os
 import re
 import shutil
-import struct
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -42,23 +40,6 @@ def open_dataset(root: Path, *, seed: int = 0) -> FolderDataset:
 def changeable(image_root: Path, tmp_path: Path) -> Path:
     """A copy of the training split that a test may damage."""
     return shutil.copytree(image_root / "train", tmp_path / "train")
-
-
-def png_bomb(width: int, height: int) -> bytes:
-    """A few hundred bytes whose header declares a large image."""
-
-    def chunk(name: bytes, data: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        )
-
-    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
-    return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(1000)))
-        + chunk(b"IEND", b"")
-    )
 
 
 class InMemory(Folder):
@@ -122,36 +103,24 @@ def test_sample_depends_on_seed_epoch_and_index_and_nothing_else(image_root: Pat
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, workers: int) -> None:
-    """Two ranks, each with its sampler and persistent workers."""
-    import torch
+    """A rank with persistent workers."""
     from torch.utils.data import DataLoader, DistributedSampler
 
-    dataset = open_dataset(image_root / "train", seed=5)
+    dataset: Any = open_dataset(image_root / "train", seed=5)
     context = {"multiprocessing_context": "fork", "persistent_workers": True} if workers else {}
-    samplers = [
-        DistributedSampler(dataset, num_replicas=2, rank=rank, seed=3)  # type: ignore[arg-type]
-        for rank in range(2)
-    ]
-    loaders = [
-        DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
-        for sampler in samplers
-    ]  # type: ignore[arg-type]
-    crops: dict[int, list[bytes]] = {index: [] for index in range(len(dataset))}
+    sampler = DistributedSampler(dataset, num_replicas=2, rank=1, seed=3)
+    loader = DataLoader(dataset, 5, sampler=sampler, num_workers=workers, **context)
+    crops = set()
     for epoch in (0, 1, 7):
         dataset.set_epoch(epoch)
-        for sampler, loader in zip(samplers, loaders, strict=True):
-            sampler.set_epoch(epoch)
-            batches = list(loader)
-            images = torch.cat([images for images, _ in batches]).numpy()
-            labels = torch.cat([labels for _, labels in batches]).tolist()
-            for index, image, label in zip(sampler, images, labels, strict=True):
-                expected, expected_label = dataset.load(epoch, index)
-                np.testing.assert_array_equal(image, expected)
-                assert label == expected_label
-                crops[index].append(image.tobytes())
-    assert all(
-        len(seen) == len(set(seen)) == 3 for seen in crops.values()
-    )  # each once an epoch, and never twice alike
+        sampler.set_epoch(epoch)
+        found = [pair for images, labels in loader for pair in zip(images, labels, strict=True)]
+        for index, (image, label) in zip(sampler, found, strict=True):
+            expected, expected_label = dataset.load(epoch, index)
+            np.testing.assert_array_equal(image.numpy(), expected)
+            assert label == expected_label
+            crops.add(expected.tobytes())
+    assert len(crops) == 3 * 18  # never twice alike
 
 
 @pytest.mark.parametrize(
@@ -160,7 +129,6 @@ def test_torchs_data_loader_gets_the_crops_of_the_set_epoch(image_root: Path, wo
         ("truncated", "truncated"),
         ("half a header", "."),
         ("html", "cannot identify"),
-        ("bomb", "pixels|[Dd]ecompression bomb"),
         ("missing", "No such file"),
         ("truncated PNG", "truncated"),
     ],
@@ -175,8 +143,6 @@ def test_bad_file_is_named_with_the_reason(changeable: Path, damage: str, reason
         path.write_bytes(good[:30])
     elif damage == "html":
         path.write_bytes(b"<html><body>404 Not Found</body></html>")
-    elif damage == "bomb":
-        path.write_bytes(png_bomb(30_000, 30_000))
     elif damage == "missing":
         path.unlink()
     elif damage == "truncated PNG":
@@ -219,9 +185,6 @@ def test_an_error_in_a_transform_is_not_one_of_the_file(image_root: Path) -> Non
         build([{"random_crop": {"size": 4000}}], TRANSFORMS, key="augment.train")
     )
     with pytest.raises(ValueError, match=r"^random_crop: .* size 4000"):
-        dataset.load(0, 0)
-    dataset.transform = Compose([lambda picture, rng: picture.resized((9, 9), (50, 0, 40, 9))])
-    with pytest.raises(ValueError, match=r"the region .* is empty"):
         dataset.load(0, 0)
 
 
@@ -332,19 +295,16 @@ def test_stale_container_is_opened_anew(
 
 def test_fake_dataset() -> None:
     dataset = FakeDataset(num_samples=1000, num_classes=7, size=24)
-    assert len(dataset) == 1000
     pixels, label = dataset.load(4, 703)
     assert (pixels.shape, pixels.dtype, label) == ((24, 24, 3), np.uint8, 703 % 7)
-    assert pixels.std() > 50
-    np.testing.assert_array_equal(dataset[703][0], pixels)
-    assert "703" in dataset.name(703)
-
-
-def test_class_counts_are_those_of_the_labels(image_root: Path, tmp_path: Path) -> None:
-    shutil.copytree(image_root, tmp_path / "images")
-    folder = sorted((tmp_path / "images" / "train").iterdir())[1]
-    for path in sorted(folder.iterdir())[4:]:
-        path.unlink()
-    dataset = open_dataset(tmp_path / "images" / "train")
-    assert dataset.class_counts(3) == [12, 4, 12]
+    assert pixels.std() > 50 and len(dataset) == 1000 and "703" in dataset.name(703)
     assert FakeDataset(8, 3, 8).class_counts(3) == [3, 3, 2]
+
+
+def test_labels_count_and_replace(changeable: Path) -> None:
+    for path in sorted((changeable / "dots").iterdir())[4:]:
+        path.unlink()
+    dataset = open_dataset(changeable)
+    assert dataset.class_counts(3) == [12, 4, 12]
+    assert list(dataset.replacements(13)) == [14, 15, 12]
+    assert [dataset.label(i) for i in (11, 12, 15, 16)] == [0, 1, 1, 2]

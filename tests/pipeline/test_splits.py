@@ -79,20 +79,20 @@ def test_unknown_classes(image_root: Path, tmp_path: Path) -> None:
 
 
 def test_classes_on_the_command_line(image_root: Path) -> None:
-    for text in ("[checks,dots]", "[cd]*", '\'["checks", "d*"]\''):
-        datasets = build_datasets(config(image_root, f"data.classes={text.strip(chr(39))}"))
-        assert datasets.classes == ("checks", "dots")
-    for wrong in ("3", "[]", "{a: 1}", "[1,2]"):
+    for text in ("[checks,dots]", "[cd]*"):
+        assert build_datasets(config(image_root, f"data.classes={text}")).classes == (
+            "checks",
+            "dots",
+        )
+    for wrong in ("3", "[]", "{a: 1}"):
         with pytest.raises(UserError, match=r"data\.classes"):
             build_datasets(config(image_root, f"data.classes={wrong}"))
-    with pytest.raises(UserError, match=r"has no effect with data\.source=fake"):
-        cli.load([*SMALL, "data=fake", "data.classes=[a]"])
 
 
 # data.val_fraction.
 
 
-@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.5, 0.99])
+@pytest.mark.parametrize("fraction", [0.01, 0.25, 0.99])
 def test_fraction_of_each_class(flat: Path, fraction: float) -> None:
     train, val = splits(flat, val_fraction=fraction)
     held = min(max(round(12 * fraction), 1), 11)
@@ -123,6 +123,8 @@ def test_the_same_images_are_held_out_of_every_storage(
 
 
 def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
+    as_zip(image_root / "train", flat.parent / "images.zip")
+    assert "is one file; write data.val_fraction=0.1" in refusal(flat.parent / "images.zip")
     assert refusal(image_root, val_fraction=0.1) == (
         f"data.val_fraction=0.1: there is a validation split, {image_root}/val; write "
         "data.val_fraction=0 to use it, or move it away"
@@ -139,11 +141,6 @@ def test_nothing_to_hold_out(image_root: Path, flat: Path) -> None:
     assert "holds dots, my_train, my_val, stripes: put" in refusal(flat)
     with pytest.raises(UserError, match=r"data\.val_fraction=1: not allowed"):
         cli.load([*SMALL, f"data.root={flat}", "data.val_fraction=1"])
-
-
-def test_one_file_needs_a_fraction(image_root: Path, tmp_path: Path) -> None:
-    as_zip(image_root / "train", tmp_path / "images.zip")
-    assert "is one file; write data.val_fraction=0.1" in refusal(tmp_path / "images.zip")
 
 
 # Several roots.
@@ -198,11 +195,8 @@ def test_one_class_is_refused(image_root: Path) -> None:
 
 def test_roots_on_the_command_line(image_root: Path, tmp_path: Path) -> None:
     odd = Path(shutil.copytree(image_root, tmp_path / "one, two"))
-    shutil.copytree(image_root, tmp_path / "again")
-    datasets = build_datasets(config(odd, f"data.root=[{image_root},{tmp_path / 'again'}]"))
+    datasets = build_datasets(config(odd, f"data.root=[{image_root},'{odd}']"))
     assert len(datasets.train) == 72 and len(datasets.val) == 30
     assert len(build_datasets(config(odd)).train) == 36
     with pytest.raises(UserError, match=r"data\.root=.*not allowed; give a folder, or a list"):
         config(image_root, "data.root=[3]")
-    with pytest.raises(UserError, match=r"data\.root=.*not allowed; give a folder, or a list"):
-        config(image_root, "data.root={a: b}")
