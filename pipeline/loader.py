@@ -142,6 +142,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self.waiting: deque[Task] = deque()
         # The newest replies of each source.
         self.recent: list[deque[Reply]] = [deque(maxlen=256) for _ in self.sources]
+        # Those, or older ones, whose task decoded images: hybrid balances by them.
+        self.decoding: list[deque[Reply]] = [deque(maxlen=50) for _ in self.sources]
         self.unreadable: dict[int, str] = {}  # training samples that were replaced -> message
         self._seconds = [0.0 for _ in self.sources]  # of all tasks so far
         self._slow: list[dict[int, float]] = [{} for _ in self.sources]  # index -> seconds
@@ -296,6 +298,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         task.done = True
         self.accept(reply)
         self.recent[task.source].append(reply)
+        if reply.decoded:
+            self.decoding[task.source].append(reply)
         self._seconds[task.source] += reply.seconds
         seconds, index = reply.slowest
         if seconds > SLOW_SAMPLE_SECONDS:

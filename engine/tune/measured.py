@@ -1,55 +1,40 @@
-"""What some steps on one rank have shown, and the shares of the time that follow from it.
-
-All functions take what the ranks have measured over the same steps, one value per rank. A trial of
-loader.workers=auto counts as the only rank, because its figures are those of the slowest one.
-"""
+"""What some steps on each rank have shown, and the shares of the time that follow from it."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median, stdev
 from typing import Any
 
 import numpy as np
 
+from engine.plan import Plan
+from pipeline.clock import Timing
 from pipeline.decode import ON_GPU
+from pipeline.feed import Feed
 from pipeline.worker import Reply
 
 WAITS = 0.05  # share of the time; a shorter wait is not worth a change
 SATURATED = 0.9  # share of the time in which workers or JPEG engines are busy: they supply no more
+# A straggler or a lack of cores on a CPU counts from this share of the time on: ranks that share a
+# machine differ by up to 13 % from run to run.
+VARIES_ON_CPU = 0.2
+SLOW_FILES = 0.5  # share of the workers' time that single files take, to be the cause
+FEWEST_PARTS = 5  # with fewer measured steps, their parts count as unknown
+MEANS = (
+    *("wait_fraction", "late_fraction", "copy_fraction", "drained_fraction", "ranks_fraction"),
+    *("core_fraction", "copy_ms"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """A trial of a decoder and a number of workers, or an epoch or a run of one rank.
+    """A trial of a decoder and a number of workers, or an epoch or a run of one rank."""
 
-    Attributes:
-        rate: images/s of this rank.
-        step_alone: images/s of this rank's step without the loader; 0 when not measured.
-        wait_fraction, late_fraction, copy_fraction, drained_fraction, ranks_fraction,
-            core_fraction, copy_ms: as in `pipeline.clock.Timing`.
-        own_ms, own_error_ms: mean time from the moment when all ranks have their batches until
-            this rank has computed its gradients, and its standard error; 0 if not known.
-        exchange_ms: time from there to the update of the weights; 0 if not known.
-        period_ms: from the start of a step to the start of the next one.
-        cpu_ms, storage_ms, core_ms: time of a worker per image: computing, waiting for storage and
-            waiting for a CPU core.
-        spread: 95th percentile of the time of a worker's task, relative to the median.
-        decoded: share of the images that workers decode; JPEG engines decode the others.
-        slow_files: names of single files that take most of the workers' time; "" if none do.
-        decoder, workers: the setting. With 0 workers, the training process decodes.
-        pinned: whether the batch buffers are page-locked.
-        slowed: in a trial, whether the step took longer than alone, as it lacks a CPU core.
-        on_gpu: whether the step runs on a GPU; else it shares the CPU with the workers.
-        cores: number of workers of this rank for which there are CPU cores.
-        compile: model.compile as the user gave it: auto has chosen the best for this run.
-        graph_refused: why the whole step is not one CUDA graph; None if it is.
-        slowdowns: why this rank's GPU ran below its maximum clock; "" when it did not.
-        place: the rank and its machine.
-    """
-
-    rate: float = 0.0
-    step_alone: float = 0.0
+    rate: float = 0.0  # images/s of this rank
+    step_alone: float = 0.0  # images/s of its step without the loader; 0 when not measured
+    period_ms: float = 0.0  # from the start of a step to the start of the next one
+    # Means of these fields of `pipeline.clock.Timing`.
     wait_fraction: float = 0.0
     late_fraction: float = 0.0
     copy_fraction: float = 0.0
@@ -57,26 +42,28 @@ class Measured:
     ranks_fraction: float = 0.0
     core_fraction: float = 0.0
     copy_ms: float = 0.0
+    # From the moment when all ranks have their batches until this rank has computed its gradients,
+    # the standard error of that mean, and from there to the update of the weights. 0: not known.
     own_ms: float = 0.0
     own_error_ms: float = 0.0
     exchange_ms: float = 0.0
-    period_ms: float = 0.0
+    # Of a worker, per image: computing, waiting for storage and waiting for a CPU core.
     cpu_ms: float = 0.0
     storage_ms: float = 0.0
     core_ms: float = 0.0
-    spread: float = 1.0
-    decoded: float = 1.0
-    slow_files: str = ""
+    spread: float = 1.0  # 95th percentile of the time of a worker's task, relative to the median
+    decoded: float = 1.0  # share of the images that workers decode; JPEG engines decode the others
+    slow_files: str = ""  # names of single files that take most of the workers' time
     decoder: str = "none"
-    workers: int = 0
-    pinned: bool = False
-    slowed: bool = False
-    on_gpu: bool = False
-    cores: int = 1
-    compile: str = "auto"
-    graph_refused: str | None = None
-    slowdowns: str = ""
-    place: str = ""
+    workers: int = 0  # with 0, the training process decodes
+    pinned: bool = False  # whether the batch buffers are page-locked
+    slowed: bool = False  # of a trial: the step took longer than alone, as it lacks a CPU core
+    on_gpu: bool = False  # otherwise, the step shares the CPU with the workers
+    cores: int = 1  # number of workers of this rank for which there are CPU cores
+    compile: str = "auto"  # model.compile as the user gave it: auto has chosen the best
+    graph_refused: str | None = None  # why the whole step is not one CUDA graph
+    slowdowns: str = ""  # why this rank's GPU ran below its maximum clock
+    place: str = "the training process"  # or the rank and its machine
 
     @property
     def each(self) -> float:
@@ -89,8 +76,34 @@ class Measured:
         copying = 0.0 if self.on_gpu else self.copy_fraction
         return self.wait_fraction + self.late_fraction + copying
 
+    @property
+    def busy_fraction(self) -> float:
+        """Share of the time in which the workers or the JPEG engines are busy."""
+        engines = self.copy_fraction if self.decoder in ON_GPU else 0.0
+        return max(engines, self.rate / (self.workers * self.each) if self.workers else 0.0)
 
-Ranks = Sequence[Measured]
+
+def measured(timings: Sequence[Timing], feed: Feed, plan: Plan, **others: Any) -> Measured:
+    """Means over some intervals, weighted by their seconds, with the settings of the loader."""
+    seconds = sum(timing.seconds for timing in timings)
+    batches = sum(timing.batches for timing in timings)
+    means = {name: sum(t.seconds * getattr(t, name) for t in timings) / seconds for name in MEANS}
+    loader = feed.train.loader
+    share, names = loader.pool.slow_samples(loader.source)
+    return Measured(
+        rate=batches * loader.batch_size / seconds,
+        period_ms=1e3 * seconds / batches,
+        decoder=feed.decoder,
+        workers=loader.pool.active,
+        pinned=feed.page_locked,
+        slow_files=", ".join(names) if share > SLOW_FILES else "",
+        on_gpu=plan.device_type == "cuda",
+        cores=plan.loader.cores,
+        compile=plan.config.model.compile,
+        **means,
+        **worker_times(loader.pool.recent[loader.source]),
+        **others,
+    )
 
 
 def worker_times(replies: Sequence[Reply]) -> dict[str, Any]:
@@ -111,116 +124,105 @@ def worker_times(replies: Sequence[Reply]) -> dict[str, Any]:
     }
 
 
-def slowest(ranks: Ranks) -> Measured:
-    """Return the rank whose input or host the others wait for.
+def parts_of_steps(parts: Sequence[tuple[float, float]]) -> dict[str, Any]:
+    """Average the two parts of the measured steps: computing gradients, and exchanging them.
 
-    They wait where gradients are averaged, which looks like computing.
+    A single step may capture a CUDA graph, so the slowest tenth does not count. The exchange takes
+    longer if another rank computes its gradients later, so it is the 10th percentile.
     """
-    worst = max(ranks, key=lambda one: one.idle_fraction)
-    if worst.idle_fraction < WAITS:
-        worst = max(ranks, key=lambda one: one.drained_fraction)
-    return worst
+    if len(parts) < FEWEST_PARTS:
+        return {}
+    tenth = len(parts) // 10
+    own, exchange = (sorted(part) for part in zip(*parts, strict=True))
+    usual = own[: len(own) - tenth]
+    error = stdev(usual) / math.sqrt(len(usual))
+    return {"own_ms": mean(usual), "own_error_ms": error, "exchange_ms": exchange[tenth]}
 
 
-def total_rate(ranks: Ranks) -> float:
-    """Images/s of all ranks: they are as fast as each other, because they average gradients."""
-    return len(ranks) * ranks[0].rate
+@dataclass(frozen=True, kw_only=True)
+class Figures:
+    """What the ranks together have shown over the same steps; rates in images/s of all of them.
 
-
-def rate_without(ranks: Ranks, share: float) -> float:
-    """Images/s of all ranks if this share of the time were not lost."""
-    return total_rate(ranks) / max(1e-3, 1 - share)
-
-
-def any_rank(ranks: Ranks, name: str) -> float:
-    """Sum of a share over the ranks, at most 1, because the delay of one rank delays all."""
-    return min(1.0, sum(float(getattr(one, name)) for one in ranks))
-
-
-def stalled_fraction(ranks: Ranks) -> float:
-    """Least share of the time in which all ranks had their images and waited for each other.
-
-    Before each step, the processes agree whether to continue; one that lacks a CPU core delays all
-    of them. Where a rank waits for images or launches late, only the others wait for it. 0 on a
-    CPU, where `core_fraction` tells more.
+    A trial of loader.workers=auto counts as the only rank: its figures are of the slowest one.
     """
-    if not ranks[0].on_gpu:
-        return 0.0
-    least = min(one.idle_fraction + one.ranks_fraction for one in ranks)
-    return max(0.0, least - sum(one.idle_fraction for one in ranks))
+
+    ranks: Sequence[Measured]
+    # The rank whose input or host the others wait for. They wait where gradients are averaged,
+    # which looks like computing.
+    slowest: Measured
+    rate: float  # the ranks are as fast as each other, because they average gradients
+    step: float  # rate of the step while the loader runs, without the time it waits for images
+    alone: float  # rate of the step without the loader; when not measured, `step`
+    waited: float  # share of the time in which the device waited for images, of any rank
+    # Least share in which all ranks had their images and waited for each other: before each step,
+    # the processes agree whether to continue, and one that lacks a CPU core delays all of them.
+    # 0 on a CPU, where `core_fraction` tells more.
+    stalled: float
+    unlaunched: float  # share in which the device waited for the processes, `stalled` included
+    saturated: bool  # several GPUs wait for images because what feeds them is busy on all ranks
+    straggler: Measured  # the rank that takes longest to compute its gradients
+    others_ms: float  # median time of the other ranks for that
+    straggling: float  # share in which they wait for it; 0 if not known, or maybe chance
+    exchange: float  # share in which the ranks average gradients, without waiting for one of them
+
+    def without(self, share: float) -> float:
+        """Images/s if this share of the time were not lost."""
+        return self.rate / max(1e-3, 1 - share)
 
 
-def saturated(ranks: Ranks) -> bool:
-    """Whether several GPUs wait for images because what feeds them is busy on all ranks.
+def figures_of(ranks: Sequence[Measured]) -> Figures:
+    """Combine what the ranks have measured over the same steps."""
+    slowest = max(ranks, key=lambda one: one.idle_fraction)
+    if slowest.idle_fraction < WAITS:
+        slowest = max(ranks, key=lambda one: one.drained_fraction)
+    lost = [one.idle_fraction + one.ranks_fraction for one in ranks]
+    stalled = 0.0
+    if slowest.on_gpu:
+        stalled = max(0.0, min(lost) - sum(one.idle_fraction for one in ranks))
+    late = stalled + max(one.late_fraction for one in ranks)
+    lacking = max(one.core_fraction for one in ranks)
+    # A feed that is always busy delivers each batch in the last moment, to one rank later than to
+    # another: all ranks wait, but each of them only sometimes for its own images. Hosts and a lack
+    # of cores also make a feed look busy; then they explain half of the time that is lost.
+    saturated = (
+        slowest.on_gpu
+        and len(ranks) > 1
+        and all(one.busy_fraction >= SATURATED for one in ranks)
+        and max(late, lacking) < max(lost) / 2
+    )
+    waited = max(lost) if saturated else slowest.wait_fraction
+    rate = len(ranks) * ranks[0].rate
+    step = rate / max(1e-3, 1 - waited)
+    straggler, others_ms, straggling = find_straggler(ranks)
+    return Figures(
+        ranks=ranks,
+        slowest=slowest,
+        rate=rate,
+        step=step,
+        alone=len(ranks) * slowest.step_alone or step,
+        waited=waited,
+        stalled=stalled,
+        unlaunched=slowest.late_fraction + stalled,
+        saturated=saturated,
+        straggler=straggler,
+        others_ms=others_ms,
+        straggling=straggling,
+        exchange=min(one.exchange_ms for one in ranks) / max(ranks[0].period_ms, 1e-9),
+    )
 
-    It then delivers each batch in the last moment, to one rank later than to another: all ranks
-    wait, but each of them only sometimes for its own images. Not if hosts or a lack of cores
-    explain half of the time that is lost: they also make a feed look busy.
+
+def find_straggler(ranks: Sequence[Measured]) -> tuple[Measured, float, float]:
+    """Return `straggler`, `others_ms` and `straggling` of `Figures`.
+
+    It may be chance if the difference is less than three standard errors, or if ranks on a CPU vary
+    as much.
     """
-    if len(ranks) == 1 or not ranks[0].on_gpu:
-        return False
-    for one in ranks:
-        engines = one.copy_fraction if one.decoder in ON_GPU else 0.0
-        workers = one.rate / max(one.workers * one.each, 1e-9) if one.workers else 0.0
-        if max(engines, workers) < SATURATED:
-            return False
-    hosts = stalled_fraction(ranks) + max(one.late_fraction for one in ranks)
-    without_core = max(one.core_fraction for one in ranks)
-    return max(hosts, without_core) < _most_lost(ranks) / 2
-
-
-def _most_lost(ranks: Ranks) -> float:
-    """Largest share of the time in which a GPU waited for images, its host or other ranks."""
-    return max(one.idle_fraction + one.ranks_fraction for one in ranks)
-
-
-def waited_fraction(ranks: Ranks) -> float:
-    """Share of the time in which the device waited for images, of its rank or of another."""
-    return _most_lost(ranks) if saturated(ranks) else slowest(ranks).wait_fraction
-
-
-def unlaunched_fraction(ranks: Ranks) -> float:
-    """Share of the time in which the device waited for the training processes."""
-    return slowest(ranks).late_fraction + stalled_fraction(ranks)
-
-
-def step_rate(ranks: Ranks) -> float:
-    """Images/s of the step while the loader runs, without the time it waits for images."""
-    return rate_without(ranks, waited_fraction(ranks))
-
-
-def step_share(ranks: Ranks) -> float:
-    """Rate of the step relative to its rate alone; 1 when that is not known."""
-    alone = len(ranks) * slowest(ranks).step_alone
-    return min(1.0, step_rate(ranks) / alone) if alone else 1.0
-
-
-def straggler(ranks: Ranks) -> Measured:
-    """The rank that takes longest to compute its gradients."""
-    return max(ranks, key=lambda one: one.own_ms)
-
-
-def others_ms(ranks: Ranks) -> float:
-    """Median of the time in which the ranks other than the straggler compute gradients."""
-    worst = straggler(ranks)
-    return median(one.own_ms for one in ranks if one is not worst)
-
-
-def straggling_fraction(ranks: Ranks) -> float:
-    """Share of the time in which the ranks wait for the straggler's gradients.
-
-    0 if it is not known for every rank, or if the difference may be chance: it is less than three
-    standard errors.
-    """
-    if len(ranks) == 1 or not all(one.own_ms for one in ranks):
-        return 0.0
-    worst = straggler(ranks)
-    later = worst.own_ms - others_ms(ranks)
-    other_error = median(one.own_error_ms for one in ranks if one is not worst)
-    error = math.hypot(worst.own_error_ms, other_error)
-    return min(1.0, later / worst.period_ms) if later > 3 * error else 0.0
-
-
-def exchange_fraction(ranks: Ranks) -> float:
-    """Share of the time in which the ranks average gradients, without waiting for one of them."""
-    return min(one.exchange_ms for one in ranks) / max(ranks[0].period_ms, 1e-9)
+    slow = max(ranks, key=lambda one: one.own_ms)
+    others = [one for one in ranks if one is not slow]
+    if not others or not all(one.own_ms for one in ranks):
+        return slow, 0.0, 0.0
+    others_ms = median(one.own_ms for one in others)
+    later = slow.own_ms - others_ms
+    error = math.hypot(slow.own_error_ms, median(one.own_error_ms for one in others))
+    share = min(1.0, later / slow.period_ms) if later > 3 * error else 0.0
+    return slow, others_ms, share if slow.on_gpu or share >= VARIES_ON_CPU else 0.0

@@ -5,20 +5,15 @@
 
 import io
 import logging
+import math
 import time
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
 import torch
 
-from engine.tune.measured import (
-    WAITS,
-    Ranks,
-    slowest,
-    step_rate,
-    total_rate,
-    waited_fraction,
-)
+from engine.tune.measured import WAITS, Figures, Measured
 from pipeline.dataset import SHRUNK_SIDE, Dataset, FolderDataset, time_decoding
 from pipeline.decode import DECODERS, installed, open_image
 
@@ -33,61 +28,75 @@ SAMPLE = 24  # files that `measure_remedies` decodes
 # SCALING is 0.95 on some of these hosts and 0.75 on others, whose cores share more.
 REACHED = 0.98  # of the step's rate, by a run that does not wait
 SCALING = 0.87  # n times the workers supply n ** SCALING times the images
-# Images/s of one core, from docs/benchmarks.md, "Each stage", for decoders that are not installed.
-# That of region is the figure of its predecessor, TurboJPEG 3.
-DOCUMENTED = {"region": 564, "simplejpeg": 490, "pillow": 416}
+PAYS = 1.03  # factor by which a change must raise images/s to be listed
 SHRINK = f"re-encode the images once with scripts/prepare.py --side {SHRUNK_SIDE}"
 
 
 def predicted_rate(
-    ranks: Ranks, *, cpu: float = 1.0, storage: float = 1.0, workers: float = 1.0
+    figures: Figures, *, cpu: float = 1.0, storage: float = 1.0, workers: float = 1.0
 ) -> float:
     """Predict images/s of all ranks after a change; the arguments are relative to now.
 
-    Assumptions:
-        While the step waits, the workers have no pause, so the rate is what they supply. It grows
-        with their number to the power of SCALING, and inversely with their time per image. Images
-        from JPEG engines keep their rate. Storage serves smaller files in proportion to their bytes
-        (the caller's `storage`), however many workers read.
-        The rate is at most REACHED times that of the step, in this run or alone (the lower).
-        A step that does not wait is slowed by the computing of the workers, in proportion.
+    While the step waits, the workers have no pause, so the rate is what they supply. It grows with
+    their number to the power of SCALING, and inversely with their time per image. Images from JPEG
+    engines keep their rate. A step that does not wait is slowed by the computing of the workers, in
+    proportion. The rate is at most REACHED times that of the step, in this run or alone.
 
     Args:
         cpu: images per core.
         storage: time that a worker waits for storage per image.
         workers: number of workers.
     """
-    seen, rate, step = slowest(ranks), total_rate(ranks), step_rate(ranks)
-    alone = len(ranks) * seen.step_alone or step
-    if waited_fraction(ranks) < WAITS:
-        faster_step = alone - (alone - step) / cpu
-        return max(rate, min(REACHED * alone, rate * faster_step / step))
-    busy = seen.cpu_ms + seen.core_ms
-    computing = busy / (busy + seen.storage_ms) if busy + seen.storage_ms else 1.0
+    one, rate = figures.slowest, figures.rate
+    if figures.waited < WAITS:
+        faster_step = figures.alone - (figures.alone - figures.step) / cpu
+        return max(rate, min(REACHED * figures.alone, rate * faster_step / figures.step))
+    busy = one.cpu_ms + one.core_ms
+    computing = busy / max(busy + one.storage_ms, 1e-9)
     seconds = computing / cpu + (1 - computing) * storage
-    decoded = _decoded_share(ranks)
+    decoded = _decoded_share(one)
     supply = rate * (1 - decoded + decoded * workers**SCALING / max(seconds, 1e-9))
-    return max(rate, min(reachable_rate(ranks), supply))
+    return max(rate, min(reachable_rate(figures), supply))
 
 
-def reachable_rate(ranks: Ranks) -> float:
+def reachable_rate(figures: Figures) -> float:
     """Images/s of a run that does not wait."""
-    step = step_rate(ranks)
-    alone = len(ranks) * slowest(ranks).step_alone or step
-    return max(total_rate(ranks), REACHED * min(step, alone))
+    return max(figures.rate, REACHED * min(figures.step, figures.alone))
 
 
-def workers_to_reach(ranks: Ranks) -> float:
+def workers_to_reach(figures: Figures) -> float:
     """Number of workers with which the step does not wait, relative to now."""
-    decoded = _decoded_share(ranks)
-    lack = reachable_rate(ranks) / total_rate(ranks) - 1 + decoded
+    decoded = _decoded_share(figures.slowest)
+    lack = reachable_rate(figures) / figures.rate - 1 + decoded
     return float((lack / max(decoded, 0.01)) ** (1 / SCALING))
 
 
-def _decoded_share(ranks: Ranks) -> float:
+def _decoded_share(one: Measured) -> float:
     """Share of the images whose rate depends on the workers."""
-    seen = slowest(ranks)
-    return seen.decoded if seen.decoder == "hybrid" else 1.0
+    return one.decoded if one.decoder == "hybrid" else 1.0
+
+
+def priced(figures: Figures, found: Sequence[Remedy]) -> list[str]:
+    """Say what to do, the highest predicted rate first; leave out what is not worth it."""
+    unknown = [text for text, effect in found if not effect]
+    rates = [(predicted_rate(figures, **effect), text) for text, effect in found if effect]
+    pays = sorted((each for each in rates if each[0] >= PAYS * figures.rate), reverse=True)
+    return unknown + [f"{text} (about {rate:,.0f} img/s)" for rate, text in pays]
+
+
+def more_cores(figures: Figures) -> list[str]:
+    """The cores per rank so that the step does not wait, including those of the training process.
+
+    With hybrid, another thread of it waits for the engines.
+    """
+    one = figures.slowest
+    workers = math.ceil(min(one.workers, one.cores) * workers_to_reach(figures))
+    if one.decoder == "gpu" or workers <= one.cores:
+        return []
+    cores = workers + 1 + (one.decoder == "hybrid")
+    each = " for each rank" if len(figures.ranks) > 1 else ""
+    rate = reachable_rate(figures)
+    return [f"use a machine with about {cores} CPU cores{each} (about {rate:,.0f} img/s)"]
 
 
 @lru_cache(maxsize=1)  # a run has one training dataset, and may ask after every epoch
@@ -133,9 +142,7 @@ def measure_remedies(
     if best != dataset.decoder:
         return shrink, (f"set loader.decoder=auto, which is {best} here", {"cpu": faster})
     if best != fastest:
-        gain = DOCUMENTED[fastest] / DOCUMENTED[best]
-        source = "a C compiler for loader.decoder=region" if fastest == "region" else fastest
-        return shrink, (f"install {source}, x{gain:.2f} in docs/benchmarks.md", {"cpu": gain})
+        return shrink, (f"install a C compiler for loader.decoder={fastest}", {})
     return (shrink,)
 
 

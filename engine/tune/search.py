@@ -1,44 +1,65 @@
-"""The search of loader.workers=auto: which decoder and number of workers to try next.
+"""The search of loader.workers=auto: which decoder and number of workers to try next, and to use.
 
 Pure functions of the trials so far: decoder -> number of workers -> what the trial measured.
 """
 
 import math
+from typing import NamedTuple
 
 from engine.tune.measured import Measured
 from pipeline.decode import ON_GPU
-
-Trials = dict[str, dict[int, Measured]]
-# decoder -> the number of workers to begin with, the largest number, and images/s that the decoder
-# cannot exceed with that number.
-Candidates = dict[str, tuple[int, int, float]]
 
 MARGIN = 1.15  # supply over demand: workers slow each other down, and batches come unevenly
 TOLERANCE = 0.02  # share of the time waiting for input that ends the search
 PAYS = 1.015  # factor by which more workers must raise the rate to be kept
 FASTER = 1.005  # rates that differ by less are equal
 SPARE = 1.05  # of CPU workers over the demand: in a run they are up to 5 % slower than in a trial
+ROUNDS = 6  # maximum number of trials
+
+
+class Candidate(NamedTuple):
+    """A decoder to try.
+
+    Attributes:
+        first, cap: the number of workers to begin with, and the largest number.
+        each: expected images/s per worker, with the share of the JPEG engines.
+        bound: images/s that the decoder cannot exceed.
+    """
+
+    first: int
+    cap: int
+    each: float
+    bound: float
+
+    def expected_rate(self, workers: int, demand: float) -> float:
+        """Images/s to expect of a trial, for a step of `demand` images/s."""
+        return min(demand, workers * self.each, self.bound)
+
+
+Trials = dict[str, dict[int, Measured]]
+Candidates = dict[str, Candidate]  # in the order of their first trials
 
 
 def next_setting(trials: Trials, candidates: Candidates, demand: float) -> tuple[str, int] | None:
     """The decoder and the number of workers to try next; None if the search is done.
 
     Args:
-        candidates: the decoders, in the order of their first trials.
         demand: images/s of the step.
     """
-    for decoder, (first, cap, bound) in candidates.items():
-        if not could_win(bound, trials, demand):
+    if sum(map(len, trials.values())) >= ROUNDS:
+        return None
+    for decoder, candidate in candidates.items():
+        if not could_win(candidate.bound, trials, demand):
             continue
         if decoder not in trials:
-            return decoder, first
-        workers = next_number(decoder, trials[decoder], demand, cap)
+            return decoder, candidate.first
+        workers = next_number(decoder, trials[decoder], demand, candidate.cap)
         if workers not in trials[decoder] and _has_room(decoder, trials[decoder], workers):
             return decoder, workers
     if not trials:
         return None
-    best = fastest(trials)
-    workers = next_number(best, trials[best], demand, candidates[best][1])
+    best, _ = best_setting(trials)
+    workers = next_number(best, trials[best], demand, candidates[best].cap)
     return None if workers in trials[best] else (best, workers)
 
 
@@ -71,17 +92,18 @@ def is_enough(trials: Trials) -> bool:
     )
 
 
-def fastest(trials: Trials) -> str:
-    """The fastest decoder.
+def best_setting(trials: Trials) -> tuple[str, int]:
+    """The fastest decoder, and its number of workers.
 
-    Among those that are as fast, a CPU decoder if it is enough, because its pixels are exact;
+    Among decoders that are as fast, a CPU decoder if it is enough, because its pixels are exact;
     otherwise one with engines, because workers that only just suffice may not do so for long.
     """
     rates = {name: max(trial.rate for trial in tried.values()) for name, tried in trials.items()}
     enough = is_enough(trials)
     least = max(rates.values()) / (PAYS if enough else FASTER)
     near = [name for name in rates if (name not in ON_GPU) == enough and rates[name] >= least]
-    return max(near or rates, key=lambda name: rates[name])
+    decoder = max(near or rates, key=lambda name: rates[name])
+    return decoder, best_number(decoder, trials[decoder])
 
 
 def best_number(decoder: str, tried: dict[int, Measured]) -> int:

@@ -318,12 +318,11 @@ class EngineUpload:
     def _balance(self) -> None:
         """Set the share from the measured rates of workers and engines."""
         pool = self.loader.pool
-        replies = list(pool.recent[self.loader.source])[-50:]
-        decoded = sum(reply.decoded for reply in replies)
-        if decoded and self.decoder.seconds_per_image:
+        replies = list(pool.decoding[self.loader.source])
+        if replies and self.decoder.seconds_per_image:
             engines = 1 / self.decoder.seconds_per_image  # images/s
-            seconds = sum(reply.seconds for reply in replies if reply.decoded)
-            workers = max(1, pool.active) * decoded / max(seconds, 1e-9)
+            seconds = sum(reply.seconds / reply.decoded for reply in replies) / len(replies)
+            workers = max(1, pool.active) / max(seconds, 1e-9)
             together = engines / (engines + workers)
             needed = max(0.0, 1 - workers / self._enough)
             self.loader.encoded_share = min(together, needed, MOST_SHARE)

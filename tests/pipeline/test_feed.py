@@ -95,7 +95,7 @@ def test_validation_does_not_use_the_engines(image_root: Path, decoder: str) -> 
         assert_equal(validation(feed), validation(plain))
         assert feed.engines.decoder.files == []
         # hybrid balances by the rate of the workers on training images only
-        train, val = feed.train.loader.pool.recent
+        train, val = feed.train.loader.pool.decoding
         assert not train and val
 
 
@@ -155,7 +155,7 @@ def test_engines_take_the_smallest_share_that_is_enough(
         assert feed.engines is not None
         feed.engines.decoder.seconds_per_image = 1 / 3000
         reply = SimpleNamespace(decoded=1000, seconds=2.0)
-        loader.pool.recent[loader.source].append(reply)
+        loader.pool.decoding[loader.source].append(reply)
         feed.decode_with("hybrid", enough=enough)
         assert loader.encoded_share == pytest.approx(share)
         feed.decode_with("gpu")

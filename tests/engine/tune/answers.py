@@ -11,8 +11,6 @@ TUNED = Tuned(
     demand=6690.0,
     rate=5600.0,
     wait_fraction=0.16,
-    each=402.0,
-    slowed=False,
     seconds=9.0,
     lines=["the step takes 6,690 img/s", "decoder=region workers=14"],
 )

@@ -3,8 +3,6 @@
 import itertools
 import math
 import re
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
@@ -14,21 +12,17 @@ import pytest
 import torch
 
 from engine.distributed import StopSignal, World
-from engine.tune.autotune import ENGINE_MARGIN, ROUNDS, SLOWED, Tuner
+from engine.tune.autotune import ENGINE_MARGIN, SLOWED, Tuner
 from engine.tune.measured import Measured
-from engine.tune.search import best_number, fastest
-from pipeline.gpu.decoder import MOST_SHARE
+from engine.tune.search import ROUNDS, best_setting
 from pipeline.loader_plan import workers_for
 
 DECODERS = ("simplejpeg", "gpu", "hybrid")
 BUSY_THREADS = {"hybrid": 0.7, "gpu": 0.3}  # that wait for the engines
 READING = 6600.0  # images/s of a worker that only reads
-CPU = torch.device("cpu")
-ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=CPU)
-
-
-def worker(each: float, **values: Any) -> Measured:
-    return Measured(cpu_ms=1e3 / each, **values)
+MOST_SHARE = 0.97  # of a batch, that the engines decode with hybrid
+ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
+Found = tuple[str, int, list[tuple[str, int]]]  # decoder, number of workers, trials
 
 
 @dataclass(frozen=True)
@@ -75,32 +69,31 @@ class Host:
         return rate, 1 - rate / takes, supply / workers
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SimulatedTuner(Tuner):
     """Tries on a simulated host, with some noise."""
 
     run: Any  # decoder, workers -> images/s, share of waiting, images/s of a worker
-    engines: float
-    noise: np.random.Generator
-    trials: list[tuple[str, int]]
+    noise: Any
+    order: list[tuple[str, int]] = field(default_factory=list)
 
-    def warm_engines(self) -> str | None:
-        assert self.feed.engines is not None
-        self.feed.engines.decoder.seconds_per_image = 1 / (1.08 * self.engines)
-        return None
+    def on_all_ranks(self, function: Any) -> list[Any]:
+        """The engines work."""
+        return [None]
 
     def probe(self, *, encoded: float) -> Measured:
         assert encoded == 1.0, "the other one is an argument"
-        return worker(READING)
+        return Measured(cpu_ms=1e3 / READING)
 
-    def trial(self, decoder: str, workers: int, demand: float, batch_seconds: float) -> Measured:
-        self.world.all_gather("gradients")
-        self.trials.append((decoder, workers))
+    def trial(self, decoder: str, workers: int, steps: int, demand: float) -> Measured:
+        self.order.append((decoder, workers))
         rate, wait, each = self.run(decoder, workers)
+        # So that noise and start hardly count: 2 s, or 200 steps.
+        assert decoder == "hybrid" or steps >= min(200, round(2 * 0.6 * rate / 32))
         rate *= 1 + self.noise.normal(0, 0.004)
         each *= 1 + self.noise.normal(0, 0.02)
         slowed = decoder != "gpu" and rate < SLOWED * demand * (1 - wait)
-        return worker(each, rate=rate, wait_fraction=wait, slowed=slowed)
+        return Measured(cpu_ms=1e3 / each, rate=rate, wait_fraction=wait, slowed=slowed)
 
 
 def search(
@@ -109,14 +102,12 @@ def search(
     demand: float,
     probed: float,
     cores: int,
-    noise: np.random.Generator,
-    engines: float = 0.0,
+    noise: Any,
+    engines: float = 1.0,
     decoders: tuple[str, ...] = ("simplejpeg",),
     ceiling: int = 0,
-    world: World = ALONE,
-) -> tuple[str, int, list[tuple[str, int]]]:
-    """The decoder, the number of workers, and the trials."""
-    plan = SimpleNamespace(
+) -> Found:
+    loader = SimpleNamespace(
         decoders=decoders,
         decoder=decoders[0],
         ceiling=ceiling or 2 * cores,
@@ -124,36 +115,22 @@ def search(
         uses_engines=any(name in ("gpu", "hybrid") for name in decoders),
     )
     feed: Any = SimpleNamespace(
-        plan=plan,
-        engines=SimpleNamespace(decoder=SimpleNamespace(seconds_per_image=0.0)),
+        engines=SimpleNamespace(decoder=SimpleNamespace(seconds_per_image=1 / (1.08 * engines))),
         train=SimpleNamespace(loader=SimpleNamespace(batch_size=32)),
+        decode_with=lambda decoder: None,
     )
-    run_plan: Any = SimpleNamespace(loader=plan)
-    trials: list[tuple[str, int]] = []
+    plan: Any = SimpleNamespace(loader=loader)
     tuner = SimulatedTuner(
-        feed,
-        lambda batch: None,
-        run_plan,
-        world,
-        StopSignal(world),
-        first_step=0,
-        run=run,
-        engines=engines,
-        noise=noise,
-        trials=trials,
+        feed, lambda batch: None, plan, ALONE, StopSignal(ALONE), 0, run=run, noise=noise
     )
-    found, _ = tuner.search(demand, worker(probed), math.inf)
-    decoder = tuner._of_rank_0(fastest(found))
-    return decoder, best_number(decoder, found[decoder]), trials
+    alone = Measured(cpu_ms=1e3 / (READING if decoders[0] == "gpu" else probed))
+    trials, _ = tuner.search(demand, alone, math.inf)
+    return *best_setting(trials), tuner.order
 
 
 def tune(
-    host: Host,
-    misjudged: float,
-    seed: int = 0,
-    decoders: tuple[str, ...] = DECODERS,
-    world: World = ALONE,
-) -> tuple[str, int, list[tuple[str, int]]]:
+    host: Host, misjudged: float, seed: int = 0, decoders: tuple[str, ...] = DECODERS
+) -> Found:
     noise = np.random.default_rng(seed)
     demand = host.demand * (1 + noise.normal(0, 0.003))
     return search(
@@ -164,7 +141,6 @@ def tune(
         noise=noise,
         engines=host.engines,
         decoders=decoders,
-        world=world,
     )
 
 
@@ -352,53 +328,3 @@ def test_a_given_decoder_is_kept() -> None:
     for given in ("hybrid", "gpu"):
         found, _, trials = tune(RESNET50, 1, decoders=(given,))
         assert found == given and {decoder for decoder, _ in trials} == {given}
-
-
-@dataclass(frozen=True)
-class Node(World):
-    """One of two nodes, in threads, with a GPU each: a missing call of a collective is an error."""
-
-    barrier: threading.Barrier = field(kw_only=True)
-    values: list[Any] = field(kw_only=True)
-
-    def all_gather(self, value: Any) -> list[Any]:
-        self.values[self.rank] = value
-        self.barrier.wait()
-        found = list(self.values)
-        self.barrier.wait()
-        assert found.count("gradients") in (0, 2), "one node takes steps, the other does not"
-        return found
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_different_nodes_take_the_same_trials_with_the_same_decoder(seed: int) -> None:
-    barrier, values = threading.Barrier(2, timeout=20), [None, None]
-    demand, names = [2000, 7350, 22000][seed % 3], ("simplejpeg", "region")
-
-    def tuned(rank: int) -> tuple[str, list[str]]:
-        random = np.random.default_rng([seed, rank])
-        host = Host(
-            demand,
-            per_worker=random.choice([120, 350, 600, 1600]),
-            engines=random.choice([3000, 14000]),
-            cores=int(random.choice([4, 16, 64])),
-            slow=random.choice([0, 0.02, 0.1]),
-            threads=2,
-            contention=0.1,
-            uses=0.04,
-        )
-        node = Node(rank, 2, 0, 1, CPU, barrier=barrier, values=values)
-        misjudged = random.choice([0.7, 1, 1.3])
-        found, _, trials = tune(host, misjudged, seed, (names[rank], "gpu", "hybrid"), node)
-        # The training process keeps a core for each of its two busy threads.
-        assert all(number <= host.cores - 2 for decoder, number in trials if decoder == "hybrid")
-        return found, [decoder for decoder, _ in trials]
-
-    with ThreadPoolExecutor(2) as threads:
-        ours, theirs = threads.map(tuned, range(2))
-
-    def plain(decoder: str) -> str:
-        return "cpu" if decoder in names else decoder
-
-    assert plain(ours[0]) == plain(theirs[0])
-    assert list(map(plain, ours[1])) == list(map(plain, theirs[1]))
