@@ -199,6 +199,9 @@ def test_several_ranks_get_a_reserve_of_workers(
         def all_gather(self, value: Any) -> list[Any]:
             return [value] * self.size
 
+        def broadcast(self, function: Any) -> Any:
+            return function()
+
     def step(batch: Batch) -> None:
         clock.now += 0.25
 
