@@ -98,7 +98,7 @@ def test_imports_have_one_direction() -> None:
 
 def test_pipeline_is_read_in_one_direction() -> None:
     found = {name.split(".")[1] for name in SOURCES if name.startswith("pipeline.")}
-    assert found == {*JOURNEY, "gpu", "demo"}
+    assert found - {"gpu", "demo"} == set(JOURNEY)
     for place, name in enumerate(JOURNEY):
         later = [f"pipeline.{other}" for other in JOURNEY[place + 1 :]]
         wrong = [i for i in imports(SOURCES[f"pipeline.{name}"]) if within(i, later)]
