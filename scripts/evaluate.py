@@ -319,11 +319,10 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
     classes, p, val = found.classes, found.predictions, found.datasets.val
     content = {**found.summary, "calibration": p.calibration(), "made_by": provenance()}
     write_json(folder / "evaluation.json", content)
-    rows = zip(classes, p.per_class(len(classes)), strict=True)
     write_csv(
         folder / "per_class.csv",
         ["class", "images", "top1", "top5", "loss", "name"],
-        [[name, *row.values(), readable(name)] for name, row in rows],
+        [list(row.values()) for row in p.per_class(classes)],
     )
     pairs = p.confusions(len(classes))
     named = [(classes[label], classes[prediction], n) for label, prediction, n in pairs]
@@ -342,7 +341,8 @@ def write(found: Evaluated, folder: Path, *, worst: int) -> None:
         ["path", "class", "prediction", "confidence", "loss", "name", "prediction_name"],
         listed,
     )
-    for name, picture in p.draw(classes, val).items():
+    for tag, picture in p.draw(classes, val).items():
+        name = tag.removeprefix("val/")
         picture.save(folder / ("worst.jpg" if name == "worst" else f"{name}.png"), quality=90)
 
 

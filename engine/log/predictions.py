@@ -11,8 +11,7 @@ from PIL import Image
 from torch import Tensor
 
 from engine.distributed import World
-from engine.log import pictures
-from engine.log.pictures import GREY, RED
+from engine.log.pictures import GREY, RED, bars, tiles
 from pipeline.class_names import readable
 from pipeline.dataset import Dataset
 
@@ -89,34 +88,33 @@ class Predictions:
         found = [(pair // classes, pair % classes, count) for pair, count in rows]
         return sorted(found, key=lambda row: -row[2])
 
-    def per_class(self, classes: int) -> list[dict[str, Any]]:
+    def per_class(self, classes: Sequence[str]) -> list[dict[str, Any]]:
         """Return images, top1, top5 (percent) and mean loss of every class; None without images."""
-        images = np.bincount(self.labels, minlength=classes)
-        sums = {
-            "top1": 100 * np.bincount(self.labels, self.top1, classes),
-            "top5": 100 * np.bincount(self.labels, self.top5, classes),
-            "loss": np.bincount(self.labels, self.losses, classes),
-        }
-        return [
-            {"images": int(n), **{k: float(v[i] / n) if n else None for k, v in sums.items()}}
-            for i, n in enumerate(images)
-        ]
+        images = np.bincount(self.labels, minlength=len(classes))
+        values = {"top1": 100 * self.top1, "top5": 100 * self.top5, "loss": self.losses}
+        sums = {key: np.bincount(self.labels, each, len(classes)) for key, each in values.items()}
+        rows = []
+        for i, (name, count) in enumerate(zip(classes, images.tolist(), strict=True)):
+            means = {key: float(sums[key][i] / count) if count else None for key in sums}
+            rows.append({"class": name, "images": count, **means, "name": readable(name)})
+        return rows
 
     def worst(self, count: int) -> list[int]:
         """Return the positions of the images with the largest loss, in descending order."""
         losses = np.nan_to_num(self.losses, nan=np.inf)
         return [int(i) for i in np.argsort(-losses, kind="stable")[:count]]
 
-    def draw(
-        self, classes: Sequence[str], dataset: Dataset, when: str = ""
-    ) -> dict[str, Image.Image]:
+    def draw(self, classes: Sequence[str], dataset: Dataset) -> dict[str, Image.Image]:
         """Draw the worst images, the confusions, the accuracy of each class and the calibration.
 
         Args:
             dataset: the split, from which the worst images are loaded.
-            when: the end of each title.
+
+        Returns:
+            TensorBoard's tag -> picture.
         """
-        names, per_class = [readable(name) for name in classes], self.per_class(len(classes))
+        per_class = self.per_class(classes)
+        names = [row["name"] for row in per_class]
         images, captions = [], []
         for i in self.worst(WORST_IMAGES):
             images.append(dataset.load(0, i)[0])
@@ -124,12 +122,7 @@ class Predictions:
             remark = f"loss {self.losses[i]:.2f}, {100 * self.confidences[i]:.0f} %"
             judged = GREY if found == name else RED
             captions.append([(name, "black"), (f"-> {found}", judged), (remark, GREY)])
-
-        accuracy = [
-            (name, one["top1"], one["images"])
-            for name, one in zip(names, per_class, strict=True)
-            if one["images"]
-        ]
+        accuracy = [(row["name"], row["top1"], row["images"]) for row in per_class if row["images"]]
         accuracy.sort(key=lambda bar: bar[1])
         if len(accuracy) > MOST_BARS:
             accuracy = accuracy[: MOST_BARS - BEST_CLASSES] + accuracy[-BEST_CLASSES:]
@@ -142,10 +135,10 @@ class Predictions:
         for i, count in enumerate(calibration["images"]):
             name = f"confidence up to {100 * (i + 1) / BINS:.0f} %"
             confidence.append((name, 100 * calibration["accuracy"][i], count))
-        title = f"accuracy by confidence, ECE {100 * calibration['error']:.2f} %{when}"
+        title = f"accuracy by confidence, ECE {100 * calibration['error']:.2f} %"
         return {
-            "worst": pictures.tiles(f"largest losses{when}", images, captions),
-            "confusion": pictures.bars(f"most frequent confusions{when}", confused[:MOST_BARS]),
-            "per_class": pictures.bars(f"top-1, the worst classes first{when}", accuracy),
-            "reliability": pictures.bars(title, confidence),
+            "val/worst": tiles("largest losses", images, captions),
+            "val/confusion": bars("most frequent confusions", confused[:MOST_BARS]),
+            "val/per_class": bars("top-1, the worst classes first", accuracy),
+            "val/reliability": bars(title, confidence),
         }

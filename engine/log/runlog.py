@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from PIL import Image
@@ -17,10 +18,10 @@ from conf.compose import to_yaml
 from conf.rooms import has_room, require_room
 from conf.schema import Config
 from engine.distributed import StopSignal, World
-from engine.log import pictures
 from engine.log.bad_files import BadFiles
 from engine.log.console import Console
 from engine.log.measurements import Measurements, Meter
+from engine.log.pictures import tiles
 from engine.log.predictions import Predictions
 from engine.log.tracker import Tracker, wandb_board
 from engine.plan import Plan
@@ -148,9 +149,9 @@ class RunLog:
             with self.measured.lost("profile"):
                 self.profiler.start(batch.step)
             train.clock.skip()
-        if self.run.is_first_start and batch.step == self._first_step and self.tracker.has_board:
-            drawn = draw_batch(batch, train.format, self.plan.classes)
-            self.tracker.picture("train/images", drawn, batch.step + 1, photos=True)
+        if self.run.is_first_start and batch.step == self._first_step:
+            draw = partial(draw_batch, batch, train.format, self.plan.classes)
+            self.tracker.pictures(draw, batch.step + 1)
             train.clock.skip()
         train.clock.mark("ready")
 
@@ -228,8 +229,11 @@ class RunLog:
             if warning:
                 self.say(f"warning  {warning}")
         self.tracker.row(row)
+        classes, step = self.plan.classes, self.state.step
+        content = {"step": step, "classes": found.per_class(classes)}
+        self.tracker.record("per_class.json", content)
         dataset = self.feed.val.loader.dataset
-        self.tracker.predictions(found, self.plan.classes, dataset, self.state.step)
+        self.tracker.pictures(partial(found.draw, classes, dataset), step)
 
     def _report(self, *, rest: bool = False) -> None:
         """Write a log row if an interval of steps was sent; with `rest`, of the last steps, too.
@@ -338,10 +342,10 @@ def results(state: TrainState, plan: Plan, expectation: Any) -> dict[str, Any]:
     }
 
 
-def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> Image.Image:
+def draw_batch(batch: Batch, format: ImageFormat, classes: Sequence[str]) -> dict[str, Image.Image]:
     """Draw the first images of a batch, without normalisation; waits for the device."""
     pixels = batch.images[:SHOWN_IMAGES].float().sub(format.shift).div(format.scale)
     shown = pixels.round().clamp(0, 255).byte().permute(0, 2, 3, 1).contiguous().cpu().numpy()
     labels = batch.labels[:SHOWN_IMAGES].tolist()
     captions = [[(readable(classes[label]), "black")] for label in labels]
-    return pictures.tiles(f"input of step {batch.step + 1}", list(shown), captions)
+    return {"train/images": tiles("input of the first step", list(shown), captions)}

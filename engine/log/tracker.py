@@ -20,9 +20,6 @@ from conf.rooms import require_room
 from conf.schema import Config
 from engine.checkpoint import replace_file, write_json
 from engine.log.measurements import FRACTIONS, TIMES
-from engine.log.predictions import Predictions
-from pipeline.class_names import readable
-from pipeline.dataset import Dataset
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +27,7 @@ logger = logging.getLogger(__name__)
 IN_TIME = ("data_wait_fraction", "ranks_wait_fraction", *FRACTIONS, *TIMES)
 TAGS = {"lr": "lr", "images_per_second": "throughput/images_per_second", "mfu": "throughput/mfu"}
 TAGS |= {key: f"time/{key}" for key in IN_TIME}
+PHOTOS = ("train/images", "val/worst")
 NO_CURVE = {"step", "epoch", "split", "seconds_left", "images", "seconds"}
 # CUSTOM SCALARS: training and validation in one chart. Group -> chart -> regular expressions.
 LAYOUT = {
@@ -69,13 +67,13 @@ class Tracker(AbstractContextManager["Tracker"]):
         self._open = ExitStack()
         if folder is None:
             return
-        self.guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
+        self._guard("metrics.jsonl", self._open_rows, folder / "metrics.jsonl", start_step)
         if "wandb" in trackers:
             open_wandb = wandb_board(trackers).open_wandb
-            if close := self.guard("Weights & Biases", open_wandb, folder, config):
-                self._open.callback(self.guard, "Weights & Biases", close)
+            if close := self._guard("Weights & Biases", open_wandb, folder, config):
+                self._open.callback(self._guard, "Weights & Biases", close)
         if trackers:
-            self.guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
+            self._guard("TensorBoard", self._open_board, folder / "tensorboard", start_step)
 
     def _open_rows(self, path: Path, start_step: int) -> None:
         if path.exists():
@@ -87,7 +85,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                         kept.append(line)
             replace_file(path, "".join(line + "\n" for line in kept))
         self._rows = open(path, "a", buffering=1)  # noqa: SIM115 - closed by __exit__
-        self._open.callback(self.guard, "metrics.jsonl", self._rows.close)
+        self._open.callback(self._guard, "metrics.jsonl", self._rows.close)
 
     def _open_board(self, folder: Path, start_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -104,7 +102,7 @@ class Tracker(AbstractContextManager["Tracker"]):
 
         threading.excepthook = hook
         self._open.callback(setattr, threading, "excepthook", default_hook)
-        self._open.callback(self.guard, "TensorBoard", board.close)
+        self._open.callback(self._guard, "TensorBoard", board.close)
         self._board = board
 
     def row(self, row: Mapping[str, Any]) -> None:
@@ -114,7 +112,7 @@ class Tracker(AbstractContextManager["Tracker"]):
                 key.replace("/", "_"): float(f"{value:.6g}") if isinstance(value, float) else value
                 for key, value in row.items()
             }
-            self.guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
+            self._guard("metrics.jsonl", self._rows.write, strict_json.dumps(rounded) + "\n")
 
         def add_curves(board: Any) -> None:
             for key, value in row.items():
@@ -128,50 +126,42 @@ class Tracker(AbstractContextManager["Tracker"]):
         """Write a text for TensorBoard."""
         self._to_board(lambda board: board.add_text(tag, f"```yaml\n{text}\n```", 0))
 
-    def picture(self, tag: str, image: Image.Image, step: int, *, photos: bool = False) -> None:
-        """Write an image for TensorBoard: `photos` as JPEG, a tenth of the size and time of PNG."""
+    def pictures(self, draw: Callable[[], Mapping[str, Image.Image]], step: int) -> None:
+        """Draw pictures for TensorBoard, if it is in use.
+
+        Args:
+            draw: returns tag -> picture. PHOTOS become JPEG, a tenth of the size and time of PNG.
+        """
 
         def add(board: Any) -> None:
             from tensorboard.compat.proto.summary_pb2 import Summary
 
             # SummaryWriter.add_image would take 1.1 s for 64 photographs of 224 px.
-            file = io.BytesIO()
-            image.save(file, "JPEG" if photos else "PNG", quality=90, compress_level=3)
-            content = Summary.Image(
-                height=image.height,
-                width=image.width,
-                colorspace=3,
-                encoded_image_string=file.getvalue(),
-            )
-            summary = Summary(value=[Summary.Value(tag=tag, image=content)])
-            board.file_writer.add_summary(summary, step)
+            for tag, picture in draw().items():
+                file = io.BytesIO()
+                format = "JPEG" if tag in PHOTOS else "PNG"
+                picture.save(file, format, quality=90, compress_level=3)
+                content = Summary.Image(
+                    height=picture.height,
+                    width=picture.width,
+                    colorspace=3,
+                    encoded_image_string=file.getvalue(),
+                )
+                summary = Summary(value=[Summary.Value(tag=tag, image=content)])
+                board.file_writer.add_summary(summary, step)
 
-        self._to_board(add)
-
-    def predictions(
-        self, found: Predictions, classes: Sequence[str], dataset: Dataset, step: int
-    ) -> None:
-        """Write a validation's errors: per_class.json, and pictures for TensorBoard."""
-        rows = [
-            {"class": name, "images": one["images"], "top1": one["top1"], "name": readable(name)}
-            for name, one in zip(classes, found.per_class(len(classes)), strict=True)
-        ]
-        self.record("per_class.json", {"step": step, "classes": rows})
-        if self.has_board:
-            when = f", validation after step {step:,}"
-            drawn = self.guard("pictures", found.draw, classes, dataset, when)
-            for name, image in (drawn or {}).items():
-                self.picture(f"val/{name}", image, step, photos=name == "worst")
+        if self._board is not None and "TensorBoard" not in self._failed:
+            self._guard("pictures", add, self._board)
 
     def record(self, name: str, content: Any) -> None:
         """Write a JSON file into the run directory; no later start reads it."""
         if self.folder is not None:
-            self.guard(name, write_json, self.folder / name, content)
+            self._guard(name, write_json, self.folder / name, content)
 
     def write(self, name: str, text: str) -> None:
         """Write a text file into the run directory."""
         if self.folder is not None:
-            self.guard(name, replace_file, self.folder / name, text)
+            self._guard(name, replace_file, self.folder / name, text)
 
     def flush(self) -> None:
         """Flush the curves to disk, so that a kill cannot lose them. Any thread may call it."""
@@ -180,17 +170,12 @@ class Tracker(AbstractContextManager["Tracker"]):
     def __exit__(self, *_: object) -> None:
         self._open.close()
 
-    @property
-    def has_board(self) -> bool:
-        """Whether TensorBoard's files are written."""
-        return self._board is not None and "TensorBoard" not in self._failed
-
     def _to_board(self, call: Callable[[Any], None]) -> None:
         """Call a function with the SummaryWriter, if there is one."""
         if self._board is not None:
-            self.guard("TensorBoard", call, self._board)
+            self._guard("TensorBoard", call, self._board)
 
-    def guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+    def _guard(self, name: str, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a writer. After its first failure, warn, and do not call it again."""
         if name in self._failed:
             return None

@@ -18,6 +18,7 @@ from train import validation_values
 
 ALONE = World(rank=0, size=1, local_rank=0, local_size=1, device=torch.device("cpu"))
 CLASSES, IMAGES = 7, 500
+NAMES = ["cat", "n01443537", *"abcde"]
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +100,7 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
     pairs = found.confusions(CLASSES)
     counts = [count for _, _, count in pairs]
     assert counts == sorted(counts, reverse=True)
-    rows = found.per_class(CLASSES)
+    rows = found.per_class(NAMES)
     for label in range(CLASSES):
         own = [i for i in range(IMAGES) if labels[i] == label]
         for prediction in range(CLASSES):
@@ -109,6 +110,8 @@ def test_classes_and_confusions(logits: Tensor, labels: Tensor) -> None:
         top5 = 100 * sum(bool(found.top5[i]) for i in own) / len(own)
         loss = sum(found.losses[i] for i in own) / len(own)
         assert rows[label] == {
+            "class": NAMES[label],
+            "name": "goldfish" if label == 1 else NAMES[label],
             "images": len(own),
             "top1": pytest.approx(top1),
             "top5": pytest.approx(top5),
@@ -138,7 +141,7 @@ def test_flip_averages_logits() -> None:
 def test_nan_is_no_hit() -> None:
     """argmax returns class 0 for NaN; top1 counts no hit, and neither does a class."""
     found = recorded(torch.full((4, CLASSES), math.nan), torch.zeros(4, dtype=torch.long), 4)
-    assert found.per_class(CLASSES)[0]["top1"] == 0
+    assert found.per_class(NAMES)[0]["top1"] == 0
     assert sum(found.calibration()["accuracy"]) == 0 and found.confidences.tolist() == [0] * 4
     nothing = Predictions.gather([], ALONE)
     assert len(nothing.labels) == 0 and nothing.calibration()["error"] == 0
@@ -214,12 +217,12 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
             return np.full((8, 8, 3), index % 256, np.uint8), 0
 
     split = Images(IMAGES, CLASSES, 8)
-    drawn = found.draw(["cat", "n01443537", *"abcde"], split, ", title")
+    drawn = found.draw(NAMES, split)
     assert loaded == found.worst(16)
-    sheet = np.asarray(drawn["worst"])
+    sheet = np.asarray(drawn["val/worst"])
     for i, index in enumerate(loaded):
         assert (sheet[100 + i // 4 * 254, 100 + i % 4 * 200] == index % 256).all()
-    accuracy = sorted(row["top1"] for row in found.per_class(CLASSES))
+    accuracy = sorted(row["top1"] for row in found.per_class(NAMES))
     wrong = [pair for pair in found.confusions(CLASSES) if pair[0] != pair[1]]
     images = np.bincount(labels, minlength=CLASSES)
     expected = {
@@ -229,9 +232,9 @@ def test_pictures(logits: Tensor, labels: Tensor) -> None:
     }
     for name, shares in expected.items():
         widths = [max(3, 440 * share) for share in shares]
-        assert lengths(drawn[name], BLUE) == pytest.approx(widths, abs=2), name
+        assert lengths(drawn[f"val/{name}"], BLUE) == pytest.approx(widths, abs=2), name
     empty = Predictions.gather([], ALONE).draw(["cat", "dog"], split)
-    assert lengths(empty["per_class"], BLUE) == []
+    assert lengths(empty["val/per_class"], BLUE) == []
 
 
 def test_accuracy_of_many_classes() -> None:
@@ -239,6 +242,6 @@ def test_accuracy_of_many_classes() -> None:
     labels = np.repeat(np.arange(100), 100)
     hits = (np.arange(10_000) % 100 < np.random.default_rng(0).permutation(100)[labels]) * 1.0
     found = Predictions(labels, labels, hits, hits, hits, hits)
-    image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["per_class"]
+    image = found.draw([str(i) for i in range(100)], FakeDataset(10_000, 100, 8))["val/per_class"]
     expected = [4.4 * top1 for top1 in (*range(20), *range(95, 100))]
     assert lengths(image, BLUE) == pytest.approx(expected, abs=3)
