@@ -107,10 +107,14 @@ class World:
             result.append(function())
         except UserError as error:
             mistake = error
+        self.raise_on_all_ranks(mistake)
+        return result[0]
+
+    def raise_on_all_ranks(self, mistake: UserError | None) -> None:
+        """Raise the first mistake that a rank passes, on every rank. Collective."""
         for each in self.all_gather(mistake):
             if each is not None:
                 raise each
-        return result[0]
 
     def local_values(self, values: list[T]) -> list[T]:
         """Select the values of this node's ranks from one value per rank."""
@@ -212,11 +216,7 @@ def average_gradients(network: nn.Module) -> None:
 
 
 def resolve_device(choice: str, local_rank: int = 0, local_size: int = 1) -> torch.device:
-    """Return the device that `train.device` selects.
-
-    Raises:
-        UserError: this node has fewer GPUs than ranks.
-    """
+    """Return the device that `train.device` selects; refuse more ranks than this node has GPUs."""
     have = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if choice == "cpu" or (choice == "auto" and have == 0):
         return torch.device("cpu")
@@ -235,14 +235,11 @@ def same_on_all_ranks(
     *,
     remedy: str = "give every rank the same command and the same data",
 ) -> None:
-    """Check that all ranks have the same values.
+    """Refuse the first difference between ranks.
 
     Args:
         values: one dictionary per rank, in rank order: name -> value.
-        remedy: what the user should do if they differ.
-
-    Raises:
-        UserError: names the first difference.
+        remedy: what the user should do.
     """
     for rank, own in enumerate(values):
         for name in {**values[0], **own}:
@@ -254,11 +251,7 @@ def same_on_all_ranks(
 
 
 def share_config(config: Config, world: World) -> Config:
-    """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time.
-
-    Raises:
-        UserError: other keys differ between the ranks.
-    """
+    """Return the config with rank 0's `run` keys: ${now:} gives each rank a different time."""
     config = replace(config, run=world.broadcast(lambda: config.run))
     keys = {key: v for key, v in config_values(config).items() if key not in MAY_DIFFER}
     same_on_all_ranks(world.all_gather(keys))
@@ -266,29 +259,27 @@ def share_config(config: Config, world: World) -> Config:
 
 
 def _installation() -> dict[str, str]:
-    """Return what must be equal on all ranks: communication and pixels depend on the versions.
-
-    Of each source file of the packages in use, the first digits of its SHA-256.
-    """
+    """Return the versions and source files that must be equal on all ranks, each by its name."""
     root = Path(__file__).parents[1]
     packages = [path for path in root.iterdir() if path.name in sys.modules and path.is_dir()]
-    files = [path for package in packages for path in package.rglob("*.[pc]*") if path.is_file()]
-    versions = {
+    files = [root / "train.py"]
+    for package in sorted(packages):
+        files += sorted([*package.rglob("*.py"), *package.rglob("*.c")])
+    hashes = {
+        f"SHA-256 of {path.relative_to(root)}": hashlib.sha256(path.read_bytes()).hexdigest()[:12]
+        for path in files
+    }
+    return {
         "Python version": ".".join(platform.python_version_tuple()[:2]),
         "torch version": str(torch.__version__),
         "numpy version": np.__version__,
         "Pillow version": PIL.__version__,
+        **hashes,
     }
-    for path in (root / "train.py", *sorted(files)):
-        if path.suffix in (".py", ".c"):
-            digest = hashlib.sha256(path.read_bytes()).hexdigest()
-            versions[f"SHA-256 of {path.relative_to(root)}"] = digest[:12]
-    return versions
 
 
 # Keeps process groups until the interpreter ends. DDP outlives `join_world`; if it had the last
-# reference, it would wait for the group's threads while it holds the GIL. A thread that needs the
-# GIL to free a tensor then never ends, and the rank hangs after the last step.
+# reference, it would wait, while it holds the GIL, for threads that need the GIL to free a tensor.
 _joined: list[Any] = []
 
 
@@ -326,9 +317,7 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
             stack.enter_context(_lost_ranks_explained(heartbeat))
             _init_process_group(device, launch, max(LONGEST_SECONDS, 2 * timeout_seconds))
             stack.callback(dist.destroy_process_group)
-        for each in world.all_gather(mistake):
-            if each is not None:
-                raise each
+        world.raise_on_all_ranks(mistake)
         if heartbeat is not None:
             same_on_all_ranks(
                 world.all_gather({"device": device.type, **_installation()}),
@@ -340,12 +329,10 @@ def join_world(device_choice: str, timeout_seconds: float = 120.0) -> Iterator[W
 
 def _init_process_group(device: torch.device, launch: Launch, timeout_seconds: float) -> None:
     """Meet the other ranks at MASTER_ADDR and MASTER_PORT."""
+    # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
-        dist.init_process_group(
-            # gloo, in addition to NCCL, transfers objects and the stop signal without the GPU
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            timeout=timedelta(seconds=timeout_seconds),
-        )
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds))
     except RuntimeError as error:
         raise RankError(
             f"MASTER_ADDR={launch.host}, MASTER_PORT={launch.port}: the ranks cannot meet: "
@@ -462,8 +449,7 @@ class StopSignal:
     def poll(self) -> bool:
         """Update `number`; return whether training stops. Collective.
 
-        Waits for the other ranks, but not for the GPU, which still has a step to compute. All ranks
-        call this once per step, and before and after what takes long between two steps.
+        Waits for the other ranks, but not for the GPU, which still has a step to compute.
         """
         if self.number == 0:
             own = self.FAILED if self.failed() else self.received
@@ -471,10 +457,9 @@ class StopSignal:
         return self.number != 0
 
     def wait_for(self, function: Callable[[], T]) -> T | None:
-        """Call a function that waits for input, such as a read; return its result.
+        """Call a function that waits for input; return its result, or None if a signal ends it.
 
-        A signal ends the call, wherever it is, and the result is None. What the function has used
-        must only be closed then.
+        What the function has used must only be closed then.
         """
         self._waiting = True
         try:
@@ -485,10 +470,7 @@ class StopSignal:
             self._waiting = False
 
     def interruptible(self, batches: Iterator[T]) -> Iterator[T]:
-        """Yield batches as long as all ranks have one and none has to stop. Collective.
-
-        Polls once for each batch. Every rank has the same number of batches.
-        """
+        """Yield batches as long as all ranks have one and none has to stop. Collective."""
         while not self:
             batch = self.wait_for(partial(next, batches, None))
             if self.poll() or batch is None:
@@ -497,12 +479,7 @@ class StopSignal:
 
     @contextmanager
     def saving(self, what: object, num_bytes: int) -> Iterator[None]:
-        """Give up the `with` block after a signal if the disk takes far too long.
-
-        Args:
-            what: is written, for the message.
-            num_bytes: to write, at most.
-        """
+        """Give up the `with` block after a signal if the disk takes far too long for the bytes."""
         self._saving = time.monotonic(), ANSWER_SECONDS + num_bytes / SLOWEST_DISK, str(what)
         try:
             yield

@@ -38,7 +38,7 @@ class Heartbeat:
     """Ends this process with status 1 if another rank does not respond for `timeout_seconds`.
 
     Only if this rank has been in the same section for as long: then its main thread waits in a
-    collective. A rank that responds may take its time: it compiles, or waits for a slow disk.
+    collective. A rank that responds may take its time.
 
     Attributes:
         wakeup: for signal.set_wakeup_fd: it receives the signals of this process.

@@ -18,8 +18,7 @@ from pipeline.build import Datasets
 from pipeline.loader_plan import LoaderPlan, plan_loader
 from pipeline.sampler import SizeSchedule
 
-FEW_STEPS = 10  # optimiser steps per epoch; with fewer, a smaller batch is advised
-GOOD_STEPS = 16  # optimiser steps per epoch that the advised batch gives at least
+FEW_STEPS, GOOD_STEPS = 10, 16  # per epoch: a smaller batch is advised below; what it gives
 SMALL_BATCH = 8  # the smallest batch to advise: batch normalisation needs enough images
 
 
@@ -195,13 +194,10 @@ def make_plan(
     world: World,
     resumed: tuple[int, Mapping[str, Any]] = (0, {}),
 ) -> Plan:
-    """Derive what the run will do on this rank.
+    """Derive what the run will do on this rank, or refuse what is impossible.
 
     Args:
         resumed: step and identity of the checkpoint to resume.
-
-    Raises:
-        UserError: the batch, the model, the image size or the data loading is impossible.
     """
     images, size = len(datasets.train), config.loader.batch_size
     check_batch(config, images, world)
@@ -327,9 +323,7 @@ def suited_batch(train_images: int) -> int:
 def few_steps(batch_size: int, lr: float, train_images: int, world_size: int) -> list[str]:
     """Return advice for a dataset that is too small for the batch; nothing for other datasets.
 
-    With the batch and the learning rate of an ImageNet recipe, 280 images are one step per epoch,
-    and ResNet-50 ended with a validation loss of 168,212. The advised learning rate is scaled with
-    the batch (arXiv 1706.02677).
+    The advised learning rate is scaled with the batch (arXiv 1706.02677).
     """
     better = -(-suited_batch(train_images) // world_size) * world_size
     steps = train_images / batch_size

@@ -1,7 +1,6 @@
 """Validation counts every image once for any batch size; hits are counted as by torch.topk."""
 
 import copy
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -46,7 +45,7 @@ def padded(images: Tensor, labels: Tensor, size: int) -> Iterator[tuple[Tensor, 
         )
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 8, 36, 37, 38, 100])
+@pytest.mark.parametrize("size", [1, 8, 36, 37, 38])
 def test_result_does_not_depend_on_the_batch_size(
     model: nn.Module, data: tuple[Tensor, Tensor], size: int
 ) -> None:
@@ -61,17 +60,6 @@ def test_result_does_not_depend_on_the_batch_size(
     assert 0 < found.top1 < found.top5 < 100
 
 
-def test_batches_of_differing_sizes(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
-    uneven = zip(data[0].split([1, 20, 3, 13]), data[1].split([1, 20, 3, 13]), strict=True)
-    (found,) = evaluate([model], measure, uneven, ALONE)
-    (expected,) = evaluate([model], measure, [data], ALONE)
-    assert dataclasses.replace(found, loss=0) == dataclasses.replace(expected, loss=0)
-
-
-def test_nothing_to_validate(model: nn.Module) -> None:
-    assert [found.images for found in evaluate([model, model], measure, [], ALONE)] == [0, 0]
-
-
 def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     """The results are those of single evaluations; the rows are the first network's."""
     torch.manual_seed(3)
@@ -82,6 +70,7 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
             read.append(len(read))
             yield batch
 
+    assert evaluate([model], measure, [], ALONE)[0].images == 0
     model.train()
     together: list[dict[str, Tensor]] = []
     alone: list[dict[str, Tensor]] = []
@@ -99,24 +88,18 @@ def test_several_networks_share_each_batch(model: nn.Module, data: tuple[Tensor,
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_model_is_unchanged(model: nn.Module, data: tuple[Tensor, Tensor], mode: bool) -> None:
-    model.train(mode)
-    before = {k: v.clone() for k, v in model.state_dict().items()}
-    evaluate([model], measure, padded(*data, 8), ALONE)
-    assert model.training == mode and model.bn1.training == mode
-    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
-
-
-def test_no_gradients_are_kept(model: nn.Module, data: tuple[Tensor, Tensor]) -> None:
     seen = []
 
     def watch(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Tensor]:
         seen.append((torch.is_grad_enabled(), model.training, model(images).requires_grad))
         return measure(model, images, labels)
 
-    model.train()
+    model.train(mode)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
     evaluate([model], watch, padded(*data, 20), ALONE)
-    assert seen == [(False, False, False)] * 2
-    assert torch.is_grad_enabled()
+    assert seen == [(False, False, False)] * 2 and torch.is_grad_enabled()
+    assert model.training == mode and model.bn1.training == mode
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
 
 
 @pytest.mark.gpu
@@ -148,7 +131,7 @@ def counted(logits: Tensor, labels: Tensor) -> tuple[int, int, int]:
     return hits1, hits5, images
 
 
-@pytest.mark.parametrize("classes", [2, 3, 5, 6, 10, 1000])
+@pytest.mark.parametrize("classes", [2, 6, 1000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(classes)
@@ -168,7 +151,6 @@ def test_hits_are_those_of_topk(classes: int, dtype: torch.dtype) -> None:
     ("logits", "labels", "expected"),
     [
         (torch.eye(6)[:4], [0, 1, EMPTY_ROW, EMPTY_ROW], (2, 2)),
-        (torch.eye(6)[:4], [EMPTY_ROW] * 4, (0, 0)),
         (torch.eye(6)[:4], [0, 1, 5, 4], (2, 3)),
         (torch.tensor([[-math.inf] * 10, [math.inf] * 10]), [0, 5], (1, 1)),
         # A constant network has a top-1 accuracy of 1 / classes, not 1.
